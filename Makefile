@@ -1,0 +1,55 @@
+# On a fresh machine: `make demo`, `make test`. They need Python 3.11 or newer; all else is set up in .venv, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+TRACES := tests/snapshots/traces
+
+.PHONY: demo test bench lint format snapshots picture clean
+.DEFAULT_GOAL := demo
+
+demo: $(READY)
+	@cd $(TRACES) && $(CURDIR)/$(BIN)/keepbusy explain tokens.trace.json.gz --plain-step 53.0
+	@echo
+	@echo "That was a real trace of three steps on an H200. Next:"
+	@echo "  $(BIN)/keepbusy explain YOUR.trace.json.gz --plain-step MS    your own (docs/how-to/record-a-trace.md)"
+	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --mend blocking_copy"
+	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+bench: $(READY)
+	@$(BIN)/python benchmarks/explain_speed.py
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+snapshots: $(READY)
+	@KEEPBUSY_SNAPSHOTS=write $(BIN)/python -m pytest tests/snapshots
+	@git diff --stat -- tests/snapshots
+
+picture: $(READY)
+	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.0 $(CURDIR)/docs/report.svg
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# PyTorch comes first, so that its CPU wheel is taken: one that this machine offers, else PyTorch's own, else PyPI's.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("keepbusy needs Python 3.11 or newer; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null \
+	    || $(PIP) install --quiet --no-deps --index-url $(CPU_WHEELS) "$(TORCH)" 2>/dev/null || true
+	@$(PIP) install --quiet -c constraints.txt -e '.[torch,dev]'
+	@touch $@

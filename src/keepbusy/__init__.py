@@ -1,0 +1,53 @@
+"""keepbusy: which line of a PyTorch program makes the GPU wait, and what mending it gains.
+
+    timeline = keepbusy.read(["rank0.trace.json.gz"])
+    diagnosis = keepbusy.explain(timeline, plain_step=25_000_000)  # nanoseconds
+    print(keepbusy.render(diagnosis))
+
+Names are loaded when they are first used: `import keepbusy` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepbusy.explain import explain as explain
+    from keepbusy.explain.compare import Comparison as Comparison
+    from keepbusy.explain.compare import compare as compare
+    from keepbusy.explain.diagnosis import Diagnosis as Diagnosis
+    from keepbusy.record import read as read
+    from keepbusy.report.terminal import render as render
+    from keepbusy.timeline.errors import BadInput as BadInput
+    from keepbusy.timeline.model import Timeline as Timeline
+    from keepbusy.timeline.store import load as load
+    from keepbusy.timeline.store import save as save
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BadInput": "keepbusy.timeline.errors",
+    "Comparison": "keepbusy.explain.compare",
+    "Diagnosis": "keepbusy.explain.diagnosis",
+    "Timeline": "keepbusy.timeline.model",
+    "compare": "keepbusy.explain.compare",
+    "explain": "keepbusy.explain",
+    "load": "keepbusy.timeline.store",
+    "read": "keepbusy.record",
+    "render": "keepbusy.report.terminal",
+    "save": "keepbusy.timeline.store",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'keepbusy' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

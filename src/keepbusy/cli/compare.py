@@ -1,0 +1,50 @@
+"""Say what changed between two runs, cause by cause.
+
+A and B are each a saved run.busy, a trace, a folder of traces, a quoted pattern ('before/rank*.json.gz'),
+or several of these with commas between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from keepbusy.cli.explain import explained
+from keepbusy.cli.output import screen
+from keepbusy.cli.sources import open_timeline, progress
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
+
+SUMMARY = "what changed between two runs, cause by cause"
+EXAMPLES = """\
+examples:
+  keepbusy compare before.busy after.busy
+  keepbusy compare before/ after/ --json
+  keepbusy compare a0.trace.json.gz,a1.trace.json.gz 'b/rank*.trace.json.gz'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", metavar="A", help="the run before")
+    parser.add_argument("after", metavar="B", help="the run after")
+    parser.add_argument("--json", action="store_true", help="print JSON, as docs/reference/json.md describes it")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def run(options: argparse.Namespace) -> Sequence[str]:
+    """Explain both, and hold them against each other."""
+    from keepbusy.explain.compare import compare
+    from keepbusy.report import comparison
+
+    done = compare(_side(options.before, options.quiet), _side(options.after, options.quiet))
+    if options.json:
+        return (comparison.render_json(done), "\n")
+    shape = screen()
+    return (comparison.render(done, shape.width, colour=shape.colour, unicode=shape.unicode), "\n")
+
+
+def _side(argument: str, quiet: bool) -> Diagnosis:
+    with progress(quiet) as on_progress:
+        return explained(open_timeline([part for part in argument.split(",") if part], on_progress))

@@ -1,0 +1,113 @@
+"""Say which line makes the GPU wait, and what mending it gains."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepbusy.cli import values
+from keepbusy.cli.output import check_place, replacing, screen
+from keepbusy.cli.sources import SAVED, open_timeline, progress
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Timeline
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
+
+SUMMARY = "which line makes the GPU wait, and what mending it gains"
+EXAMPLES = """\
+examples:
+  keepbusy explain rank*.trace.json.gz --plain-step 25.0
+  keepbusy explain traces/ --plain-step 25ms --save run.busy
+  keepbusy explain run.busy --mend host_sync,blocking_copy
+  keepbusy explain run.busy --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="the traces of all ranks, a folder of them, or a saved run.busy"
+    )
+    add_plain_step(parser)
+    parser.add_argument(
+        "--mend", type=values.causes, metavar="CAUSES", default=(), help="predict the step with these mended"
+    )
+    parser.add_argument(
+        "--workers",
+        type=values.workers,
+        metavar="N",
+        default=8,
+        help="loader workers that a prediction may count on (default 8)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, as docs/reference/json.md describes it")
+    parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def add_plain_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plain-step",
+        type=values.duration,
+        metavar="MS",
+        help="how long a step takes without the profiler: milliseconds, or with a unit, as in 0.025s",
+    )
+
+
+def run(options: argparse.Namespace) -> Sequence[str]:
+    """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
+    if options.save:
+        _check_name(options.save)
+    with progress(options.quiet) as on_progress:
+        timeline = open_timeline(options.files, on_progress)
+        diagnosis = explained(timeline, options.plain_step, options.mend, options.workers)
+    text = _rendered(diagnosis, options)
+    if options.save:
+        _save(timeline, options.plain_step, options.save)
+    return (text, "\n")
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix != SAVED:
+        raise BadInput(f"--save {path}: a saved run is named *{SAVED}, so that it is known again.")
+    check_place(path)
+
+
+def explained(
+    timeline: Timeline, plain_step: int | None = None, mend: Sequence[str] = (), workers: int = 8
+) -> Diagnosis:
+    """Explain with the plain step given, or else with the one that the run was saved with."""
+    from keepbusy.explain import explain
+
+    plain_step = timeline.facts.get("plain_step") if plain_step is None else plain_step
+    return explain(timeline, plain_step=plain_step, mend=mend, workers=workers)
+
+
+def _rendered(diagnosis: Diagnosis, options: argparse.Namespace) -> str:
+    if options.json:
+        from keepbusy.report import as_json
+
+        return as_json.render(diagnosis)
+    from keepbusy.report import terminal
+
+    shape = screen()
+    return terminal.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=_again(options))
+
+
+def _again(options: argparse.Namespace) -> str:
+    """The command that shows this report again."""
+    if options.save:
+        return shlex.join(["keepbusy", "explain", str(options.save)])
+    plain = [] if options.plain_step is None else ["--plain-step", f"{options.plain_step / 1e6:g}"]
+    return shlex.join(["keepbusy", "explain", *options.files, *plain])
+
+
+def _save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
+    from keepbusy.timeline.store import save
+
+    if plain_step is not None:
+        timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
+    with replacing(path) as part:
+        save(timeline, part)

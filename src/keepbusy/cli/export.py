@@ -1,0 +1,70 @@
+"""Write a run for another program.
+
+perfetto   the timeline, for ui.perfetto.dev or chrome://tracing
+json       the explanation, as docs/reference/json.md describes it
+csv        the timeline's spans, one a line
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+from collections.abc import Iterable
+from pathlib import Path
+
+from keepbusy.cli.explain import explained
+from keepbusy.cli.output import check_place, replacing
+from keepbusy.cli.sources import open_timeline, progress
+from keepbusy.timeline.model import Timeline
+
+SUMMARY = "write a run for Perfetto, or as JSON or CSV"
+EXAMPLES = """\
+examples:
+  keepbusy export run.busy --to perfetto -o run.json.gz
+  keepbusy export rank*.trace.json.gz --to csv > spans.csv
+"""
+KINDS = ("perfetto", "json", "csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="the traces of all ranks, a folder of them, or a saved run.busy"
+    )
+    parser.add_argument("--to", required=True, choices=KINDS, help="for which program")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        type=Path,
+        help="the file to write, compressed when it ends in .gz (else standard output)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def run(options: argparse.Namespace) -> Iterable[str]:
+    """Stream the run to where it goes."""
+    if options.output:
+        check_place(options.output)
+    with progress(options.quiet) as on_progress:
+        timeline = open_timeline(options.files, on_progress)
+    parts = _parts(timeline, options.to)
+    if options.output is None:
+        return parts
+    _write(parts, options.output)
+    return ()
+
+
+def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
+    from keepbusy.report import as_json, perfetto, table
+
+    if kind == "perfetto":
+        return perfetto.parts(timeline)
+    if kind == "csv":
+        return table.parts(timeline)
+    return (as_json.render(explained(timeline)), "\n")
+
+
+def _write(parts: Iterable[str], path: Path) -> None:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with replacing(path) as part, opened(part, "wt", encoding="utf-8", newline="") as file:
+        file.writelines(parts)

@@ -1,0 +1,84 @@
+"""From what stands on the command line to a timeline: traces, a folder of them, or a saved run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Timeline
+
+SAVED = ".busy"
+Progress: TypeAlias = Callable[[str, float], None]
+
+
+def open_timeline(arguments: Sequence[str], on_progress: Progress | None = None) -> Timeline:
+    """Load a saved run, or read the traces of all ranks of one run."""
+    paths = expand(arguments)
+    saved = [path for path in paths if path.suffix == SAVED]
+    if not saved:
+        from keepbusy.record import read
+
+        return read(paths, on_progress)
+    if len(paths) > 1:
+        raise BadInput(
+            f"{saved[0]} is a whole saved run, but {len(paths)} files were given; "
+            "give it alone, or compare two runs with `keepbusy compare`."
+        )
+    from keepbusy.timeline.store import load
+
+    return load(saved[0])
+
+
+def expand(arguments: Iterable[str]) -> list[Path]:
+    """The files meant: a folder means its traces, a quoted pattern what it matches; each file once."""
+    found = [path for argument in arguments for path in _files_of(argument)]
+    if not found:
+        raise BadInput("no file was named; give a trace, a folder of traces or a saved run.busy.")
+    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+
+
+def _files_of(argument: str) -> list[Path]:
+    path = Path(argument)
+    if path.is_dir():
+        return _traces_in(path)
+    if path.exists():
+        return [path]
+    matches = sorted(_matches(path)) if set(argument) & set("*?[") else []
+    if not matches:
+        raise BadInput(f"{argument}: there is no such file or folder.")
+    return matches
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    if pattern.is_absolute():
+        return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    return Path().glob(str(pattern))
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    for endings in ((".trace.json", ".trace.json.gz"), (".json", ".json.gz")):
+        found = sorted(path for path in folder.iterdir() if path.name.endswith(endings) and path.is_file())
+        if found:
+            return found
+    raise BadInput(f"{folder}: this folder holds no traces (*.trace.json or *.trace.json.gz).")
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress | None]:
+    """A bar on the terminal while something takes long; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(
+        TextColumn("{task.description}", markup=False), BarColumn(), transient=True, console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

@@ -1,0 +1,52 @@
+"""What may stand behind a flag."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+_UNITS = {"": 1e6, "ms": 1e6, "s": 1e9, "us": 1e3, "µs": 1e3, "ns": 1.0}
+_LONGEST = 24 * 3600 * 1e9
+_DURATION = re.compile(r"([+-]?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)", re.IGNORECASE)
+
+
+def duration(text: str) -> int:
+    """Nanoseconds: `25.0` is milliseconds, `25ms` and `0.025s` say so themselves."""
+    match = _DURATION.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    time = _number(match[1]) * unit if match and unit else math.nan
+    if not 1 <= time <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the time of a step; give milliseconds above 0, as in 25.0, or a unit: 25ms, 0.025s"
+        )
+    return round(time)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def causes(text: str) -> tuple[str, ...]:
+    """Comma-separated causes that can be mended."""
+    from keepbusy.explain.diagnosis import CAUSES
+
+    known = [cause for cause in CAUSES if cause != "unknown"]
+    asked = [one.strip() for one in text.split(",") if one.strip()]
+    for one in asked:
+        if one not in known:
+            raise argparse.ArgumentTypeError(f"{one!r} is no cause that can be mended; there are {', '.join(known)}")
+    if not asked:
+        raise argparse.ArgumentTypeError(f"no cause was named; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(asked))
+
+
+def workers(text: str) -> int:
+    """A whole number of loader workers."""
+    count = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= count <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers; give a whole number from 1 to 1024")
+    return count

@@ -1,0 +1,119 @@
+"""Two runs held against each other: what changed, cause by cause, and whether it is more than noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import hypot
+
+from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Prediction, Where
+
+GONE, SMALLER, UNCHANGED, LARGER, NEW = "gone", "smaller", "unchanged", "larger", "new"
+_LEAST_NOISE = 0.01
+"""Of the longer step: two runs of one program differ by this much on the quietest machine."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A time before and after, and how much of a difference is noise."""
+
+    before: int
+    after: int
+    noise: int
+
+    @property
+    def difference(self) -> int:
+        return self.after - self.before
+
+    @property
+    def significant(self) -> bool:
+        return abs(self.difference) > self.noise
+
+
+@dataclass(frozen=True)
+class CauseChange:
+    """One cause in both runs."""
+
+    cause: str
+    verdict: str  # gone, smaller, unchanged, larger or new
+    wait: Change
+    where: Where  # where it is; of one that is gone, where it was
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from one run to the other."""
+
+    before: Diagnosis
+    after: Diagnosis
+    step: Change
+    ledger: Mapping[str, Change]  # places that either run has
+    causes: tuple[CauseChange, ...]  # the largest change first
+    predicted: Prediction | None  # what the run before said of mending exactly what is gone
+    notes: tuple[str, ...]
+
+
+def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
+    """Hold the run after against the run before."""
+    noise = _noise(before, after)
+    ledger = {
+        place: Change(before.ledger.get(place, 0), after.ledger.get(place, 0), noise)
+        for place in PLACES
+        if before.ledger.get(place) or after.ledger.get(place)
+    }
+    causes = _causes(before, after, ledger, noise)
+    return Comparison(
+        before,
+        after,
+        Change(before.plain_step, after.plain_step, noise),
+        ledger,
+        causes,
+        _predicted(before, {change.cause for change in causes if change.verdict == GONE}),
+        tuple(_notes(before, after)),
+    )
+
+
+def _noise(before: Diagnosis, after: Diagnosis) -> int:
+    """Of a difference: the noises of both, which are independent."""
+    least = _LEAST_NOISE * max(before.plain_step, after.plain_step)
+    return round(max(hypot(before.noise, after.noise), least))
+
+
+def _causes(before: Diagnosis, after: Diagnosis, ledger: Mapping[str, Change], noise: int) -> tuple[CauseChange, ...]:
+    was, now = ({cause.cause: cause for cause in run.causes} for run in (before, after))
+    changes = []
+    for name in dict.fromkeys([*was, *now]):
+        wait = ledger.get(name, Change(0, 0, noise))
+        changes.append(
+            CauseChange(name, _verdict(was.get(name), now.get(name), wait), wait, (now.get(name) or was[name]).where)
+        )
+    return tuple(sorted(changes, key=lambda change: -abs(change.wait.difference)))
+
+
+def _verdict(was: Cause | None, now: Cause | None, wait: Change) -> str:
+    if not wait.significant:
+        return UNCHANGED
+    if wait.difference > 0:
+        return LARGER if was else NEW
+    return SMALLER if now else GONE
+
+
+def _predicted(before: Diagnosis, gone: set[str]) -> Prediction | None:
+    """A prediction is held against the measurement where one was made: of one cause, or of all that was asked."""
+    together = set(before.mended) or {cause.cause for cause in before.causes}
+    if gone and gone == together:
+        return before.predicted
+    return next((cause.predicted for cause in before.causes if {cause.cause} == gone), None)
+
+
+def _notes(before: Diagnosis, after: Diagnosis) -> Iterator[str]:
+    if not (before.plain_given and after.plain_given):
+        missing = "the run before" if after.plain_given else "the run after" if before.plain_given else "either run"
+        yield (
+            f"the plain step of {missing} is not known, so the profiler's own cost is part of these times; "
+            "save both runs with --plain-step for a fair comparison"
+        )
+    if before.device != after.device:
+        yield f"the runs were made on different devices: {before.device or 'unknown'}, {after.device or 'unknown'}"
+    if len(before.ranks) != len(after.ranks):
+        yield f"the runs have different numbers of ranks: {len(before.ranks)}, {len(after.ranks)}"

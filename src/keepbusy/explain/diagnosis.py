@@ -1,0 +1,127 @@
+"""What an explanation says. Plain data: no timeline, no arrays; reports are made of this alone.
+
+Times are nanoseconds a step, of the plain step (the run without a profiler).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# every place that a nanosecond of the plain step can go, in the order in which reports show them
+COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
+CAUSES = (
+    "host_sync",
+    "blocking_copy",
+    "copy_not_overlapped",
+    "input_late",
+    "made_on_host",
+    "launch_bound",
+    "allocator",
+    "host_work",
+    "peer_late",
+    "exposed_collective",
+    "unknown",
+)
+PLACES = (COMPUTING, COPYING, WIRE, *CAUSES)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in the user's program, as exactly as the recording knows it."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    exact: bool = False  # else the line is the function's, not the call's
+    operator: str = ""  # what it called: aten::item, cudaStreamSynchronize
+    around: str = ""  # without stacks: the annotation or operator around it and its neighbours
+    library: str = ""  # the library's frame, when the call stands inside one
+
+    def __str__(self) -> str:
+        if self.file:
+            return f"{self.file}:{self.line}"
+        return self.around or self.operator or "unknown place"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place, how often a step it is met, and the wait it is to blame for."""
+
+    where: Where
+    count: float
+    wait: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step that nobody has run yet, with its range."""
+
+    step: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the GPU waits, what that costs, and what mending it would give."""
+
+    cause: str
+    wait: int  # this cause's row of the ledger
+    count: float  # occurrences a step
+    sites: tuple[Site, ...]  # the costliest first
+    what: str  # one sentence with its figures: what happened
+    fix: str  # the fix's name: read_later
+    advice: str  # one sentence: what to do
+    remedy: str  # one line of code
+    api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph
+    predicted: Prediction  # the step once this cause alone is mended everywhere
+
+    @property
+    def where(self) -> Where:
+        return self.sites[0].where if self.sites else Where()
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """What was seen and costs nothing here."""
+
+    cause: str
+    where: Where
+    count: float
+    why: str  # one sentence: "the step is launch-bound: the host would not have been ahead anyway"
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that its peers wait for."""
+
+    rank: int
+    late: int  # how much later than its peers it arrives, a step
+    cause: str  # what it did meanwhile
+    where: Where
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A run explained. The ledger sums to the plain step."""
+
+    plain_step: int
+    plain_given: bool  # measured without a profiler, by the user; else the trace's own step stands in for it
+    traced_step: int
+    steps: int  # whole steps in the window
+    ledger: Mapping[str, int]  # PLACES that are not zero
+    causes: tuple[Cause, ...]  # by predicted gain, largest first
+    harmless: tuple[Harmless, ...]
+    predicted: Prediction  # the step once all causes are mended, or the ones asked for
+    noise: int  # below this, no gain is claimed
+    ranks: tuple[int, ...] = (0,)
+    late: tuple[Late, ...] = ()
+    mended: tuple[str, ...] = ()  # the causes that `--mend` named
+    device: str = ""  # "NVIDIA H200"
+    sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
+
+    @property
+    def waiting(self) -> int:
+        return sum(time for place, time in self.ledger.items() if place in CAUSES)

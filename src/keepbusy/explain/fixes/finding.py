@@ -1,0 +1,52 @@
+"""What a finder returns: the edit that would mend its cause, and which row is to blame for each edited one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepbusy.explain.edit import UNCHANGED, Edit
+from keepbusy.explain.scene import Scene
+from keepbusy.timeline.model import NONE, Ints, Mask
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    cause: str
+    edit: Edit
+    owner: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
+
+    @property
+    def rows(self) -> Ints:
+        """The rows to blame."""
+        return np.unique(self.owner[self.owner != NONE])
+
+    def only(self, rows: Ints) -> Edit:
+        """The edit of these culprits alone."""
+        mine, edit = np.isin(self.owner, rows), self.edit
+        return Edit(
+            edit.free & mine,
+            edit.gone & mine,
+            np.where(mine, edit.work, UNCHANGED),
+            np.where(mine, edit.beside, 0),
+        )
+
+
+class Draft:
+    """An edit being written down."""
+
+    def __init__(self, cause: str, scene: Scene) -> None:
+        self.cause, self.edit = cause, Edit.nothing(scene.timeline)
+        self.owner = np.full(len(scene.timeline), NONE, np.int64)
+
+    def blame(self, rows: Ints, owner: Ints | int) -> None:
+        self.owner[rows] = owner
+
+    def done(self) -> Finding:
+        touched = self.edit.touched
+        return Finding(self.cause, self.edit, np.where(touched, self.owner, NONE))
+
+
+def rows_of(mask: Mask) -> Ints:
+    return np.flatnonzero(mask)

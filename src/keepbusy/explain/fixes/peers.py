@@ -1,0 +1,47 @@
+"""Several ranks: who comes late to the collectives, and collectives that could have travelled during the compute."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepbusy.explain.edit import Beside
+from keepbusy.explain.fixes.finding import Draft, Finding
+from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.explain.stretches import Stretches, stretches
+from keepbusy.timeline.model import NONE, Ints, Kind
+
+
+def find_exposed(scene: Scene) -> Finding:
+    draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
+    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE))
+    draft.edit.beside[rows] = Beside.WIRE
+    draft.blame(rows, np.where(scene.launch[rows] == NONE, rows, scene.launch[rows]))
+    return draft.done()
+
+
+def find_late(scene: Scene) -> Finding:
+    """Between two collectives, what a rank does beyond its peers in every step, on its host or on its device."""
+    draft = Draft("peer_late", scene)
+    for device in (False, True):
+        found = stretches(scene.timeline, device)
+        if found is not None:
+            _trim(scene, draft, found)
+    return draft.done()
+
+
+def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:
+    work, steps = scene.timeline.spans.work, found.spent.shape[2]
+    excess = found.usual - found.peers()
+    for rank, place in np.argwhere(found.late()).tolist():
+        for step in range(steps):
+            rows = np.flatnonzero(found.cell == (rank * found.spent.shape[1] + place) * steps + step)
+            _shorten(draft, work, rows, excess[rank, place])
+
+
+def _shorten(draft: Draft, work: Ints, rows: Ints, excess: float) -> None:
+    """Take the excess from the longest rows first: one long row is what a person would call late."""
+    rows = rows[np.argsort(-work[rows], kind="stable")]
+    taken = np.minimum(work[rows], np.maximum(excess - (np.cumsum(work[rows]) - work[rows]), 0)).astype(np.int64)
+    cut = taken > 0
+    draft.edit.work[rows[cut]] = (work[rows] - taken)[cut]
+    draft.blame(rows[cut], rows[cut])

@@ -1,0 +1,70 @@
+"""Where the nanoseconds of a step go: computing, copying, on the wire, waiting.
+
+A steady run repeats itself, so the last round of a replay is laid on a circle as long as the round.
+What a command does there counts once: computing before copying before the wire. The rest is waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepbusy.timeline.model import Direction, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.replay import replay
+
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A step of one timeline, the mean of its ranks. Together with `waiting` it is the whole step."""
+
+    step: float
+    computing: float
+    copying: float
+    wire: float
+
+    @property
+    def waiting(self) -> float:
+        return max(0.0, self.step - self.computing - self.copying - self.wire)
+
+
+def busy(timeline: Timeline, step: float) -> Busy:
+    """How a step of this length is spent on the device."""
+    replayed = replay(timeline, _ROUNDS)
+    steps = len(timeline.marks_of(timeline.ranks[0]))
+    around = step * steps
+    rank = replayed.rank_of_rows
+    shares = np.array([_shares(replayed, rank == one, around) for one in timeline.ranks]).mean(axis=0) / steps
+    return Busy(step, *map(float, shares))
+
+
+def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float, float]:
+    spans = timeline.spans
+    copy = (spans.kind == Kind.COPY) & (spans.direction != Direction.DEVICE_TO_DEVICE)
+    wire = spans.kind == Kind.COLLECTIVE
+    computing = timeline.on_device & ~copy & ~wire
+    # of a collective only its end is the wire; before that it waits for its peers
+    start = np.where(wire, spans.end - spans.work, spans.start)
+    reached: list[float] = []
+    taken = np.zeros(len(timeline), bool)
+    for these in (computing, copy, wire):
+        taken |= these & mine
+        reached.append(covered(start[taken], spans.end[taken], around))
+    return reached[0], reached[1] - reached[0], reached[2] - reached[1]
+
+
+def covered(start: Ints, end: Ints, around: float) -> float:
+    """How much of a circle of this length the intervals cover together."""
+    if not len(start):
+        return 0.0
+    length = np.minimum(end - start, around)
+    begin = np.mod(start, around).astype(np.float64)
+    over = np.maximum(begin + length - around, 0)
+    starts = np.concatenate([begin, np.zeros(int((over > 0).sum()))])
+    ends = np.concatenate([begin + length - over, over[over > 0]])
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(ends[order])
+    before = np.concatenate([[0.0], reached[:-1]])
+    return float(np.maximum(reached - np.maximum(starts, before), 0).sum())

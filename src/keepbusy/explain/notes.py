@@ -1,0 +1,32 @@
+"""What a reader should know before trusting the figures, a sentence each."""
+
+from __future__ import annotations
+
+from keepbusy.explain.plain import Plain
+from keepbusy.explain.scene import Scene
+from keepbusy.timeline.model import Kind, Timeline
+
+
+def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
+    notes = []
+    if not plain_given:
+        notes.append(
+            "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
+            "Time a step without the profiler and give it with --plain-step."
+        )
+    if not whole.facts.get("stacks", True):
+        notes.append("The trace has no stacks, so places are operators, not lines; record with with_stack=True for lines.")
+    steps = len(whole.marks_of(whole.ranks[0]))
+    if scene.steps < steps:
+        notes.append(f"Predictions replay {scene.steps} of the {steps} steps, chosen evenly from the fastest to the slowest.")
+    if _peers_missing(whole):
+        notes.append("Peers of this rank are not in the recording: what its collectives wait for cannot be told from the wire.")
+    if plain_given and not 0.85 < plain.ratio < 1.15:
+        notes.append(
+            "The plain step given and the recording differ by more than recording explains; were they the same program and machine?"
+        )
+    return tuple(notes)
+
+
+def _peers_missing(timeline: Timeline) -> bool:
+    return bool(((timeline.spans.kind == Kind.COLLECTIVE) & (timeline.spans.meeting < 0)).any())

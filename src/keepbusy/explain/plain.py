@@ -1,0 +1,106 @@
+"""From the recorded run to the plain one: take out of the host what recording it cost.
+
+Recording makes the host slower, in proportion to what was recorded there. How much one event
+costs differs from machine to machine, so one factor is sought under which the unchanged run
+replays to the plain step that the user measured. Device work is left as it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepbusy.explain.stretches import without_noise
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Kind, Timeline
+from keepbusy.timeline.replay import pace
+
+USUAL = 1.0
+"""The costs in record/recording.py were measured, so one is the factor of a host like that one."""
+MOST = 8.0
+"""No recorder was seen to cost more than this; what is missing then is a host that ran slower altogether."""
+SLOWEST = 0.4
+_BLIND = 0.03
+_CLOSE = 0.002
+UNREACHABLE = 0.75
+"""A plain step below this share of what the device alone needs is not one of this run."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The run without its recorder, as far as we can tell."""
+
+    timeline: Timeline
+    step: int  # what the user measured, or what the recording shows
+    ratio: float  # of that step to what the unchanged timeline replays to
+    factor: float  # how strongly recording was taken out
+
+def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
+    """Host work without a share of what recording cost. Smooth: work never becomes negative, however strong the factor."""
+    spans = timeline.spans
+    work = spans.work.astype(np.float64)
+    own = np.maximum(work, 1.0)
+    host = ~timeline.on_device & (work > 0)
+    result = np.where(host & (factor > 0), own / (1.0 + factor * spans.recording / own), work)
+    result = np.where((spans.kind == Kind.RECORDING) & (factor > 0), 0, result)
+    result = np.where(host & (speed < 1.0), result * speed, result)
+    return timeline.change_spans(work=result.astype(np.int64))
+
+
+def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
+    """The timeline under which the unchanged run takes the plain step."""
+    if plain_step is None:
+        return Plain(timeline, round(pace(timeline)), 1.0, 0.0)
+    timeline = without_noise(timeline)
+    recorded = pace(timeline)
+    factor, speed = _factor(timeline, plain_step, recorded), 1.0
+    if factor == MOST:
+        speed = _halve(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
+    deflated = deflate(timeline, factor, speed)
+    reached = pace(deflated)
+    if plain_step < UNREACHABLE * reached:
+        raise BadInput(_unreachable(timeline, plain_step, reached))
+    return Plain(deflated, plain_step, plain_step / reached, factor)
+
+
+def other_view(timeline: Timeline, plain: Plain) -> Plain:
+    """The same run, had the recorder slowed all host work evenly instead of event by event."""
+    timeline = without_noise(timeline)
+    if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST)) > plain.step * (1 + _CLOSE):
+        return plain
+    speed = _halve(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST, 1.0, plain.step)
+    even = deflate(timeline, 0.0, speed)
+    return Plain(even, plain.step, plain.step / pace(even), 0.0)
+
+
+def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:
+    """Found by halving; where the device sets the pace the host's factor cannot be seen, and the usual one is taken."""
+    least = pace(deflate(timeline, MOST))
+    if recorded - least < _BLIND * recorded and abs(recorded - plain_step) < 4 * _BLIND * plain_step:
+        return USUAL
+    if recorded <= plain_step:  # the recording was no slower: leave its shape, scale the result
+        return 0.0
+    if least > plain_step * (1 + _CLOSE):
+        return MOST
+    return _halve(lambda factor: pace(deflate(timeline, factor)), MOST, 0.0, plain_step)
+
+
+def _halve(step_at: Callable[[float], float], low: float, high: float, wanted: float) -> float:
+    """The value between `low` (too short a step) and `high` (too long a one) that gives the step wanted."""
+    for _ in range(10):
+        middle = (low + high) / 2
+        reached = step_at(middle)
+        if abs(reached - wanted) < _CLOSE * wanted:
+            return middle
+        low, high = (low, middle) if reached > wanted else (middle, high)
+    return (low + high) / 2
+
+
+def _unreachable(timeline: Timeline, plain_step: int, reached: float) -> str:
+    source = timeline.facts.get("source") or "the recording"
+    return (
+        f"{source} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of recording its work "
+        f"takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on the same program."
+    )

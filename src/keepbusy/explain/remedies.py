@@ -1,0 +1,76 @@
+"""For each cause, what to do about it: the fix's name, a sentence, a line of code, and what that line uses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Remedy(NamedTuple):
+    fix: str
+    advice: str
+    code: str
+    api: str
+
+
+REMEDIES = {
+    "host_sync": Remedy(
+        "read_later",
+        "Keep the value on the device and read it later, or once every hundred steps.",
+        "running += loss.detach()  # and running.item() once in a while",
+        "torch.Tensor.detach",
+    ),
+    "blocking_copy": Remedy(
+        "prefetch_input",
+        "Pin the memory and copy one step ahead on a stream of its own.",
+        'DataLoader(..., pin_memory=True); with torch.cuda.stream(side): x = batch.to("cuda", non_blocking=True)',
+        "torch.cuda.stream",
+    ),
+    "copy_not_overlapped": Remedy(
+        "prefetch_input",
+        "Copy one step ahead on a stream of its own, so that the copy runs beside the compute.",
+        'with torch.cuda.stream(side): ahead = batch.to("cuda", non_blocking=True)',
+        "torch.cuda.stream",
+    ),
+    "input_late": Remedy(
+        "prepare_in_workers",
+        "Let worker processes prepare the batches ahead.",
+        "DataLoader(..., num_workers={workers}, pin_memory=True, persistent_workers=True)",
+        "torch.utils.data.DataLoader",
+    ),
+    "made_on_host": Remedy(
+        "make_on_device",
+        "Make the tensor on the device, where it is needed.",
+        'torch.randn(shape, device="cuda")  # no copy, no host work',
+        "torch.randn",
+    ),
+    "launch_bound": Remedy(
+        "capture_graph",
+        "Capture the step once and replay it: one launch in place of many.",
+        'torch.compile(step, mode="reduce-overhead")  # or torch.cuda.graph; fused=True for the optimizer',
+        "torch.compile",
+    ),
+    "allocator": Remedy(
+        "keep_memory",
+        "Leave the caching allocator its memory: no empty_cache() in the loop, shapes that repeat.",
+        "# drop torch.cuda.empty_cache(); PYTORCH_ALLOC_CONF=expandable_segments:True",
+        "torch.cuda.empty_cache",
+    ),
+    "host_work": Remedy(
+        "move_off_the_loop",
+        "Move this work to the loader's workers or to the device, or do it less often.",
+        "DataLoader(..., num_workers={workers}, collate_fn=...)  # not in the training loop",
+        "torch.utils.data.DataLoader",
+    ),
+    "peer_late": Remedy(
+        "align_ranks",
+        "Give every rank the same work: the others wait for the late one at each collective.",
+        "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
+        "torch.utils.data.DistributedSampler",
+    ),
+    "exposed_collective": Remedy(
+        "overlap_collectives",
+        "Let the gradients travel during the backward pass.",
+        "DistributedDataParallel(model, gradient_as_bucket_view=True)  # no_sync() while accumulating",
+        "torch.nn.parallel.DistributedDataParallel",
+    ),
+}

@@ -1,0 +1,166 @@
+"""What the finders of causes look at: the timeline of whole steps, and who belongs to whom in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
+
+SOON = 60_000
+"""A sync that follows a copy of its thread within this time waits for that copy."""
+LARGE = 65_536
+"""Copies up to this size are staged by the driver and cost about a launch (64 KB, as CUDA documents)."""
+
+
+_ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
+
+
+def plain_name(name: str) -> str:
+    """A frame's name without what differs from call to call: the address of an object, the number of a module."""
+    return _ADDRESS.sub("", name)
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    timeline: Timeline
+    workers: int = 8
+
+    @cached_property
+    def steps(self) -> int:
+        return len(self.timeline.marks_of(self.timeline.ranks[0]))
+
+    @cached_property
+    def launch(self) -> Ints:
+        """Of each command its launch, or NONE."""
+        return self._launches()[0]
+
+    @cached_property
+    def command(self) -> Ints:
+        """Of each launch its first command, or NONE."""
+        return self._launches()[1]
+
+    def _launches(self) -> tuple[Ints, Ints]:
+        links, count = self.timeline.links, len(self.timeline)
+        mine = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
+        launch, command = np.full(count, NONE, np.int64), np.full(count, NONE, np.int64)
+        launch[mine.target] = mine.source
+        command[mine.source[::-1]] = mine.target[::-1]
+        return launch, command
+
+    @cached_property
+    def is_sync(self) -> Mask:
+        return self.timeline.spans.kind == Kind.SYNC
+
+    @cached_property
+    def is_copy(self) -> Mask:
+        return self.timeline.spans.kind == Kind.COPY
+
+    @cached_property
+    def last_launch(self) -> Ints:
+        """Of each host row, the last launch at or before it on its lane that enqueued a command, or NONE."""
+        spans = self.timeline.spans
+        result = np.full(len(self.timeline), NONE, np.int64)
+        for lane, about in enumerate(self.timeline.lanes):
+            if about.device is None:
+                rows = np.flatnonzero(spans.lane == lane)
+                result[rows] = np.maximum.accumulate(np.where(self.command[rows] != NONE, rows, NONE))
+        return result
+
+    @cached_property
+    def copy_of_sync(self) -> Ints:
+        """Of each sync, the copy that it makes blocking, or NONE."""
+        spans = self.timeline.spans
+        copy = self.command[np.maximum(self.last_launch, 0)]
+        known = self.is_sync & (self.last_launch != NONE) & (copy != NONE)
+        known &= self.is_copy[np.maximum(copy, 0)]
+        known &= spans.start - spans.end[np.maximum(self.last_launch, 0)] < SOON
+        return np.where(known, copy, NONE)
+
+    @cached_property
+    def sync_of_copy(self) -> Ints:
+        """Of each copy, the sync that makes it blocking, or NONE."""
+        syncs = np.flatnonzero(self.copy_of_sync != NONE)
+        result = np.full(len(self.timeline), NONE, np.int64)
+        result[self.copy_of_sync[syncs][::-1]] = syncs[::-1]
+        return result
+
+    @cached_property
+    def compute_lane(self) -> dict[int, int]:
+        """Of each rank, the stream that computes most."""
+        spans = self.timeline.spans
+        busy = np.bincount(
+            spans.lane, weights=np.where(spans.kind == Kind.KERNEL, spans.work, 0), minlength=len(self.timeline.lanes)
+        )
+        best: dict[int, int] = {}
+        for lane, about in enumerate(self.timeline.lanes):
+            if about.device is not None and busy[lane] >= busy[best.get(about.rank, lane)]:
+                best[about.rank] = lane
+        return best
+
+    @cached_property
+    def main_lane(self) -> dict[int, int]:
+        """Of each rank, the host thread that takes the steps."""
+        return {
+            rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks
+        }
+
+    def name_ids(self, *names: str) -> Ints:
+        return np.array([index for index, name in enumerate(self.timeline.names) if name in names], np.int64)
+
+    def frames_named(self, wanted: np.ndarray) -> Mask:
+        """Which frames bear a name that `wanted` (a mask over names) marks."""
+        return wanted[self.timeline.frames.name] if len(self.timeline.frames) else np.zeros(0, bool)
+
+    def within(self, frames: Mask) -> Mask:
+        """Which rows stand in one of these frames, at any depth."""
+        return self.outermost(frames) != NONE
+
+    def outermost(self, frames: Mask) -> Ints:
+        """Of each row, the outermost of these frames that encloses it, or NONE."""
+        parent = self.timeline.frames.parent
+        best = np.where(frames, np.arange(len(frames)), NONE)
+        up = parent.astype(np.int64)
+        while (up != NONE).any():
+            above = np.where(up == NONE, NONE, best[np.maximum(up, 0)])
+            best = np.where(above != NONE, above, best)
+            up = np.where(up == NONE, NONE, up[np.maximum(up, 0)])
+        frame = self.timeline.spans.frame
+        return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
+
+    @cached_property
+    def path(self) -> Ints:
+        """Of each frame, a number that frames entered along the same path of calls share."""
+        frames = self.timeline.frames
+        canonical: dict[str, int] = {}
+        names = np.array([canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64)
+        path = np.zeros(len(frames), np.int64)
+        depth = self._depth()
+        for level in range(int(depth.max(initial=-1)) + 1):
+            mine = np.flatnonzero(depth == level)
+            above = np.where(frames.parent[mine] == NONE, 0, path[frames.parent[mine]])
+            path[mine] = (above * 1_000_003 + names[frames.name[mine]] + 1) % ((1 << 61) - 1) % (1 << 40)
+        return path
+
+    def _depth(self) -> Ints:
+        parent = self.timeline.frames.parent.astype(np.int64)
+        depth = np.zeros(len(parent), np.int64)
+        up = parent.copy()
+        while (up != NONE).any():
+            depth += up != NONE
+            up = np.where(up == NONE, NONE, parent[np.maximum(up, 0)])
+        return depth
+
+    @cached_property
+    def before(self) -> Ints:
+        return previous_on_lane(self.timeline.spans.lane)
+
+    @cached_property
+    def operator_names(self) -> np.ndarray:
+        return np.array(["::" in name for name in self.timeline.names], bool)
+
+
+__all__ = ["LARGE", "NONE", "Direction", "FrameKind", "Scene"]

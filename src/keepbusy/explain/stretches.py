@@ -1,0 +1,94 @@
+"""The stretches between launches, or else between collectives: the same part of the program on every rank, in every step.
+
+Ranks that run one program do the same work between two collectives. What one of them spends
+there beyond the others in every step is lateness; what differs now and then is noise, which the
+slowest rank of each collective would otherwise pass on to all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Mask, Timeline
+
+LATE = 1_000_000
+FAR = 1.25
+"""A rank is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """For each rank, place in the step and step: the time spent, on the host or on the device."""
+
+    cell: Ints  # of each row: index into the flattened table, or NONE where it does not count
+    spent: npt.NDArray[np.float64]  # rank, place, step
+
+    @property
+    def usual(self) -> npt.NDArray[np.float64]:
+        """Of each rank and place, the median step."""
+        return np.median(self.spent, axis=2)
+
+    def late(self) -> Mask:
+        """Which ranks are late at which place."""
+        usual = self.usual
+        others = np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
+        return (usual - others > LATE) & (usual > FAR * others)
+
+    def peers(self) -> npt.NDArray[np.float64]:
+        """Of each rank and place, what its peers spend there."""
+        usual = self.usual
+        return np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
+
+
+def stretches(timeline: Timeline, device: bool) -> Stretches | None:
+    """None where there is one rank only, or where nothing shows that the ranks run the same program."""
+    spans, rank, ranks = timeline.spans, timeline.rank_of_rows, timeline.ranks
+    met = spans.meeting != NONE
+    border = met if device else _launches(timeline)
+    per_step = _per_step(timeline, border) or _per_step(timeline, met)
+    border = border if _per_step(timeline, border) else met
+    if len(ranks) < 2 or not per_step:
+        return None
+    steps = len(timeline.marks_of(ranks[0]))
+    counted = ~met & (spans.kind != Kind.SYNC) & (timeline.on_device == device)
+    cell = np.full(len(timeline), NONE, np.int64)
+    for index, one in enumerate(ranks):
+        mine = rank == one
+        order = np.cumsum(border[mine])  # what follows the last border of a step belongs to the next one's first
+        step, place = np.divmod(np.minimum(order, per_step * steps - 1), per_step)
+        cell[mine] = np.where(counted[mine], (index * per_step + place) * steps + step, NONE)
+    known = cell != NONE
+    spent = np.bincount(cell[known], spans.work[known], minlength=len(ranks) * per_step * steps)
+    return Stretches(cell, spent.reshape(len(ranks), per_step, steps))
+
+
+def _launches(timeline: Timeline) -> Mask:
+    launches = np.zeros(len(timeline), bool)
+    links = timeline.links
+    launches[links.source[links.kind == LinkKind.LAUNCH]] = True
+    return launches
+
+
+def _per_step(timeline: Timeline, border: Mask) -> int:
+    """How many borders each rank passes in each step, if all of them pass equally many; else 0."""
+    before = np.zeros(len(timeline) + 1, np.int64)
+    counts = set()
+    for one in timeline.ranks:
+        np.cumsum(border & (timeline.rank_of_rows == one), out=before[1:])
+        marks = np.append(timeline.marks_of(one), len(timeline))
+        counts |= set(np.diff(before[marks]).tolist())
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def without_noise(timeline: Timeline) -> Timeline:
+    """Host work of ranks that are not late, as it is on the rank and in the step that nothing disturbed."""
+    found = stretches(timeline, device=False)
+    if found is None:
+        return timeline
+    wanted = np.where(found.late(), found.usual, found.usual.min(axis=0))[:, :, None]
+    factor = np.minimum(1.0, wanted / np.maximum(found.spent, 1.0)).ravel()
+    work = timeline.spans.work * np.where(found.cell == NONE, 1.0, factor[found.cell])
+    return timeline.change_spans(work=work.astype(np.int64))

@@ -1,0 +1,118 @@
+"""From a row to the place in the user's program, no more exactly than the recording knows it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from keepbusy.explain.diagnosis import Where
+from keepbusy.timeline.model import NONE, FrameKind, Kind, Timeline
+
+_PYTHON = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
+_PACKAGES = frozenset(
+    "torch torchvision torchaudio torchdata torchmetrics triton numpy transformers accelerate datasets tokenizers peft "
+    "diffusers lightning pytorch_lightning lightning_fabric deepspeed megatron composer timm fairscale apex xformers "
+    "flash_attn einops PIL cv2 tqdm wandb sklearn scipy pandas ignite torchtnt torch_geometric keepbusy".split()
+)
+_FOREIGN = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
+
+
+def where(timeline: Timeline, row: int) -> Where:
+    """The user's own frame, with the library's beside it; without stacks the operator and what stands around it."""
+    chain = list(_frames_around(timeline, row))
+    operator = _operator(timeline, row, chain)
+    user, library = _user_frame(timeline, chain)
+    if user is not None:
+        return Where(*user, operator=operator, library=library)
+    return Where(operator=operator, around=_surroundings(timeline, row, chain), library=library)
+
+
+def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
+    """From the inside out. A thread that was called from another continues in the caller's frames."""
+    frames, frame = timeline.frames, int(timeline.spans.frame[row])
+    while frame != NONE:
+        yield frame
+        frame = int(frames.parent[frame])
+    lane = timeline.spans.lane[row]
+    main = int(timeline.spans.lane[timeline.marks_of(timeline.lanes[lane].rank)[0]])
+    if lane != main and len(frames):
+        yield from _open_at(timeline, main, int(timeline.spans.start[row]))
+
+
+def _open_at(timeline: Timeline, lane: int, time: int) -> Iterator[int]:
+    frames = timeline.frames
+    is_open = (frames.lane == lane) & (frames.start <= time) & (frames.end > time)
+    yield from np.flatnonzero(is_open)[::-1].tolist()
+
+
+def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """The outermost operator of the innermost run of operators: what the program called."""
+    frames, names = timeline.frames, timeline.names
+    found = ""
+    for frame in chain:
+        if frames.kind[frame] == FrameKind.OPERATOR and not names[frames.name[frame]].startswith("autograd::"):
+            found = names[frames.name[frame]]
+        elif found:
+            break
+    return found or names[timeline.spans.name[row]]
+
+
+def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, str, bool] | None, str]:
+    frames, names, library = timeline.frames, timeline.names, ""
+    for frame in chain:
+        if frames.kind[frame] not in (FrameKind.PYTHON, FrameKind.LINE):
+            continue
+        found = _PYTHON.match(names[frames.name[frame]])
+        if not found:
+            continue
+        if is_library(found["file"]):
+            library = library or f"{found['file']}:{found['line']} in {found['function']}"
+        else:
+            exact = frames.kind[frame] == FrameKind.LINE
+            return (found["file"], int(found["line"]), found["function"], bool(exact)), library
+    return None, library
+
+
+def is_library(file: str) -> bool:
+    top = file.split("/", 1)[0].removesuffix(".py")
+    return bool(_FOREIGN.search(file)) or top in _PACKAGES or top in sys.stdlib_module_names
+
+
+def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """Without stacks: the annotation around the row, else the operators before and after it."""
+    frames, names = timeline.frames, timeline.names
+    for frame in chain:
+        if frames.kind[frame] == FrameKind.ANNOTATION:
+            return f"in {names[frames.name[frame]]}"
+    before, after = (_neighbour(timeline, row, step) for step in (-1, 1))
+    known = [f"after {before}" if before else "", f"before {after}" if after else ""]
+    called = _operator(timeline, row, chain)
+    return ", ".join([called, *filter(None, known)])
+
+
+def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
+    """The nearest other operator on the lane that launched something."""
+    spans, frames, names = timeline.spans, timeline.frames, timeline.names
+    own, lane = _outermost(timeline, row), spans.lane[row]
+    other = row + direction
+    for _ in range(400):
+        if not 0 <= other < len(spans):
+            break
+        if spans.lane[other] == lane and spans.kind[other] == Kind.LAUNCH:
+            frame = _outermost(timeline, other)
+            if frame not in (own, NONE):
+                return names[frames.name[frame]]
+        other += direction
+    return ""
+
+
+def _outermost(timeline: Timeline, row: int) -> int:
+    """The outermost operator or annotation around a row."""
+    frames, frame, found = timeline.frames, int(timeline.spans.frame[row]), NONE
+    while frame != NONE:
+        found = frame if frames.kind[frame] != FrameKind.PYTHON else found
+        frame = int(frames.parent[frame])
+    return found

@@ -1,0 +1,24 @@
+"""Recordings -> `Timeline`: PyTorch's profiler traces, one file a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepbusy.timeline.model import Timeline
+
+__all__ = ["read"]
+
+
+def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] | None = None) -> Timeline:
+    """All ranks of one run, from the files that their profilers wrote."""
+    from keepbusy.record.kineto import timeline_of
+    from keepbusy.record.rank_of import ranks_of
+    from keepbusy.record.read import read_traces
+    from keepbusy.timeline.ranks import merge
+
+    traces = read_traces(paths, on_progress)
+    ranks = ranks_of(traces)
+    ordered = sorted(zip(ranks, traces, strict=True), key=lambda pair: pair[0])
+    return merge([timeline_of(trace, rank) for rank, trace in ordered])

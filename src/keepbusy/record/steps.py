@@ -1,0 +1,22 @@
+"""Where a step begins, as the trace itself says: profiler steps, else optimizer steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepbusy.record.events import Category, Trace
+from keepbusy.timeline.model import Ints
+
+_MARKS = ("ProfilerStep#", "Optimizer.step#")
+
+
+def step_marks(trace: Trace, main: int) -> Ints:
+    """Times on the main thread at which steps begin; none where the trace does not mark any."""
+    events = trace.events
+    mine = (events.category == Category.ANNOTATION) & (events.thread == main)
+    for prefix in _MARKS:
+        named = np.array([name.startswith(prefix) for name in trace.names], bool)
+        marks = np.unique(events.start[mine & named[events.name]])
+        if len(marks) >= 2:
+            return marks
+    return np.zeros(0, np.int64)

@@ -1,0 +1,109 @@
+"""A diagnosis as JSON. Times are milliseconds a step; `docs/reference/json.md` describes every field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Site, Where
+
+VERSION = 1
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """One JSON object, in the order in which a reader wants it."""
+    return json.dumps(as_object(diagnosis), indent=1, allow_nan=False)
+
+
+def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "plain_step": milliseconds(diagnosis.plain_step),
+        "plain_given": diagnosis.plain_given,
+        "traced_step": milliseconds(diagnosis.traced_step),
+        "steps": int(diagnosis.steps),
+        "ranks": [int(rank) for rank in diagnosis.ranks],
+        "device": diagnosis.device,
+        "sources": list(diagnosis.sources),
+        "ledger": {place: milliseconds(time) for place, time in diagnosis.ledger.items()},
+        "waiting": milliseconds(diagnosis.waiting),
+        "noise": milliseconds(diagnosis.noise),
+        "causes": [_cause(cause) for cause in diagnosis.causes],
+        "harmless": [_harmless(one) for one in diagnosis.harmless],
+        "late": [_late(one) for one in diagnosis.late],
+        "mended": list(diagnosis.mended),
+        "predicted_step": milliseconds(diagnosis.predicted.step),
+        "predicted_low": milliseconds(diagnosis.predicted.low),
+        "predicted_high": milliseconds(diagnosis.predicted.high),
+        "notes": list(diagnosis.notes),
+    }
+
+
+def milliseconds(time: int) -> float:
+    """To the nanosecond, so that sums hold."""
+    return round(int(time) / 1e6, 6)
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "cause": cause.cause,
+        "wait": milliseconds(cause.wait),
+        "count": _count(cause.count),
+        "where": str(cause.where),
+        "place": place(cause.where),
+        "sites": [_site(site) for site in cause.sites],
+        "what": cause.what,
+        "fix": cause.fix,
+        "advice": cause.advice,
+        "remedy": cause.api,
+        "code": cause.remedy,
+        "predicted_step": milliseconds(cause.predicted.step),
+        "predicted_low": milliseconds(cause.predicted.low),
+        "predicted_high": milliseconds(cause.predicted.high),
+    }
+
+
+def _site(site: Site) -> dict[str, Any]:
+    return {
+        "where": str(site.where),
+        "place": place(site.where),
+        "count": _count(site.count),
+        "wait": milliseconds(site.wait),
+    }
+
+
+def place(where: Where) -> dict[str, Any]:
+    """All that is known of a place; `exact` tells whether the line is the call's own."""
+    return {
+        "file": where.file,
+        "line": int(where.line),
+        "function": where.function,
+        "exact": bool(where.exact),
+        "operator": where.operator,
+        "around": where.around,
+        "library": where.library,
+    }
+
+
+def _harmless(one: Harmless) -> dict[str, Any]:
+    return {
+        "cause": one.cause,
+        "where": str(one.where),
+        "place": place(one.where),
+        "count": _count(one.count),
+        "why": one.why,
+    }
+
+
+def _late(one: Late) -> dict[str, Any]:
+    return {
+        "rank": int(one.rank),
+        "late": milliseconds(one.late),
+        "cause": one.cause,
+        "where": str(one.where),
+        "place": place(one.where),
+    }
+
+
+def _count(count: float) -> float:
+    return round(float(count), 3)

@@ -1,0 +1,137 @@
+"""A timeline as a trace for ui.perfetto.dev and chrome://tracing: ranks are processes, lanes threads, links flows.
+
+Three rules of that format matter: slices of one thread nest or stand apart, a flow's ends lie inside slices,
+and times are microseconds. Frames get a thread of their own beside their lane, for work may reach across them,
+and annotations another, for they end inside the call that ends them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from keepbusy.report.words import tame
+from keepbusy.timeline.model import FrameKind, Ints, Kind, LinkKind, Timeline
+
+Event: TypeAlias = dict[str, Any]
+_CHUNK = 4096
+_STEPS = 0  # thread numbers: steps first, then for each lane its spans, its frames and its annotations
+_SPANS, _FRAMES, _ANNOTATIONS = 1, 2, 3
+
+
+def parts(timeline: Timeline) -> Iterator[str]:
+    """The file, piece by piece: a trace of millions of spans is never held as text."""
+    yield '{"displayTimeUnit": "ns", "otherData": {"made by": "keepbusy"}, "traceEvents": [\n'
+    separator = ""
+    for event in _events(timeline):
+        yield separator + json.dumps(event)
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def _events(timeline: Timeline) -> Iterator[Event]:
+    origin = int(timeline.spans.start.min()) if len(timeline) else 0
+    names = [tame(name) for name in timeline.names]
+    yield from _headings(timeline)
+    yield from _steps(timeline, origin)
+    yield from _frames(timeline, names, origin)
+    yield from _spans(timeline, names, origin)
+    yield from _flows(timeline, origin)
+
+
+def _headings(timeline: Timeline) -> Iterator[Event]:
+    for rank in timeline.ranks:
+        yield _heading(rank, _STEPS, "process_name", name=f"rank {rank}")
+        yield _heading(rank, _STEPS, "thread_name", name="steps")
+    framed = set(np.unique(timeline.frames.lane).tolist())
+    for index, lane in enumerate(timeline.lanes):
+        name = tame(lane.name) or (f"stream {lane.number}" if lane.device is not None else f"host {lane.number}")
+        suffixes = {_SPANS: "", _FRAMES: ": calls", _ANNOTATIONS: ": annotations"} if index in framed else {_SPANS: ""}
+        for part, suffix in suffixes.items():
+            yield _heading(lane.rank, _thread(index, part), "thread_name", name=name + suffix)
+            yield _heading(lane.rank, _thread(index, part), "thread_sort_index", sort_index=_thread(index, part))
+
+
+def _heading(rank: int, thread: int, what: str, **values: Any) -> Event:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": values}
+
+
+def _thread(lane: int, part: int = _SPANS) -> int:
+    return 3 * lane + part
+
+
+def _steps(timeline: Timeline, origin: int) -> Iterator[Event]:
+    for rank in timeline.ranks:
+        starts = timeline.spans.start[timeline.marks_of(rank)].tolist()
+        for number, (start, end) in enumerate(pairwise(starts)):
+            yield _slice(rank, _STEPS, f"step {number}", start - origin, end - origin)
+
+
+def _frames(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event]:
+    frames = timeline.frames
+    columns = (frames.lane, frames.kind, frames.name, frames.start - origin, frames.end - origin)
+    for lane, kind, name, start, end in _rows(*columns):
+        thread = _thread(lane, _ANNOTATIONS if kind == FrameKind.ANNOTATION else _FRAMES)
+        yield _slice(timeline.lanes[lane].rank, thread, names[name], start, end, cat=FrameKind(kind).name.lower())
+
+
+def _spans(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event]:
+    spans = timeline.spans
+    columns = (
+        spans.lane,
+        spans.kind,
+        spans.name,
+        spans.start - origin,
+        _ends(timeline) - origin,
+        spans.work,
+        spans.size,
+    )
+    for lane, kind, name, start, end, work, size in _rows(*columns):
+        facts = {"work": work / 1e3} | ({"bytes": size} if size > 0 else {})
+        rank, category = timeline.lanes[lane].rank, Kind(kind).name.lower()
+        yield _slice(rank, _thread(lane), names[name], start, end, cat=category, args=facts)
+
+
+def _ends(timeline: Timeline) -> Ints:
+    """Commands of one stream may overlap by microseconds; as slices they would be taken for nested ones."""
+    spans = timeline.spans
+    order = np.lexsort((spans.start, spans.lane))
+    following = np.full(len(spans), np.iinfo(np.int64).max)
+    same = spans.lane[order][1:] == spans.lane[order][:-1]
+    following[order[:-1][same]] = spans.start[order[1:]][same]
+    ends: Ints = np.minimum(spans.end, following)
+    return ends
+
+
+def _slice(rank: int, thread: int, name: str, start: int, end: int, **more: Any) -> Event:
+    return {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, **more}
+
+
+def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
+    """From inside the source, which is its last nanosecond where its end releases, to the start of the target."""
+    spans, links = timeline.spans, timeline.links
+    start, end = spans.start - origin, np.maximum(_ends(timeline) - origin - 1, spans.start - origin)
+    leaves = np.where(links.kind == LinkKind.LAUNCH, start[links.source], end[links.source])
+    ahead = leaves <= start[links.target]  # a link of the round before has no arrow to draw
+    columns = (links.kind, spans.lane[links.source], leaves, spans.lane[links.target], start[links.target])
+    for number, (kind, source, left, target, reached) in enumerate(_rows(*(column[ahead] for column in columns))):
+        name = {"cat": "link", "name": LinkKind(kind).name.lower(), "id": number}
+        yield {"ph": "s", "pid": timeline.lanes[source].rank, "tid": _thread(source), "ts": left / 1e3, **name}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            "pid": timeline.lanes[target].rank,
+            "tid": _thread(target),
+            "ts": reached / 1e3,
+            **name,
+        }
+
+
+def _rows(*columns: Ints) -> Iterable[tuple[int, ...]]:
+    """Rows as plain numbers, without a list of them all."""
+    for first in range(0, len(columns[0]), _CHUNK):
+        yield from zip(*(column[first : first + _CHUNK].tolist() for column in columns), strict=True)

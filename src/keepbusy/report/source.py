@@ -1,0 +1,100 @@
+"""The line of the program that a place speaks of, if the file lies where the trace says.
+
+A profiler's trace knows the function, not the line. Where that function calls what was seen in one
+line only, that line is offered as the likely one, and said to be no more than that.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from keepbusy.explain.diagnosis import Where
+from keepbusy.report.words import tame
+
+_LARGEST = 4_000_000
+_MOVES = {"to", "cuda", "cpu", "copy_"}
+_CALLS = {
+    "item": {"item", "tolist", "float", "int", "bool"},
+    "_local_scalar_dense": {"item", "tolist", "float", "int", "bool"},
+    "to": _MOVES,
+    "_to_copy": _MOVES,
+    "copy_": _MOVES,
+    "cudaDeviceSynchronize": {"synchronize"},
+    "cudaStreamSynchronize": {"synchronize"},
+    "cudaEventSynchronize": {"synchronize"},
+}
+"""What a program may have written where the trace shows this operator; of others, their own name."""
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source(NamedTuple):
+    """A line of the program."""
+
+    line: int
+    text: str
+    likely: bool  # found by reading the function, not recorded
+
+
+def source_of(where: Where) -> Source | None:
+    """The line itself, or none. A trace may name any file: only Python sources are opened."""
+    text = _text(Path(where.file))
+    line = where.line if where.exact else _likely_line(text, where)
+    lines = text.splitlines()
+    shown = tame(lines[line - 1].strip()) if 0 < line <= len(lines) else ""
+    return Source(line, shown, not where.exact) if shown else None
+
+
+def _text(path: Path) -> str:
+    try:
+        fits = path.suffix == ".py" and path.is_file() and path.stat().st_size <= _LARGEST
+        return path.read_text(encoding="utf-8", errors="replace") if fits else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _likely_line(text: str, where: Where) -> int:
+    """The only line of the function that calls the operator, or 0."""
+    operator = where.operator.rpartition("::")[2]
+    names = _CALLS.get(operator, {operator})
+    function = _function_at(text, where)
+    called = {call.end_lineno or 0 for call in _calls_in(function) if _name_of(call) in names} if function else set()
+    return called.pop() if len(called) == 1 else 0
+
+
+def _function_at(text: str, where: Where) -> _Function | ast.Module | None:
+    """The innermost function of that name around that line; none where the file is another one by now."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if where.function == "<module>":
+        return tree
+    around = [node for node in ast.walk(tree) if _is_around(node, where)]
+    return max(around, key=_first_line, default=None)  # type: ignore[arg-type, return-value]
+
+
+def _is_around(node: ast.AST, where: Where) -> bool:
+    named = isinstance(node, _Function) and node.name == where.function.rpartition(".")[2]
+    return named and _first_line(node) <= where.line <= (node.end_lineno or 0)  # type: ignore[arg-type, attr-defined]
+
+
+def _first_line(function: _Function) -> int:
+    """A decorated function begins with its decorators, for Python as for us."""
+    return min([function.lineno, *(one.lineno for one in function.decorator_list)])
+
+
+def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    """Its own calls: functions defined inside it have frames of their own."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from _calls_in(child)
+
+
+def _name_of(call: ast.Call) -> str:
+    named = call.func
+    return named.attr if isinstance(named, ast.Attribute) else named.id if isinstance(named, ast.Name) else ""

@@ -1,0 +1,227 @@
+"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what mending that gives."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from keepbusy.explain.diagnosis import CAUSES, COMPUTING, Cause, Diagnosis, Harmless, Late, Prediction
+from keepbusy.report import words
+from keepbusy.report.bar import bar, legend, rows_of
+from keepbusy.report.paper import FAINT, STRONG, laid_out, line
+from keepbusy.report.places import look
+from keepbusy.report.source import source_of
+from keepbusy.report.words import duration, share, tame
+
+HEIGHT = 39  # one screen, and the prompt below it
+GAIN, HERE, CODE = "bold green", "cyan", "bold"
+_BLANK = line("")
+_AMONG_RANKS = {"peer_late", "exposed_collective"}
+_NO_PLAIN_STEP = (
+    "these are the times of the profiler, which slows the host down: the GPU's idle time is exaggerated, typically "
+    "two- to threefold. Time a few steps without the profiler and give --plain-step MS."
+)
+
+
+class Detail(NamedTuple):
+    """How much is said, so that it fits the screen."""
+
+    causes: int  # so many in full, the others in one line each
+    advice: bool = False
+    sites: bool = False
+
+
+_DETAILS = (Detail(9, True, True), Detail(9, True), Detail(9), Detail(3, True), Detail(3), Detail(2), Detail(1))
+
+
+def render(
+    diagnosis: Diagnosis, width: int = 100, *, colour: bool = False, unicode: bool = True, again: str = ""
+) -> str:
+    """The report as text, with as much detail as one screen holds."""
+    text = ""
+    for detail in _DETAILS:
+        text = laid_out(parts(diagnosis, width, detail, colour, again), width, colour, unicode)
+        if text.count("\n") < HEIGHT:
+            break
+    return text
+
+
+def parts(
+    diagnosis: Diagnosis, width: int, detail: Detail = _DETAILS[0], colour: bool = False, again: str = ""
+) -> Iterator[RenderableType]:
+    """The report's paragraphs, from top to bottom."""
+    yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
+    yield _BLANK
+    yield from _step(diagnosis, width, colour)
+    yield _BLANK
+    yield from _causes(diagnosis, width, detail)
+    yield from _verdict(diagnosis)
+    yield _asides(diagnosis)
+    yield Text.assemble((_label("again"), FAINT), again or _again(diagnosis), no_wrap=True, overflow="ignore")
+
+
+def _head(diagnosis: Diagnosis) -> str:
+    ranks, steps = len(diagnosis.ranks), diagnosis.steps
+    source, device = words.files(diagnosis.sources), tame(diagnosis.device, 40)
+    facts = (source, device, f"{ranks} ranks" if ranks > 1 else "", f"{steps} step{'' if steps == 1 else 's'}")
+    return "".join(f" · {fact}" for fact in facts if fact)
+
+
+def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[RenderableType]:
+    whole, computing = diagnosis.plain_step, diagnosis.ledger.get(COMPUTING, 0)
+    yield line(
+        "A step takes ",
+        (duration(whole), STRONG),
+        ". " if diagnosis.plain_given else " in this trace. ",
+        f"The GPU computes for {duration(computing)} of it ({share(computing, whole)})",
+        f" and waits for {duration(diagnosis.waiting)} ({share(diagnosis.waiting, whole)}).",
+    )
+    rows = rows_of(diagnosis.ledger, [cause.cause for cause in diagnosis.causes])
+    yield _BLANK
+    yield bar(rows, width, colour)
+    yield _BLANK
+    yield legend(rows, colour, whole, width)
+
+
+def _causes(diagnosis: Diagnosis, width: int, detail: Detail) -> Iterator[RenderableType]:
+    for number, cause in enumerate(diagnosis.causes, 1):
+        if number <= detail.causes:
+            yield from _in_full(diagnosis, number, cause, detail, width)
+            yield _BLANK
+        else:
+            yield _in_one_line(diagnosis, number, cause)
+    if len(diagnosis.causes) > detail.causes:
+        yield _BLANK
+
+
+def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, width: int) -> Iterator[RenderableType]:
+    step, shown = diagnosis.plain_step, look(cause.cause)
+    waits = f" · the GPU waits {duration(cause.wait)} a step for it, {share(cause.wait, step)}"
+    yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
+    yield line(*_prediction(step, cause.predicted), waits, indent=3)
+    yield _place(cause, width)
+    yield line(tame(cause.what), indent=3)
+    if detail.sites and len(cause.sites) > 1:
+        yield line((_other_sites(cause), FAINT), indent=3)
+    for late in diagnosis.late if cause.cause in _AMONG_RANKS else ():
+        yield line(_late(late), indent=3)
+    if detail.advice and cause.advice:
+        yield line(tame(cause.advice), indent=3)
+    yield line(("mend: ", FAINT), (tame(cause.remedy), CODE), indent=3)
+
+
+def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
+    shown = look(cause.cause)
+    place = (f" · {words.spot(cause.where, 40)}", HERE)
+    return line(
+        (f"{number}  ", f"bold {shown.colour}"),
+        f"{shown.name}: ",
+        *_prediction(diagnosis.plain_step, cause.predicted),
+        place,
+    )
+
+
+def _prediction(step: int, predicted: Prediction) -> list[tuple[str, str] | str]:
+    """`31.3 → 8.9 ms, 72% less (8.4–10.1)`."""
+    gain = f"{words.transition(step, predicted.step)}, {words.change(step, predicted.step)}"
+    return [(gain, GAIN), (f" ({words.span_of(predicted.low, predicted.high, step)})", FAINT)]
+
+
+def _place(cause: Cause, width: int) -> RenderableType:
+    """Where it is, what it calls, the library it stands in, and the line itself."""
+    where = cause.where
+    inside = [part for part in (where.operator if where.file else "", where.library) if part]
+    beside = " · ".join(tame(part, 50) for part in inside)
+    source = source_of(where)
+    known = f"likely line {source.line}: " if source and source.likely else ""
+    return line(
+        (words.spot(where, max(24, width - 40)), HERE),
+        (f" · {beside}" if beside else "", FAINT),
+        *((("\n", ""), (known, FAINT), source.text) if source else ()),
+        indent=3,
+    )
+
+
+def _other_sites(cause: Cause) -> str:
+    others = cause.sites[1:]
+    named = [words.spot(site.where, 40) + (f" ({duration(site.wait)})" if site.wait else "") for site in others[:2]]
+    if len(others) > 2:
+        named.append(f"{len(others) - 2} more place{'s' if len(others) > 3 else ''}")
+    return f"also {words.listing(named)}"
+
+
+def _late(late: Late) -> str:
+    return f"Rank {late.rank} arrives {duration(late.late)} late: {late.cause} at {words.spot(late.where)}."
+
+
+def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """What all of it gives; or that there is nothing to gain."""
+    step, after = diagnosis.plain_step, diagnosis.predicted
+    if diagnosis.mended:
+        named = words.listing(list(diagnosis.mended))
+        yield line((f"With {named} mended: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+    elif len(diagnosis.causes) > 1:
+        yield line(("All of this mended: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+    elif not diagnosis.causes:
+        yield line((_nothing_to_gain(diagnosis), STRONG))
+    else:
+        return
+    yield _BLANK
+
+
+def _floor(diagnosis: Diagnosis) -> tuple[str, str]:
+    return (f" · gains below {duration(diagnosis.noise)} are noise" if diagnosis.noise else "", FAINT)
+
+
+def _nothing_to_gain(diagnosis: Diagnosis) -> str:
+    busy = share(diagnosis.plain_step - diagnosis.waiting, diagnosis.plain_step)
+    noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
+    return f"Nothing to gain here: the GPU is busy {busy} of the step, and no mending saves more than the noise{noise}."
+
+
+def _asides(diagnosis: Diagnosis) -> RenderableType:
+    """What is not worth touching, late ranks that no cause has shown, and what the reader should know."""
+    shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
+    asides = [("ignore", one) for one in _harmless(diagnosis.harmless)]
+    asides += [("late", _late(late)) for late in diagnosis.late if not shown]
+    asides += [("note", tame(note)) for note in _notes(diagnosis)]
+    rows = Table.grid()
+    for label, text in asides:
+        rows.add_row(Text(_label(label), FAINT), Text(text))
+    return rows
+
+
+def _label(word: str) -> str:
+    return f"{word:8}"
+
+
+def _harmless(seen: Iterable[Harmless]) -> Iterator[str]:
+    """`12 a step of host_sync cost nothing here: …`, one sentence for all places with the same reason."""
+
+    def key(one: Harmless) -> tuple[int, str]:
+        return (CAUSES.index(one.cause) if one.cause in CAUSES else len(CAUSES), one.why)
+
+    for (_, why), group in groupby(sorted(seen, key=key), key):
+        places = list(group)
+        total, name = sum(one.count for one in places), look(places[0].cause).name
+        where = words.spot(max(places, key=lambda one: one.count).where, 40)
+        more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
+        yield f"{words.times(total, name)} cost nothing here ({where}{more}): {tame(why)}"
+
+
+def _notes(diagnosis: Diagnosis) -> list[str]:
+    notes = list(diagnosis.notes)
+    if not diagnosis.plain_given and not any("--plain-step" in note for note in notes):
+        notes.append(_NO_PLAIN_STEP)
+    return notes
+
+
+def _again(diagnosis: Diagnosis) -> str:
+    plain = ["--plain-step", f"{diagnosis.plain_step / 1e6:g}"] if diagnosis.plain_given else []
+    return tame(shlex.join(["keepbusy", "explain", *diagnosis.sources, *plain]))

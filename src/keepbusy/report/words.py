@@ -1,0 +1,98 @@
+"""How times, shares, counts and foreign names are written. Nothing else in the project formats a time."""
+
+from __future__ import annotations
+
+from keepbusy.explain.diagnosis import Where
+
+_UNITS = (("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000))
+
+
+def duration(time: int) -> str:
+    """`31.3 ms`, `820 µs`, `1.24 s`."""
+    unit = _unit_of(time)
+    return f"{_figure(time, unit)} {unit}" if time else "0 ms"
+
+
+def transition(before: int, after: int) -> str:
+    """Two times in the unit of the larger one: `31.3 → 8.9 ms`."""
+    unit = _unit_of(max(before, after))
+    return f"{_figure(before, unit)} → {_figure(after, unit)} {unit}"
+
+
+def span_of(low: int, high: int, like: int) -> str:
+    """A range in the unit of `like`, which is named beside it: `8.4–10.1`."""
+    unit = _unit_of(like)
+    first, last = _figure(low, unit), _figure(high, unit)
+    return first if first == last else f"{first}–{last}"
+
+
+def _unit_of(time: int) -> str:
+    return next((unit for unit, size in _UNITS if abs(time) >= size), "µs")
+
+
+def _figure(time: int, unit: str) -> str:
+    value = time / dict(_UNITS)[unit]
+    if unit == "µs":
+        return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
+    if unit == "s" or abs(value) < 0.95:
+        return f"{value:.2f}" if value else "0"
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}"
+
+
+def share(part: int, whole: int) -> str:
+    """`64%`; what is there but rounds to nothing is `<1%`."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<1%" if 0 < percent < 0.5 else f"{percent:.0f}%"
+
+
+def change(before: int, after: int) -> str:
+    """`72% less`, `8% more`, `3.0× as long`, `the same`."""
+    percent = round(100 * (after - before) / before) if before else 0
+    if not percent:
+        return "the same"
+    return f"{after / before:.1f}× as long" if percent > 100 else f"{abs(percent)}% {'less' if percent < 0 else 'more'}"
+
+
+def count(number: float) -> str:
+    """`12`, `0.5`, `1.3`."""
+    return f"{number:.0f}" if number >= 9.95 or abs(number - round(number)) < 0.05 else f"{number:.1f}"
+
+
+def times(number: float, word: str) -> str:
+    """`1 sync a step`, `12 syncs a step`."""
+    return f"{count(number)} {word}{'' if count(number) == '1' else 's'} a step"
+
+
+def listing(parts: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
+
+
+def tame(text: str, limit: int = 0) -> str:
+    """Names come from a file: whatever could steer a terminal becomes a mark, and what is too long loses its middle."""
+    text = "".join(letter if letter.isprintable() else "�" for letter in text)
+    if not limit or len(text) <= limit:
+        return text
+    tail = (limit - 1) // 2
+    return f"{text[: limit - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def spot(where: Where, limit: int = 60) -> str:
+    """A place, never more exactly than it is known: `train.py:31`, or `about train.py:14 in main`."""
+    if not where.file:
+        return tame(str(where), limit)
+    place = _from_the_end(tame(str(where)), limit)
+    if where.exact:
+        return place
+    return f"about {place}" + (f" in {tame(where.function, 40)}" if where.function else "")
+
+
+def _from_the_end(path: str, limit: int) -> str:
+    return path if len(path) <= limit else f"…{path[len(path) - limit + 1 :]}"
+
+
+def files(sources: tuple[str, ...]) -> str:
+    """One file by its name, several by their number."""
+    if len(sources) == 1:
+        return tame(sources[0].replace("\\", "/").rpartition("/")[2], 60)
+    return f"{len(sources)} traces" if sources else ""

@@ -1,0 +1,301 @@
+"""The timeline: spans on lanes, and links that say which span released which.
+
+Two asymmetries hold everywhere:
+
+- Untraced time on a *host* lane may be real work, so a producer covers it with `WORK` spans;
+  on a *device* lane it is idleness, and stays a gap.
+- Durations of work are facts, durations of waits are consequences. `work` is what a span does
+  once nothing holds it up; `start` and `end` are where a replay (or the recording) puts it.
+
+Rows stand in *issue order*: a row comes after everything that releases it. A host span is
+followed by the commands it launched, and a rank's rows pause at a collective until its peers
+have arrived there too. So a replay is one pass from top to bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+NONE = -1
+"""No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+EVERY_LANE = -2
+"""`awaits` of a sync that waits for all lanes of its rank's device."""
+
+
+class Kind(IntEnum):
+    """What a span is. Host kinds come first, device kinds (commands) from `KERNEL` on."""
+
+    WORK = 0
+    LAUNCH = 1
+    SYNC = 2
+    ALLOCATE = 3
+    RECORDING = 4  # host time that the recorder says it took for itself
+    KERNEL = 8
+    COPY = 9
+    FILL = 10
+    COLLECTIVE = 11
+
+
+class LinkKind(IntEnum):
+    """How a source releases its target."""
+
+    LAUNCH = 0  # a command may start once its launch has begun
+    ORDER = 1  # a command may start once another lane's command has ended
+    HANDOFF = 2  # a host thread goes on once another has ended its part
+
+
+class FrameKind(IntEnum):
+    """What encloses host spans: an operator, a Python function, an annotation, an exact line."""
+
+    OPERATOR = 0
+    PYTHON = 1
+    ANNOTATION = 2
+    LINE = 3
+
+
+class Direction(IntEnum):
+    """Which way a copy moves its bytes."""
+
+    UNKNOWN = 0
+    HOST_TO_DEVICE = 1
+    DEVICE_TO_HOST = 2
+    DEVICE_TO_DEVICE = 3
+    HOST_TO_HOST = 4
+
+
+class Lane(NamedTuple):
+    """One in-order sequence. A lane with no device is a host thread."""
+
+    rank: int
+    device: int | None
+    number: int
+    name: str = ""
+
+
+class Table:
+    """Columns of equal length. Subclasses are frozen dataclasses whose fields are numpy arrays."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            column = np.ascontiguousarray(getattr(self, one.name), dtype=one.metadata["dtype"])
+            if column.flags.writeable:
+                column = column.view()
+                column.flags.writeable = False
+            object.__setattr__(self, one.name, column)
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+    def take(self, rows: npt.NDArray[Any]) -> Self:
+        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+
+    def change(self, **columns: npt.NDArray[Any]) -> Self:
+        return replace(self, **columns)  # type: ignore[type-var]
+
+    @classmethod
+    def concatenate(cls, parts: list[Self]) -> Self:
+        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    @classmethod
+    def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
+        """A table of `length` rows; columns that are not given hold their default."""
+        filled = {}
+        for one in fields(cls):  # type: ignore[arg-type]
+            value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
+            filled[one.name] = np.full(length, value) if value.ndim == 0 else value
+        if columns:
+            raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
+        return cls(**filled)
+
+
+def column(dtype: type, fill: int = 0) -> Any:
+    """A column of a `Table`: its type, and what stands where nothing was given."""
+    return field(metadata={"dtype": dtype, "fill": fill})
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Table):
+    """What occupies the lanes, in issue order. Times are nanoseconds, half-open."""
+
+    lane: Ints = column(np.int32)
+    kind: Ints = column(np.int8)
+    name: Ints = column(np.int32)
+    frame: Ints = column(np.int32, NONE)
+    start: Ints = column(np.int64)
+    end: Ints = column(np.int64)
+    work: Ints = column(np.int64)  # its own time, without waiting; of a collective, the wire time
+    lag: Ints = column(np.int64)  # after the span before it on its lane
+    awaits: Ints = column(np.int32, NONE)  # of a sync: the lane, or EVERY_LANE
+    meeting: Ints = column(np.int32, NONE)  # of a collective: which one
+    group: Ints = column(np.int32, NONE)  # of a collective: a number for its group of ranks
+    size: Ints = column(np.int64)  # bytes
+    direction: Ints = column(np.int8)
+    pinned: Ints = column(np.int8, NONE)  # 1, 0, or NONE where nobody knows
+    recording: Ints = column(np.int64)  # what recording it is estimated to have cost the host
+
+
+@dataclass(frozen=True, eq=False)
+class Links(Table):
+    """Which span released which. A link from a later row speaks of the round before."""
+
+    source: Ints = column(np.int32)
+    target: Ints = column(np.int32)
+    kind: Ints = column(np.int8)
+    lag: Ints = column(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Frames(Table):
+    """What encloses host spans; nested, parents first."""
+
+    lane: Ints = column(np.int32)
+    kind: Ints = column(np.int8)
+    name: Ints = column(np.int32)
+    parent: Ints = column(np.int32, NONE)
+    start: Ints = column(np.int64)
+    end: Ints = column(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Meetings(Table):
+    """One collective across ranks a row; its parts point here."""
+
+    name: Ints = column(np.int32)
+    size: Ints = column(np.int64)
+    members: Ints = column(np.int32)  # how many ranks take part
+    present: Ints = column(np.int32)  # of how many the part is in this timeline
+
+
+class Span(NamedTuple):
+    """One row, for reading."""
+
+    row: int
+    lane: Lane
+    kind: Kind
+    name: str
+    start: int
+    end: int
+    work: int
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A run: what each lane did, what released what, and where its steps begin."""
+
+    lanes: tuple[Lane, ...]
+    names: tuple[str, ...]
+    spans: Spans
+    links: Links = field(default_factory=lambda: Links.of(0))
+    frames: Frames = field(default_factory=lambda: Frames.of(0))
+    meetings: Meetings = field(default_factory=lambda: Meetings.of(0))
+    marks: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Rows of host spans at which a step begins, each rank's own; the last one ends the last step."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What is known of the run as a whole: device, versions, world size, what was not seen."""
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, row: int) -> Span:
+        spans = self.spans
+        return Span(
+            row,
+            self.lanes[spans.lane[row]],
+            Kind(int(spans.kind[row])),
+            self.names[spans.name[row]],
+            int(spans.start[row]),
+            int(spans.end[row]),
+            int(spans.work[row]),
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({lane.rank for lane in self.lanes})
+
+    @property
+    def on_device(self) -> Mask:
+        """Which rows are commands."""
+        return self.spans.kind >= Kind.KERNEL
+
+    @property
+    def rank_of_rows(self) -> Ints:
+        return np.array([lane.rank for lane in self.lanes], np.int64)[self.spans.lane]
+
+    @property
+    def extent(self) -> int:
+        """From the first start to the last end."""
+        return int(self.spans.end.max() - self.spans.start.min()) if len(self) else 0
+
+    def rows_of(self, lane: int) -> Ints:
+        return np.flatnonzero(self.spans.lane == lane)
+
+    def gaps(self, lane: int) -> Ints:
+        """Where the lane has nothing to do: pairs of (start, end) between its spans."""
+        rows = self.rows_of(lane)
+        ends = np.maximum.accumulate(self.spans.end[rows][:-1]) if len(rows) > 1 else np.zeros(0, np.int64)
+        starts = self.spans.start[rows][1:]
+        return np.stack([ends, starts], axis=1)[starts > ends]
+
+    def marks_of(self, rank: int) -> Ints:
+        lanes = np.array([lane.rank for lane in self.lanes])
+        return self.marks[lanes[self.spans.lane[self.marks]] == rank]
+
+    def change(self, **parts: Any) -> Timeline:
+        return replace(self, **parts)
+
+    def change_spans(self, **columns: npt.NDArray[Any]) -> Timeline:
+        return replace(self, spans=self.spans.change(**columns))
+
+    def keep(self, kept: Mask) -> Timeline:
+        """Without the other rows. What they released is released by what stood before them on their lane."""
+        if kept.all():
+            return self
+        new = np.cumsum(kept) - 1
+        heir = _last_kept_before(self.spans.lane, kept)
+        source, target = heir[self.links.source], self.links.target
+        launched = (self.links.kind == LinkKind.LAUNCH) & ~kept[self.links.source]
+        alive = kept[target] & (source != NONE) & ~launched
+        links = self.links.take(alive).change(source=new[source[alive]], target=new[target[alive]])
+        marks = new[_next_kept(self.spans.lane, kept)[self.marks]] if len(self.marks) else self.marks
+        return replace(self, spans=self.spans.take(np.flatnonzero(kept)), links=links, marks=marks)
+
+
+def _next_kept(lane: Ints, kept: Mask) -> Ints:
+    """Of each row: itself if it is kept, else the next kept row on its lane; past the last one, the last kept one."""
+    after = _last_kept_before(lane[::-1], kept[::-1])[::-1]
+    after = np.where(after == NONE, NONE, len(lane) - 1 - after)
+    return np.where(after == NONE, _last_kept_before(lane, kept), after)
+
+
+def _last_kept_before(lane: Ints, kept: Mask) -> Ints:
+    """Of each row: itself if it is kept, else the last kept row before it on its lane, else NONE."""
+    order = np.argsort(lane, kind="stable")
+    place = np.where(kept[order], np.arange(len(order)), NONE)
+    first = np.concatenate([[True], lane[order][1:] != lane[order][:-1]]) if len(order) else np.zeros(0, bool)
+    begin = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+    last = np.maximum.accumulate(place)
+    heir = np.full(len(order), NONE, np.int64)
+    heir[order] = np.where(last >= begin, order[np.maximum(last, 0)], NONE)
+    return heir
+
+
+def previous_on_lane(lane: Ints) -> Ints:
+    """Of each row, the row before it on its lane, or NONE."""
+    order = np.argsort(lane, kind="stable")
+    before = np.full(len(lane), NONE, np.int64)
+    same = lane[order][1:] == lane[order][:-1]
+    before[order[1:][same]] = order[:-1][same]
+    return before

@@ -1,0 +1,194 @@
+"""Several ranks in one timeline: their clocks aligned, and the parts of each collective brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Links, Meetings, Spans, Timeline
+from keepbusy.timeline.settle import settle
+
+MOST_SHIFT = 400
+"""Windows of ranks may begin this many collectives apart and still be matched."""
+SAME_CLOCK = 100_000
+"""Ranks of one host share a clock; what differs by less is skew, not offset."""
+
+
+def merge(timelines: Sequence[Timeline]) -> Timeline:
+    """One timeline of all ranks, in an issue order in which every rank pauses at a collective for its peers."""
+    if len(timelines) == 1:
+        return timelines[0]
+    joined = _join(timelines)
+    joined = _match(joined)
+    joined = _align_clocks(joined)
+    return settle(_in_issue_order(joined))
+
+
+def _join(timelines: Sequence[Timeline]) -> Timeline:
+    names: dict[str, int] = {}
+    spans, links, frames, marks, lanes = [], [], [], [], []
+    for one in timelines:
+        new = np.array([names.setdefault(name, len(names)) for name in one.names], np.int64)
+        row, frame, lane = sum(map(len, spans)), sum(map(len, frames)), sum(map(len, lanes))
+        spans.append(_shift_spans(one.spans, new, frame, lane))
+        links.append(one.links.change(source=one.links.source + row, target=one.links.target + row))
+        frames.append(_shift_frames(one.frames, new, frame, lane))
+        marks.append(one.marks + row)
+        lanes.append(one.lanes)
+    facts = {**timelines[0].facts, "sources": [one.facts.get("source", "") for one in timelines]}
+    return Timeline(
+        lanes=tuple(lane for part in lanes for lane in part),
+        names=tuple(names),
+        spans=Spans.concatenate(spans),
+        links=Links.concatenate(links),
+        frames=Frames.concatenate(frames),
+        marks=np.concatenate(marks),
+        facts=facts,
+    )
+
+
+def _shift_spans(spans: Spans, names: Ints, frame: int, lane: int) -> Spans:
+    return spans.change(
+        name=names[spans.name],
+        lane=spans.lane + lane,
+        frame=np.where(spans.frame == NONE, NONE, spans.frame + frame),
+        awaits=np.where(spans.awaits >= 0, spans.awaits + lane, spans.awaits),
+    )
+
+
+def _shift_frames(frames: Frames, names: Ints, frame: int, lane: int) -> Frames:
+    parent = np.where(frames.parent == NONE, NONE, frames.parent + frame)
+    return frames.change(name=names[frames.name], lane=frames.lane + lane, parent=parent)
+
+
+def _match(timeline: Timeline) -> Timeline:
+    """The k-th collective of a group on one rank is the k-th on the others, once their windows are aligned."""
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    meeting = np.full(len(timeline), NONE, np.int64)
+    tables: list[Meetings] = []
+    groups = timeline.facts.get("groups", {})
+    parts = np.flatnonzero(spans.kind == Kind.COLLECTIVE)
+    group_of = spans.group[parts]
+    for group in np.unique(group_of).tolist():
+        mine = parts[group_of == group]
+        ranks = np.unique(rank[mine])
+        table = _aligned(timeline, [mine[rank[mine] == one] for one in ranks.tolist()])
+        together = table[(table != NONE).sum(axis=1) > 1]
+        first = np.array([row[row != NONE][0] for row in together], np.int64)
+        number = sum(map(len, tables)) + np.arange(len(together))
+        for column in together.T:
+            here = column != NONE
+            meeting[column[here]] = number[here]
+        present = (together != NONE).sum(axis=1) if len(together) else np.zeros(0, np.int64)
+        members = np.full(len(together), int(groups.get(str(group), len(ranks))), np.int64)
+        tables.append(Meetings.of(len(together), name=spans.name[first], size=spans.size[first], members=members, present=present))
+    meetings = Meetings.concatenate(tables) if tables else Meetings.of(0)
+    return timeline.change(spans=spans.change(meeting=meeting), meetings=meetings)
+
+
+def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
+    """A row a collective, a column a rank: rows of its parts, NONE where a window does not reach."""
+    base, shifts = columns[0], [0]
+    for other in columns[1:]:
+        shifts.append(_best_shift(timeline, base, other))
+    low = min(-shift for shift in shifts)
+    high = max(len(column) - shift for column, shift in zip(columns, shifts, strict=True))
+    table = np.full((high - low, len(columns)), NONE, np.int64)
+    for index, (column, shift) in enumerate(zip(columns, shifts, strict=True)):
+        table[-shift - low : -shift - low + len(column), index] = column
+    return table
+
+
+def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
+    """How many collectives earlier the other's window begins: same sizes in the same order, ending together."""
+    spans = timeline.spans
+    best, least = 0, np.inf
+    for shift in sorted(range(-min(MOST_SHIFT, len(base) - 1), min(MOST_SHIFT, len(other) - 1) + 1), key=abs):
+        mine, its = base[max(0, -shift) :], other[max(0, shift) :]
+        length = min(len(mine), len(its))
+        mine, its = mine[:length], its[:length]
+        if length < min(len(base), len(other)) // 2 or (spans.size[mine] != spans.size[its]).any():
+            continue
+        apart = spans.end[its] - spans.end[mine]
+        spread = float(np.median(np.abs(apart - np.median(apart)))) + 1
+        if spread < 0.5 * least:  # a tie goes to the smaller shift
+            best, least = shift, spread
+    return best
+
+
+def _align_clocks(timeline: Timeline) -> Timeline:
+    """Everyone leaves a collective at the same time; a rank that seems not to has another clock."""
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    parts = np.flatnonzero(spans.meeting != NONE)
+    if not len(parts):
+        return timeline
+    left = np.full(len(timeline.meetings), np.iinfo(np.int64).max, np.int64)
+    np.minimum.at(left, spans.meeting[parts], spans.end[parts])
+    shift = np.zeros(len(timeline), np.int64)
+    for one in timeline.ranks:
+        mine = parts[rank[parts] == one]
+        apart = int(np.median(spans.end[mine] - _reference(timeline, mine, parts))) if len(mine) else 0
+        if abs(apart) > SAME_CLOCK:
+            shift[rank == one] = -apart
+    frames = timeline.frames
+    of_frames = np.zeros(len(frames), np.int64)
+    lane_shift = np.zeros(len(timeline.lanes), np.int64)
+    lane_shift[spans.lane] = shift
+    of_frames = lane_shift[frames.lane] if len(frames) else of_frames
+    frames = frames.change(start=frames.start + of_frames, end=frames.end + of_frames)
+    return timeline.change(spans=spans.change(start=spans.start + shift, end=spans.end + shift), frames=frames)
+
+
+def _reference(timeline: Timeline, mine: Ints, parts: Ints) -> Ints:
+    """Of each part, when the first rank's part of the same collective ended."""
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    first = parts[rank[parts] == rank[parts].min()]
+    end = np.full(len(timeline.meetings), NONE, np.int64)
+    end[spans.meeting[first]] = spans.end[first]
+    return np.where(end[spans.meeting[mine]] == NONE, spans.end[mine], end[spans.meeting[mine]])
+
+
+def _in_issue_order(timeline: Timeline) -> Timeline:
+    """Merge the ranks' rows: each runs on to its next collective and goes on once all of its peers are there."""
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    rows = {one: np.flatnonzero(rank == one) for one in timeline.ranks}
+    stops = {one: np.flatnonzero(spans.meeting[mine] != NONE) for one, mine in rows.items()}
+    missing = np.bincount(spans.meeting[spans.meeting != NONE], minlength=len(timeline.meetings))
+    done, next_stop = dict.fromkeys(rows, 0), dict.fromkeys(rows, 0)
+    unmatched: set[int] = set()
+    chunks: list[Ints] = []
+    ready, blocked = list(rows), dict[int, int]()
+    while ready or blocked:
+        if not ready:  # the ranks wait in a circle: their collectives were not the same after all
+            meeting = next(iter(blocked.values()))
+            unmatched.add(meeting)
+            ready = [one for one, held in blocked.items() if held == meeting]
+            blocked = {one: held for one, held in blocked.items() if held != meeting}
+            continue
+        one = ready.pop(0)
+        mine, stop = rows[one], stops[one]
+        if next_stop[one] == len(stop):
+            chunks.append(mine[done[one] :])
+            continue
+        upto = int(stop[next_stop[one]]) + 1
+        chunks.append(mine[done[one] : upto])
+        done[one], next_stop[one] = upto, next_stop[one] + 1
+        meeting = int(spans.meeting[mine[upto - 1]])
+        missing[meeting] -= 1
+        blocked[one] = meeting
+        if missing[meeting] == 0 or meeting in unmatched:
+            freed = [other for other, held in blocked.items() if held == meeting]
+            ready += freed
+            blocked = {other: held for other, held in blocked.items() if held != meeting}
+    return _reorder(timeline, np.concatenate(chunks), unmatched)
+
+
+def _reorder(timeline: Timeline, order: Ints, unmatched: set[int]) -> Timeline:
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    spans, links = timeline.spans.take(order), timeline.links
+    if unmatched:
+        spans = spans.change(meeting=np.where(np.isin(spans.meeting, list(unmatched)), NONE, spans.meeting))
+    links = links.change(source=place[links.source], target=place[links.target])
+    return timeline.change(spans=spans, links=links, marks=np.sort(place[timeline.marks]))

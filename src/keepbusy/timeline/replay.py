@@ -1,0 +1,167 @@
+"""Replay: put every span where its releases allow it.
+
+The engine is one plain loop over the rows in issue order, because each time needs the one before
+it. An unchanged replay is the identity (`settle` sees to that), so whatever a fix changes is the
+only thing that moves. Running the rows round after round gives the steady state of a loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Timeline, previous_on_lane
+
+PENDING_LIMIT = 1022
+"""Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
+NEVER = -(1 << 62)
+_KERNEL, _COLLECTIVE, _SYNC = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.SYNC)
+
+Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
+Row: TypeAlias = tuple[int, int, int, int, int, int, tuple[Release, ...], int]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Where a replay put the rows in its last round, and how far each lane was at each mark passed."""
+
+    start: Ints
+    end: Ints
+    progress: Ints  # a row a mark, a column a lane
+
+
+def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
+    """Re-time every span from its releases; with several rounds, the last of a run that repeats itself."""
+    done = run(timeline, rounds)
+    return timeline.change_spans(start=done.start, end=done.end)
+
+
+def pace(timeline: Timeline, steps: int = 12) -> float:
+    """Nanoseconds a step once the run is steady. The lane that advances most slowly sets it."""
+    per_round = len(timeline.marks_of(timeline.ranks[0]))
+    rounds = max(1, -(-steps // per_round)) + 1
+    if per_round >= steps:
+        rounds = 2
+    progress = run(timeline, rounds).progress
+    settled = max(1, rounds // 3) * per_round if rounds > 2 else per_round // 3
+    last = len(progress) - 1
+    first = last - (last - settled) // per_round * per_round if rounds > 2 else settled
+    moved = progress[first] > NEVER // 2
+    return float((progress[last] - progress[first])[moved].max() / (last - first))
+
+
+def run(timeline: Timeline, rounds: int = 1) -> Replayed:
+    rows, clocks = _program(timeline), _first_clocks(timeline)
+    count, lanes = len(rows), len(clocks)
+    start, end = [NEVER] * count, [NEVER] * count
+    marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
+    meetings, neighbours = _Meetings(timeline), _neighbours(timeline)
+    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+    rings, places = [[NEVER] * limit for _ in range(lanes)], [0] * lanes
+    progress: list[list[int]] = []
+    for _ in range(rounds):
+        for index, (lane, kind, work, lag, awaits, launches, releases, meeting) in enumerate(rows):
+            if index in marks:
+                progress.append(clocks.copy())
+            begin = clocks[lane] + lag
+            reached = begin
+            for source, later, whole in releases:
+                released = (end[source] if whole else start[source]) + later
+                if released > reached:
+                    reached = released
+            if kind >= _KERNEL:
+                start[index] = reached
+                if meeting >= 0:
+                    if not meetings.arrive(meeting, index, lane, reached):
+                        continue
+                    for part, its_lane, finish in meetings.leave(meeting):
+                        end[part] = clocks[its_lane] = rings[its_lane][places[its_lane]] = finish
+                        places[its_lane] = (places[its_lane] + 1) % limit
+                    continue
+                finish = reached + work
+                place = places[lane]
+                rings[lane][place] = finish
+                places[lane] = place + 1 if place + 1 < limit else 0
+            elif kind == _SYNC or awaits != NONE:
+                start[index] = begin
+                if awaits >= 0 and clocks[awaits] > reached:
+                    reached = clocks[awaits]
+                elif awaits == EVERY_LANE:
+                    reached = max(reached, *[clocks[other] for other in neighbours[lane]])
+                finish = reached + work
+            else:
+                start[index] = reached
+                if launches >= 0 and rings[launches][places[launches]] > reached:
+                    reached = rings[launches][places[launches]]  # the queue of that stream is full
+                finish = reached + work
+            end[index] = clocks[lane] = finish
+    return Replayed(np.array(start, np.int64), np.array(end, np.int64), np.array(progress, np.int64))
+
+
+class _Meetings:
+    """Collectives in progress: nobody leaves before the last one has arrived."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        spans = timeline.spans
+        meeting = spans.meeting[spans.meeting >= 0]
+        self.members = np.bincount(meeting).tolist() if len(meeting) else []
+        self.work = spans.work.tolist() if len(meeting) else []
+        self.here: dict[int, list[tuple[int, int]]] = {}
+        self.last: dict[int, int] = {}
+
+    def arrive(self, meeting: int, row: int, lane: int, when: int) -> bool:
+        here = self.here.setdefault(meeting, [])
+        here.append((row, lane))
+        self.last[meeting] = max(self.last.get(meeting, when), when)
+        return len(here) == self.members[meeting]
+
+    def leave(self, meeting: int) -> list[tuple[int, int, int]]:
+        last = self.last.pop(meeting)
+        return [(row, lane, last + self.work[row]) for row, lane in self.here.pop(meeting)]
+
+
+def _program(timeline: Timeline) -> list[Row]:
+    """Every row as plain Python numbers: numpy scalars would cost more than the arithmetic."""
+    spans = timeline.spans
+    columns = (spans.lane, spans.kind, spans.work, spans.lag, spans.awaits, launched_lane(timeline))
+    meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
+    return list(zip(*[column.tolist() for column in columns], _releases(timeline), meeting.tolist(), strict=True))
+
+
+def _releases(timeline: Timeline) -> list[tuple[Release, ...]]:
+    links = timeline.links
+    releases: list[tuple[Release, ...]] = [()] * len(timeline)
+    whole = links.kind != LinkKind.LAUNCH
+    for source, target, lag, to_end in zip(
+        links.source.tolist(), links.target.tolist(), links.lag.tolist(), whole.tolist(), strict=True
+    ):
+        releases[target] = (*releases[target], (source, lag, to_end))
+    return releases
+
+
+def launched_lane(timeline: Timeline) -> Ints:
+    """Of each launch, the lane of its first command; NONE for every other row."""
+    links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    lane = np.full(len(timeline), NONE, np.int64)
+    lane[links.source[::-1]] = timeline.spans.lane[links.target[::-1]]
+    return lane
+
+
+def _first_clocks(timeline: Timeline) -> list[int]:
+    """A lane begins where its first span was, unless something else released that span."""
+    spans = timeline.spans
+    clocks = [NEVER] * len(timeline.lanes)
+    released = np.zeros(len(timeline), bool)
+    released[timeline.links.target[timeline.links.source < timeline.links.target]] = True
+    for row in np.flatnonzero(previous_on_lane(spans.lane) == NONE).tolist():
+        if not released[row]:
+            clocks[spans.lane[row]] = int(spans.start[row] - spans.lag[row])
+    return clocks
+
+
+def _neighbours(timeline: Timeline) -> list[list[int]]:
+    """Of each lane, the device lanes of its rank."""
+    device = [(index, lane.rank) for index, lane in enumerate(timeline.lanes) if lane.device is not None]
+    return [[index for index, rank in device if rank == lane.rank] for lane in timeline.lanes]

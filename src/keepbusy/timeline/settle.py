@@ -1,0 +1,126 @@
+"""Settle: read the facts of a recording out of its times.
+
+What a span does once nothing holds it up (`work`), and which lag each of its releases leaves
+behind (`lag`). The lag belongs to the release that bound the span: had another release been the
+last one, the span would have begun a typical lag after that one. So the bound one keeps what was
+measured, and the others keep no more than what is typical.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Timeline, previous_on_lane
+from keepbusy.timeline.replay import NEVER, PENDING_LIMIT, launched_lane
+
+TYPICAL_GAP = 1_000
+TYPICAL_LATENCY = 6_000
+EARLY_RETURN = 30_000
+"""A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
+_ENOUGH = 50
+
+
+def settle(timeline: Timeline) -> Timeline:
+    """The same timeline with `work` and every `lag` derived from its measured times."""
+    if not len(timeline):
+        return timeline
+    timeline = _lags(timeline)
+    awaits, awaited = _awaited(timeline)
+    spans, span = timeline.spans, timeline.spans.end - timeline.spans.start
+    work = np.where(awaited > spans.start, spans.end - awaited, span)
+    timeline = timeline.change_spans(awaits=awaits)
+    work = np.where(spans.kind == Kind.LAUNCH, _without_back_pressure(timeline, span), work)
+    work = np.where(spans.meeting != NONE, spans.end - last_arrival(timeline), work)
+    return timeline.change_spans(work=work)
+
+
+def _lags(timeline: Timeline) -> Timeline:
+    spans, links = timeline.spans, timeline.links
+    before = previous_on_lane(spans.lane)
+    on_lane = np.where(before == NONE, -NEVER, spans.start - spans.end[before])
+    to_start = links.kind == LinkKind.LAUNCH
+    released = np.where(to_start, spans.start[links.source], spans.end[links.source])
+    on_link = spans.start[links.target] - released
+    bound = on_lane.copy()
+    np.minimum.at(bound, links.target, on_link)
+    gap, latency = typical_lags(timeline)
+    usual = np.where(timeline.on_device, gap, 0)
+    lag = np.where((on_lane == bound) & (before != NONE), on_lane, np.minimum(on_lane, usual))
+    link_usual = np.where(to_start, latency, np.where(links.kind == LinkKind.ORDER, gap, 0))
+    link_lag = np.where(on_link == bound[links.target], on_link, np.minimum(on_link, link_usual))
+    lag = np.where(before == NONE, 0, lag)
+    return timeline.change_spans(lag=lag).change(links=links.change(lag=link_lag))
+
+
+def typical_lags(timeline: Timeline) -> tuple[int, int]:
+    """Between two commands that stood ready, and from a launch to its command on an idle stream."""
+    spans, links = timeline.spans, timeline.links
+    launches = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
+    launch, command = launches.source, launches.target
+    before = previous_on_lane(spans.lane)[command]
+    tail = np.where(before == NONE, NEVER, spans.end[before])
+    latency = (spans.start[command] - spans.start[launch])[tail < spans.start[launch]]
+    ready = (before != NONE) & (spans.start[command] - spans.end[launch] > 30_000)
+    gap = (spans.start[command] - tail)[ready]
+    gap = gap[gap < 20_000]
+    return (
+        int(np.median(gap)) if len(gap) >= _ENOUGH else TYPICAL_GAP,
+        int(np.median(latency)) if len(latency) >= _ENOUGH else TYPICAL_LATENCY,
+    )
+
+
+def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
+    """Of each sync: whom it awaits, and when they had caught up. A sync that returned before them awaited nobody."""
+    spans = timeline.spans
+    awaited = np.full(len(timeline), NEVER, np.int64)
+    syncs = np.flatnonzero(spans.awaits != NONE)
+    for index, lane in enumerate(timeline.lanes):
+        if lane.device is None:
+            continue
+        mine = syncs[(spans.awaits[syncs] == index) | _of_device(timeline, syncs, lane.rank)]
+        rows = timeline.rows_of(index)
+        place = np.searchsorted(rows, mine) - 1
+        tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER
+        awaited[mine] = np.maximum(awaited[mine], tail)
+    _await_links(timeline, awaited)
+    wrong = awaited > spans.end + EARLY_RETURN
+    return np.where(wrong, NONE, spans.awaits), np.where(wrong, NEVER, awaited)
+
+
+def _await_links(timeline: Timeline, awaited: Ints) -> None:
+    """A sync may also wait for one command, by an event."""
+    spans, links = timeline.spans, timeline.links
+    mine = links.take(np.flatnonzero(spans.kind[links.target] == Kind.SYNC))
+    np.maximum.at(awaited, mine.target, spans.end[mine.source] + mine.lag)
+
+
+def _of_device(timeline: Timeline, syncs: Ints, rank: int) -> Ints:
+    return (timeline.spans.awaits[syncs] == EVERY_LANE) & (timeline.rank_of_rows[syncs] == rank)
+
+
+def _without_back_pressure(timeline: Timeline, span: Ints) -> Ints:
+    """The queue of a stream holds so many commands; the launch that finds it full waits for the oldest."""
+    spans, work = timeline.spans, span.copy()
+    launched = launched_lane(timeline)
+    links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+    for lane in np.unique(launched[launched != NONE]).tolist():
+        commands = timeline.rows_of(lane)
+        mine = links.take(np.flatnonzero(spans.lane[links.target] == lane))
+        launch, first = np.unique(mine.source, return_index=True)
+        place = np.searchsorted(commands, mine.target[first]) - limit
+        free = np.where(place >= 0, spans.end[commands[np.maximum(place, 0)]], NEVER)
+        blocked = (free > spans.start[launch]) & (free <= spans.end[launch]) & (launched[launch] == lane)
+        work[launch[blocked]] = (spans.end[launch] - free)[blocked]
+    return work
+
+
+def last_arrival(timeline: Timeline) -> Ints:
+    """Of each part of a collective, when the last of all its parts began; of other rows, their own start."""
+    spans = timeline.spans
+    parts = np.flatnonzero(spans.meeting != NONE)
+    last = np.full(len(timeline.meetings), NEVER, np.int64)
+    np.maximum.at(last, spans.meeting[parts], spans.start[parts])
+    arrival = spans.start.copy()
+    arrival[parts] = last[spans.meeting[parts]]
+    return arrival

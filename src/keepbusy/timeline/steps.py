@@ -1,0 +1,129 @@
+"""Whole steps: the part of a recording that repeats, cut on the host in issue order.
+
+A window may hold more device steps than host steps, or fewer. Cut on the host, each launch keeps
+the commands it enqueued, whenever they ran.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Ints, LinkKind, Mask, Timeline
+
+ALIKE = 0.1
+"""Stretches between marks are the same step if their numbers of commands differ by less."""
+COMPLETE = 0.5
+"""A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
+
+
+def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
+    """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
+    timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
+    of_rank = {one: timeline.marks_of(one) for one in timeline.ranks}
+    count = min(map(len, of_rank.values()))
+    if count < 3:
+        raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three steps of the loop.")
+    marks = of_rank[timeline.ranks[0]][-count:]
+    chosen = _chosen(commands_between(timeline, marks), _several(timeline, marks, plain_step))
+    rank, row = timeline.rank_of_rows, np.arange(len(timeline))
+    kept, marks = np.zeros(len(timeline), bool), []
+    for one, its in of_rank.items():
+        mine = its[-count:][chosen]
+        marks.append(mine[:-1])
+        kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
+    return timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
+
+
+def _source(timeline: Timeline) -> str:
+    return str(timeline.facts.get("source") or "the recording")
+
+
+def _several(timeline: Timeline, marks: Ints, plain_step: int | None) -> int:
+    """How many marks a plain step must hold: recording makes steps longer, so a plain one that is longer holds several."""
+    each = float(np.diff(timeline.spans.start[marks]).mean())
+    return max(1, round(plain_step / each)) if plain_step is not None and each > 0 else 1
+
+
+def _chosen(counts: Ints, several: int) -> Ints:
+    """Which marks to cut at: by the period of the loop, and none at whose side the commands were not recorded."""
+    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
+    first, last = int(full[0]), int(full[-1]) + 1
+    length = max(period(counts[first:last]), several)
+    if last - first < 2 * length:
+        length = 1
+    return np.arange(first + (last - first) % length, last + 1, length)
+
+
+def commands_between(timeline: Timeline, marks: Ints) -> Ints:
+    rank = timeline.rank_of_rows
+    mine = timeline.on_device & (rank == rank[marks[0]])
+    before = np.concatenate([[0], np.cumsum(mine)])
+    return np.diff(before[marks])
+
+
+def period(counts: Ints) -> int:
+    """How many stretches make one step: a loop with two optimizers marks each step twice."""
+    for length in range(1, len(counts) // 2 + 1):
+        if _same(counts[:-length], counts[length:]).all():
+            return length
+    return 1
+
+
+def _same(one: Ints, other: Ints) -> Mask:
+    return np.abs(one - other) <= ALIKE * np.maximum(one, other) + 2
+
+
+def sample(timeline: Timeline, most_rows: int = 60_000) -> Timeline:
+    """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order."""
+    marks = timeline.marks_of(timeline.ranks[0])
+    wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
+    if len(marks) <= wanted:
+        return timeline
+    starts = np.append(timeline.spans.start[marks], timeline.spans.end[timeline.rows_of(timeline.spans.lane[marks[0]])].max())
+    by_length = np.argsort(np.diff(starts), kind="stable")
+    chosen = np.sort(by_length[(np.arange(wanted) * len(marks) + len(marks) // 2) // wanted])
+    kept = np.zeros(len(timeline), bool)
+    for rank in timeline.ranks:
+        mine = timeline.rank_of_rows == rank
+        step = np.searchsorted(timeline.marks_of(rank), np.arange(len(timeline)), side="right") - 1
+        kept |= mine & np.isin(step, chosen)
+    marks = timeline.marks[kept[timeline.marks]]
+    return timeline.change(marks=marks).keep(kept)
+
+
+def by_pattern(timeline: Timeline) -> Timeline:
+    """Marks for a run that has none: where the pattern of its launches begins anew."""
+    marks = [_pattern(timeline, rank) for rank in timeline.ranks]
+    return timeline.change(marks=np.sort(np.concatenate(marks)))
+
+
+def _pattern(timeline: Timeline, rank: int) -> Ints:
+    spans, links = timeline.spans, timeline.links
+    launches = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
+    rows, first = np.unique(launches.source, return_index=True)
+    mine = timeline.rank_of_rows[rows] == rank
+    rows, commands = rows[mine], launches.target[first[mine]]
+    length = repetition(spans.name[commands])
+    if not length:
+        return np.zeros(0, np.int64)
+    # a step begins where the host works longest before a launch: input, bookkeeping, a read
+    before = spans.start[rows[1:]] - spans.end[rows[:-1]]
+    pauses = [float(np.median(before[offset::length])) for offset in range(length)]
+    main = np.bincount(spans.lane[rows]).argmax()
+    chosen = rows[1 + int(np.argmax(pauses)) :: length]
+    lane = timeline.rows_of(int(main))
+    return np.unique(lane[np.minimum(np.searchsorted(lane, chosen), len(lane) - 1)])
+
+
+def repetition(names: Ints) -> int:
+    """After how many launches the sequence repeats itself, found by autocorrelation; 0 if it does not."""
+    count = len(names)
+    if count < 6:
+        return 0
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(4, int(names.max()) + 1))[:, names]
+    spectrum = np.fft.rfft(signs, 2 * count, axis=1)
+    alike = np.fft.irfft(spectrum * spectrum.conj(), axis=1)[:, :count].mean(axis=0) / (count - np.arange(count))
+    alike = alike[: count // 2 + 1]
+    best = float(alike[1:].max(initial=0.0))
+    return int(np.flatnonzero(alike[1:] >= 0.97 * best)[0]) + 1 if best > 0.8 else 0

@@ -1,0 +1,371 @@
+"""The command line: its flags, its exit codes, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepbusy import cli
+from keepbusy.cli import output, sources, values
+from keepbusy.timeline.errors import BadInput
+
+TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
+TRACE = TRACES / "images.trace.json.gz"
+PLAIN = ["--plain-step", "31.336"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A copy of a real trace, in a folder where nothing else is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.trace.json.gz").write_bytes(TRACE.read_bytes())
+    return "run.trace.json.gz"
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(arguments)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def one_sentence(error: str) -> str:
+    assert error.startswith("keepbusy: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    return error
+
+
+# flags
+
+FLAGS = {
+    "explain": {
+        "files": ("FILE", "+", None),
+        "--plain-step": ("MS", None, None),
+        "--mend": ("CAUSES", None, ()),
+        "--workers": ("N", None, 8),
+        "--json": (None, 0, False),
+        "--save": ("RUN.busy", None, None),
+        "--quiet": (None, 0, False),
+    },
+    "compare": {
+        "before": ("A", None, None),
+        "after": ("B", None, None),
+        "--json": (None, 0, False),
+        "--quiet": (None, 0, False),
+    },
+    "export": {
+        "files": ("FILE", "+", None),
+        "--to": (None, None, None),
+        "-o --output": ("OUT", None, None),
+        "--quiet": (None, 0, False),
+    },
+}
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    actions = cli._parser()._actions
+    return next(action.choices for action in actions if isinstance(action, argparse._SubParsersAction))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+def test_every_flag_is_frozen(verb: str) -> None:
+    found = {
+        " ".join(action.option_strings) or action.dest: (action.metavar, action.nargs, action.default)
+        for action in verbs()[verb]._actions
+        if not isinstance(action, argparse._HelpAction)
+    }
+    assert found == FLAGS[verb]
+
+
+def test_every_verb_is_frozen() -> None:
+    assert list(verbs()) == list(FLAGS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["compare", "--help"], ["export", "--help"]])
+def test_help_has_examples_and_fits_any_encoding(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "examples:\n  keepbusy " in text
+    assert text.isascii()
+
+
+def test_the_flags_stand_in_the_reference() -> None:
+    document = (TRACES.parents[2] / "docs" / "reference" / "cli.md").read_text()
+    for verb, flags in FLAGS.items():
+        section = document.split(f"## keepbusy {verb}")[1].split("\n## ")[0]
+        assert [flag for flag in flags if flag.split()[-1].startswith("--") and f"`{flag.split()[-1]}" not in section] == []
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == "keepbusy 0.1.0\n"
+
+
+# values
+
+
+@pytest.mark.parametrize(
+    ("text", "time"),
+    [
+        ("25", 25_000_000),
+        ("25.0", 25_000_000),
+        ("25ms", 25_000_000),
+        ("25 ms", 25_000_000),
+        ("0.025s", 25_000_000),
+        ("2.5e1", 25_000_000),
+        ("800us", 800_000),
+        ("800µs", 800_000),
+        ("1S", 1_000_000_000),
+    ],
+)
+def test_times(text: str, time: int) -> None:
+    assert values.duration(text) == time
+
+
+@pytest.mark.parametrize("text", ["", "x", "-3", "0", "nan", "inf", "25h", "1e99", "1..2", ".", "ms", "--", "25,0", "٢٥", "²"])
+def test_nonsense_is_no_time(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not the time of a step"):
+        values.duration(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8.0", "many", "²", "100000"])
+def test_nonsense_is_no_number_of_workers(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+        values.workers(text)
+
+
+def test_causes_are_named() -> None:
+    assert values.causes("host_sync, blocking_copy,host_sync") == ("host_sync", "blocking_copy")
+    for wrong in ("unknown", "x", "", ",", "HOST_SYNC"):
+        with pytest.raises(argparse.ArgumentTypeError, match="host_sync, blocking_copy"):
+            values.causes(wrong)
+
+
+# what is wrong is said in one sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "VERB"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["explain"], "FILE"),
+        (["explain", "nowhere.json"], "nowhere.json: there is no such file or folder."),
+        (["explain", "*.nothing"], "*.nothing: there is no such file"),
+        (["explain", "."], "holds no traces"),
+        (["explain", "TRACE", "--plain-step", "-3"], "'-3' is not the time of a step"),
+        (["explain", "TRACE", "--plain-step=nan"], "'nan' is not the time"),
+        (["explain", "TRACE", "--mend", "sync"], "there are host_sync, blocking_copy"),
+        (["explain", "TRACE", "--workers", "0"], "'0' is no number of workers"),
+        (["explain", "TRACE", "--sav", "x"], "unrecognized arguments"),
+        (["explain", "TRACE", "--save", "run.txt"], "*.busy"),
+        (["explain", "TRACE", "--save", "missing/run.busy"], "folder that exists"),
+        (["explain", "a.busy", "TRACE"], "a.busy is a whole saved run"),
+        (["explain", "a.busy"], "a.busy"),
+        (["explain", "empty.json"], "empty.json"),
+        (["explain", "text.json.gz"], "text.json.gz"),
+        (["compare", "TRACE"], "B"),
+        (["compare", "TRACE", ""], "no"),
+        (["export", "TRACE"], "--to"),
+        (["export", "TRACE", "--to", "xml"], "invalid choice: 'xml'"),
+        (["export", "TRACE", "--to", "csv", "-o", "."], "no place for a file"),
+        (["export", "TRACE", "--to", "csv", "-o", "missing/out.csv"], "no place for a file"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_code_2(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "TRACE" in arguments or {"a.busy", "empty.json", "text.json.gz"} & set(arguments):
+        (tmp_path / "empty.json").write_bytes(b"")
+        (tmp_path / "text.json.gz").write_text("no gzip")
+        (tmp_path / "a.busy").write_text("no saved run")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    code, out, error = ask(capsys, *[str(TRACE) if one == "TRACE" else one for one in arguments])
+    assert said in one_sentence(error)
+    assert (code, out) == (2, "")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_escapes_in_a_file_name_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = ask(capsys, "explain", "\x1b[2J\nx.json")
+    assert code == 2
+    assert "\x1b" not in one_sentence(error)
+
+
+def test_a_bug_is_owned_up_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(options: argparse.Namespace) -> str:
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr("keepbusy.cli.explain.run", broken)
+    code, _, error = ask(capsys, "explain", "x")
+    assert code == 3
+    assert "a bug of keepbusy 0.1.0" in one_sentence(error)
+    monkeypatch.setenv("KEEPBUSY_DEBUG", "1")
+    code, _, error = ask(capsys, "explain", "x")
+    assert code == 3
+    assert "Traceback" in error
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (PermissionError(13, "Permission denied", "f"), 2)])
+def test_interruptions_and_the_system(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(options: argparse.Namespace) -> str:
+        raise raised
+
+    monkeypatch.setattr("keepbusy.cli.explain.run", stopped)
+    assert ask(capsys, "explain", "x")[0] == code
+
+
+# files
+
+
+def test_a_folder_means_its_traces_and_a_pattern_what_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.trace.json.gz", "a.trace.json", "a.json", "notes.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in sources.expand(["."])] == ["a.trace.json", "b.trace.json.gz"]
+    assert [path.name for path in sources.expand(["*.json*"])] == ["a.json", "a.trace.json", "b.trace.json.gz"]
+    assert [path.name for path in sources.expand([f"{tmp_path}/*.gz"])] == ["b.trace.json.gz"]
+    assert [str(path) for path in sources.expand(["a.json", "./a.json", f"{tmp_path}/a.json"])] == ["a.json"]
+    (tmp_path / "a.trace.json").unlink()
+    (tmp_path / "b.trace.json.gz").unlink()
+    assert [path.name for path in sources.expand(["."])] == ["a.json"]
+
+
+def test_a_file_takes_its_place_only_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("before")
+    with pytest.raises(RuntimeError), output.replacing(path) as part:
+        part.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "before"
+    with output.replacing(path) as part:
+        part.write_text("after")
+    assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~output._umask()
+
+
+def test_devices_are_written_not_replaced() -> None:
+    with output.replacing(Path(os.devnull)) as part:
+        assert part == Path(os.devnull)
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with output.replacing(tmp_path / "link") as part:
+        part.write_text("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "x"
+    with pytest.raises(BadInput), output.replacing(tmp_path):
+        pass
+
+
+# the verbs, on a real trace
+
+
+def test_explain_prints_a_report(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = ask(capsys, "explain", trace, *PLAIN)
+    assert (code, error) == (0, "")
+    assert out.startswith("keepbusy · run.trace.json.gz · NVIDIA H200")
+    assert "A step takes 31.3 ms." in out
+    assert out.endswith("again   keepbusy explain run.trace.json.gz --plain-step 31.336\n")
+
+
+def test_a_saved_run_says_the_same_as_its_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, first, _ = ask(capsys, "explain", trace, *PLAIN, "--json", "--save", "run.busy")
+    Path(trace).unlink()
+    code, second, error = ask(capsys, "explain", "run.busy", "--json")
+    assert (code, error) == (0, "")
+    assert json.loads(first) == json.loads(second)
+    assert ask(capsys, "explain", "run.busy")[1].endswith("again   keepbusy explain run.busy\n")
+
+
+def test_another_plain_step_overrides_the_saved_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(capsys, "explain", trace, *PLAIN, "--save", "run.busy")
+    _, out, _ = ask(capsys, "explain", "run.busy", "--plain-step", "30", "--json")
+    assert json.loads(out)["plain_step"] == pytest.approx(30, rel=0.01)
+
+
+def test_mending_on_request(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ask(capsys, "explain", trace, *PLAIN, "--mend", "blocking_copy", "--json")
+    said = json.loads(out)
+    assert said["mended"] == ["blocking_copy"]
+    assert said["predicted_step"] < said["plain_step"]
+
+
+def test_compare_a_trace_with_itself(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(capsys, "explain", trace, "--save", "run.busy")
+    code, out, _ = ask(capsys, "compare", trace, "run.busy")
+    assert code == 0
+    assert "The step is the same within noise" in out
+    _, out, _ = ask(capsys, "compare", trace, f"{trace},{trace}", "--json")
+    assert {cause["verdict"] for cause in json.loads(out)["causes"]} <= {"unchanged"}
+
+
+@pytest.mark.parametrize("kind", ["perfetto", "json", "csv"])
+def test_export(kind: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ask(capsys, "export", trace, "--to", kind)
+    assert code == 0
+    assert ask(capsys, "export", trace, "--to", kind, "-o", "out") == (0, "", "")
+    assert Path("out").read_text() == out
+    assert ask(capsys, "export", trace, "--to", kind, "-o", "out.gz")[:2] == (0, "")
+    assert gzip.decompress(Path("out.gz").read_bytes()).decode() == out
+    parsed = list(csv.reader(io.StringIO(out))) if kind == "csv" else json.loads(out)
+    assert parsed
+
+
+# as a process
+
+
+def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", **variables}
+    return subprocess.run([sys.executable, "-m", "keepbusy", *arguments], capture_output=True, env=environment)
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f'"{sys.executable}" -m keepbusy export "{TRACE}" --to csv | head -n 1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True)
+    assert done.returncode == output.HUNG_UP
+    assert done.stderr == b""
+    assert done.stdout.startswith(b"row,rank")
+
+
+def test_a_pipe_gets_no_colour_and_no_progress() -> None:
+    done = process("explain", str(TRACE), *PLAIN)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\x1b" not in done.stdout
+
+
+def test_colour_can_be_forced_and_forbidden() -> None:
+    assert b"\x1b[" in process("explain", str(TRACE), *PLAIN, FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert b"\x1b[" not in process("explain", str(TRACE), *PLAIN, FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+def test_a_terminal_that_knows_ascii_only_gets_ascii() -> None:
+    done = process("explain", str(TRACE), *PLAIN, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+
+
+def test_a_full_disk_is_said_in_one_sentence() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m keepbusy export "{TRACE}" --to csv > /dev/full'], capture_output=True
+    )
+    assert done.returncode == 2
+    assert b"No space left" in done.stderr
+    assert b"Traceback" not in done.stderr

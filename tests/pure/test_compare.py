@@ -1,0 +1,90 @@
+"""Two runs held against each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms
+
+from keepbusy.explain.compare import compare
+from keepbusy.report import comparison
+
+MENDED = replace(
+    STALLED,
+    plain_step=ms(10.4),
+    ledger={"computing": ms(8.3), "host_sync": ms(1.8), "unknown": ms(0.3)},
+    causes=(SYNC,),
+    predicted=SYNC.predicted,
+    sources=("after.busy",),
+)
+
+
+def test_a_run_is_the_same_as_itself() -> None:
+    done = compare(STALLED, STALLED)
+    assert not done.step.significant
+    assert {change.verdict for change in done.causes} == {"unchanged"}
+    assert "The step is the same within noise" in comparison.render(done)
+
+
+def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
+    done = compare(STALLED, MENDED)
+    assert [(change.cause, change.verdict) for change in done.causes] == [
+        ("blocking_copy", "gone"),
+        ("host_sync", "unchanged"),
+    ]
+    assert done.predicted == COPY.predicted
+    assert done.ledger["blocking_copy"].difference == -ms(20.1)
+    text = comparison.render(done)
+    assert "A step takes 31.3 → 10.4 ms, 67% less (noise 1.3 ms)" in text
+    assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
+    assert "gone       blocking copy · waits 20.1 → 0 ms · train.py:3" in text
+
+
+def test_what_is_new_is_said() -> None:
+    done = compare(MENDED, STALLED)
+    assert [change.verdict for change in done.causes] == ["new", "unchanged"]
+    assert done.predicted is None
+    assert "3.0× as long" in comparison.render(done)
+
+
+def test_growing_and_shrinking() -> None:
+    more = replace(STALLED, ledger={**STALLED.ledger, "host_sync": ms(9)})
+    assert _verdicts(compare(STALLED, more))["host_sync"] == "larger"
+    assert _verdicts(compare(more, STALLED))["host_sync"] == "smaller"
+
+
+def _verdicts(done) -> dict[str, str]:
+    return {change.cause: change.verdict for change in done.causes}
+
+
+def test_all_causes_gone_is_what_all_of_them_predicted() -> None:
+    done = compare(STALLED, replace(HEALTHY, plain_step=ms(8.7), ledger={"computing": ms(8.7)}))
+    assert done.predicted == STALLED.predicted
+
+
+def test_a_difference_within_the_noise_of_both_is_no_difference() -> None:
+    noise = compare(replace(STALLED, noise=ms(3)), replace(STALLED, noise=ms(4))).step.noise
+    assert noise == ms(5)
+    quiet = compare(replace(STALLED, noise=0), replace(STALLED, noise=0, plain_step=ms(31.5)))
+    assert not quiet.step.significant
+
+
+@pytest.mark.parametrize(("before", "after", "said"), [(False, True, "run before"), (True, False, "run after"), (False, False, "either run")])
+def test_profiled_times_are_no_fair_comparison(before: bool, after: bool, said: str) -> None:
+    done = compare(replace(STALLED, plain_given=before), replace(STALLED, plain_given=after))
+    assert said in done.notes[0]
+
+
+def test_other_devices_and_ranks_are_said() -> None:
+    notes = " ".join(compare(HEALTHY, LATE).notes)
+    assert "different devices: unknown, NVIDIA H200" in notes
+    assert "different numbers of ranks: 1, 4" in notes
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_text_fits_its_width(width: int) -> None:
+    for text in (comparison.render(compare(STALLED, MENDED), width), comparison.render(compare(HEALTHY, LATE), width)):
+        assert max(map(len, text.splitlines())) <= width
+    assert comparison.render(compare(STALLED, MENDED), width, unicode=False).isascii()
+    assert "\x1b[" in comparison.render(compare(STALLED, MENDED), width, colour=True)

@@ -1,0 +1,179 @@
+"""The rooms: who may import whom, and what does not belong here. The design's table, enforced."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src" / "keepbusy"
+FILES = sorted(SOURCES.rglob("*.py"))
+MODULES = {str(path.relative_to(SOURCES)): path for path in FILES}
+
+# a room's own modules, the rooms it may import, and the packages from outside that it may use
+ROOMS = {
+    "timeline": (set(), {"numpy"}),
+    "record": ({"timeline"}, {"numpy", "msgspec", "isal", "torch"}),
+    "virtual": ({"timeline"}, {"numpy", "torch"}),
+    "explain": ({"timeline"}, {"numpy"}),
+    "report": ({"timeline", "explain.diagnosis", "explain.compare"}, {"numpy", "rich"}),
+    "runtime": (set(), {"torch"}),
+    "cli": ({"timeline", "record", "virtual", "explain", "report", "runtime", "cli"}, {"rich"}),
+}
+FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "helper", "misc"}
+FORBIDDEN_CLASSES = ("Manager", "Handler", "Analyzer")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that the file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the room they come from"
+            yield node.module or ""
+            yield from (f"{node.module}.{name.name}" for name in node.names if node.module in _ROOM_PACKAGES)
+
+
+_ROOM_PACKAGES = {"keepbusy", *(f"keepbusy.{room}" for room in ROOMS)}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCES).parts[0].removesuffix(".py")
+
+
+def may_import(room: str, module: str) -> bool:
+    rooms, outside = ROOMS[room]
+    top, _, rest = module.partition(".")
+    if top != "keepbusy":
+        return top in outside or top in sys.stdlib_module_names
+    if module in ("keepbusy", f"keepbusy.{room}") or module == "keepbusy.__version__":
+        return True
+    # `from keepbusy.explain import diagnosis` names the package on its way to the module
+    on_the_way = any(one.startswith(f"{rest}.") for one in rooms)
+    return rest.startswith(f"{room}.") or on_the_way or any(rest == one or rest.startswith(f"{one}.") for one in rooms)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(MODULES[name]) in ROOMS])
+def test_every_room_imports_only_what_the_table_allows(name: str) -> None:
+    path = MODULES[name]
+    assert [module for module in imports_of(path) if not may_import(room_of(path), module)] == []
+
+
+def test_every_folder_is_a_room() -> None:
+    assert {path.name for path in SOURCES.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("room", "module", "allowed"),
+    [
+        ("timeline", "keepbusy.explain", False),
+        ("report", "keepbusy.explain.diagnosis", True),
+        ("report", "keepbusy.explain.gaps", False),
+        ("report", "keepbusy.record", False),
+        ("record", "keepbusy.virtual", False),
+        ("explain", "rich", False),
+        ("cli", "keepbusy.record", True),
+        ("runtime", "keepbusy.timeline", False),
+    ],
+)
+def test_the_table_itself(room: str, module: str, allowed: bool) -> None:
+    assert may_import(room, module) is allowed
+
+
+def test_there_is_no_import_cycle() -> None:
+    edges = {_module(path): set(_at_import(path)) for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for other in edges.get(module, ()):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+def _module(path: Path) -> str:
+    parts = ("keepbusy", *path.relative_to(SOURCES).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _at_import(path: Path) -> Iterator[str]:
+    """Modules of ours imported when the file is: not inside functions, nor for the type checker alone."""
+    known = {_module(one) for one in FILES}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            named = [f"{node.module}.{name.name}" for name in node.names]
+            yield from {one if one in known else str(node.module) for one in named} & known - {_module(path)}
+
+
+@pytest.mark.parametrize("module", ["torch", "rich", "numpy", "msgspec"])
+def test_importing_the_package_loads_nothing_heavy(module: str) -> None:
+    code = f"import sys, keepbusy; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_explaining_needs_no_pytorch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import keepbusy.cli, keepbusy.record, keepbusy.explain; "
+        "import keepbusy.report.terminal"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_public_names_are_few_and_resolve() -> None:
+    import keepbusy
+
+    assert len(keepbusy.__all__) <= 14
+    assert [name for name in keepbusy.__all__ if not hasattr(keepbusy, name)] == []
+    with pytest.raises(AttributeError, match="nonsense"):
+        keepbusy.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("first", ["keepbusy.explain.diagnosis", "keepbusy.report.terminal", "keepbusy.cli"])
+def test_the_verb_explain_works_whatever_was_imported_before(first: str) -> None:
+    """`keepbusy.explain` is a room and a verb: importing the room must not hide the verb."""
+    code = f"import sys, {first}, keepbusy; sys.exit(not callable(keepbusy.explain))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_files_are_short(name: str) -> None:
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 300
+
+
+def test_functions_are_short() -> None:
+    lengths = sorted(_function_lengths())
+    assert lengths[len(lengths) // 2] <= 7  # with their signature
+    assert lengths[len(lengths) * 9 // 10] <= 21
+    assert lengths[-1] <= 70
+
+
+def _function_lengths() -> Iterator[int]:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield (node.end_lineno or 0) - node.lineno + 1
+
+
+def test_nothing_is_named_after_a_drawer() -> None:
+    parts = {part.removesuffix(".py") for path in FILES for part in path.relative_to(SOURCES).parts}
+    classes = {node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
+    assert parts & FORBIDDEN_NAMES == set()
+    assert [name for name in classes if name.endswith(FORBIDDEN_CLASSES)] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_function_is_left_without_types(name: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            given = [one for one in (*node.args.args, *node.args.kwonlyargs) if one.arg not in ("self", "cls")]
+            assert node.returns is not None, f"{name}:{node.lineno} {node.name}"
+            assert all(one.annotation for one in given), f"{name}:{node.lineno} {node.name}"

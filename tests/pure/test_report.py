@@ -1,0 +1,310 @@
+"""The terminal report, said of diagnoses of a few lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
+
+from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
+from keepbusy.report import bar, perfetto, table, terminal, words
+from keepbusy.report.places import LOOKS
+from keepbusy.report.source import source_of
+
+WIDTHS = (40, 60, 80, 100, 140)
+
+
+def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
+    text = terminal.render(STALLED)
+    told = [
+        "keepbusy · images.trace.json.gz · NVIDIA H200 · 4 steps",
+        "A step takes 31.3 ms. The GPU computes for 8.2 ms of it (26%) and waits for 23.0 ms (73%).",
+        "1  blocking copy         20.1 ms  64%",
+        "1  A copy holds up the host and the GPU · blocking_copy",
+        "31.3 → 8.9 ms, 72% less (8.4–10.1) · the GPU waits 20.1 ms a step for it, 64%",
+        "train.py:3 · aten::to · torch/nn.py:9",
+        "One copy of 154 MB a step from pageable memory takes 20.1 ms.",
+        "mend: for batch in keepbusy.prefetch(loader):",
+        "2  The host waits for the GPU, then the GPU for the host · host_sync",
+        "about model.py:44 in forward · aten::item",
+        "also about model.py:60 in forward (400 µs), between aten::mm and aten::relu (100 µs) and 1 more place",
+        "All of this mended: 31.3 → 8.6 ms, 73% less (8.2–9.9) · gains below 900 µs are noise",
+        "ignore  14 host syncs a step cost nothing here (train.py:60 and 1 more place)",
+        "ignore  1 allocator a step cost nothing here (train.py:70)",
+        "again   keepbusy explain runs/images.trace.json.gz --plain-step 31.3",
+    ]
+    places = [" ".join(text.split()).index(" ".join(one.split())) for one in told]
+    assert places == sorted(places)
+
+
+def test_a_healthy_run_is_told_so_in_one_sentence() -> None:
+    text = terminal.render(HEALTHY)
+    assert "Nothing to gain here: the GPU is busy 97% of the step" in text
+    assert "mend" not in text.replace("no mending", "")
+
+
+def test_late_ranks_are_named_beside_their_cause() -> None:
+    text = terminal.render(LATE)
+    assert "4 traces · NVIDIA H200 · 4 ranks · 3 steps" in text
+    assert "Rank 1 arrives 20.3 ms late: host_work at train.py:15." in text
+    assert "late    Rank 1" in terminal.render(replace(LATE, causes=()))
+
+
+def test_without_a_plain_step_the_report_says_what_that_means() -> None:
+    text = terminal.render(replace(STALLED, plain_given=False))
+    assert "A step takes 31.3 ms in this trace." in text
+    assert text.count("--plain-step") == 1
+    said = replace(STALLED, plain_given=False, notes=("give --plain-step",))
+    assert terminal.render(said).count("--plain-step") == 1
+
+
+def test_mending_on_request_names_what_was_asked() -> None:
+    text = terminal.render(replace(STALLED, mended=("host_sync", "blocking_copy")))
+    assert "With host_sync and blocking_copy mended: 31.3 → 8.6 ms" in text
+
+
+@pytest.mark.parametrize("diagnosis", [STALLED, HEALTHY, LATE], ids=["stalled", "healthy", "late"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_wider_than_the_terminal(diagnosis, width: int) -> None:
+    lines = terminal.render(diagnosis, width).splitlines()
+    assert [line for line in lines if len(line) > width and not line.startswith("again")] == []
+
+
+def test_many_causes_still_fit_one_screen() -> None:
+    many = replace(STALLED, causes=tuple(replace(COPY, cause=cause) for cause in CAUSES[:-1]))
+    text = terminal.render(many)
+    assert len(text.splitlines()) <= terminal.HEIGHT
+    assert all(f"\n{number}  " in text for number in range(1, len(CAUSES)))
+
+
+def test_names_cannot_steer_the_terminal_or_its_markup() -> None:
+    evil = Where("\x1b[2J[bold]x[/bold].py\u202e", 3, exact=True)
+    cause = replace(COPY, sites=(replace(COPY.sites[0], where=evil),), what="\x1b]0;title\x07 [red]no[/red] :skull:\n\n")
+    text = terminal.render(replace(STALLED, causes=(cause,), device="\x9b31m", sources=("\x1b.json", "b")))
+    assert "\x1b" not in text
+    assert not any(ord(letter) < 32 and letter != "\n" or letter in "\x9b\u202e" for letter in text)
+    assert "[bold]x[/bold].py" in text
+    assert "[red]no[/red] :skull:" in text
+
+
+def test_colour_is_only_used_when_asked_for() -> None:
+    assert "\x1b[" not in terminal.render(STALLED)
+    assert "\x1b[" in terminal.render(STALLED, colour=True)
+
+
+def test_ascii_terminals_get_ascii() -> None:
+    text = terminal.render(STALLED, unicode=False)
+    assert text.isascii()
+    assert "31.3 -> 8.9 ms" in text
+
+
+def test_an_empty_ledger_is_no_crash() -> None:
+    assert "A step takes 0 ms" in terminal.render(replace(HEALTHY, plain_step=0, ledger={}))
+
+
+def test_every_place_has_a_look() -> None:
+    assert list(LOOKS) == list(PLACES)
+    assert len({look.name for look in LOOKS.values()}) == len({look.colour for look in LOOKS.values()}) == len(PLACES)
+
+
+# the bar
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_bar_is_as_wide_as_the_terminal(width: int) -> None:
+    rows = bar.rows_of(STALLED.ledger, ["blocking_copy", "host_sync"])
+    assert len(bar.bar(rows, width, colour=False)) == width
+    assert len(bar.bar(rows, width, colour=True)) == width
+
+
+def test_a_place_of_one_percent_keeps_a_cell_however_narrow() -> None:
+    rows = bar.rows_of(dict.fromkeys(PLACES, 10), [])
+    drawn = bar.bar([*rows, bar.Row("computing", 10_000, "█")], 40, colour=False).plain
+    assert len(drawn) == 40
+    rows = bar.rows_of({"computing": 980, "host_sync": 10, "unknown": 10}, ["host_sync"])
+    assert bar.bar(rows, 20, colour=False).plain == "█" * 18 + "1?"
+
+
+def test_causes_stand_in_the_order_of_their_numbers() -> None:
+    rows = bar.rows_of(STALLED.ledger, ["blocking_copy", "host_sync"])
+    assert [(row.place, row.mark) for row in rows] == [
+        ("computing", "█"),
+        ("copying", "▓"),
+        ("blocking_copy", "1"),
+        ("host_sync", "2"),
+        ("launch_bound", "·"),
+        ("unknown", "?"),
+    ]
+
+
+# words
+
+
+@pytest.mark.parametrize(
+    ("time", "said"),
+    [
+        (0, "0 ms"),
+        (400, "0.4 µs"),
+        (4_200, "4.2 µs"),
+        (31_000, "31 µs"),
+        (820_000, "820 µs"),
+        (8_900_000, "8.9 ms"),
+        (31_335_936, "31.3 ms"),
+        (330_936_000, "331 ms"),
+        (1_240_000_000, "1.24 s"),
+    ],
+)
+def test_durations(time: int, said: str) -> None:
+    assert words.duration(time) == said
+
+
+def test_two_times_share_a_unit() -> None:
+    assert words.transition(ms(31.3), ms(0.41)) == "31.3 → 0.41 ms"
+    assert words.transition(0, ms(20)) == "0 → 20.0 ms"
+    assert words.span_of(ms(8.4), ms(8.41), ms(31)) == "8.4"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [(100, 28, "72% less"), (100, 112, "12% more"), (100, 100, "the same"), (100, 301, "3.0× as long"), (0, 5, "the same")],
+)
+def test_changes(before: int, after: int, said: str) -> None:
+    assert words.change(before, after) == said
+
+
+@pytest.mark.parametrize(("part", "said"), [(0, "0%"), (3, "<1%"), (640, "64%"), (1000, "100%")])
+def test_shares(part: int, said: str) -> None:
+    assert words.share(part, 1000) == said
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "1 sync a step"), (12.0, "12 syncs a step"), (0.25, "0.2 syncs a step")])
+def test_counts(number: float, said: str) -> None:
+    assert words.times(number, "sync") == said
+
+
+def test_long_names_lose_their_middle() -> None:
+    assert words.tame("abcdefghij", 5) == "ab…ij"
+    assert words.spot(Where("a/" * 40 + "train.py", 31, exact=True), 17) == "…/a/a/train.py:31"
+
+
+# the source line
+
+PROGRAM = '''\
+import torch
+
+
+def main(loader, model):
+    def fetch(batch):
+        return batch.to("cuda", non_blocking=True)
+
+    for batch in loader:
+        batch = batch.to("cuda")
+        loss = model(batch)
+        print(loss.item())
+        tick(
+            loss.norm().cpu(),
+        )
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_an_exact_line_is_shown_as_it_is(program: Path) -> None:
+    assert source_of(Where("train.py", 9, exact=True)) == (9, 'batch = batch.to("cuda")', False)
+    assert source_of(Where(str(program), 9, exact=True)) == (9, 'batch = batch.to("cuda")', False)
+
+
+@pytest.mark.parametrize("line", [4, 12])
+def test_the_only_call_in_the_function_is_likely(program: Path, line: int) -> None:
+    where = Where("train.py", line, "main", operator="aten::item")
+    assert source_of(where) == (11, "print(loss.item())", True)
+    text = terminal.render(replace(STALLED, causes=(replace(SYNC, sites=(replace(SYNC.sites[0], where=where),)),)))
+    assert f"about train.py:{line} in main · aten::item\n   likely line 11: print(loss.item())" in text
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        Where("train.py", 4, "main", operator="aten::to"),  # two lines call it
+        Where("train.py", 4, "main", operator="aten::mm"),  # none does
+        Where("train.py", 4, "other", operator="aten::item"),  # another function: the file has changed
+        Where("train.py", 400, "main", operator="aten::item"),
+        Where("train.py", 400, exact=True),
+        Where("train.py", -1, exact=True),
+        Where("missing.py", 1, exact=True),
+        Where("\0.py", 1, exact=True),
+        Where(".", 1, exact=True),
+        Where("secret.txt", 1, exact=True),
+        Where(),
+    ],
+)
+def test_no_line_is_better_than_a_wrong_one(program: Path, where: Where) -> None:
+    (program.parent / "secret.txt").write_text("secret")
+    assert source_of(where) is None
+
+
+def test_the_call_of_a_nested_function_is_its_own(program: Path) -> None:
+    where = Where("train.py", 5, "fetch", operator="aten::to")
+    assert source_of(where) == (6, 'return batch.to("cuda", non_blocking=True)', True)
+
+
+def test_a_broken_program_is_no_crash(program: Path) -> None:
+    program.write_text("def main(:\n")
+    assert source_of(Where("train.py", 1, "main", operator="aten::item")) is None
+
+
+# exports
+
+
+def test_perfetto_gets_processes_threads_slices_and_flows() -> None:
+    events = json.loads("".join(perfetto.parts(small_timeline())))["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert named == {"steps", "main", "main: calls", "main: annotations", "stream 7"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {"step 0", "step 1", "launch", "gemm", "�[31msync", "aten::item"} == {event["name"] for event in slices}
+    assert min(event["ts"] for event in slices) == 0
+    flows = [event for event in events if event["ph"] in "sf"]
+    assert [(flow["ph"], flow["id"], flow["ts"]) for flow in flows] == [("s", 0, 0.0), ("f", 0, 5.0), ("s", 1, 10.0), ("f", 1, 19.0)]
+
+
+def test_perfetto_slices_of_a_thread_nest_or_stand_apart() -> None:
+    slices = defaultdict(list)
+    for event in json.loads("".join(perfetto.parts(small_timeline())))["traceEvents"]:
+        if event["ph"] == "X":
+            slices[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for mine in slices.values():
+        mine.sort()
+        assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+
+
+def test_csv_has_a_line_a_span() -> None:
+    rows = list(csv.DictReader(io.StringIO("".join(table.parts(small_timeline())))))
+    assert list(rows[0]) == list(table.COLUMNS)
+    assert [row["kind"] for row in rows] == ["launch", "kernel", "launch", "kernel", "sync"]
+    assert rows[4] == {
+        "row": "4", "rank": "0", "device": "", "lane": "77", "kind": "sync", "name": "�[31msync", "inside": "aten::item",
+        "start": "21000", "end": "35000", "work": "1000", "size": "0", "direction": "",
+    }  # fmt: skip
+
+
+def test_a_timeline_of_nothing_exports_to_nothing() -> None:
+    nothing = small_timeline().keep(small_timeline().spans.lane < 0).change(marks=np.zeros(0, np.int64), frames=small_timeline().frames)
+    assert json.loads("".join(perfetto.parts(nothing)))["traceEvents"]
+    assert "".join(table.parts(nothing)) == ",".join(table.COLUMNS) + "\n"
+
+
+def test_predictions_keep_their_range() -> None:
+    assert "(8.4–10.1)" in terminal.render(replace(HEALTHY, causes=(COPY,), predicted=predicted(8.9, 8.4, 10.1)))
