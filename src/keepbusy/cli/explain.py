@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli import values
-from keepbusy.cli.output import check_place, replacing, screen
+from keepbusy.cli.output import check_place, screen
 from keepbusy.cli.sources import SAVED, open_timeline, progress
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
@@ -109,5 +109,4 @@ def _save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
 
     if plain_step is not None:
         timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
-    with replacing(path) as part:
-        save(timeline, part)
+    save(timeline, path)

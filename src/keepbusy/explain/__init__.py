@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any
 
@@ -14,6 +14,7 @@ from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, PLACES, WIRE,
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.fixes import FINDERS, Finding, findings
 from keepbusy.explain.forecast import Forecast
+from keepbusy.explain.ledger import Busy
 from keepbusy.explain.late import late_ranks
 from keepbusy.explain.notes import notes_of
 from keepbusy.explain.plain import Plain, other_view, plain_run
@@ -67,8 +68,12 @@ class _Story:
     def plain(self) -> Plain:
         return self.forecast.plain
 
+    @cached_property
+    def unchanged(self) -> Busy:
+        return self.forecast.spent(Edit.nothing(self.scene.timeline))
+
     def gain(self, cause: str) -> int:
-        return self.plain.step - self.forecast.predict(self.found[cause].edit).step
+        return self.forecast.gain(self.found[cause].edit)
 
     def told(self, whole: Timeline, plain_given: bool) -> Diagnosis:
         named = self._named()
@@ -81,7 +86,7 @@ class _Story:
             traced_step=_traced_step(whole),
             steps=len(whole.marks_of(whole.ranks[0])),
             ledger=ledger,
-            causes=tuple(self._cause(cause, ledger) for cause in named),
+            causes=tuple(map(self._cause, named)),
             harmless=self._harmless(named, share),
             predicted=self.forecast.predict(self._together(self.mended or named)),
             noise=self.forecast.noise,
@@ -104,7 +109,7 @@ class _Story:
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
         """Mend one cause after the other: what waiting each of them takes away is its row. The rest is unknown."""
-        spent = self.forecast.spent(Edit.nothing(self.scene.timeline))
+        spent = self.unchanged
         rest = [cause for cause in self.found if cause not in named]
         order = [*(one for one in named if one not in RESIDUAL), *rest, *(one for one in named if one in RESIDUAL)]
         order.sort(key=lambda cause: cause in RESIDUAL)
@@ -117,12 +122,12 @@ class _Story:
             self.plain.step, {COMPUTING: spent.computing, COPYING: spent.copying, WIRE: spent.wire, **waits, "unknown": left}
         )
 
-    def _cause(self, cause: str, ledger: dict[str, int]) -> Cause:
+    def _cause(self, cause: str) -> Cause:
         finding, remedy = self.found[cause], REMEDIES[cause]
         count = len(finding.rows) / self.scene.steps / len(self.scene.timeline.ranks)
         return Cause(
             cause=cause,
-            wait=ledger.get(cause, 0),
+            wait=round(max(0.0, self.unchanged.waiting - self.forecast.spent(finding.edit).waiting)),
             count=count,
             sites=sites_of(self.scene, finding, self.forecast, self.gain(cause)),
             what=what_happened(self.scene, finding),

@@ -67,7 +67,7 @@ class Cause:
     """Why the GPU waits, what that costs, and what mending it would give."""
 
     cause: str
-    wait: int  # this cause's row of the ledger
+    wait: int  # what mending it alone takes away; two causes may share a wait, in the ledger each stands once
     count: float  # occurrences a step
     sites: tuple[Site, ...]  # the costliest first
     what: str  # one sentence with its figures: what happened

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepbusy.timeline.model import Direction, Ints, Kind, Mask, Timeline
-from keepbusy.timeline.replay import replay
-
-_ROUNDS = 4
+from keepbusy.timeline.replay import Replayed
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,13 @@ class Busy:
         return max(0.0, self.step - self.computing - self.copying - self.wire)
 
 
-def busy(timeline: Timeline, step: float) -> Busy:
-    """How a step of this length is spent on the device."""
-    replayed = replay(timeline, _ROUNDS)
+def busy(timeline: Timeline, steady: Replayed) -> Busy:
+    """How a step of this steady replay is spent on the device."""
+    replayed = timeline.change_spans(start=steady.start, end=steady.end)
     steps = len(timeline.marks_of(timeline.ranks[0]))
-    around = step * steps
     rank = replayed.rank_of_rows
-    shares = np.array([_shares(replayed, rank == one, around) for one in timeline.ranks]).mean(axis=0) / steps
-    return Busy(step, *map(float, shares))
+    shares = np.array([_shares(replayed, rank == one, steady.pace * steps) for one in timeline.ranks])
+    return Busy(steady.pace, *map(float, shares.mean(axis=0) / steps))
 
 
 def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float, float]:

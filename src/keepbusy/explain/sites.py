@@ -26,8 +26,7 @@ def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int
     gains = {place: whole_gain if len(ordered) == 1 else 0 for place in ordered}
     if len(ordered) > 1:
         for place in ordered[:MOST_REPLAYED]:
-            edit = finding.only(groups[place])
-            gains[place] = max(0, forecast.plain.step - forecast.predict(edit).step)
+            gains[place] = forecast.gain(finding.only(groups[place]))
     ordered.sort(key=lambda place: (-gains[place], -held[place]))
     return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)
 

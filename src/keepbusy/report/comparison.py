@@ -39,7 +39,7 @@ def parts(comparison: Comparison, width: int, colour: bool = False) -> Iterator[
     yield _BLANK
     yield from _bars(comparison, width, colour)
     yield _BLANK
-    yield _ledger(comparison.ledger)
+    yield _ledger(comparison.ledger, max(comparison.step.before, comparison.step.after))
     yield from _causes(comparison)
     for note in comparison.notes:
         yield line(("note    ", FAINT), tame(note))
@@ -69,7 +69,7 @@ def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[Renderab
         yield Text.assemble((f"{name:8}", FAINT), drawn)
 
 
-def _ledger(ledger: Mapping[str, Change]) -> RenderableType:
+def _ledger(ledger: Mapping[str, Change], whole: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
@@ -81,7 +81,9 @@ def _ledger(ledger: Mapping[str, Change]) -> RenderableType:
             else FAINT
         )
         table.add_row(
-            look(name).name, duration(change.before), duration(change.after), Text(said or _unsaid(change), style)
+            look(name).name,
+            *(duration(time, whole) for time in (change.before, change.after)),
+            Text(said or _unsaid(change), style),
         )
     return table
 

@@ -58,10 +58,21 @@ def _text(path: Path) -> str:
 def _likely_line(text: str, where: Where) -> int:
     """The only line of the function that calls the operator, or 0."""
     operator = where.operator.rpartition("::")[2]
-    names = _CALLS.get(operator, {operator})
     function = _function_at(text, where)
-    called = {call.end_lineno or 0 for call in _calls_in(function) if _name_of(call) in names} if function else set()
-    return called.pop() if len(called) == 1 else 0
+    if function is None:
+        return 0
+    if operator.startswith("enumerate(DataLoader)"):
+        found = {loop.lineno for loop in _own(function) if isinstance(loop, ast.For) and not _counts(loop)}
+    else:
+        names = _CALLS.get(operator, {operator})
+        found = {
+            node.end_lineno or 0 for node in _own(function) if isinstance(node, ast.Call) and _name_of(node) in names
+        }
+    return found.pop() if len(found) == 1 else 0
+
+
+def _counts(loop: ast.For) -> bool:
+    return isinstance(loop.iter, ast.Call) and _name_of(loop.iter) == "range"
 
 
 def _function_at(text: str, where: Where) -> _Function | ast.Module | None:
@@ -86,13 +97,12 @@ def _first_line(function: _Function) -> int:
     return min([function.lineno, *(one.lineno for one in function.decorator_list)])
 
 
-def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Its own calls: functions defined inside it have frames of their own."""
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """What stands in it, without the functions defined inside it: they have frames of their own."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Call):
-            yield child
+        yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from _calls_in(child)
+            yield from _own(child)
 
 
 def _name_of(call: ast.Call) -> str:

@@ -12,15 +12,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Timeline, previous_on_lane
+from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
 PENDING_LIMIT = 1022
 """Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
+STEPS = 12
+"""So many steps a replay runs to find its pace; the first of them fill the queues."""
 NEVER = -(1 << 62)
 _KERNEL, _COLLECTIVE, _SYNC = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
-Row: TypeAlias = tuple[int, int, int, int, int, int, tuple[Release, ...], int]
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, tuple[Release, ...], int]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ class Replayed:
     start: Ints
     end: Ints
     progress: Ints  # a row a mark, a column a lane
+    rounds: int
+
+    @property
+    def pace(self) -> float:
+        """Nanoseconds a step, between the same mark of two rounds. The lane that advances most slowly sets it."""
+        per_round, last = len(self.progress) // self.rounds, len(self.progress) - 1
+        first = last - max(1, self.rounds - max(1, self.rounds // 3) - 1) * per_round
+        moved = self.progress[first] > NEVER // 2
+        return float((self.progress[last] - self.progress[first])[moved].max() / (last - first))
 
 
 def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
@@ -38,23 +49,22 @@ def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
     return timeline.change_spans(start=done.start, end=done.end)
 
 
-def pace(timeline: Timeline, steps: int = 12) -> float:
-    """Nanoseconds a step once the run is steady. The lane that advances most slowly sets it."""
+def pace(timeline: Timeline, steps: int = STEPS) -> float:
+    """Nanoseconds a step once the run is steady."""
+    return steady(timeline, steps).pace
+
+
+def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
+    """The rows replayed until this many steps have passed, and at least twice."""
     per_round = len(timeline.marks_of(timeline.ranks[0]))
-    rounds = max(1, -(-steps // per_round)) + 1
-    if per_round >= steps:
-        rounds = 2
-    progress = run(timeline, rounds).progress
-    settled = max(1, rounds // 3) * per_round if rounds > 2 else per_round // 3
-    last = len(progress) - 1
-    first = last - (last - settled) // per_round * per_round if rounds > 2 else settled
-    moved = progress[first] > NEVER // 2
-    return float((progress[last] - progress[first])[moved].max() / (last - first))
+    return run(timeline, max(2, -(-steps // per_round) + 1), brief=True)
 
 
-def run(timeline: Timeline, rounds: int = 1) -> Replayed:
-    rows, clocks = _program(timeline), _first_clocks(timeline)
-    count, lanes = len(rows), len(clocks)
+def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
+    """`brief`: work that nothing waits for is joined to the host row after it, and has no times of its own."""
+    skipped = _joined(timeline) if brief else np.zeros(len(timeline), bool)
+    rows, clocks = _program(timeline, skipped), _first_clocks(timeline)
+    count, lanes = len(timeline), len(clocks)
     start, end = [NEVER] * count, [NEVER] * count
     marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
     meetings, neighbours = _Meetings(timeline), _neighbours(timeline)
@@ -62,7 +72,7 @@ def run(timeline: Timeline, rounds: int = 1) -> Replayed:
     rings, places = [[NEVER] * limit for _ in range(lanes)], [0] * lanes
     progress: list[list[int]] = []
     for _ in range(rounds):
-        for index, (lane, kind, work, lag, awaits, launches, releases, meeting) in enumerate(rows):
+        for index, lane, kind, work, lag, awaits, launches, releases, meeting in rows:
             if index in marks:
                 progress.append(clocks.copy())
             begin = clocks[lane] + lag
@@ -97,7 +107,7 @@ def run(timeline: Timeline, rounds: int = 1) -> Replayed:
                     reached = rings[launches][places[launches]]  # the queue of that stream is full
                 finish = reached + work
             end[index] = clocks[lane] = finish
-    return Replayed(np.array(start, np.int64), np.array(end, np.int64), np.array(progress, np.int64))
+    return Replayed(np.array(start, np.int64), np.array(end, np.int64), np.array(progress, np.int64), rounds)
 
 
 class _Meetings:
@@ -122,12 +132,47 @@ class _Meetings:
         return [(row, lane, last + self.work[row]) for row, lane in self.here.pop(meeting)]
 
 
-def _program(timeline: Timeline) -> list[Row]:
+def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     """Every row as plain Python numbers: numpy scalars would cost more than the arithmetic."""
-    spans = timeline.spans
-    columns = (spans.lane, spans.kind, spans.work, spans.lag, spans.awaits, launched_lane(timeline))
+    spans, kept = timeline.spans, np.flatnonzero(~skipped)
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
-    return list(zip(*[column.tolist() for column in columns], _releases(timeline), meeting.tolist(), strict=True))
+    lag = spans.lag + _work_before(timeline, skipped)
+    columns = (np.arange(len(timeline)), spans.lane, spans.kind, spans.work, lag, spans.awaits, launched_lane(timeline))
+    releases = _releases(timeline)
+    return list(
+        zip(
+            *[column[kept].tolist() for column in columns],
+            [releases[row] for row in kept.tolist()],
+            meeting[kept].tolist(),
+            strict=True,
+        )
+    )
+
+
+def _joined(timeline: Timeline) -> Mask:
+    """Plain host work that releases nothing, is released by nothing and begins no step."""
+    spans, links = timeline.spans, timeline.links
+    plain = (spans.kind == Kind.WORK) & (spans.awaits == NONE)
+    plain[links.source] = plain[links.target] = plain[timeline.marks] = False
+    last = np.zeros(len(timeline.lanes), np.int64)
+    np.maximum.at(last, spans.lane, np.arange(len(timeline)))
+    plain[last[np.unique(spans.lane)]] = False
+    return plain
+
+
+def _work_before(timeline: Timeline, joined: Mask) -> Ints:
+    """Of each row, the work of the joined rows that stand directly before it on its lane."""
+    if not joined.any():
+        return np.zeros(len(timeline), np.int64)
+    spans = timeline.spans
+    order = np.argsort(spans.lane, kind="stable")
+    done = np.concatenate([[0], np.cumsum(np.where(joined, spans.work + spans.lag, 0)[order])])[:-1]
+    first = np.where(joined[order], 0, np.arange(len(order)))  # the sum up to the last row that was kept
+    kept_before = np.concatenate([[0], np.maximum.accumulate(first)[:-1]])
+    before = np.empty(len(order), np.int64)
+    before[order] = done - done[kept_before]
+    lane_start = previous_on_lane(spans.lane) == NONE
+    return np.where(joined | lane_start, 0, before)
 
 
 def _releases(timeline: Timeline) -> list[tuple[Release, ...]]:
