@@ -13,12 +13,16 @@ from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.report import paper, terminal
 
 WIDTH = 100
-THEME = TerminalTheme(
-    (22, 24, 29),
-    (214, 217, 222),
-    [(60, 64, 72), (224, 108, 98), (111, 190, 130), (216, 187, 85), (91, 143, 212), (192, 127, 208), (98, 180, 200), (214, 217, 222)],
-    [(95, 100, 110), (236, 130, 120), (130, 210, 150), (230, 205, 110), (120, 170, 235), (210, 150, 225), (120, 200, 218), (240, 242, 245)],
-)  # fmt: skip
+NORMAL = ["3c4048", "e06c62", "6fbe82", "d8bb55", "5b8fd4", "c07fd0", "62b4c8", "d6d9de"]
+BRIGHT = ["5f646e", "ec8278", "82d296", "e6cd6e", "78aaeb", "d296e1", "78c8da", "f0f2f5"]
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    red, green, blue = bytes.fromhex(colour)
+    return red, green, blue
+
+
+THEME = TerminalTheme(rgb("16181d"), rgb("d6d9de"), [*map(rgb, NORMAL)], [*map(rgb, BRIGHT)])
 FORMAT = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from keepbusy import cli
 
 HERE = Path(__file__).parent
+SCHEMA = HERE.parents[1] / "docs" / "reference" / "explain.schema.json"
 PLAIN_STEPS = {
     "images": "31.336",
     "images_pinned": "11.209",
@@ -39,3 +42,13 @@ def test_the_whole_report(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_every_trace_has_its_report_and_every_report_its_trace() -> None:
     traces = {path.name.removesuffix(".trace.json.gz") for path in (HERE / "traces").glob("*.trace.json.gz")}
     assert traces == {path.stem for path in HERE.glob("*.txt")} == set(PLAIN_STEPS)
+
+
+@pytest.mark.parametrize("name", PLAIN_STEPS)
+def test_the_json_of_a_real_trace_keeps_to_the_schema(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = HERE / "traces" / f"{name}.trace.json.gz"
+    assert cli.main(["explain", str(trace), "--plain-step", PLAIN_STEPS[name], "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    Draft202012Validator(json.loads(SCHEMA.read_text())).validate(said)
+    assert sum(said["ledger"].values()) == pytest.approx(said["plain_step"], rel=1e-6)
+    assert said["causes"] == sorted(said["causes"], key=lambda cause: cause["predicted_step"])

@@ -18,7 +18,7 @@ from keepbusy.explain.ledger import Busy
 from keepbusy.explain.late import late_ranks
 from keepbusy.explain.notes import notes_of
 from keepbusy.explain.plain import Plain, other_view, plain_run
-from keepbusy.explain.remedies import REMEDIES
+from keepbusy.explain.remedies import remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.sentences import what_happened, why_harmless
 from keepbusy.explain.sites import gathered, sites_of
@@ -123,13 +123,15 @@ class _Story:
         )
 
     def _cause(self, cause: str) -> Cause:
-        finding, remedy = self.found[cause], REMEDIES[cause]
+        finding = self.found[cause]
+        sites = sites_of(self.scene, finding, self.forecast, self.gain(cause))
+        remedy = remedy_for(cause, sites[0].where.operator)
         count = len(finding.rows) / self.scene.steps / len(self.scene.timeline.ranks)
         return Cause(
             cause=cause,
             wait=round(max(0.0, self.unchanged.waiting - self.forecast.spent(finding.edit).waiting)),
             count=count,
-            sites=sites_of(self.scene, finding, self.forecast, self.gain(cause)),
+            sites=sites,
             what=what_happened(self.scene, finding),
             fix=remedy.fix,
             advice=remedy.advice,

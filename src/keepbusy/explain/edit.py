@@ -10,6 +10,8 @@ import numpy as np
 from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Mask, Timeline
 
 UNCHANGED = 1 << 62
+GRAPH_GAP = 500
+"""Between two kernels of a captured graph, where separate launches leave about 1 µs."""
 
 
 class Beside(IntEnum):
@@ -27,17 +29,18 @@ _NAMES = {Beside.FETCH: "fetching", Beside.BRING: "bringing home", Beside.WIRE: 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Columns beside the spans. `free`: waits for nobody; `gone`: leaves with its time; `work`: no more than that."""
+    """Columns beside the spans. `free`: waits for nobody; `gone`: leaves with its time; `work`: no more than that; `captured`: in a graph."""
 
     free: Mask
     gone: Mask
     work: Ints
     beside: Ints
+    captured: Mask
 
     @staticmethod
     def nothing(timeline: Timeline) -> Edit:
         count = len(timeline)
-        return Edit(np.zeros(count, bool), np.zeros(count, bool), np.full(count, UNCHANGED), np.zeros(count, np.int64))
+        return Edit(np.zeros(count, bool), np.zeros(count, bool), np.full(count, UNCHANGED), np.zeros(count, np.int64), np.zeros(count, bool))
 
     def __or__(self, other: Edit) -> Edit:
         return Edit(
@@ -45,11 +48,12 @@ class Edit:
             self.gone | other.gone,
             np.minimum(self.work, other.work),
             np.maximum(self.beside, other.beside),
+            self.captured | other.captured,
         )
 
     @property
     def touched(self) -> Mask:
-        return self.free | self.gone | (self.work < UNCHANGED) | (self.beside > 0)
+        return self.free | self.gone | (self.work < UNCHANGED) | (self.beside > 0) | self.captured
 
 
 def apply(timeline: Timeline, edit: Edit) -> Timeline:
@@ -57,7 +61,8 @@ def apply(timeline: Timeline, edit: Edit) -> Timeline:
     spans = timeline.spans
     # what moves beside is prepared for there: its work is set, not only limited
     work = np.where((edit.beside > 0) & (edit.work < UNCHANGED), edit.work, np.minimum(spans.work, edit.work))
-    timeline = timeline.change_spans(work=work, awaits=np.where(edit.free, NONE, spans.awaits))
+    lag = np.where(edit.captured, np.minimum(spans.lag, GRAPH_GAP), spans.lag)
+    timeline = timeline.change_spans(work=work, lag=lag, awaits=np.where(edit.free, NONE, spans.awaits))
     timeline = _without_event_links(timeline, edit.free)
     return _moved(timeline, edit.beside).keep(~edit.gone)
 

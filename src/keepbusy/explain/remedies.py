@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -74,3 +75,40 @@ REMEDIES = {
         "torch.nn.parallel.DistributedDataParallel",
     ),
 }
+
+SYNCS = (
+    (
+        re.compile(r"nonzero|index|Index|masked_select|argwhere"),
+        Remedy(
+            "keep_shapes",
+            "A mask has a shape that only the device knows: compute on everything and choose with where.",
+            "y = torch.where(mask.unsqueeze(-1), changed, x)  # in place of y[mask] = ...",
+            "torch.where",
+        ),
+    ),
+    (
+        re.compile(r"unique|repeat_interleave|bincount"),
+        Remedy(
+            "tell_sizes",
+            "The size of the result is known only on the device: give it, or keep this step on the host.",
+            "torch.repeat_interleave(x, repeats, output_size=total)",
+            "torch.repeat_interleave",
+        ),
+    ),
+    (
+        re.compile(r"Synchronize"),
+        Remedy(
+            "drop_sync",
+            "Drop the synchronisation; events time a phase without stopping the host.",
+            "torch.cuda.Event(enable_timing=True)  # in place of torch.cuda.synchronize()",
+            "torch.cuda.Event",
+        ),
+    ),
+)
+
+
+def remedy_for(cause: str, operator: str) -> Remedy:
+    """By the cause; for a sync also by what made the host wait."""
+    if cause == "host_sync":
+        return next((remedy for pattern, remedy in SYNCS if pattern.search(operator)), REMEDIES[cause])
+    return REMEDIES[cause]

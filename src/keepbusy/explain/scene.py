@@ -53,7 +53,19 @@ class Scene:
 
     @cached_property
     def is_sync(self) -> Mask:
-        return self.timeline.spans.kind == Kind.SYNC
+        """Acts of the program that wait for the device; a launch that found its queue full is none."""
+        return (self.timeline.spans.kind == Kind.SYNC) & ~self.is_queue_wait
+
+    @cached_property
+    def is_queue_wait(self) -> Mask:
+        spans = self.timeline.spans
+        launches = self._names_of(Kind.LAUNCH)
+        return (spans.kind == Kind.SYNC) & (spans.awaits == NONE) & launches[spans.name]
+
+    def _names_of(self, kind: Kind) -> Mask:
+        named = np.zeros(len(self.timeline.names), bool)
+        named[self.timeline.spans.name[self.timeline.spans.kind == kind]] = True
+        return named
 
     @cached_property
     def is_copy(self) -> Mask:
@@ -130,6 +142,17 @@ class Scene:
             up = np.where(up == NONE, NONE, up[np.maximum(up, 0)])
         frame = self.timeline.spans.frame
         return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
+
+    @cached_property
+    def launch_free(self) -> Mask:
+        """Which frames launch nothing."""
+        spans, frames = self.timeline.spans, self.timeline.frames
+        free = np.ones(len(frames), bool)
+        for lane in np.unique(frames.lane).tolist():
+            mine = np.flatnonzero(frames.lane == lane)
+            starts = spans.start[(spans.lane == lane) & (self.command != NONE)]
+            free[mine] = np.searchsorted(starts, frames.start[mine]) == np.searchsorted(starts, frames.end[mine])
+        return free
 
     @cached_property
     def path(self) -> Ints:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Mask, Timeline
 
 LATE = 1_000_000
+LARGEST = 4.0
 FAR = 1.25
 """A rank is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
 
@@ -25,6 +26,7 @@ class Stretches:
 
     cell: Ints  # of each row: index into the flattened table, or NONE where it does not count
     spent: npt.NDArray[np.float64]  # rank, place, step
+    syncs: Ints  # of each sync the cell it stands in, NONE of other rows
 
     @property
     def usual(self) -> npt.NDArray[np.float64]:
@@ -54,15 +56,17 @@ def stretches(timeline: Timeline, device: bool) -> Stretches | None:
         return None
     steps = len(timeline.marks_of(ranks[0]))
     counted = ~met & (spans.kind != Kind.SYNC) & (timeline.on_device == device)
-    cell = np.full(len(timeline), NONE, np.int64)
+    cell, syncs = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
     for index, one in enumerate(ranks):
         mine = rank == one
         order = np.cumsum(border[mine])  # what follows the last border of a step belongs to the next one's first
         step, place = np.divmod(np.minimum(order, per_step * steps - 1), per_step)
-        cell[mine] = np.where(counted[mine], (index * per_step + place) * steps + step, NONE)
+        here = (index * per_step + place) * steps + step
+        cell[mine] = np.where(counted[mine], here, NONE)
+        syncs[mine] = np.where(spans.kind[mine] == Kind.SYNC, here, NONE)
     known = cell != NONE
     spent = np.bincount(cell[known], spans.work[known], minlength=len(ranks) * per_step * steps)
-    return Stretches(cell, spent.reshape(len(ranks), per_step, steps))
+    return Stretches(cell, spent.reshape(len(ranks), per_step, steps), syncs)
 
 
 def _launches(timeline: Timeline) -> Mask:
@@ -84,11 +88,14 @@ def _per_step(timeline: Timeline, border: Mask) -> int:
 
 
 def without_noise(timeline: Timeline) -> Timeline:
-    """Host work of ranks that are not late, as it is on the rank and in the step that nothing disturbed."""
+    """Host work of ranks that are not late, as it usually is: over all ranks and steps, for they do the same."""
     found = stretches(timeline, device=False)
     if found is None:
         return timeline
-    wanted = np.where(found.late(), found.usual, found.usual.min(axis=0))[:, :, None]
-    factor = np.minimum(1.0, wanted / np.maximum(found.spent, 1.0)).ravel()
+    late = found.late()
+    punctual = np.where(late[:, :, None], np.nan, found.spent)
+    typical = np.nanmedian(punctual.transpose(1, 0, 2).reshape(len(late[0]), -1), axis=1)
+    wanted = np.where(late, found.usual, typical)[:, :, None]
+    factor = np.minimum(LARGEST, wanted / np.maximum(found.spent, 1.0)).ravel()
     work = timeline.spans.work * np.where(found.cell == NONE, 1.0, factor[found.cell])
     return timeline.change_spans(work=work.astype(np.int64))

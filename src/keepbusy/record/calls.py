@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepbusy.record.events import Category, Events, Trace
-from keepbusy.timeline.model import EVERY_LANE, NONE, Direction, Ints, Kind, Mask, previous_on_lane
+from keepbusy.timeline.model import EVERY_LANE, NONE, Direction, Ints, Kind, Mask
 
-_SYNC = re.compile(r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$")
+_SYNC = re.compile(
+    r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"
+)
 _WHOLE_DEVICE = re.compile(r"DeviceSynchronize|CtxSynchronize|Free$")
 _ALLOCATE = re.compile(
     r"^(cuda|hip)(Malloc|Free|HostAlloc|HostRegister|HostUnregister|HostMalloc)"
@@ -29,6 +31,10 @@ BLOCKS_UNTIL_ITS_END = 10_000
 """A blocking copy returns up to 10 µs before its command ends (measured), or a little of a long copy."""
 ENQUEUE = 5_000
 """What a blocking copy spends before it waits: about one launch."""
+
+
+FULL_FOR, MANY_PENDING = 100_000, 400
+"""A launch that takes this long while so many commands of its stream are pending has found the queue full."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,11 @@ def launch_of(trace: Trace, calls: Calls, commands: Ints) -> Ints:
     order = all_calls[np.argsort(events.correlation[all_calls], kind="stable")]
     place = np.searchsorted(events.correlation[order], events.correlation[commands])
     found = place < len(order)
-    found &= events.correlation[order[np.minimum(place, len(order) - 1)]] == events.correlation[commands] if len(order) else found
+    found &= (
+        events.correlation[order[np.minimum(place, len(order) - 1)]] == events.correlation[commands]
+        if len(order)
+        else found
+    )
     call = order[np.minimum(place, len(order) - 1)] if len(order) else np.zeros(len(commands), np.int64)
     return np.where(found, _enclosing_call(events, calls, call), NONE)
 
@@ -119,6 +129,23 @@ def waits_for_its_copy(trace: Trace, calls: Calls, commands: Ints, launch: Ints)
     return blocking
 
 
+def released_by(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lane: Ints) -> Ints:
+    """Of each call that found its stream's queue full, the position of the command whose end made room; else NONE."""
+    events = trace.events
+    start, end = events.start[calls.event], events.end[calls.event]
+    result = np.full(len(calls.event), NONE, np.int64)
+    for one in np.unique(lane).tolist():
+        mine = np.flatnonzero((lane == one) & (launch != NONE))
+        mine = mine[np.argsort(start[launch[mine]], kind="stable")]
+        call, first = np.unique(launch[mine], return_index=True)
+        ended = np.maximum.accumulate(events.end[commands[mine]])
+        done = np.searchsorted(ended, end[call], side="right")
+        issued = np.searchsorted(start[launch[mine]], start[call])
+        full = (end[call] - start[call] > FULL_FOR) & (issued - done > MANY_PENDING) & (done > 0)
+        result[call[full]] = mine[done[full] - 1]
+    return result
+
+
 def awaited_lane(trace: Trace, calls: Calls, launched: Ints) -> Ints:
     """Of each sync, the lane it waits for: the recorded stream is better, the thread's last launch the usual case."""
     events, names = trace.events, trace.names
@@ -136,6 +163,3 @@ def awaited_lane(trace: Trace, calls: Calls, launched: Ints) -> Ints:
 def is_event_sync(trace: Trace, calls: Calls) -> Mask:
     named = np.array([bool(_EVENT.search(name)) for name in trace.names], bool)
     return named[trace.events.name[calls.event]]
-
-
-__all__ = ["Calls", "awaited_lane", "calls_of", "launch_of", "previous_on_lane", "waits_for_its_copy"]

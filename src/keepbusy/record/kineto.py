@@ -18,12 +18,13 @@ from keepbusy.record.calls import (
     directions_of_names,
     is_event_sync,
     launch_of,
+    released_by,
     waits_for_its_copy,
 )
 from keepbusy.record.events import Category, Trace
 from keepbusy.record.collectives import groups_and_sizes
 from keepbusy.record.frames import Nest, frames_of, nest_of, worth_telling_apart
-from keepbusy.record.links import handoff_links, launch_links, order_links
+from keepbusy.record.links import handoff_links, launch_links, order_links, queue_links
 from keepbusy.record.recording import cost_of_recording
 from keepbusy.record.steps import step_marks
 from keepbusy.record.threads import Threads, inside, issuing_threads, threads_of
@@ -56,7 +57,9 @@ def timeline_of(trace: Trace, rank: int = 0) -> Timeline:
     threads = issuing_threads(trace, commands)
     calls = calls_of(trace, commands, threads)
     if not len(calls.event):
-        raise BadInput(f"{trace.path} shows commands of the device but no call that launched them; record the CPU and CUDA activities together.")
+        raise BadInput(
+            f"{trace.path} shows commands of the device but no call that launched them; record the CPU and CUDA activities together."
+        )
     launch = launch_of(trace, calls, commands)
     hosts = threads_of(trace, threads, calls)
     lanes = _lanes(trace, hosts, commands, rank)
@@ -73,6 +76,8 @@ def timeline_of(trace: Trace, rank: int = 0) -> Timeline:
     place[order] = np.arange(len(order))
     call_rows, command_rows = place[: len(calls.event)], place[len(host.spans) :]
 
+    held = released_by(trace, calls, commands, launch, lanes.of_command)
+    queue_rows = place[len(calls.event) : len(calls.event) + int((held != NONE).sum())]
     links = launch_links(call_rows, command_rows, launch)
     timeline = Timeline(
         lanes=lanes.lanes,
@@ -80,9 +85,13 @@ def timeline_of(trace: Trace, rank: int = 0) -> Timeline:
         spans=spans,
         links=links,
         frames=frames,
-        facts=_facts(trace),
+        facts=_facts(trace, rank),
     )
-    extra = [handoff_links(timeline, lanes.of_thread, hosts), order_links(trace, timeline, calls, call_rows)]
+    extra = [
+        handoff_links(timeline, lanes.of_thread, hosts),
+        order_links(trace, timeline, calls, call_rows),
+        queue_links(command_rows[held[held != NONE]], queue_rows),
+    ]
     links = type(links).concatenate([links, *extra])
     timeline = timeline.change(links=links, marks=_rows_at(timeline, lanes.of_thread[hosts.main], marks))
     return settle(timeline)
@@ -122,7 +131,7 @@ def _device_rows(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lanes
     direction, pinned = directions_of_names(trace.names)
     is_copy = kind == Kind.COPY
     collective = events.collective[commands]
-    group, moved = groups_and_sizes(trace.collectives)
+    group, moved = groups_and_sizes(trace.collectives, lanes.lanes[0].rank)
     spans = Spans.of(
         len(commands),
         lane=lanes.of_command,
@@ -157,30 +166,50 @@ def _host_rows(
     launched[launch[known][::-1]] = lanes.of_command[known][::-1]
     blocking = waits_for_its_copy(trace, calls, commands, launch)
     start, end = events.start[calls.event], events.end[calls.event]
-    split = np.where(blocking, np.minimum(end, start + np.minimum(ENQUEUE, (end - start) // 2)), end)
     lane = np.array([lanes.of_thread.get(int(thread), 0) for thread in events.thread[calls.event]], np.int64)
     awaits = awaited_lane(trace, calls, launched)
     own = (calls.kind == Kind.SYNC) & ~(is_event_sync(trace, calls) & (end - start > ENQUEUE))
+    held = released_by(trace, calls, commands, launch, lanes.of_command)
+    queued = np.flatnonzero(held != NONE)
+    begin = start.copy()  # a call that finds the queue full waits first, and only then launches
+    begin[queued] = np.clip(events.end[commands[held[queued]]], start[queued], end[queued])
+    split = np.where(blocking & (held == NONE), np.minimum(end, start + np.minimum(ENQUEUE, (end - start) // 2)), end)
     of_calls = Spans.of(
         len(calls.event),
         lane=lane,
         kind=calls.kind,
         name=events.name[calls.event],
-        start=start,
+        start=begin,
         end=split,
         awaits=np.where(own | ((calls.kind == Kind.ALLOCATE) & calls.waits), awaits, NONE),
     )
-    rest = np.flatnonzero(blocking)
+    of_queue = Spans.of(
+        len(queued),
+        lane=lane[queued],
+        kind=Kind.SYNC,
+        name=of_calls.name[queued],
+        start=start[queued],
+        end=begin[queued],
+    )
+    rest = np.flatnonzero(blocking & (held == NONE))
     of_waits = Spans.of(
-        len(rest), lane=lane[rest], kind=Kind.SYNC, name=of_calls.name[rest], start=split[rest], end=end[rest], awaits=launched[rest]
+        len(rest),
+        lane=lane[rest],
+        kind=Kind.SYNC,
+        name=of_calls.name[rest],
+        start=split[rest],
+        end=end[rest],
+        awaits=launched[rest],
     )
     work = _work(trace, calls, hosts, nests, lanes, marks)
-    spans = Spans.concatenate([of_calls, of_waits, work])
+    spans = Spans.concatenate([of_calls, of_queue, of_waits, work])
     spans = _with_frames(spans, nests, offsets, lanes)
-    spans = spans.change(recording=cost_of_recording(trace, spans, {index: thread for thread, index in lanes.of_thread.items()}))
-    turn = np.concatenate([np.zeros(len(calls.event)), np.full(len(rest), 1 << 40), np.zeros(len(work))])
-    key = np.concatenate([start, start[rest], work.start])
-    return Rows(spans, key.astype(np.int64), turn.astype(np.int64))
+    spans = spans.change(
+        recording=cost_of_recording(trace, spans, {index: thread for thread, index in lanes.of_thread.items()})
+    )
+    turn = [np.zeros(len(calls.event)), np.full(len(queued), -1), np.full(len(rest), 1 << 40), np.zeros(len(work))]
+    key = np.concatenate([start, start[queued], start[rest], work.start])
+    return Rows(spans, key.astype(np.int64), np.concatenate(turn).astype(np.int64))
 
 
 def _with_frames(spans: Spans, nests: dict[int, Nest], offsets: dict[int, int], lanes: _Lanes) -> Spans:
@@ -194,7 +223,8 @@ def _with_frames(spans: Spans, nests: dict[int, Nest], offsets: dict[int, int], 
 
 def _work(trace: Trace, calls: Calls, hosts: Threads, nests: dict[int, Nest], lanes: _Lanes, marks: Ints) -> Spans:
     parts = [
-        _work_of_thread(trace, calls, hosts, thread, nests[thread], lanes.of_thread[thread], marks) for thread in hosts.alive
+        _work_of_thread(trace, calls, hosts, thread, nests[thread], lanes.of_thread[thread], marks)
+        for thread in hosts.alive
     ]
     return Spans.concatenate(parts)
 
@@ -209,13 +239,24 @@ def _work_of_thread(
     apart = worth_telling_apart(nest, trace.names, events.name, events.start[mine])
     away = hosts.handoffs[:, 1:] if thread == hosts.main else np.zeros((0, 2), np.int64)
     recorder = _recorder(trace, thread)
-    borders = [busy.ravel(), away.ravel(), hosts.alive[thread].ravel(), nest.start[apart], nest.end[apart], recorder.ravel()]
+    borders = [
+        busy.ravel(),
+        away.ravel(),
+        hosts.alive[thread].ravel(),
+        nest.start[apart],
+        nest.end[apart],
+        recorder.ravel(),
+    ]
     cuts = np.unique(np.concatenate([*borders, marks if thread == hosts.main else marks[:0]]))
     middle = (cuts[:-1] + cuts[1:]) // 2
     free = inside(middle, hosts.alive[thread]) & ~inside(middle, busy) & ~inside(middle, away)
-    name = np.where(nest.innermost(middle) == NONE, 0, events.name[nest.event[nest.innermost(middle)]] if len(nest.event) else 0)
+    name = np.where(
+        nest.innermost(middle) == NONE, 0, events.name[nest.event[nest.innermost(middle)]] if len(nest.event) else 0
+    )
     kind = np.where(inside(middle, recorder), Kind.RECORDING, Kind.WORK)
-    return Spans.of(int(free.sum()), lane=lane, kind=kind[free], name=name[free], start=cuts[:-1][free], end=cuts[1:][free])
+    return Spans.of(
+        int(free.sum()), lane=lane, kind=kind[free], name=name[free], start=cuts[:-1][free], end=cuts[1:][free]
+    )
 
 
 def _recorder(trace: Trace, thread: int) -> Ints:
@@ -239,13 +280,16 @@ def _rows_at(timeline: Timeline, lane: int, marks: Ints) -> Ints:
     return np.unique(rows[place[place < len(rows)]])
 
 
-def _facts(trace: Trace) -> dict[str, object]:
+def _facts(trace: Trace, rank: int) -> dict[str, object]:
     devices = trace.facts.get("deviceProperties") or []
     name = devices[0].get("name", "") if isinstance(devices, list) and devices and isinstance(devices[0], dict) else ""
-    group, _ = groups_and_sizes(trace.collectives)
+    group, _ = groups_and_sizes(trace.collectives, rank)
     return {
         "device": str(name),
         "stacks": bool(trace.facts.get("with_stack")),
         "source": trace.path,
-        "groups": {str(number): one.group_size for number, one in zip(group.tolist(), trace.collectives)},
+        "groups": {
+            str(number): 2 if one.peer >= 0 else one.group_size
+            for number, one in zip(group.tolist(), trace.collectives)
+        },
     }

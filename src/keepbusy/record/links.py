@@ -25,6 +25,11 @@ def launch_links(call_rows: Ints, command_rows: Ints, launch: Ints) -> Links:
     return Links.of(len(known), source=call_rows[launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH)
 
 
+def queue_links(commands: Ints, queue_rows: Ints) -> Links:
+    """A host that found a queue full goes on when a command has made room."""
+    return Links.of(len(commands), source=commands, target=queue_rows, kind=LinkKind.ORDER)
+
+
 def handoff_links(timeline: Timeline, lane_of: dict[int, int], hosts: Threads) -> Links:
     """The main thread -> a burst of another, and back."""
     source, target = [], []

@@ -40,11 +40,12 @@ def _mark(place: str, numbered: list[str]) -> str:
 
 def bar(rows: Sequence[Row], width: int, colour: bool, whole: int = 0) -> Text:
     """One line of `width` cells, or as much of it as the rows are of `whole`; a row that is there gets a cell."""
-    whole = whole or sum(row.time for row in rows)
+    own = sum(row.time for row in rows)
+    whole = whole or own
     drawn = Text(no_wrap=True)
     for row, cells in zip(rows, _cells([row.time for row in rows], whole, width), strict=True):
         if colour:
-            label = share(row.time, whole)
+            label = share(row.time, own)
             drawn.append(
                 label.center(cells) if len(label) + 2 <= cells else " " * cells, f"#16181d on {look(row.place).colour}"
             )

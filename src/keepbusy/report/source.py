@@ -7,6 +7,7 @@ line only, that line is offered as the likely one, and said to be no more than t
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -27,6 +28,7 @@ _CALLS = {
     "cudaEventSynchronize": {"synchronize"},
 }
 """What a program may have written where the trace shows this operator; of others, their own name."""
+_BUILTIN = re.compile(r"<built-in (?:function|method) (\w+)")
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -56,19 +58,29 @@ def _text(path: Path) -> str:
 
 
 def _likely_line(text: str, where: Where) -> int:
-    """The only line of the function that calls the operator, or 0."""
-    operator = where.operator.rpartition("::")[2]
+    """The only line of the function that may call the operator, or 0."""
     function = _function_at(text, where)
     if function is None:
         return 0
-    if operator.startswith("enumerate(DataLoader)"):
-        found = {loop.lineno for loop in _own(function) if isinstance(loop, ast.For) and not _counts(loop)}
-    else:
-        names = _CALLS.get(operator, {operator})
-        found = {
-            node.end_lineno or 0 for node in _own(function) if isinstance(node, ast.Call) and _name_of(node) in names
-        }
+    found = _lines_calling(_loop_around(function, where.line) or function, where.operator)
     return found.pop() if len(found) == 1 else 0
+
+
+def _loop_around(function: ast.AST, line: int) -> ast.AST | None:
+    """A function that was running when recording began is known by the line it stood at: what recurs is in its loop."""
+    loops = [node for node in _own(function) if isinstance(node, ast.For | ast.While)]
+    around = [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or 0)]
+    return max(around, key=lambda loop: loop.lineno, default=None)
+
+
+def _lines_calling(node: ast.AST, operator: str) -> set[int]:
+    if operator.startswith("enumerate(DataLoader)"):
+        inside = (node, *_own(node))
+        return {one.lineno for one in inside if isinstance(one, ast.For) and not _counts(one)}
+    builtin = _BUILTIN.match(operator)
+    name = builtin[1] if builtin else operator.rpartition("::")[2]
+    calls = [one for one in _own(node) if isinstance(one, ast.Call) and _name_of(one) in _CALLS.get(name, {name})]
+    return {call.end_lineno or 0 for call in calls}
 
 
 def _counts(loop: ast.For) -> bool:

@@ -22,6 +22,8 @@ from keepbusy.report.words import duration, share, tame
 HEIGHT = 39  # one screen, and the prompt below it
 GAIN, HERE, CODE = "bold green", "cyan", "bold"
 _BLANK = line("")
+_MATTERS = 0.05
+"""Of a cause's wait: a place with less is not named."""
 _AMONG_RANKS = {"peer_late", "exposed_collective"}
 
 
@@ -113,8 +115,8 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
     yield line(*_prediction(step, cause.predicted), waits if explained else "", indent=3)
     yield _place(cause, width)
     yield line(tame(cause.what), indent=3)
-    if detail.sites and len(cause.sites) > 1:
-        yield line((_other_sites(cause), FAINT), indent=3)
+    if detail.sites and (others := _other_sites(cause)):
+        yield line((others, FAINT), indent=3)
     for late in diagnosis.late if cause.cause in _AMONG_RANKS else ():
         yield line(_late(late), indent=3)
     if detail.advice and cause.advice:
@@ -142,7 +144,8 @@ def _prediction(step: int, predicted: Prediction) -> list[tuple[str, str] | str]
 def _place(cause: Cause, width: int) -> RenderableType:
     """Where it is, what it calls, the library it stands in, and the line itself."""
     where = cause.where
-    inside = [part for part in (where.operator if where.file else "", where.library) if part]
+    operator = where.operator if where.file and where.file not in where.operator else ""
+    inside = [part for part in (operator, where.library) if part]
     beside = " · ".join(tame(part, 50) for part in inside)
     source = source_of(where)
     known = f"likely line {source.line}: " if source and source.likely else ""
@@ -155,15 +158,21 @@ def _place(cause: Cause, width: int) -> RenderableType:
 
 
 def _other_sites(cause: Cause) -> str:
-    others = cause.sites[1:]
-    named = [words.spot(site.where, 40) + (f" ({duration(site.wait)})" if site.wait else "") for site in others[:2]]
+    """The other places that matter, two of them by name."""
+    waits: dict[str, int] = {}
+    for site in cause.sites:
+        place = words.spot(site.where, 40)
+        waits[place] = waits.get(place, 0) + site.wait
+    here = words.spot(cause.where, 40)
+    others = [place for place, wait in waits.items() if place != here and wait >= _MATTERS * cause.wait]
+    named = [f"{place} ({duration(waits[place])})" for place in others[:2]]
     if len(others) > 2:
         named.append(f"{len(others) - 2} more place{'s' if len(others) > 3 else ''}")
-    return f"also {words.listing(named)}"
+    return f"also {words.listing(named)}" if named else ""
 
 
 def _late(late: Late) -> str:
-    return f"Rank {late.rank} arrives {duration(late.late)} late: {late.cause} at {words.spot(late.where)}."
+    return f"Rank {late.rank} arrives {duration(late.late)} late: {look(late.cause).name}{words.at(late.where)}."
 
 
 def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -217,9 +226,9 @@ def _harmless(seen: Iterable[Harmless]) -> Iterator[str]:
     for (_, why), group in groupby(sorted(seen, key=key), key):
         places = list(group)
         total, name = sum(one.count for one in places), look(places[0].cause).name
-        where = words.spot(max(places, key=lambda one: one.count).where, 50)
+        where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        yield f"{name} at {where}{more} ({words.count(total)} a step) costs nothing here: {tame(why)}"
+        yield f"{name}{where}{more} ({words.count(total)} a step) costs nothing here: {tame(why)}"
 
 
 def _again(diagnosis: Diagnosis) -> str:

@@ -82,6 +82,12 @@ def spot(where: Where, limit: int = 60) -> str:
     return f"about {place}" + (f" in {tame(where.function, 40)}" if where.function else "")
 
 
+def at(where: Where, limit: int = 60) -> str:
+    """The same within a sentence: ` at train.py:31`, ` about train.py:14 in main`."""
+    place = spot(where, limit)
+    return f" {place}" if place.startswith(("about ", "in ")) else f" at {place}"
+
+
 def _whole_parts(text: str, limit: int) -> str:
     """`aten::item, after aten::mm, before aten::relu`, without the last parts where there is no room for them."""
     while len(text) > limit and ", " in text:

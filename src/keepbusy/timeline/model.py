@@ -167,6 +167,7 @@ class Frames(Table):
     parent: Ints = column(np.int32, NONE)
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
+    sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from keepbusy.timeline.settle import settle
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""
+SKEW = 50_000
 SAME_CLOCK = 100_000
 """Ranks of one host share a clock; what differs by less is skew, not offset."""
 
@@ -111,10 +112,19 @@ def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
         if length < min(len(base), len(other)) // 2 or (spans.size[mine] != spans.size[its]).any():
             continue
         apart = spans.end[its] - spans.end[mine]
+        if not _possible(timeline, mine, its, int(np.median(apart))):
+            continue
         spread = float(np.median(np.abs(apart - np.median(apart)))) + 1
         if spread < 0.5 * least:  # a tie goes to the smaller shift
             best, least = shift, spread
     return best
+
+
+def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
+    """Nobody leaves a collective before the other has come: true of nearly all pairs, or they are not pairs."""
+    spans = timeline.spans
+    wrong = (spans.start[its] - offset > spans.end[mine] + SKEW) | (spans.start[mine] > spans.end[its] - offset + SKEW)
+    return bool(wrong.mean() < 0.02)
 
 
 def _align_clocks(timeline: Timeline) -> Timeline:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Ints, LinkKind, Mask, Timeline
+from keepbusy.timeline.model import Ints, LinkKind, Timeline
+from keepbusy.timeline.replay import pace
 
-ALIKE = 0.1
-"""Stretches between marks are the same step if their numbers of commands differ by less."""
+SAME, DIFFERENT = 0.02, 0.1
+"""Numbers of commands that differ by less are the same part of a step, by more are different ones."""
 COMPLETE = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
@@ -20,39 +21,38 @@ COMPLETE = 0.5
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
-    of_rank = {one: timeline.marks_of(one) for one in timeline.ranks}
-    count = min(map(len, of_rank.values()))
+    count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     if count < 3:
         raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three steps of the loop.")
-    marks = of_rank[timeline.ranks[0]][-count:]
-    chosen = _chosen(commands_between(timeline, marks), _several(timeline, marks, plain_step))
+    counts = commands_between(timeline, timeline.marks_of(timeline.ranks[0])[-count:])
+    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
+    first, last = int(full[0]), int(full[-1]) + 1
+    length = period(counts[first:last])
+    if length == 1 and plain_step is not None and last - first >= 4:
+        length = _several(_cut(timeline, count, np.arange(first, last + 1)), plain_step, (last - first) // 2)
+    return _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
+
+
+def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
+    """Only what stands between the first and the last chosen of each rank's last `count` marks."""
     rank, row = timeline.rank_of_rows, np.arange(len(timeline))
     kept, marks = np.zeros(len(timeline), bool), []
-    for one, its in of_rank.items():
-        mine = its[-count:][chosen]
+    for one in timeline.ranks:
+        mine = timeline.marks_of(one)[-count:][chosen]
         marks.append(mine[:-1])
         kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
     return timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
 
 
+def _several(single: Timeline, plain_step: int, most: int) -> int:
+    """How many marks a plain step holds. Recording makes steps longer, so a plain step that is longer holds several."""
+    ratio = plain_step / pace(single)
+    several = min(most, round(ratio))
+    return several if several > 1 and abs(ratio - several) < 0.2 * several else 1
+
+
 def _source(timeline: Timeline) -> str:
     return str(timeline.facts.get("source") or "the recording")
-
-
-def _several(timeline: Timeline, marks: Ints, plain_step: int | None) -> int:
-    """How many marks a plain step must hold: recording makes steps longer, so a plain one that is longer holds several."""
-    each = float(np.diff(timeline.spans.start[marks]).mean())
-    return max(1, round(plain_step / each)) if plain_step is not None and each > 0 else 1
-
-
-def _chosen(counts: Ints, several: int) -> Ints:
-    """Which marks to cut at: by the period of the loop, and none at whose side the commands were not recorded."""
-    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
-    first, last = int(full[0]), int(full[-1]) + 1
-    length = max(period(counts[first:last]), several)
-    if last - first < 2 * length:
-        length = 1
-    return np.arange(first + (last - first) % length, last + 1, length)
 
 
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:
@@ -63,15 +63,13 @@ def commands_between(timeline: Timeline, marks: Ints) -> Ints:
 
 
 def period(counts: Ints) -> int:
-    """How many stretches make one step: a loop with two optimizers marks each step twice."""
-    for length in range(1, len(counts) // 2 + 1):
-        if _same(counts[:-length], counts[length:]).all():
+    """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ."""
+    for length in range(2, (len(counts) - 1) // 2 + 1):
+        again = np.abs(counts[:-length] - counts[length:]) <= SAME * counts[length:] + 1
+        turns = [counts[turn::length].mean() for turn in range(length)]
+        if again.all() and max(turns) > (1 + DIFFERENT) * min(turns):
             return length
     return 1
-
-
-def _same(one: Ints, other: Ints) -> Mask:
-    return np.abs(one - other) <= ALIKE * np.maximum(one, other) + 2
 
 
 def sample(timeline: Timeline, most_rows: int = 60_000) -> Timeline:

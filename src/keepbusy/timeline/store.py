@@ -139,6 +139,8 @@ def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns]]:
             raise ValueError(f"{rows} rows of {name}")
         tables[name] = unpack(described, content, rows)
         content = content[sum(column[-1] for column in described) :]
+    if len(content):
+        raise ValueError(f"{len(content)} bytes too many")
     return header, tables
 
 

@@ -30,6 +30,7 @@ class Finding:
             edit.gone & mine,
             np.where(mine, edit.work, UNCHANGED),
             np.where(mine, edit.beside, 0),
+            edit.captured & mine,
         )
 
 

@@ -13,7 +13,8 @@ from keepbusy.timeline.model import NONE, Ints, Kind
 
 def find_exposed(scene: Scene) -> Finding:
     draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
-    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE))
+    paired = np.array(["SendRecv" in name for name in scene.timeline.names], bool)[spans.name]
+    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired)
     draft.edit.beside[rows] = Beside.WIRE
     draft.blame(rows, np.where(scene.launch[rows] == NONE, rows, scene.launch[rows]))
     return draft.done()
@@ -34,8 +35,20 @@ def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:
     excess = found.usual - found.peers()
     for rank, place in np.argwhere(found.late()).tolist():
         for step in range(steps):
-            rows = np.flatnonzero(found.cell == (rank * found.spent.shape[1] + place) * steps + step)
-            _shorten(draft, work, rows, excess[rank, place])
+            here = (rank * found.spent.shape[1] + place) * steps + step
+            _shorten(draft, work, np.flatnonzero(found.cell == here), excess[rank, place])
+            _release(scene, draft, found, here, place, step)
+
+
+def _release(scene: Scene, draft: Draft, found: Stretches, here: int, place: int, step: int) -> None:
+    """Syncs that only the late rank makes go with what it does there."""
+    syncs = np.flatnonzero((found.syncs == here))
+    ranks, places, steps = found.spent.shape
+    peers = [(found.syncs == (rank * places + place) * steps + step).sum() for rank in range(ranks)]
+    if len(syncs) > np.median(peers):
+        draft.edit.free[syncs] = True
+        draft.edit.work[syncs] = 0
+        draft.blame(syncs, syncs)
 
 
 def _shorten(draft: Draft, work: Ints, rows: Ints, excess: float) -> None:
