@@ -22,7 +22,7 @@ FAR = 1.25
 
 @dataclass(frozen=True, eq=False)
 class Stretches:
-    """For each rank, place in the step and step: the time spent, on the host or on the device."""
+    """For each rank, place in the step and step: the time that its host spent."""
 
     cell: Ints  # of each row: index into the flattened table, or NONE where it does not count
     spent: npt.NDArray[np.float64]  # rank, place, step
@@ -35,9 +35,7 @@ class Stretches:
 
     def late(self) -> Mask:
         """Which ranks are late at which place."""
-        usual = self.usual
-        others = np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
-        return (usual - others > LATE) & (usual > FAR * others)
+        return is_late(self.usual, self.peers())
 
     def peers(self) -> npt.NDArray[np.float64]:
         """Of each rank and place, what its peers spend there."""
@@ -45,17 +43,29 @@ class Stretches:
         return np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
 
 
-def stretches(timeline: Timeline, device: bool) -> Stretches | None:
+def is_late(spent: npt.NDArray[np.float64], peers: npt.NDArray[np.float64]) -> Mask:
+    return (spent - peers > LATE) & (spent > FAR * peers)
+
+
+def device_work(timeline: Timeline) -> npt.NDArray[np.float64]:
+    """Of each rank, what its device has to do in a step, collectives aside: one column."""
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    counted = timeline.on_device & (spans.kind != Kind.COLLECTIVE)
+    steps = len(timeline.marks_of(timeline.ranks[0]))
+    return np.array([[spans.work[counted & (rank == one)].sum() / steps] for one in timeline.ranks])
+
+
+def stretches(timeline: Timeline) -> Stretches | None:
     """None where there is one rank only, or where nothing shows that the ranks run the same program."""
     spans, rank, ranks = timeline.spans, timeline.rank_of_rows, timeline.ranks
     met = spans.meeting != NONE
-    border = met if device else _launches(timeline)
+    border = _launches(timeline)
     per_step = _per_step(timeline, border) or _per_step(timeline, met)
     border = border if _per_step(timeline, border) else met
     if len(ranks) < 2 or not per_step:
         return None
     steps = len(timeline.marks_of(ranks[0]))
-    counted = ~met & (spans.kind != Kind.SYNC) & (timeline.on_device == device)
+    counted = ~met & (spans.kind != Kind.SYNC) & ~timeline.on_device
     cell, syncs = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
     for index, one in enumerate(ranks):
         mine = rank == one
@@ -89,7 +99,7 @@ def _per_step(timeline: Timeline, border: Mask) -> int:
 
 def without_noise(timeline: Timeline) -> Timeline:
     """Host work of ranks that are not late, as it usually is: over all ranks and steps, for they do the same."""
-    found = stretches(timeline, device=False)
+    found = stretches(timeline)
     if found is None:
         return timeline
     late = found.late()

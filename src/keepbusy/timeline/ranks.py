@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Links, Meetings, Spans, Timeline
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.settle import last_arrival, settle
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""
@@ -22,7 +22,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
         return timelines[0]
     joined = _join(timelines)
     joined = _match(joined)
-    joined = _align_clocks(joined)
+    joined = _without_early_leavers(_align_clocks(joined))
     return settle(_in_issue_order(joined))
 
 
@@ -102,9 +102,12 @@ def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
 
 
 def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
-    """How many collectives earlier the other's window begins: same sizes in the same order, ending together."""
-    spans = timeline.spans
-    best, least = 0, np.inf
+    """How many collectives earlier the other's window begins: same sizes in the same order, ending together.
+
+    Steps are alike, so several shifts may fit equally well. Ranks of one host share a clock, so
+    then the one under which they leave at the same time is right.
+    """
+    spans, fits = timeline.spans, []
     for shift in sorted(range(-min(MOST_SHIFT, len(base) - 1), min(MOST_SHIFT, len(other) - 1) + 1), key=abs):
         mine, its = base[max(0, -shift) :], other[max(0, shift) :]
         length = min(len(mine), len(its))
@@ -112,12 +115,13 @@ def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
         if length < min(len(base), len(other)) // 2 or (spans.size[mine] != spans.size[its]).any():
             continue
         apart = spans.end[its] - spans.end[mine]
-        if not _possible(timeline, mine, its, int(np.median(apart))):
-            continue
-        spread = float(np.median(np.abs(apart - np.median(apart)))) + 1
-        if spread < 0.5 * least:  # a tie goes to the smaller shift
-            best, least = shift, spread
-    return best
+        offset = int(np.median(apart))
+        if _possible(timeline, mine, its, offset):
+            fits.append((float(np.median(np.abs(apart - offset))), abs(offset), shift))
+    if not fits:
+        return 0
+    near = 2 * min(fits)[0] + SKEW
+    return min((offset, abs(shift), shift) for spread, offset, shift in fits if spread <= near)[2]
 
 
 def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
@@ -148,6 +152,13 @@ def _align_clocks(timeline: Timeline) -> Timeline:
     of_frames = lane_shift[frames.lane] if len(frames) else of_frames
     frames = frames.change(start=frames.start + of_frames, end=frames.end + of_frames)
     return timeline.change(spans=spans.change(start=spans.start + shift, end=spans.end + shift), frames=frames)
+
+
+def _without_early_leavers(timeline: Timeline) -> Timeline:
+    """The root of a broadcast may be gone before the last peer comes: it did not wait, so it has no part in the meeting."""
+    spans = timeline.spans
+    early = (spans.meeting != NONE) & (spans.end < last_arrival(timeline) - SKEW)
+    return timeline.change_spans(meeting=np.where(early, NONE, spans.meeting))
 
 
 def _reference(timeline: Timeline, mine: Ints, parts: Ints) -> Ints:

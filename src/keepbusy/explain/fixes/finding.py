@@ -31,6 +31,7 @@ class Finding:
             np.where(mine, edit.work, UNCHANGED),
             np.where(mine, edit.beside, 0),
             edit.captured & mine,
+            np.where(mine, edit.scale, 1.0),
         )
 
 
@@ -42,6 +43,10 @@ class Draft:
         self.owner = np.full(len(scene.timeline), NONE, np.int64)
 
     def blame(self, rows: Ints, owner: Ints | int) -> None:
+        self.owner[rows] = owner
+
+    def share(self, rows: Ints, owner: int) -> None:
+        """Rows that change along with others, and are not to blame."""
         self.owner[rows] = owner
 
     def done(self) -> Finding:

@@ -7,7 +7,7 @@ import numpy as np
 from keepbusy.explain.edit import Beside
 from keepbusy.explain.fixes.finding import Draft, Finding
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.explain.stretches import Stretches, stretches
+from keepbusy.explain.stretches import Stretches, device_work, is_late, stretches
 from keepbusy.timeline.model import NONE, Ints, Kind
 
 
@@ -23,11 +23,29 @@ def find_exposed(scene: Scene) -> Finding:
 def find_late(scene: Scene) -> Finding:
     """Between two collectives, what a rank does beyond its peers in every step, on its host or on its device."""
     draft = Draft("peer_late", scene)
-    for device in (False, True):
-        found = stretches(scene.timeline, device)
-        if found is not None:
-            _trim(scene, draft, found)
+    found = stretches(scene.timeline)
+    if found is not None:
+        _trim(scene, draft, found)
+    if len(scene.timeline.ranks) > 1:
+        _balance(scene, draft)
     return draft.done()
+
+
+def _balance(scene: Scene, draft: Draft) -> None:
+    """Device work that is unequal in every step is shared out: nobody has less to do altogether."""
+    timeline = scene.timeline
+    spent = device_work(timeline)
+    mean = spent.mean(axis=0, keepdims=True)
+    peers = np.stack([np.median(np.delete(spent, rank, axis=0), axis=0) for rank in range(len(spent))])
+    if not is_late(spent, peers).any():
+        return
+    rank = np.searchsorted(timeline.ranks, timeline.rank_of_rows)
+    rows = np.flatnonzero(timeline.on_device & (timeline.spans.kind != Kind.COLLECTIVE))
+    draft.edit.scale[rows] = (mean / np.maximum(spent, 1.0))[rank[rows], 0]
+    late = is_late(spent, peers)[rank[rows], 0]
+    owner = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
+    draft.blame(rows[late], owner[late])
+    draft.share(rows[~late], int(owner[late][0]))
 
 
 def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:
