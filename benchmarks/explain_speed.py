@@ -31,6 +31,7 @@ _MOVED = re.compile(
     rb'(?:(?<="ts": )|(?<="correlation": )|(?<="External id": )|(?<="Sequence number": )|(?<="[sf]", "id": ))'
     rb"(\d+(?:\.\d+)?)"
 )
+_REPEATED = re.compile(rb'"ph": "[Xsf]"')
 _READ = """
 import sys, time
 {importing}
@@ -38,7 +39,7 @@ begin = time.perf_counter()
 {reading}
 print(time.perf_counter() - begin)
 """
-OURS = _READ.format(importing="from keepbusy.record.read import read_trace", reading="read_trace(sys.argv[1])")
+OURS = _READ.format(importing="from keepbusy.record.files import read_trace", reading="read_trace(sys.argv[1])")
 THEIRS = _READ.format(
     importing="from hta.common.trace import parse_trace_file", reading="parse_trace_file(sys.argv[1])"
 )
@@ -157,8 +158,8 @@ def build(path: Path, least: int) -> tuple[int, int]:
     begin = text.index(b'"traceEvents": [\n  {') + len(b'"traceEvents": [\n  ')
     end = text.rindex(b"\n  ],")
     rows = text[begin + 1 : end - len(b"\n  }")].split(_BETWEEN)
-    moving = [row for row in rows if b'"ph": "X"' in row or b'"ph": "s"' in row or b'"ph": "f"' in row]
-    still = [row for row in rows if row not in set(moving)]
+    moving = [row for row in rows if _REPEATED.search(row)]
+    still = [row for row in rows if not _REPEATED.search(row)]
     copies = max(1, -(-(least - len(still)) // len(moving)))
     size = 0
     with gzip.open(path, "wb", compresslevel=4) as file:

@@ -19,7 +19,7 @@ from traces import parts, small
 
 from keepbusy.record import unzip
 from keepbusy.record.events import Category, Trace
-from keepbusy.record.read import read_trace
+from keepbusy.record.files import read_trace
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE
 

@@ -19,7 +19,7 @@ from traces import event, parts, real, small, trace_of
 
 from keepbusy.record import side_by_side, unzip
 from keepbusy.record.events import Category, Collective, Thread, Trace
-from keepbusy.record.read import read_trace, read_traces
+from keepbusy.record.files import read_trace, read_traces
 from keepbusy.record.side_by_side import deal
 from keepbusy.record.split import scan
 from keepbusy.timeline.errors import BadInput

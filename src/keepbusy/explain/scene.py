@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
+from keepbusy.timeline.model import NONE, WORKERS, Direction, FrameKind, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
 SOON = 60_000
 """A sync that follows a copy of its thread within this time waits for that copy."""
@@ -54,7 +54,7 @@ class Scene:
     @cached_property
     def is_sync(self) -> Mask:
         """Acts of the program that wait for the device; a launch that found its queue full is none."""
-        return (self.timeline.spans.kind == Kind.SYNC) & ~self.is_queue_wait
+        return (self.timeline.spans.kind == Kind.SYNC) & ~self.is_queue_wait & ~self.is_loader_wait
 
     @cached_property
     def is_queue_wait(self) -> Mask:
@@ -66,6 +66,20 @@ class Scene:
         named = np.zeros(len(self.timeline.names), bool)
         named[self.timeline.spans.name[self.timeline.spans.kind == kind]] = True
         return named
+
+    @cached_property
+    def by_workers(self) -> Mask:
+        """Batches that other processes prepare: no work of this program's own."""
+        return self._of_workers[self.timeline.spans.lane]
+
+    @cached_property
+    def is_loader_wait(self) -> Mask:
+        return self._of_workers[self.timeline.spans.awaits]
+
+    @cached_property
+    def _of_workers(self) -> Mask:
+        """Which lanes stand for a loader's workers; one more False for NONE and one for EVERY_LANE."""
+        return np.array([lane.name == WORKERS for lane in self.timeline.lanes] + [False, False], bool)
 
     @cached_property
     def is_copy(self) -> Mask:

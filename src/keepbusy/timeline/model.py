@@ -27,6 +27,8 @@ Mask = npt.NDArray[np.bool_]
 
 NONE = -1
 """No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+WORKERS = "loader workers"
+"""The name of a host lane that stands for processes which prepare input."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
 
@@ -212,15 +214,8 @@ class Timeline:
 
     def __getitem__(self, row: int) -> Span:
         spans = self.spans
-        return Span(
-            row,
-            self.lanes[spans.lane[row]],
-            Kind(int(spans.kind[row])),
-            self.names[spans.name[row]],
-            int(spans.start[row]),
-            int(spans.end[row]),
-            int(spans.work[row]),
-        )
+        lane, kind, name = self.lanes[spans.lane[row]], Kind(int(spans.kind[row])), self.names[spans.name[row]]
+        return Span(int(row), lane, kind, name, int(spans.start[row]), int(spans.end[row]), int(spans.work[row]))
 
     @property
     def ranks(self) -> list[int]:

@@ -77,9 +77,10 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
     awaited = np.full(len(timeline), NEVER, np.int64)
     syncs = np.flatnonzero(spans.awaits != NONE)
     for index, lane in enumerate(timeline.lanes):
-        if lane.device is None:
+        whole = _of_device(timeline, syncs, lane.rank) & (lane.device is not None)
+        mine = syncs[(spans.awaits[syncs] == index) | whole]
+        if not len(mine):
             continue
-        mine = syncs[(spans.awaits[syncs] == index) | _of_device(timeline, syncs, lane.rank)]
         rows = timeline.rows_of(index)
         place = np.searchsorted(rows, mine) - 1
         tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER

@@ -16,6 +16,8 @@ HEAVY = 1_000_000
 """Host work that goes on this long without a launch is no launch overhead: a graph would not take it away."""
 OWN = 300_000
 """Nor is an operator or a function of the user's that launches nothing and takes this long."""
+ROUND_TRIP = 100_000
+"""Less than this between a read and a copy back is the overhead of the two."""
 _MAKES = re.compile(
     r"^aten::(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
     r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
@@ -81,7 +83,23 @@ def heavy(scene: Scene) -> Mask:
     own = _outermost_own(scene)
     lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[own] >= OWN
     long = spans.work >= HEAVY
-    return (spans.kind == Kind.WORK) & (long | ((own != NONE) & lasting)) & (loader_frame(scene) == NONE)
+    work = (spans.kind == Kind.WORK) & ~scene.by_workers & (loader_frame(scene) == NONE)
+    return work & (long | ((own != NONE) & lasting) | round_trip(scene))
+
+
+def round_trip(scene: Scene) -> Mask:
+    """Work on what came home, before it goes back: between a read and the copy of something else to the device."""
+    spans = scene.timeline.spans
+    result = np.zeros(len(spans), bool)
+    back = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (scene.launch != NONE))
+    for launch in scene.launch[back].tolist():
+        before = int(scene.last_launch[scene.before[launch]]) if scene.before[launch] != NONE else NONE
+        if before == NONE or spans.direction[scene.command[before]] != Direction.DEVICE_TO_HOST:
+            continue
+        rows = np.arange(before + 1, launch)
+        rows = rows[(spans.lane[rows] == spans.lane[launch]) & (spans.kind[rows] == Kind.WORK)]
+        result[rows] = spans.work[rows].sum() >= ROUND_TRIP
+    return result
 
 
 def _outermost_own(scene: Scene) -> Ints:
@@ -105,7 +123,7 @@ def find_launches(scene: Scene) -> Finding:
     """Everything that a captured graph would not do again: launches, and the host work between them."""
     draft, spans = Draft("launch_bound", scene), scene.timeline.spans
     host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
-    rows = np.flatnonzero(host & ~heavy(scene) & (loader_frame(scene) == NONE))
+    rows = np.flatnonzero(host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE))
     draft.edit.work[rows] = 0
     draft.blame(rows, scene.last_launch[rows])
     commands = np.flatnonzero(scene.launch != NONE)
