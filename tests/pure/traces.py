@@ -5,8 +5,14 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from keepbusy.record.events import Trace
+from keepbusy.record.files import read_trace
+
+Read: TypeAlias = Callable[..., Trace]
 
 TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
 _BETWEEN = b"\n  },\n  {"
@@ -54,3 +60,27 @@ def event(**fields: Any) -> dict[str, Any]:
 
 def trace_of(*events: Any, **beside: Any) -> bytes:
     return json.dumps({"schemaVersion": 1, **beside, "traceEvents": list(events)}).encode()
+
+
+NCCL = {
+    "Collective name": "allreduce",
+    "In msg nelems": 8,
+    "Out msg nelems": 16,
+    "Group size": 2,
+    "dtype": "Float",
+    "Process Group Name": "0",
+    "Process Group Description": "default_pg",
+    "Process Group Ranks": "[0, 3]",
+}
+"""What an NCCL kernel says of itself."""
+
+
+def reader(folder: Path) -> Read:
+    """Writes a trace into the folder and reads it."""
+
+    def read(content: bytes, name: str = "a.trace.json") -> Trace:
+        path = folder / name
+        path.write_bytes(content)
+        return read_trace(path)
+
+    return read

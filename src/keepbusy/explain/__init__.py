@@ -14,8 +14,8 @@ from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, PLACES, WIRE,
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.fixes import FINDERS, Finding, findings
 from keepbusy.explain.forecast import Forecast
-from keepbusy.explain.ledger import Busy
 from keepbusy.explain.late import late_ranks
+from keepbusy.explain.ledger import Busy
 from keepbusy.explain.notes import notes_of
 from keepbusy.explain.plain import Plain, other_view, plain_run
 from keepbusy.explain.remedies import remedy_for
@@ -43,12 +43,20 @@ def explain(
 ) -> Diagnosis:
     """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it."""
     _refuse_unknown(mend)
+    say = on_progress or _quiet
+    say("finding the steps", 0.0)
     whole = whole_steps(timeline, plain_step)
     window = sample(whole)
+    say("replaying the plain run", 0.2)
     plain = plain_run(window, plain_step)
     scene = Scene(plain.timeline, workers)
+    say("mending each cause", 0.5)
     story = _Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(mend))
     return story.told(whole, plain_step is not None)
+
+
+def _quiet(what: str, share: float) -> None:
+    """Nobody asked to be told."""
 
 
 def _refuse_unknown(mend: Sequence[str]) -> None:
@@ -118,9 +126,8 @@ class _Story:
             edit = edit | self.found[cause].edit
             after = min(left, self.forecast.spent(edit).waiting)
             waits[cause], left = left - after, after
-        return _rounded(
-            self.plain.step, {COMPUTING: spent.computing, COPYING: spent.copying, WIRE: spent.wire, **waits, "unknown": left}
-        )
+        busy = {COMPUTING: spent.computing, COPYING: spent.copying, WIRE: spent.wire}
+        return _rounded(self.plain.step, {**busy, **waits, "unknown": left})
 
     def _cause(self, cause: str) -> Cause:
         finding = self.found[cause]
@@ -146,7 +153,7 @@ class _Story:
         for cause, finding in self.found.items():
             if cause in named or cause in SILENT:
                 continue
-            why = why_harmless(cause, set(named), waiting_share)
+            why = why_harmless(set(named), waiting_share)
             for place, mine in gathered(self.scene, finding.rows).items():
                 rows.append(Harmless(cause, place, len(mine) / per_step, why))
         return tuple(sorted(rows, key=lambda one: -one.count))

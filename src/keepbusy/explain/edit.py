@@ -14,7 +14,7 @@ from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Mask, Timeline
 Floats: TypeAlias = npt.NDArray[np.float64]
 UNCHANGED = 1 << 62
 GRAPH_SAVES = 870
-"""Nanoseconds that a graph saves on the device itself for each of its kernels, measured on H200 (benchmarks/gpu/graph_gap.py)."""
+"""Nanoseconds that a graph saves on the device for each of its kernels (H200, benchmarks/gpu/graph_gap.py)."""
 
 
 class Beside(IntEnum):
@@ -32,19 +32,22 @@ _NAMES = {Beside.FETCH: "fetching", Beside.BRING: "bringing home", Beside.WIRE: 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Columns beside the spans. `free`: waits for nobody; `gone`: leaves with its time; `work`: no more than that; `captured`: in a graph; `scale`: times that."""
+    """Columns beside the spans."""
 
-    free: Mask
-    gone: Mask
-    work: Ints
-    beside: Ints
-    captured: Mask
-    scale: Floats
+    free: Mask  # waits for nobody
+    gone: Mask  # leaves, and its time with it
+    work: Ints  # at most this much
+    beside: Ints  # moves to a lane of its own
+    captured: Mask  # is launched by a graph
+    scale: Floats  # times this much work
 
     @staticmethod
     def nothing(timeline: Timeline) -> Edit:
         count = len(timeline)
-        return Edit(np.zeros(count, bool), np.zeros(count, bool), np.full(count, UNCHANGED), np.zeros(count, np.int64), np.zeros(count, bool), np.ones(count))
+        no = np.zeros(count, bool)
+        return Edit(
+            no.copy(), no.copy(), np.full(count, UNCHANGED), np.zeros(count, np.int64), no.copy(), np.ones(count)
+        )
 
     def __or__(self, other: Edit) -> Edit:
         return Edit(

@@ -31,8 +31,7 @@ class Forecast:
         """How the mended step is spent on the device."""
         if edit not in self._spent:
             timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
-            found = busy(timeline, steady(timeline))
-            self._spent[edit] = Busy(found.step * ratio, found.computing * ratio, found.copying * ratio, found.wire * ratio)
+            self._spent[edit] = busy(timeline, steady(timeline)).scaled(ratio)
         return self._spent[edit]
 
     def step(self, edit: Edit) -> int:

@@ -23,6 +23,9 @@ class Busy:
     copying: float
     wire: float
 
+    def scaled(self, ratio: float) -> Busy:
+        return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio)
+
     @property
     def waiting(self) -> float:
         return max(0.0, self.step - self.computing - self.copying - self.wire)

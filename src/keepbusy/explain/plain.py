@@ -37,8 +37,9 @@ class Plain:
     ratio: float  # of that step to what the unchanged timeline replays to
     factor: float  # how strongly recording was taken out
 
+
 def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
-    """Host work without a share of what recording cost. Smooth: work never becomes negative, however strong the factor."""
+    """Host work without a share of what recording cost. However strong the factor, work never becomes negative."""
     spans = timeline.spans
     work = spans.work.astype(np.float64)
     own = np.maximum(work, 1.0)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 
 class Remedy(NamedTuple):
+    """What to do about a cause."""
+
     fix: str
     advice: str
     code: str

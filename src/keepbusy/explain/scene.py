@@ -8,7 +8,18 @@ from functools import cached_property
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, WORKERS, Direction, FrameKind, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
+from keepbusy.timeline.model import (
+    NONE,
+    WORKERS,
+    Direction,
+    FrameKind,
+    Ints,
+    Kind,
+    LinkKind,
+    Mask,
+    Timeline,
+    previous_on_lane,
+)
 
 SOON = 60_000
 """A sync that follows a copy of its thread within this time waits for that copy."""
@@ -26,6 +37,8 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
+    """The plain run, with what the finders ask of it looked up once."""
+
     timeline: Timeline
     workers: int = 8
 
@@ -130,9 +143,7 @@ class Scene:
     @cached_property
     def main_lane(self) -> dict[int, int]:
         """Of each rank, the host thread that takes the steps."""
-        return {
-            rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks
-        }
+        return {rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks}
 
     def name_ids(self, *names: str) -> Ints:
         return np.array([index for index, name in enumerate(self.timeline.names) if name in names], np.int64)
@@ -173,7 +184,9 @@ class Scene:
         """Of each frame, a number that frames entered along the same path of calls share."""
         frames = self.timeline.frames
         canonical: dict[str, int] = {}
-        names = np.array([canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64)
+        names = np.array(
+            [canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64
+        )
         path = np.zeros(len(frames), np.int64)
         depth = self._depth()
         for level in range(int(depth.max(initial=-1)) + 1):

@@ -1,4 +1,4 @@
-"""The stretches between launches, or else between collectives: the same part of the program on every rank, in every step.
+"""Stretches between launches, or else between collectives: the same part of the program on every rank.
 
 Ranks that run one program do the same work between two collectives. What one of them spends
 there beyond the others in every step is lateness; what differs now and then is noise, which the
@@ -75,7 +75,7 @@ def stretches(timeline: Timeline) -> Stretches | None:
         cell[mine] = np.where(counted[mine], here, NONE)
         syncs[mine] = np.where(spans.kind[mine] == Kind.SYNC, here, NONE)
     known = cell != NONE
-    spent = np.bincount(cell[known], spans.work[known], minlength=len(ranks) * per_step * steps)
+    spent = np.bincount(cell[known], spans.work[known], len(ranks) * per_step * steps).astype(np.float64)
     return Stretches(cell, spent.reshape(len(ranks), per_step, steps), syncs)
 
 

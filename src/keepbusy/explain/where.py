@@ -13,9 +13,44 @@ from keepbusy.timeline.model import NONE, FrameKind, Kind, Timeline
 
 _PYTHON = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 _PACKAGES = frozenset(
-    "torch torchvision torchaudio torchdata torchmetrics triton numpy transformers accelerate datasets tokenizers peft "
-    "diffusers lightning pytorch_lightning lightning_fabric deepspeed megatron composer timm fairscale apex xformers "
-    "flash_attn einops PIL cv2 tqdm wandb sklearn scipy pandas ignite torchtnt torch_geometric keepbusy".split()
+    [
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "torchdata",
+        "torchmetrics",
+        "triton",
+        "numpy",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "tokenizers",
+        "peft",
+        "diffusers",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "deepspeed",
+        "megatron",
+        "composer",
+        "timm",
+        "fairscale",
+        "apex",
+        "xformers",
+        "flash_attn",
+        "einops",
+        "PIL",
+        "cv2",
+        "tqdm",
+        "wandb",
+        "sklearn",
+        "scipy",
+        "pandas",
+        "ignite",
+        "torchtnt",
+        "torch_geometric",
+        "keepbusy",
+    ]
 )
 _FOREIGN = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 

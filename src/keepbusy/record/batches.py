@@ -73,7 +73,10 @@ class Batches:
                 self._before = text[: start - 1]
                 return text[start:]
             if len(text) > _MOST_BEFORE:
-                raise BadInput(f"{self.path} has no `traceEvents` in its first 16 MB; give a PyTorch profiler trace.")
+                raise BadInput(
+                    f"{self.path} has no `traceEvents` in its first {_MOST_BEFORE >> 20} MB; "
+                    "give a PyTorch profiler trace."
+                )
         raise self._without_events(text)
 
     def _whole_events(self, text: bytes) -> tuple[Rows, bytes]:
@@ -104,12 +107,17 @@ class Batches:
             parts.append(block)
             size += len(block)
             if size > _MOST_AFTER:
-                raise BadInput(f"{self.path} has over 64 MB beside its `traceEvents`; give a PyTorch profiler trace.")
+                raise BadInput(
+                    f"{self.path} has over {_MOST_AFTER >> 20} MB beside its `traceEvents`; "
+                    "give a PyTorch profiler trace."
+                )
         self._after = b"".join(parts)
 
     def _refuse_endless(self, text: bytes) -> None:
         if len(text) > _LONGEST_EVENT:
-            raise BadInput(f"{self.path} has an event of more than 16 MB; give a PyTorch profiler trace.")
+            raise BadInput(
+                f"{self.path} has an event of more than {_LONGEST_EVENT >> 20} MB; give a PyTorch profiler trace."
+            )
 
     def _truncated(self) -> BadInput:
         return BadInput(

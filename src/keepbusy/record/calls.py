@@ -110,7 +110,7 @@ def _enclosing_call(events: Events, calls: Calls, call: Ints) -> Ints:
 
 
 def directions_of_names(names: tuple[str, ...]) -> tuple[Ints, Ints]:
-    """Of each name of a copy (`Memcpy HtoD (Pageable -> Device)`), its direction and whether the host side is pinned."""
+    """Of each copy's name (`Memcpy HtoD (Pageable -> Device)`), its direction and whether its host side is pinned."""
     direction = [next((int(kind) for mark, kind in _DIRECTIONS if mark in name), 0) for name in names]
     pinned = [1 if "Pinned" in name else 0 if "Pageable" in name else NONE for name in names]
     return np.array(direction, np.int64), np.array(pinned, np.int64)
@@ -137,7 +137,7 @@ def released_by(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lane: 
     for one in np.unique(lane).tolist():
         mine = np.flatnonzero((lane == one) & (launch != NONE))
         mine = mine[np.argsort(start[launch[mine]], kind="stable")]
-        call, first = np.unique(launch[mine], return_index=True)
+        call = np.unique(launch[mine])
         ended = np.maximum.accumulate(events.end[commands[mine]])
         done = np.searchsorted(ended, end[call], side="right")
         issued = np.searchsorted(start[launch[mine]], start[call])

@@ -60,7 +60,7 @@ def order_links(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints)
 
 
 def _stream_waits(trace: Trace, timeline: Timeline) -> list[tuple[int, int]]:
-    """A stream wait binds the next launch on its stream. Traces name neither stream nor event, so the times must tell."""
+    """A stream wait binds the next launch on its stream. Traces name neither stream nor event: the times must tell."""
     events = trace.events
     named = np.array([bool(_STREAM_WAIT.match(name)) for name in trace.names], bool)
     is_call = (events.category == Category.RUNTIME) | (events.category == Category.DRIVER)
@@ -121,7 +121,7 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
 
 
 def _event_syncs(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints) -> list[tuple[int, int]]:
-    """A host that waits for an event waits for the command whose end released it: the last one to end before it returned."""
+    """A host that waits for an event waits for a command: the last one to end before it returned."""
     named = np.array([bool(_EVENT_SYNC.search(name)) for name in trace.names], bool)
     rows = call_rows[named[trace.events.name[calls.event]]]
     spans = timeline.spans

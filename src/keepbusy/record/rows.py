@@ -11,7 +11,7 @@ from keepbusy.timeline.model import Ints, Spans
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """`key` is when a span was issued; `turn` settles ties: waits for room, the call, its commands, waits for its copy."""
+    """`key` is when a span was issued. `turn` settles ties: a wait for room, the call, its commands, its wait."""
 
     spans: Spans
     key: Ints

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Links, Meetings, Spans, Timeline
+from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, Spans, Timeline
 from keepbusy.timeline.settle import last_arrival, settle
 
 MOST_SHIFT = 400
@@ -28,10 +28,14 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
 
 def _join(timelines: Sequence[Timeline]) -> Timeline:
     names: dict[str, int] = {}
-    spans, links, frames, marks, lanes = [], [], [], [], []
+    spans: list[Spans] = []
+    links: list[Links] = []
+    frames: list[Frames] = []
+    marks: list[Ints] = []
+    lanes: list[tuple[Lane, ...]] = []
     for one in timelines:
         new = np.array([names.setdefault(name, len(names)) for name in one.names], np.int64)
-        row, frame, lane = sum(map(len, spans)), sum(map(len, frames)), sum(map(len, lanes))
+        row, frame, lane = (sum(len(part) for part in parts) for parts in (spans, frames, lanes))
         spans.append(_shift_spans(one.spans, new, frame, lane))
         links.append(one.links.change(source=one.links.source + row, target=one.links.target + row))
         frames.append(_shift_frames(one.frames, new, frame, lane))
@@ -83,16 +87,16 @@ def _match(timeline: Timeline) -> Timeline:
             meeting[column[here]] = number[here]
         present = (together != NONE).sum(axis=1) if len(together) else np.zeros(0, np.int64)
         members = np.full(len(together), int(groups.get(str(group), len(ranks))), np.int64)
-        tables.append(Meetings.of(len(together), name=spans.name[first], size=spans.size[first], members=members, present=present))
+        tables.append(
+            Meetings.of(len(together), name=spans.name[first], size=spans.size[first], members=members, present=present)
+        )
     meetings = Meetings.concatenate(tables) if tables else Meetings.of(0)
     return timeline.change(spans=spans.change(meeting=meeting), meetings=meetings)
 
 
 def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
     """A row a collective, a column a rank: rows of its parts, NONE where a window does not reach."""
-    base, shifts = columns[0], [0]
-    for other in columns[1:]:
-        shifts.append(_best_shift(timeline, base, other))
+    shifts = [0, *(_best_shift(timeline, columns[0], other) for other in columns[1:])]
     low = min(-shift for shift in shifts)
     high = max(len(column) - shift for column, shift in zip(columns, shifts, strict=True))
     table = np.full((high - low, len(columns)), NONE, np.int64)
@@ -155,7 +159,7 @@ def _align_clocks(timeline: Timeline) -> Timeline:
 
 
 def _without_early_leavers(timeline: Timeline) -> Timeline:
-    """The root of a broadcast may be gone before the last peer comes: it did not wait, so it has no part in the meeting."""
+    """The root of a broadcast may be gone before the last peer comes: it did not wait for the others."""
     spans = timeline.spans
     early = (spans.meeting != NONE) & (spans.end < last_arrival(timeline) - SKEW)
     return timeline.change_spans(meeting=np.where(early, NONE, spans.meeting))

@@ -23,7 +23,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     if count < 3:
-        raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three steps of the loop.")
+        raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three.")
     counts = commands_between(timeline, timeline.marks_of(timeline.ranks[0])[-count:])
     full = np.flatnonzero(counts > COMPLETE * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
@@ -78,7 +78,8 @@ def sample(timeline: Timeline, most_rows: int = 60_000) -> Timeline:
     wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
     if len(marks) <= wanted:
         return timeline
-    starts = np.append(timeline.spans.start[marks], timeline.spans.end[timeline.rows_of(timeline.spans.lane[marks[0]])].max())
+    main = timeline.rows_of(timeline.spans.lane[marks[0]])
+    starts = np.append(timeline.spans.start[marks], timeline.spans.end[main].max())
     by_length = np.argsort(np.diff(starts), kind="stable")
     chosen = np.sort(by_length[(np.arange(wanted) * len(marks) + len(marks) // 2) // wanted])
     kept = np.zeros(len(timeline), bool)

@@ -13,6 +13,8 @@ from keepbusy.timeline.model import NONE, Ints, Mask
 
 @dataclass(frozen=True, eq=False)
 class Finding:
+    """A cause as it was found."""
+
     cause: str
     edit: Edit
     owner: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere

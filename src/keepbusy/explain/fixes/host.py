@@ -18,6 +18,7 @@ OWN = 300_000
 """Nor is an operator or a function of the user's that launches nothing and takes this long."""
 ROUND_TRIP = 100_000
 """Less than this between a read and a copy back is the overhead of the two."""
+_FRAMEWORK = ("Optimizer.", "torch/", "autograd::", "nn.Module")
 _MAKES = re.compile(
     r"^aten::(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
     r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
@@ -103,13 +104,13 @@ def round_trip(scene: Scene) -> Mask:
 
 
 def _outermost_own(scene: Scene) -> Ints:
-    """Of each row, the outermost call around it that launches nothing and is the user's: no part of an optimizer or of PyTorch's Python."""
+    """Of each row, the outermost call around it that launches nothing and is no part of PyTorch's own Python."""
     timeline = scene.timeline
-    framework = np.array([name.startswith(("Optimizer.", "torch/", "autograd::", "nn.Module")) for name in timeline.names], bool)
+    framework = np.array([name.startswith(_FRAMEWORK) for name in timeline.names], bool)
     quiet = scene.launch_free & ~scene.frames_named(framework) & (timeline.frames.kind != FrameKind.ANNOTATION)
-    inside = scene.outermost(scene.frames_named(framework) & ~scene.launch_free) != NONE
+    inside = scene.within(scene.frames_named(framework) & ~scene.launch_free)
     stepping = np.array([name.startswith("Optimizer.") for name in timeline.names], bool)
-    within_step = scene.outermost(scene.frames_named(stepping)) != NONE
+    within_step = scene.within(scene.frames_named(stepping))
     found = scene.outermost(quiet)
     return np.where(within_step | (inside & ~_is_operator(scene, found)), NONE, found)
 

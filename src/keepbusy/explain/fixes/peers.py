@@ -55,12 +55,12 @@ def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:
         for step in range(steps):
             here = (rank * found.spent.shape[1] + place) * steps + step
             _shorten(draft, work, np.flatnonzero(found.cell == here), excess[rank, place])
-            _release(scene, draft, found, here, place, step)
+            _release(draft, found, here, place, step)
 
 
-def _release(scene: Scene, draft: Draft, found: Stretches, here: int, place: int, step: int) -> None:
+def _release(draft: Draft, found: Stretches, here: int, place: int, step: int) -> None:
     """Syncs that only the late rank makes go with what it does there."""
-    syncs = np.flatnonzero((found.syncs == here))
+    syncs = np.flatnonzero(found.syncs == here)
     ranks, places, steps = found.spent.shape
     peers = [(found.syncs == (rank * places + place) * steps + step).sum() for rank in range(ranks)]
     if len(syncs) > np.median(peers):
