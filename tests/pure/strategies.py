@@ -1,31 +1,17 @@
 """Small valid timelines, drawn by hypothesis, in issue order and as a recording would have found them.
 
-A drawn program is carried out by a machine of its own, with other code than `replay`: threads issue,
-streams execute in order, and each span begins some time after whatever releases it.
+A drawn program is carried out on paper (`build`), with other code than `replay`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from build import US, Run
 from hypothesis import strategies as st
 
-from keepbusy.timeline.model import (
-    EVERY_LANE,
-    NONE,
-    Direction,
-    FrameKind,
-    Frames,
-    Kind,
-    Lane,
-    LinkKind,
-    Links,
-    Meetings,
-    Spans,
-    Timeline,
-)
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Timeline
 
 THREADS, STREAMS = 2, 2
 PENDING = 3
@@ -51,146 +37,89 @@ collectives = st.tuples(st.just("collective"), ranks, threads, streams, st.lists
 actions = st.one_of(works, launches, launches, syncs, event_syncs, orders, handoffs, collectives)
 
 
-@dataclass
-class Machine:
-    """One or two ranks, each with two threads and two streams, that note what they do."""
-
-    ranks: int
-    spans: list[dict[str, int]] = field(default_factory=list)
-    links: list[tuple[int, int, int]] = field(default_factory=list)
-    meetings: list[int] = field(default_factory=list)
-    clocks: dict[int, int] = field(default_factory=dict)
-    last: dict[int, int] = field(default_factory=dict)  # the row that each lane did last
-    held: dict[int, int] = field(default_factory=dict)  # the row that a stream's next command must await
-    ends: dict[int, list[int]] = field(default_factory=dict)
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        hosts = [
-            Lane(rank, None, number, f"thread {number}") for rank in range(self.ranks) for number in range(THREADS)
-        ]
-        devices = [Lane(rank, rank, number) for rank in range(self.ranks) for number in range(STREAMS)]
-        return (*hosts, *devices)
-
-    def host(self, rank: int, thread: int) -> int:
-        return rank % self.ranks * THREADS + thread
-
-    def stream(self, rank: int, stream: int) -> int:
-        return self.ranks * THREADS + rank % self.ranks * STREAMS + stream
-
-    def add(self, lane: int, kind: Kind, start: int, end: int, **columns: int) -> int:
-        self.spans.append({"lane": lane, "kind": kind, "start": start, "end": end, **columns})
-        self.clocks[lane], self.last[lane] = end, len(self.spans) - 1
-        return len(self.spans) - 1
-
-    def work(self, rank: int, thread: int, time: int) -> None:
-        lane = self.host(rank, thread)
-        start = self.clocks.get(lane, 0)
-        self.add(lane, Kind.WORK, start, start + time)
-
-    def launch(self, rank: int, thread: int, commands: list[tuple[int, int, int]]) -> None:
-        launch = self._launched(rank, thread, self.stream(rank, commands[0][0]))
-        for stream, lag, time in commands:
-            lane = self.stream(rank, stream)
-            start = self._released(launch, lane, lag)
-            row = self.add(lane, Kind.KERNEL, start, start + time)
-            self._linked(launch, lane, row)
-
-    def sync(self, rank: int, thread: int, stream: int | None, time: int) -> None:
-        lane = self.host(rank, thread)
-        awaited = [self.stream(rank, one) for one in (range(STREAMS) if stream is None else [stream])]
-        start = self.clocks.get(lane, 0)
-        reached = max(start, *[self.clocks.get(one, 0) for one in awaited])
-        self.add(lane, Kind.SYNC, start, reached + time, awaits=EVERY_LANE if stream is None else awaited[0])
-
-    def event_sync(self, rank: int, thread: int, stream: int, time: int) -> None:
-        """Awaits one command, by a link."""
-        lane, source = self.host(rank, thread), self.last.get(self.stream(rank, stream))
-        start = self.clocks.get(lane, 0)
-        if source is None or lane not in self.last or self.spans[source]["end"] <= start:  # then nothing waits
-            return
-        row = self.add(lane, Kind.SYNC, start, self.spans[source]["end"] + time)
-        self.links.append((source, row, LinkKind.ORDER))
-
-    def order(self, rank: int, source: int, target: int) -> None:
-        """An event recorded on one stream, awaited by the next command of another."""
-        row = self.last.get(self.stream(rank, source))
-        if row is not None and source != target:
-            self.held[self.stream(rank, target)] = row
-
-    def handoff(self, rank: int, time: int) -> None:
-        """The second thread goes on where the first one ended, as the backward pass does."""
-        source = self.last.get(self.host(rank, 0))
-        if source is None:
-            return
-        lane = self.host(rank, 1)
-        start = max(self.spans[source]["end"], self.clocks.get(lane, 0))
-        row = self.add(lane, Kind.WORK, start, start + time)
-        self.links.append((source, row, LinkKind.HANDOFF))
-
-    def collective(self, _: int, thread: int, stream: int, drawn: list[int]) -> None:
-        """All ranks meet; none leaves before the last has come, and they leave at slightly different times."""
-        parts, wire, lags = [], drawn[0], drawn[1:3]
-        for rank in range(self.ranks):
-            lane = self.stream(rank, stream)
-            launch = self._launched(rank, thread, lane)
-            start = self._released(launch, lane, lags[rank])
-            parts.append(self.add(lane, Kind.COLLECTIVE, start, start, meeting=len(self.meetings)))
-            self._linked(launch, lane, parts[-1])
-        last = max(self.spans[part]["start"] for part in parts)
-        for part, late in zip(parts, drawn[3:], strict=False):
-            self.spans[part]["end"] = self.clocks[self.spans[part]["lane"]] = last + wire + late
-            self.ends[self.spans[part]["lane"]][-1] = last + wire + late
-        self.meetings.append(len(parts))
-
-    def _launched(self, rank: int, thread: int, stream: int) -> int:
-        """A launch that finds its stream's queue full waits for a place in it."""
-        lane = self.host(rank, thread)
-        start = self.clocks.get(lane, 0)
-        ends = self.ends.get(stream, [])
-        free = ends[-PENDING] if len(ends) >= PENDING else 0
-        return self.add(lane, Kind.LAUNCH, start, max(start, free) + 5_000)
-
-    def _released(self, launch: int, lane: int, lag: int) -> int:
-        held = self.held.get(lane)
-        return max(
-            self.spans[launch]["start"] + 1_000 + lag % 7_000,
-            self.clocks.get(lane, 0) + lag % 3_000,
-            self.spans[held]["end"] + lag % 2_000 if held is not None else 0,
-        )
-
-    def _linked(self, launch: int, lane: int, row: int) -> None:
-        self.links.append((launch, row, LinkKind.LAUNCH))
-        self.ends.setdefault(lane, []).append(self.spans[row]["end"])
-        if lane in self.held:
-            self.links.append((self.held.pop(lane), row, LinkKind.ORDER))
-
-
 @st.composite
 def timelines(draw: st.DrawFn, most_ranks: int = 2, most: int = 30) -> Timeline:
     """A recording: measured times and links, with neither `work` nor `lag` (`settle` derives them)."""
-    machine = Machine(draw(st.integers(1, most_ranks)))
-    begins = draw(st.lists(times, min_size=THREADS * machine.ranks, max_size=THREADS * machine.ranks))
-    machine.clocks = dict(enumerate(begins))
-    machine.add(0, Kind.WORK, machine.clocks[0], machine.clocks[0] + draw(times))
-    for name, *arguments in draw(st.lists(actions, min_size=min(6, most), max_size=most)):
-        getattr(machine, name)(*arguments)
-    spans = machine.spans
-    columns = {name: [span.get(name, fill) for span in spans] for name, fill in _COLUMNS.items()}
-    links = np.array(machine.links, np.int64).reshape(-1, 3).T
-    hosts = [row for row, span in enumerate(spans) if span["lane"] % (THREADS * machine.ranks) == span["lane"]]
-    return Timeline(
-        lanes=machine.lanes,
-        names=("span",),
-        spans=Spans.of(len(spans), **columns),
-        links=Links.of(links.shape[1], source=links[0], target=links[1], kind=links[2]),
-        meetings=Meetings.of(len(machine.meetings), members=machine.meetings, present=machine.meetings),
-        marks=np.array(sorted(draw(st.sets(st.sampled_from(hosts), min_size=1, max_size=4))), np.int64),
-        facts={"pending_limit": PENDING},
-    )
+    run = begun(draw, most_ranks).work(draw(times) / US)
+    carry_out(run, draw(st.lists(actions, min_size=min(6, most), max_size=most)))
+    recorded = run.recorded()
+    marks = draw(st.sets(st.sampled_from(np.flatnonzero(~recorded.on_device).tolist()), min_size=1, max_size=4))
+    return recorded.change(marks=np.array(sorted(marks), np.int64), facts={"pending_limit": PENDING})
 
 
-_COLUMNS = {"lane": 0, "kind": 0, "start": 0, "end": 0, "awaits": NONE, "meeting": NONE}
+@st.composite
+def loops(draw: st.DrawFn, most_ranks: int = 2, most: int = 12) -> Timeline:
+    """A recording of a loop: steps of the same actions, with a launch in each."""
+    run = begun(draw, most_ranks)
+    body = draw(st.lists(actions, max_size=most))
+    for _ in range(draw(st.integers(3, 6))):
+        for rank in run.ranks:
+            run.on(rank).step().launch(kernel=50)
+        carry_out(run, body)
+    return run.recorded()
+
+
+def begun(draw: st.DrawFn, most_ranks: int) -> Run:
+    run = Run.of(draw(st.integers(1, most_ranks)), pending=PENDING)
+    for rank in run.ranks:
+        for thread in range(THREADS):
+            run.on(rank, thread).begin(draw(times) / US)
+        for stream in range(STREAMS):
+            run.paper.lanes.setdefault(run.on(rank).stream(stream), len(run.paper.lanes))
+    return run
+
+
+def carry_out(run: Run, drawn: list[tuple[Any, ...]]) -> None:
+    """Actions by name; those that nobody would take at that point are left out."""
+    for name, rank, *arguments in drawn:
+        _ACTIONS[name](run.on(rank % len(run.ranks)), *arguments)
+
+
+def _work(run: Run, thread: int, time: int) -> None:
+    run.on(thread=thread).work(time / US)
+
+
+def _launch(run: Run, thread: int, commands: list[tuple[int, int, int]]) -> None:
+    mine = run.on(thread=thread)
+    row = mine.call(commands[0][0])
+    for stream, lag, time in commands:
+        mine.command(row, stream, time / US, lags=(1_000 + lag % 7_000, lag % 3_000, lag % 2_000))
+
+
+def _sync(run: Run, thread: int, stream: int | None, time: int) -> None:
+    run.on(thread=thread).sync(stream, time / US)
+
+
+def _event_sync(run: Run, thread: int, stream: int, time: int) -> None:
+    """A host that has not begun, and an event that is past, have nothing to wait for."""
+    mine, source = run.on(thread=thread), run.paper.last.get(run.stream(stream))
+    if source is not None and mine.lane in run.paper.last and run.paper.spans[source]["end"] > mine.clock:
+        mine.event_sync(stream, time / US)
+
+
+def _order(run: Run, source: int, target: int) -> None:
+    run.order(source, target)
+
+
+def _handoff(run: Run, time: int) -> None:
+    if run.lane in run.paper.last:
+        run.handoff(1).work(time / US)
+
+
+def _collective(run: Run, thread: int, stream: int, drawn: list[int]) -> None:
+    wire, lags, late = drawn[0], [1_000 + lag % 7_000 for lag in drawn[1:3]], drawn[3:]
+    run.on(thread=thread).collective(wire / US, stream=stream, lags=lags, late=late)
+
+
+_ACTIONS = {
+    "work": _work,
+    "launch": _launch,
+    "sync": _sync,
+    "event_sync": _event_sync,
+    "order": _order,
+    "handoff": _handoff,
+    "collective": _collective,
+}
 
 
 @st.composite

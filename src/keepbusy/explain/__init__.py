@@ -116,18 +116,19 @@ class _Story:
         return reduce(or_, edits, Edit.nothing(self.scene.timeline))
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
-        """Mend one cause after the other: what waiting each of them takes away is its row. The rest is unknown."""
-        spent = self.unchanged
-        rest = [cause for cause in self.found if cause not in named]
-        order = [*(one for one in named if one not in RESIDUAL), *rest, *(one for one in named if one in RESIDUAL)]
+        """Mend one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
+        order = [*named, *(cause for cause in self.found if cause not in named)]
         order.sort(key=lambda cause: cause in RESIDUAL)
-        waits, left, edit = {}, spent.waiting, Edit.nothing(self.scene.timeline)
+        waits, left, edit = {}, self.unchanged.held_up, Edit.nothing(self.scene.timeline)
         for cause in order:
             edit = edit | self.found[cause].edit
-            after = min(left, self.forecast.spent(edit).waiting)
+            after = min(left, self.forecast.spent(edit).held_up)
             waits[cause], left = left - after, after
-        busy = {COMPUTING: spent.computing, COPYING: spent.copying, WIRE: spent.wire}
-        return _rounded(self.plain.step, {**busy, **waits, "unknown": left})
+        last = self.forecast.spent(edit)
+        copying = min(left, last.copying)
+        wire = min(left - copying, last.wire)
+        rest = {COPYING: copying, WIRE: wire, "unknown": left - copying - wire}
+        return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 
     def _cause(self, cause: str) -> Cause:
         finding = self.found[cause]
@@ -136,7 +137,7 @@ class _Story:
         count = len(finding.rows) / self.scene.steps / len(self.scene.timeline.ranks)
         return Cause(
             cause=cause,
-            wait=round(max(0.0, self.unchanged.waiting - self.forecast.spent(finding.edit).waiting)),
+            wait=round(max(0.0, self.unchanged.held_up - self.forecast.spent(finding.edit).held_up)),
             count=count,
             sites=sites,
             what=what_happened(self.scene, finding),

@@ -27,8 +27,13 @@ class Busy:
         return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio)
 
     @property
+    def held_up(self) -> float:
+        """The GPU computes nothing: it waits, copies, or exchanges data with no compute beside it."""
+        return max(0.0, self.step - self.computing)
+
+    @property
     def waiting(self) -> float:
-        return max(0.0, self.step - self.computing - self.copying - self.wire)
+        return max(0.0, self.held_up - self.copying - self.wire)
 
 
 def busy(timeline: Timeline, steady: Replayed) -> Busy:

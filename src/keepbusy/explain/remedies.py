@@ -109,8 +109,18 @@ SYNCS = (
 )
 
 
+MORE_WORKERS = Remedy(
+    "prepare_in_workers",
+    "Give the loader four times the workers, as far as there are cores, and let them fetch further ahead.",
+    "DataLoader(..., num_workers=4 * today, prefetch_factor=4, pin_memory=True, persistent_workers=True)",
+    "torch.utils.data.DataLoader",
+)
+
+
 def remedy_for(cause: str, operator: str) -> Remedy:
-    """By the cause; for a sync also by what made the host wait."""
+    """By the cause; for a sync also by what made the host wait, for a loader by whether it has workers."""
+    if cause == "input_late" and "_MultiProcessing" in operator:
+        return MORE_WORKERS
     if cause == "host_sync":
         return next((remedy for pattern, remedy in SYNCS if pattern.search(operator)), REMEDIES[cause])
     return REMEDIES[cause]

@@ -18,6 +18,7 @@ from keepbusy.timeline.model import (
     LinkKind,
     Mask,
     Timeline,
+    last_before,
     previous_on_lane,
 )
 
@@ -110,13 +111,20 @@ class Scene:
         return result
 
     @cached_property
+    def last_call(self) -> Ints:
+        """Of each host row, the launch or sync before it on its lane, or NONE."""
+        spans = self.timeline.spans
+        is_call = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.SYNC)
+        return last_before(spans.lane, is_call)
+
+    @cached_property
     def copy_of_sync(self) -> Ints:
         """Of each sync, the copy that it makes blocking, or NONE."""
         spans = self.timeline.spans
         copy = self.command[np.maximum(self.last_launch, 0)]
         known = self.is_sync & (self.last_launch != NONE) & (copy != NONE)
         known &= self.is_copy[np.maximum(copy, 0)]
-        known &= spans.start - spans.end[np.maximum(self.last_launch, 0)] < SOON
+        known &= spans.start - spans.end[np.maximum(self.last_call, 0)] < SOON
         return np.where(known, copy, NONE)
 
     @cached_property

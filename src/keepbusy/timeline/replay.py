@@ -196,10 +196,11 @@ def launched_lane(timeline: Timeline) -> Ints:
 
 def _first_clocks(timeline: Timeline) -> list[int]:
     """A lane begins where its first span was, unless something else released that span."""
-    spans = timeline.spans
+    spans, links = timeline.spans, timeline.links
     clocks = [NEVER] * len(timeline.lanes)
     released = np.zeros(len(timeline), bool)
-    released[timeline.links.target[timeline.links.source < timeline.links.target]] = True
+    to_start = (links.source < links.target) & (spans.kind[links.target] != Kind.SYNC)
+    released[links.target[to_start]] = True
     for row in np.flatnonzero(previous_on_lane(spans.lane) == NONE).tolist():
         if not released[row]:
             clocks[spans.lane[row]] = int(spans.start[row] - spans.lag[row])

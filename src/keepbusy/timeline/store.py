@@ -26,10 +26,10 @@ from keepbusy.timeline.model import (
     Links,
     Meetings,
     Spans,
-    Table,
     Timeline,
 )
 from keepbusy.timeline.packing import Columns, pack, unpack
+from keepbusy.timeline.table import Table
 
 VERSION = 1
 _MAGIC = b"\x89busy\r\n\n"
