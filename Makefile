@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-CPU_WHEELS := https://download.pytorch.org/whl/cpu
 TRACES := tests/snapshots/traces
 
 .PHONY: demo test bench lint format snapshots picture clean
@@ -44,12 +43,11 @@ picture: $(READY)
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# PyTorch comes first, so that its CPU wheel is taken: one that this machine offers, else PyTorch's own, else PyPI's.
+# PyTorch comes first and pinned: after other packages pip might take a build with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("keepbusy needs Python 3.11 or newer; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -qq --no-index --no-deps "$(TORCH)" 2>/dev/null \
-	    || $(PIP) install -qq --no-deps --index-url $(CPU_WHEELS) "$(TORCH)" 2>/dev/null || true
+	@$(PIP) install -qq "$(TORCH)"
 	@$(PIP) install -qq -c constraints.txt -e '.[torch,dev]'
 	@touch $@

@@ -230,7 +230,7 @@ class Run:
 
     def _caught_up(self, stream: int | None) -> int:
         mine = [lane for lane in self.paper.lanes if lane.rank == self.rank and lane.device is not None]
-        return max((self.paper.clocks[lane] for lane in mine if stream in (None, lane.number)), default=0)
+        return max((self.paper.clocks.get(lane, 0) for lane in mine if stream in (None, lane.number)), default=0)
 
     def event_sync(self, stream: int = 7, time: float = SYNC, at: Sequence[str] = ()) -> Run:
         """Waits for what the stream has been given last, by a link."""

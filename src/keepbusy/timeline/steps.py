@@ -22,10 +22,10 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
-    if count < 3:
+    counts = commands_between(timeline, timeline.marks_of(timeline.ranks[0])[-count:]) if count else np.zeros(0)
+    full = np.flatnonzero(counts > COMPLETE * np.median(counts)) if count >= 3 else np.zeros(0, np.int64)
+    if not len(full):
         raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three.")
-    counts = commands_between(timeline, timeline.marks_of(timeline.ranks[0])[-count:])
-    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
     length = period(counts[first:last])
     if length == 1 and plain_step is not None and last - first >= 4:
@@ -124,5 +124,7 @@ def repetition(names: Ints) -> int:
     spectrum = np.fft.rfft(signs, 2 * count, axis=1)
     alike = np.fft.irfft(spectrum * spectrum.conj(), axis=1)[:, :count].mean(axis=0) / (count - np.arange(count))
     alike = alike[: count // 2 + 1]
-    best = float(alike[1:].max(initial=0.0))
-    return int(np.flatnonzero(alike[1:] >= 0.97 * best)[0]) + 1 if best > 0.8 else 0
+    near = np.flatnonzero(alike[1:] >= 0.97 * alike[1:].max(initial=0.0))[:64] + 1
+    # two names may bear the same signs, so what looks alike is compared name by name
+    same = np.array([np.mean(names[length:] == names[:-length]) for length in near.tolist()])
+    return int(near[same >= 0.97 * same.max()][0]) if same.max(initial=0.0) > 0.8 else 0
