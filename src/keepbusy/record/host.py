@@ -32,8 +32,9 @@ def host_rows(reading: Reading) -> Rows:
 
 
 def _lane_of_calls(reading: Reading) -> Ints:
-    threads = reading.events.thread[reading.calls.event].tolist()
-    return np.array([reading.lane_of_thread.get(thread, reading.main_lane) for thread in threads], np.int64)
+    lane_of = np.full(len(reading.trace.threads), reading.main_lane, np.int64)
+    lane_of[list(reading.lane_of_thread)] = list(reading.lane_of_thread.values())
+    return lane_of[reading.events.thread[reading.calls.event]]
 
 
 def _begin(reading: Reading) -> Ints:

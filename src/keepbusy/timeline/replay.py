@@ -62,21 +62,34 @@ def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
     """`brief`: work that nothing waits for is joined to the host row after it, and has no times of its own."""
-    skipped = _joined(timeline) if brief else np.zeros(len(timeline), bool)
-    rows, clocks = _program(timeline, skipped), _first_clocks(timeline)
-    count, lanes = len(timeline), len(clocks)
-    start, end = [NEVER] * count, [NEVER] * count
-    marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
-    meetings, neighbours = _Meetings(timeline), _neighbours(timeline)
-    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
-    rings, places = [[NEVER] * limit for _ in range(lanes)], [0] * lanes
-    progress: list[list[int]] = []
+    engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool))
     for _ in range(rounds):
-        for index, lane, kind, work, lag, awaits, launches, releases, meeting in rows:
+        engine.round()
+    start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
+    return Replayed(start, end, np.array(engine.progress, np.int64), rounds)
+
+
+class _Engine:
+    """The clocks of all lanes, and the one loop that moves them."""
+
+    def __init__(self, timeline: Timeline, skipped: Mask) -> None:
+        count, lanes = len(timeline), len(timeline.lanes)
+        self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
+        self.start, self.end = [NEVER] * count, [NEVER] * count
+        self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
+        self.meetings, self.neighbours = _Meetings(timeline), _neighbours(timeline)
+        self.limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+        self.rings, self.places = [[NEVER] * self.limit for _ in range(lanes)], [0] * lanes
+        self.progress: list[list[int]] = []
+
+    def round(self) -> None:
+        """Every row once. Plain loops over plain lists: this is where all the time goes."""
+        clocks, start, end, rings, places = self.clocks, self.start, self.end, self.rings, self.places
+        marks, limit = self.marks, self.limit
+        for index, lane, kind, work, lag, awaits, launches, releases, meeting in self.rows:
             if index in marks:
-                progress.append(clocks.copy())
-            begin = clocks[lane] + lag
-            reached = begin
+                self.progress.append(clocks.copy())
+            begin = reached = clocks[lane] + lag
             for source, later, whole in releases:
                 released = (end[source] if whole else start[source]) + later
                 if released > reached:
@@ -84,30 +97,30 @@ def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
             if kind >= _KERNEL:
                 start[index] = reached
                 if meeting >= 0:
-                    if not meetings.arrive(meeting, index, lane, reached):
-                        continue
-                    for part, its_lane, finish in meetings.leave(meeting):
-                        end[part] = clocks[its_lane] = rings[its_lane][places[its_lane]] = finish
-                        places[its_lane] = (places[its_lane] + 1) % limit
+                    self._meet(meeting, index, lane, reached)
                     continue
-                finish = reached + work
                 place = places[lane]
-                rings[lane][place] = finish
+                rings[lane][place] = reached + work
                 places[lane] = place + 1 if place + 1 < limit else 0
             elif kind == _SYNC or awaits != NONE:
                 start[index] = begin
                 if awaits >= 0 and clocks[awaits] > reached:
                     reached = clocks[awaits]
                 elif awaits == EVERY_LANE:
-                    reached = max(reached, *[clocks[other] for other in neighbours[lane]])
-                finish = reached + work
+                    reached = max(reached, *[clocks[other] for other in self.neighbours[lane]])
             else:
                 start[index] = reached
                 if launches >= 0 and rings[launches][places[launches]] > reached:
                     reached = rings[launches][places[launches]]  # the queue of that stream is full
-                finish = reached + work
-            end[index] = clocks[lane] = finish
-    return Replayed(np.array(start, np.int64), np.array(end, np.int64), np.array(progress, np.int64), rounds)
+            end[index] = clocks[lane] = reached + work
+
+    def _meet(self, meeting: int, row: int, lane: int, when: int) -> None:
+        """A part has come; when it is the last one, all leave, in the order in which they came."""
+        if self.meetings.arrive(meeting, row, lane, when):
+            for part, its_lane, finish in self.meetings.leave(meeting):
+                place = self.places[its_lane]
+                self.end[part] = self.clocks[its_lane] = self.rings[its_lane][place] = finish
+                self.places[its_lane] = (place + 1) % self.limit
 
 
 class _Meetings:

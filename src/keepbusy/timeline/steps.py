@@ -22,10 +22,10 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
-    counts = commands_between(timeline, timeline.marks_of(timeline.ranks[0])[-count:]) if count else np.zeros(0)
-    full = np.flatnonzero(counts > COMPLETE * np.median(counts)) if count >= 3 else np.zeros(0, np.int64)
-    if not len(full):
+    marks = timeline.marks_of(timeline.ranks[0])[-count:]
+    if count < 3 or not (counts := commands_between(timeline, marks)).any():
         raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three.")
+    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
     length = period(counts[first:last])
     if length == 1 and plain_step is not None and last - first >= 4:
@@ -72,7 +72,7 @@ def period(counts: Ints) -> int:
     return 1
 
 
-def sample(timeline: Timeline, most_rows: int = 60_000) -> Timeline:
+def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
     """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order."""
     marks = timeline.marks_of(timeline.ranks[0])
     wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
