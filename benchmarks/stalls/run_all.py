@@ -113,6 +113,8 @@ if __name__ == "__main__":
     arguments.add_argument("--out", required=True, type=Path)
     arguments.add_argument("--plain", nargs="*", default=[], help="cases to time and to trace with stacks")
     arguments.add_argument("--no-stack", nargs="*", default=[], help="cases to time and to trace without stacks")
+    arguments.add_argument("--folder", default="cases", help="where the cases lie, beside this file")
+    arguments.add_argument("--stalled-only", action="store_true", help="no trace of the mended scripts")
     arguments.add_argument("--extra", help="a script to run once at the end: SCRIPT writes to the file it is given")
     arguments.add_argument("--world", type=int, default=1)
     arguments.add_argument("--limit", type=int, default=45, help="seconds a case may take")
@@ -139,9 +141,9 @@ if __name__ == "__main__":
             continue
         shutil.rmtree(work, ignore_errors=True)
         kind, start, port = "with_stack" if stack else "without_stack", time.time(), port + 1
-        trace = "both" if stack and options.world == 1 else "stalled"
+        trace = "both" if stack and options.world == 1 and not options.stalled_only else "stalled"
         flags = [
-            str(HERE / "cases" / f"{case}.py"),
+            str(HERE / options.folder / f"{case}.py"),
             "--out",
             str(work),
             "--repeat",

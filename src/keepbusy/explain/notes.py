@@ -16,6 +16,8 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
         )
     if not whole.facts.get("stacks", True):
         notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
+    if whole.facts.get("skipped"):
+        notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
     steps = len(whole.marks_of(whole.ranks[0]))
     if scene.steps < steps:
         notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")

@@ -88,6 +88,7 @@ def _facts(trace: Trace, rank: int) -> dict[str, object]:
         "device": _device_name(trace),
         "stacks": bool(trace.facts.get("with_stack")),
         "source": trace.path,
+        "skipped": trace.skipped,
         "groups": {str(number): count for number, count in zip(group.tolist(), members, strict=False)},
     }
 

@@ -14,6 +14,8 @@ MOST_SHIFT = 400
 SKEW = 50_000
 SAME_CLOCK = 100_000
 """Ranks of one host share a clock; what differs by less is skew, not offset."""
+OTHER_CLOCK = 50_000_000
+"""Hosts that are further apart have clocks that say nothing about where their windows begin."""
 
 
 def merge(timelines: Sequence[Timeline]) -> Timeline:
@@ -120,12 +122,13 @@ def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
             continue
         apart = spans.end[its] - spans.end[mine]
         offset = int(np.median(apart))
-        if _possible(timeline, mine, its, offset):
-            fits.append((float(np.median(np.abs(apart - offset))), abs(offset), shift))
-    if not fits:
-        return 0
-    near = 2 * min(fits)[0] + SKEW
-    return min((offset, abs(shift), shift) for spread, offset, shift in fits if spread <= near)[2]
+        spread = float(np.median(np.abs(apart - offset)))
+        fits.append((_possible(timeline, mine, its, offset), spread, min(abs(offset), OTHER_CLOCK), shift))
+    # the root of a broadcast may be gone before its peers come; where that is so of all shifts it tells nothing
+    fits = [fit for fit in fits if fit[0]] or fits
+    near = 2 * min((spread for _, spread, _, _ in fits), default=0.0) + SKEW
+    alike = [(offset, abs(shift), shift) for _, spread, offset, shift in fits if spread <= near]
+    return min(alike, default=(0, 0, 0))[2]
 
 
 def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
@@ -141,20 +144,15 @@ def _align_clocks(timeline: Timeline) -> Timeline:
     parts = np.flatnonzero(spans.meeting != NONE)
     if not len(parts):
         return timeline
-    left = np.full(len(timeline.meetings), np.iinfo(np.int64).max, np.int64)
-    np.minimum.at(left, spans.meeting[parts], spans.end[parts])
     shift = np.zeros(len(timeline), np.int64)
     for one in timeline.ranks:
         mine = parts[rank[parts] == one]
         apart = int(np.median(spans.end[mine] - _reference(timeline, mine, parts))) if len(mine) else 0
         if abs(apart) > SAME_CLOCK:
             shift[rank == one] = -apart
-    frames = timeline.frames
-    of_frames = np.zeros(len(frames), np.int64)
-    lane_shift = np.zeros(len(timeline.lanes), np.int64)
+    frames, lane_shift = timeline.frames, np.zeros(len(timeline.lanes), np.int64)
     lane_shift[spans.lane] = shift
-    of_frames = lane_shift[frames.lane] if len(frames) else of_frames
-    frames = frames.change(start=frames.start + of_frames, end=frames.end + of_frames)
+    frames = frames.change(start=frames.start + lane_shift[frames.lane], end=frames.end + lane_shift[frames.lane])
     return timeline.change(spans=spans.change(start=spans.start + shift, end=spans.end + shift), frames=frames)
 
 

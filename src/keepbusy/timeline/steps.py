@@ -14,6 +14,8 @@ from keepbusy.timeline.replay import pace
 
 SAME, DIFFERENT = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
+MOST_DISTORTED = 2.5
+"""Recording was seen to make a step up to 2.4 times as long; what differs by more is another step."""
 COMPLETE = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
@@ -28,9 +30,14 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     full = np.flatnonzero(counts > COMPLETE * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
     length = period(counts[first:last])
-    if length == 1 and plain_step is not None and last - first >= 4:
-        length = _several(_cut(timeline, count, np.arange(first, last + 1)), plain_step, (last - first) // 2)
-    return _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
+    whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
+    if length > 1 or plain_step is None:
+        return whole
+    ratio = plain_step / pace(whole)
+    several = min((last - first) // 2, round(ratio))
+    if several > 1 and abs(ratio - several) < 0.2 * several:
+        return _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
+    return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
 
 
 def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
@@ -44,11 +51,22 @@ def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
     return timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
 
 
-def _several(single: Timeline, plain_step: int, most: int) -> int:
-    """How many marks a plain step holds. Recording makes steps longer, so a plain step that is longer holds several."""
-    ratio = plain_step / pace(single)
-    several = min(most, round(ratio))
-    return several if several > 1 and abs(ratio - several) < 0.2 * several else 1
+def _by_backward(whole: Timeline, ratio: float) -> Timeline:
+    """A plain step far shorter than the time between marks: several are accumulated, and each goes back once."""
+    backs = [_returns(whole, rank) for rank in whole.ranks]
+    each = len(backs[0]) / len(whole.marks_of(whole.ranks[0]))
+    if each < 2 or each != round(each) or any(len(back) != len(backs[0]) for back in backs):
+        return whole
+    fits = 0.7 < ratio / each < MOST_DISTORTED
+    return whole.change(marks=np.sort(np.concatenate(backs))) if fits else whole
+
+
+def _returns(timeline: Timeline, rank: int) -> Ints:
+    """Rows of the main thread at which the backward pass has handed back to it."""
+    links, spans = timeline.links, timeline.spans
+    main = spans.lane[timeline.marks_of(rank)[0]]
+    rows = links.target[(links.kind == LinkKind.HANDOFF) & (spans.lane[links.target] == main)]
+    return np.unique(rows)
 
 
 def _source(timeline: Timeline) -> str:

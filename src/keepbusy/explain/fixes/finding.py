@@ -26,7 +26,14 @@ class Finding:
 
     def only(self, rows: Ints) -> Edit:
         """The edit of these culprits alone."""
-        mine, edit = np.isin(self.owner, rows), self.edit
+        return self._restricted(np.isin(self.owner, rows))
+
+    def without(self, rows: Mask) -> Finding:
+        """The same finding, but for what another one already tells."""
+        return Finding(self.cause, self._restricted(~rows), np.where(rows, NONE, self.owner))
+
+    def _restricted(self, mine: Mask) -> Edit:
+        edit = self.edit
         return Edit(
             edit.free & mine,
             edit.gone & mine,
