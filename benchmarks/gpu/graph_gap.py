@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
-from models import TextClassifier, resnet  # noqa: E402
+from models import TextClassifier, resnet
 
 CHAIN, REPEATS = 400, 9
 
@@ -95,9 +95,10 @@ class Words(nn.Module):
 
 def steps() -> dict[str, dict[str, float]]:
     """Whole training steps, eager against captured, both as a loop runs them and without the host in the way."""
+    images = torch.randn(256, 3, 176, 176, device="cuda").to(memory_format=torch.channels_last)
     cases = {
         "lstm": (Words().cuda(), torch.randint(0, 8000, (70, 128), device="cuda"), contextlib.nullcontext),
-        "resnet": (resnet(96), torch.randn(256, 3, 176, 176, device="cuda").to(memory_format=torch.channels_last), bf16),
+        "resnet": (resnet(96), images, bf16),
         "small transformer": (
             TextClassifier(width=256, layers=6, heads=4).cuda(),
             torch.randint(0, 8192, (16, 128), device="cuda"),
@@ -109,10 +110,10 @@ def steps() -> dict[str, dict[str, float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         y = torch.randint(0, 20, (x.numel() if name == "lstm" else len(x),), device="cuda")
 
-        def step(model=model, x=x, y=y, optimizer=optimizer, context=context) -> None:  # noqa: ANN001
+        def step(model=model, x=x, y=y, optimizer=optimizer, context=context) -> None:
             optimizer.zero_grad(set_to_none=False)
             with context():
-                loss = F.cross_entropy(model(x), y)
+                loss = cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
 

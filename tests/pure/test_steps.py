@@ -55,6 +55,28 @@ def test_what_is_cut_away_leaves_no_link_behind() -> None:
     assert whole.links.target.max() < len(whole)
 
 
+def test_what_one_step_releases_in_the_next_goes_round() -> None:
+    """Two streams take turns, 700 µs and 300 µs, across the border of the step: the first waits for the last."""
+
+    def turns(run: Run) -> None:
+        run.launch(kernel=700).order(7, 8).launch(kernel=300, stream=8).order(8, 7)
+
+    for steps in (2, 9):
+        whole = whole_steps(loop(turns, steps=steps))
+        assert (whole.links.source > whole.links.target).sum() == 1
+        assert pace(whole) == pytest.approx(1_002_000, rel=0.001)
+
+
+def test_what_goes_round_belongs_to_the_same_part_of_the_step() -> None:
+    """A link to a kernel that the first step does not begin with is none of its own."""
+    run = Run.of()
+    for step in range(5):
+        run.step().launch(kernel=700, name="first" if step < 4 else "other")
+        run.order(7, 8).launch(kernel=300, stream=8).order(8, 7)
+    whole = whole_steps(run.timeline())
+    assert (whole.links.source < whole.links.target).all()
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_two_whole_steps_are_the_least(steps: int) -> None:
     run = Run.of()
@@ -76,7 +98,7 @@ def test_steps_that_launch_nothing_are_no_steps() -> None:
 
 
 def test_ends_that_were_not_recorded_whole_are_left_out() -> None:
-    """The first stretch lost most of its commands: its launches came before the window, or the recorder dropped them."""
+    """The first stretch lost most of its commands: they were launched before the window began."""
     run = Run.of()
     for count in (1, 10, 10, 10, 2, 10):
         kernels(run.step(), count)

@@ -11,7 +11,7 @@ def main(tick, fixed=False):
     counts = [random.randrange(50, 500) for _ in range(200)]
     model = resnet(width=80, classes=len(counts))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    x = torch.randn(size(256, 4), 3, size(192, 32), size(192, 32), device="cuda").to(memory_format=torch.channels_last)
+    x = torch.randn(size(768, 4), 3, size(192, 32), size(192, 32), device="cuda").to(memory_format=torch.channels_last)
     y = torch.randint(0, len(counts), x.shape[:1], device="cuda")
     kept = torch.tensor([100 / count for count in counts], device="cuda")
     for step in range(STEPS):

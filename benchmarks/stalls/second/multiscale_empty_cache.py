@@ -10,7 +10,7 @@ EDGES = [size(edge, edge // 16) for edge in (320, 448, 384, 512, 256)]
 def main(tick, fixed=False):
     model = UNet(width=48, outputs=8).to("cuda", memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    photos = torch.rand(size(8, 2), 3, size(512, 32), size(512, 32), device="cuda")
+    photos = torch.rand(size(3, 2), 3, size(512, 32), size(512, 32), device="cuda")
     labels = torch.randint(0, 8, (len(photos), 1, *photos.shape[2:]), device="cuda").float()
     for step in range(STEPS):
         edge = EDGES[step % 5]

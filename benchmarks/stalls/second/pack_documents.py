@@ -28,7 +28,7 @@ def pack(documents):
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = encoder(width=512, layers=5)
+        self.body = encoder(width=512, layers=2)
         width = self.body.layers[0].linear1.in_features
         self.token, self.place, self.head = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width), nn.Linear(width, 256)
 

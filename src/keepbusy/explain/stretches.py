@@ -16,6 +16,7 @@ from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Mask, Timeline
 
 LATE = 1_000_000
 LARGEST = 4.0
+MORE = 500_000
 FAR = 1.25
 """A rank is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
 
@@ -47,12 +48,28 @@ def is_late(spent: npt.NDArray[np.float64], peers: npt.NDArray[np.float64]) -> M
     return (spent - peers > LATE) & (spent > FAR * peers)
 
 
-def device_work(timeline: Timeline) -> npt.NDArray[np.float64]:
-    """Of each rank, what its device has to do in a step, collectives aside: one column."""
-    spans, rank = timeline.spans, timeline.rank_of_rows
-    counted = timeline.on_device & (spans.kind != Kind.COLLECTIVE)
-    steps = len(timeline.marks_of(timeline.ranks[0]))
-    return np.array([[spans.work[counted & (rank == one)].sum() / steps] for one in timeline.ranks])
+def has_more(spent: npt.NDArray[np.float64], peers: npt.NDArray[np.float64]) -> Mask:
+    """Of device work, which varies little: a rank that has a tenth more to do than its peers is given more."""
+    return (spent - peers > MORE) & (spent > 1.1 * peers)
+
+
+def device_work(timeline: Timeline) -> tuple[npt.NDArray[np.float64], Ints]:
+    """For each rank, and each stretch between collectives (or step), what its device has to do, collectives aside.
+
+    And of each row its index in that table, NONE where it does not count.
+    """
+    spans, ranks, rank = timeline.spans, timeline.ranks, timeline.rank_of_rows
+    met = spans.meeting != NONE
+    border = met if _per_step(timeline, met) else np.isin(np.arange(len(timeline)), timeline.marks)
+    width = max(int(np.count_nonzero(border & (rank == one))) for one in ranks) + 1
+    cell = np.full(len(timeline), NONE, np.int64)
+    for index, one in enumerate(ranks):
+        place = np.cumsum(border & (rank == one))
+        mine = timeline.on_device & (spans.kind != Kind.COLLECTIVE) & (rank == one)
+        cell[mine] = index * width + place[mine]
+    known = cell != NONE
+    spent = np.bincount(cell[known], spans.work[known], len(ranks) * width).astype(np.float64)
+    return spent.reshape(len(ranks), width), cell
 
 
 def stretches(timeline: Timeline) -> Stretches | None:

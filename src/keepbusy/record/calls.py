@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,8 @@ ENQUEUE = 5_000
 """What a blocking copy spends before it waits: about one launch."""
 
 
+UNKNOWN = -3
+"""No lane, and not even none: nobody recorded what a call waits for."""
 FULL_FOR, MANY_PENDING = 100_000, 400
 """A launch that takes this long while so many commands of its stream are pending has found the queue full."""
 
@@ -146,8 +149,8 @@ def released_by(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lane: 
     return result
 
 
-def awaited_lane(trace: Trace, calls: Calls, launched: Ints) -> Ints:
-    """Of each sync, the lane it waits for: the recorded stream is better, the thread's last launch the usual case."""
+def awaited_lane(trace: Trace, calls: Calls, launched: Ints, recorded: Ints) -> Ints:
+    """Of each sync, the lane it waits for: the recorded one, else that of what its thread launched last."""
     events, names = trace.events, trace.names
     whole = np.array([bool(_WHOLE_DEVICE.search(name)) for name in names], bool)[events.name[calls.event]]
     whole |= calls.kind == Kind.ALLOCATE
@@ -157,7 +160,18 @@ def awaited_lane(trace: Trace, calls: Calls, launched: Ints) -> Ints:
         mine = np.flatnonzero(events.thread[calls.event] == thread)
         before[mine] = np.maximum.accumulate(last[mine])
     lane = np.where(before == NONE, NONE, launched[np.maximum(before, 0)])
-    return np.where(whole, EVERY_LANE, lane)
+    return np.where(whole, EVERY_LANE, np.where(recorded == UNKNOWN, lane, recorded))
+
+
+def recorded_lane(trace: Trace, calls: Calls, lane_of: Mapping[tuple[int, int], int]) -> Ints:
+    """Of each call the lane that a sync row names: NONE if nothing ran there, UNKNOWN without such a row."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.SYNC) & (events.stream >= 0) & (events.device >= 0))
+    places = zip(events.device[rows].tolist(), events.stream[rows].tolist(), strict=True)
+    said = dict(zip(events.correlation[rows].tolist(), [lane_of.get(place, NONE) for place in places], strict=True))
+    said.pop(NONE, None)
+    asked = events.correlation[calls.event].tolist() if said else [NONE] * len(calls.event)
+    return np.array([said.get(correlation, UNKNOWN) for correlation in asked], np.int64)
 
 
 def is_event_sync(trace: Trace, calls: Calls) -> Mask:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepbusy.record.calls import ENQUEUE, awaited_lane, is_event_sync
+from keepbusy.record.calls import ENQUEUE, is_event_sync
 from keepbusy.record.events import Category
 from keepbusy.record.frames import worth_telling_apart
 from keepbusy.record.loader import batches
@@ -64,7 +64,7 @@ def _calls(reading: Reading) -> Rows:
         name=reading.events.name[calls.event],
         start=_begin(reading),
         end=_split(reading),
-        awaits=np.where(waits, awaited_lane(reading.trace, calls, reading.launched), NONE),
+        awaits=np.where(waits, reading.awaited, NONE),
     )
     return Rows.of(spans, key=reading.call_start)
 

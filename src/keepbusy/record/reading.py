@@ -7,7 +7,15 @@ from functools import cached_property
 
 import numpy as np
 
-from keepbusy.record.calls import Calls, calls_of, launch_of, released_by, waits_for_its_copy
+from keepbusy.record.calls import (
+    Calls,
+    awaited_lane,
+    calls_of,
+    launch_of,
+    recorded_lane,
+    released_by,
+    waits_for_its_copy,
+)
 from keepbusy.record.events import Category, Events, Trace
 from keepbusy.record.frames import Nest, frames_of, nest_of
 from keepbusy.record.loader import starved
@@ -79,6 +87,13 @@ class Reading:
     def held(self) -> Ints:
         """Of each call that found its stream's queue full the command that made room, else NONE."""
         return released_by(self.trace, self.calls, self.commands, self.launch, self.lane_of_command)
+
+    @cached_property
+    def awaited(self) -> Ints:
+        """Of each call the lane that it would wait for."""
+        streams = {pair: index + len(self.lane_of_thread) for index, pair in enumerate(self._streams[0])}
+        recorded = recorded_lane(self.trace, self.calls, streams)
+        return awaited_lane(self.trace, self.calls, self.launched, recorded)
 
     @cached_property
     def blocking(self) -> Mask:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Ints, LinkKind, Timeline
+from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
 from keepbusy.timeline.replay import pace
 
 SAME, DIFFERENT = 0.02, 0.1
@@ -48,7 +48,23 @@ def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
         mine = timeline.marks_of(one)[-count:][chosen]
         marks.append(mine[:-1])
         kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
-    return timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
+    cut = timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
+    return cut.change(links=Links.concatenate([cut.links, _going_round(timeline, kept)]))
+
+
+def _going_round(timeline: Timeline, kept: Mask) -> Links:
+    """What the last step releases in the one after it, as links to the same rows of the first: the next round's."""
+    spans, links, new = timeline.spans, timeline.links, np.cumsum(kept) - 1
+    leaving = links.take(np.flatnonzero(kept[links.source] & ~kept[links.target] & (links.kind != LinkKind.LAUNCH)))
+    again = np.full(len(leaving), NONE, np.int64)
+    for lane in np.unique(spans.lane[leaving.target]).tolist():
+        mine, rows = np.flatnonzero(spans.lane[leaving.target] == lane), timeline.rows_of(lane)
+        inside = rows[kept[rows]]
+        place = np.searchsorted(rows, leaving.target[mine]) - np.searchsorted(rows, inside.max(initial=NONE)) - 1
+        again[mine] = np.append(inside, NONE)[np.minimum(place, len(inside))]
+    alike = (again != NONE) & (spans.name[again] == spans.name[leaving.target])
+    alike &= spans.kind[again] == spans.kind[leaving.target]
+    return leaving.take(np.flatnonzero(alike)).change(source=new[leaving.source[alike]], target=new[again[alike]])
 
 
 def _by_backward(whole: Timeline, ratio: float) -> Timeline:

@@ -7,7 +7,7 @@ import numpy as np
 from keepbusy.explain.edit import Beside
 from keepbusy.explain.fixes.finding import Draft, Finding
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.explain.stretches import Stretches, device_work, is_late, stretches
+from keepbusy.explain.stretches import Stretches, device_work, has_more, stretches
 from keepbusy.timeline.model import NONE, Ints, Kind
 
 
@@ -32,20 +32,19 @@ def find_late(scene: Scene) -> Finding:
 
 
 def _balance(scene: Scene, draft: Draft) -> None:
-    """Device work that is unequal in every step is shared out: nobody has less to do altogether."""
-    timeline = scene.timeline
-    spent = device_work(timeline)
-    mean = spent.mean(axis=0, keepdims=True)
-    peers = np.stack([np.median(np.delete(spent, rank, axis=0), axis=0) for rank in range(len(spent))])
-    if not is_late(spent, peers).any():
+    """Device work that is unequal is shared out, stretch by stretch: nobody has less to do altogether."""
+    spent, cell = device_work(scene.timeline)
+    mean = spent.sum(axis=1) / scene.steps
+    late = has_more(mean, np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))]))
+    if not late.any():
         return
-    rank = np.searchsorted(timeline.ranks, timeline.rank_of_rows)
-    rows = np.flatnonzero(timeline.on_device & (timeline.spans.kind != Kind.COLLECTIVE))
-    draft.edit.scale[rows] = (mean / np.maximum(spent, 1.0))[rank[rows], 0]
-    late = is_late(spent, peers)[rank[rows], 0]
+    rows = np.flatnonzero(cell != NONE)
+    fair = spent.mean(axis=0, keepdims=True) / np.maximum(spent, 1.0)
+    draft.edit.scale[rows] = fair.ravel()[cell[rows]]
+    is_late = late[cell[rows] // spent.shape[1]]
     owner = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
-    draft.blame(rows[late], owner[late])
-    draft.share(rows[~late], int(owner[late][0]))
+    draft.blame(rows[is_late], owner[is_late])
+    draft.share(rows[~is_late], int(owner[is_late][0]))
 
 
 def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:
