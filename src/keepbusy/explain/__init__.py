@@ -30,6 +30,8 @@ __all__ = ["CAUSES", "explain"]
 
 RESIDUAL = ("launch_bound", "host_work")
 """Causes that every program has a little of; in the ledger they take what the others leave."""
+SHARED = 0.2
+"""A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
 
@@ -94,7 +96,7 @@ class _Story:
             traced_step=_traced_step(whole),
             steps=len(whole.marks_of(whole.ranks[0])),
             ledger=ledger,
-            causes=tuple(map(self._cause, named)),
+            causes=tuple(self._cause(cause, named[:place]) for place, cause in enumerate(named)),
             harmless=self._harmless(named, share),
             predicted=self.forecast.predict(self._together(self.mended or named)),
             noise=self.forecast.noise,
@@ -130,10 +132,11 @@ class _Story:
         rest = {COPYING: copying, WIRE: wire, "unknown": left - copying - wire}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 
-    def _cause(self, cause: str) -> Cause:
+    def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]
         sites = sites_of(self.scene, finding, self.forecast, self.gain(cause))
-        remedy = remedy_for(cause, sites[0].where.operator)
+        unequal = bool((finding.edit.scale != 1).any())
+        remedy = remedy_for(cause, sites[0].where.operator, unequal)
         count = len(finding.rows) / self.scene.steps / len(self.scene.timeline.ranks)
         return Cause(
             cause=cause,
@@ -146,7 +149,16 @@ class _Story:
             remedy=remedy.code.format(workers=self.scene.workers),
             api=remedy.api,
             predicted=self.forecast.predict(finding.edit),
+            same_wait_as=self._same_wait_as(cause, earlier),
         )
+
+    def _same_wait_as(self, cause: str, earlier: Sequence[str]) -> str:
+        """The first cause before this one on top of which it gains little more."""
+        for other in earlier:
+            together = self.forecast.gain(self.found[other].edit | self.found[cause].edit)
+            if together - self.gain(other) < max(SHARED * self.gain(cause), self.forecast.noise):
+                return other
+        return ""
 
     def _harmless(self, named: Sequence[str], waiting_share: float) -> tuple[Harmless, ...]:
         per_step = self.scene.steps * len(self.scene.timeline.ranks)

@@ -76,6 +76,7 @@ class Cause:
     remedy: str  # one line of code
     api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph
     predicted: Prediction  # the step once this cause alone is mended everywhere
+    same_wait_as: str = ""  # a cause before it whose mending recovers the same wait: to mend one is enough
 
     @property
     def where(self) -> Where:

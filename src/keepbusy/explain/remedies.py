@@ -66,9 +66,9 @@ REMEDIES = {
     ),
     "peer_late": Remedy(
         "align_ranks",
-        "Give every rank the same work: the others wait for the late one at each collective.",
-        "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
-        "torch.utils.data.DistributedSampler",
+        "Take this off the late rank's loop, or let a thread do it: all other ranks wait for it.",
+        "threading.Thread(target=save, args=(snapshot,)).start()  # or the same share on every rank",
+        "torch.distributed",
     ),
     "exposed_collective": Remedy(
         "overlap_collectives",
@@ -117,8 +117,18 @@ MORE_WORKERS = Remedy(
 )
 
 
-def remedy_for(cause: str, operator: str) -> Remedy:
-    """By the cause; for a sync also by what made the host wait, for a loader by whether it has workers."""
+EQUAL_SHARES = Remedy(
+    "align_ranks",
+    "Give every rank the same work: the others wait for the late one at each collective.",
+    "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
+    "torch.utils.data.DistributedSampler",
+)
+
+
+def remedy_for(cause: str, operator: str, unequal: bool = False) -> Remedy:
+    """By the cause; for a sync also by what made the host wait, for a late rank by whether its device has more to do."""
+    if cause == "peer_late" and unequal:
+        return EQUAL_SHARES
     if cause == "input_late" and "_MultiProcessing" in operator:
         return MORE_WORKERS
     if cause == "host_sync":

@@ -113,6 +113,8 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
     explained = 2 * cause.wait >= step - cause.predicted.step  # else what is saved is not waiting but copying
     yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
     yield line(*_prediction(step, cause.predicted), waits if explained else "", indent=3)
+    if cause.same_wait_as:
+        yield line(_same_wait(diagnosis, cause), indent=3)
     yield _place(cause, width)
     yield line(tame(cause.what), indent=3)
     if detail.sites and (others := _other_sites(cause)):
@@ -122,6 +124,11 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
     yield line(("mend: ", FAINT), (tame(cause.remedy), CODE), indent=3)
+
+
+def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
+    named = [one.cause for one in diagnosis.causes]
+    return f"This is the wait of {named.index(cause.same_wait_as) + 1}: to mend one of them is enough."
 
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:

@@ -26,7 +26,7 @@ def find(scene: Scene) -> Finding:
     first = _first_of_frame(frame, rows)
     stays = rows == first
     draft.edit.beside[rows[~stays]] = Beside.WORKERS
-    draft.edit.work[rows] = np.where(stays, HANDOVER, spans.work[rows] // scene.workers)
+    draft.edit.work[rows] = np.maximum(np.where(stays, HANDOVER, 0), spans.work[rows] // scene.workers)
     draft.blame(rows, first)
     return draft.done()
 
