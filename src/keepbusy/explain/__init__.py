@@ -23,13 +23,21 @@ from keepbusy.explain.scene import Scene
 from keepbusy.explain.sentences import what_happened, why_harmless
 from keepbusy.explain.sites import gathered, sites_of
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import WORKERS, Timeline
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
 
 RESIDUAL = ("launch_bound", "host_work")
 """Causes that every program has a little of; in the ledger they take what the others leave."""
+HELD_BY = {
+    WORKERS: ("input_late",),
+    "workers": ("input_late",),
+    "fetching": ("blocking_copy", "copy_not_overlapped"),
+    "bringing home": ("blocking_copy",),
+    "wire": ("exposed_collective",),
+}
+"""Lanes on which the mended work goes on, and whose work it is."""
 SHARED = 0.2
 """A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
@@ -129,7 +137,10 @@ class _Story:
         last = self.forecast.spent(edit)
         copying = min(left, last.copying)
         wire = min(left - copying, last.wire)
-        rest = {COPYING: copying, WIRE: wire, "unknown": left - copying - wire}
+        left -= copying + wire
+        # where even the mended lane is the slowest, what is left is its cause's, too: workers can only do so much
+        still = next((cause for cause in order if cause in HELD_BY.get(last.paced_by, ())), "unknown")
+        rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:

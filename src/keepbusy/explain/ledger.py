@@ -22,9 +22,10 @@ class Busy:
     computing: float
     copying: float
     wire: float
+    paced_by: str = ""  # the name of the lane that sets the pace
 
     def scaled(self, ratio: float) -> Busy:
-        return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio)
+        return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio, self.paced_by)
 
     @property
     def held_up(self) -> float:
@@ -42,7 +43,8 @@ def busy(timeline: Timeline, steady: Replayed) -> Busy:
     steps = len(timeline.marks_of(timeline.ranks[0]))
     rank = replayed.rank_of_rows
     shares = np.array([_shares(replayed, rank == one, steady.pace * steps) for one in timeline.ranks])
-    return Busy(steady.pace, *map(float, shares.mean(axis=0) / steps))
+    computing, copying, wire = (float(share) for share in shares.mean(axis=0) / steps)
+    return Busy(steady.pace, computing, copying, wire, timeline.lanes[steady.slowest].name)
 
 
 def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float, float]:

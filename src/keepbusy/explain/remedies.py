@@ -126,7 +126,7 @@ EQUAL_SHARES = Remedy(
 
 
 def remedy_for(cause: str, operator: str, unequal: bool = False) -> Remedy:
-    """By the cause; for a sync also by what made the host wait, for a late rank by whether its device has more to do."""
+    """By the cause; for a sync also by what made the host wait, for a late rank by whether its device is given more."""
     if cause == "peer_late" and unequal:
         return EQUAL_SHARES
     if cause == "input_late" and "_MultiProcessing" in operator:

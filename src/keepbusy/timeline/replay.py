@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
@@ -36,11 +37,21 @@ class Replayed:
 
     @property
     def pace(self) -> float:
-        """Nanoseconds a step, between the same mark of two rounds. The lane that advances most slowly sets it."""
+        """Nanoseconds a step. The lane that advances most slowly sets it."""
+        return float(self._paces.max())
+
+    @property
+    def slowest(self) -> int:
+        """The lane that sets the pace; the first of several."""
+        return int(self._paces.argmax())
+
+    @property
+    def _paces(self) -> npt.NDArray[np.float64]:
+        """Of each lane, nanoseconds a step, between the same mark of two rounds."""
         per_round, last = len(self.progress) // self.rounds, len(self.progress) - 1
         first = last - max(1, self.rounds - max(1, self.rounds // 3) - 1) * per_round
         moved = self.progress[first] > NEVER // 2
-        return float((self.progress[last] - self.progress[first])[moved].max() / (last - first))
+        return np.where(moved, self.progress[last] - self.progress[first], 0) / (last - first)
 
 
 def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
