@@ -61,6 +61,20 @@ def test_what_if_these_were_mended(mend: list[str], step: float) -> None:
     assert names(found) == names(told(two_faults))
 
 
+def test_what_crowds_one_link_is_not_foretold_to_help() -> None:
+    """Two copies of 6 MB, one of them pinned and on a stream of its own already: the other alone is worth moving."""
+
+    def body(run: Run) -> None:
+        run.launch(20).copy(6 * MB, 800, at=["aten::to"]).copy(
+            6 * MB, 124, pinned=True, blocking=False, at=["aten::to"]
+        )
+
+    found = told(body)
+    alone = cause(found, "blocking_copy").predicted.step
+    assert told(body, mend=["blocking_copy", "copy_not_overlapped"]).predicted.step > alone
+    assert found.predicted.step == alone
+
+
 def test_two_causes_of_one_wait_do_not_gain_twice() -> None:
     """The read and the work after it: either alone takes the wait away, and so do both together."""
     found = told(lambda run: run.launch([1_000] * 9).sync(at=ITEM).work(2_000, at=["log.py(5): write"]))
@@ -168,11 +182,10 @@ def test_every_explanation_is_sound(timeline: Timeline, share: float | None) -> 
 
 
 def explanation_of(timeline: Timeline, plain_step: int | None) -> Diagnosis | None:
-    """None for a plain step that this run cannot have."""
+    """None where the plain step is one that this run cannot have."""
     try:
         return explain(timeline, plain_step)
-    except BadInput as refused:
-        assert "cannot have a plain step" in str(refused)
+    except BadInput:
         return None
 
 
@@ -181,7 +194,7 @@ def explanation_of(timeline: Timeline, plain_step: int | None) -> Diagnosis | No
 def test_mending_everything_is_at_least_as_good_as_mending_one_thing(timeline: Timeline) -> None:
     found = explained(settle(timeline))
     for one in found.causes:
-        assert found.predicted.step <= one.predicted.step + found.noise
+        assert found.predicted.step <= one.predicted.step
 
 
 programs = st.lists(
@@ -217,7 +230,7 @@ def written(program: list, run: Run) -> None:
 def test_any_program_is_explained(program: list, steps: int) -> None:
     found = told(lambda run: written(program, run), steps=steps)
     for one in found.causes:
-        assert found.predicted.step <= one.predicted.step + found.noise
+        assert found.predicted.step <= one.predicted.step
 
 
 @given(programs)

@@ -120,7 +120,9 @@ def test_a_device_copy_is_compute() -> None:
 # Made on the host
 
 
-@pytest.mark.parametrize("operator", ["aten::randn", "aten::zeros", "aten::arange", "aten::normal_", "aten::bernoulli_"])
+@pytest.mark.parametrize(
+    "operator", ["aten::randn", "aten::zeros", "aten::arange", "aten::normal_", "aten::bernoulli_"]
+)
 def test_a_tensor_made_on_the_host_need_not_be_copied(operator: str) -> None:
     """6 ms to make it, 2 ms to copy it, 4 ms of kernels: made on the device, only the kernels are left."""
     found = told(lambda run: run.work(6_000, at=[operator]).copy(16 * MB, 2_000, at=TO).launch([1_000] * 4))

@@ -1,4 +1,4 @@
-"""Several ranks: who comes late and why, what the wire costs, and collectives that could have travelled. Microseconds."""
+"""Several ranks: who comes late and why, what the wire costs, and collectives that could have travelled beside."""
 
 from __future__ import annotations
 

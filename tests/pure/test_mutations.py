@@ -13,15 +13,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
+from told import assert_sound
 from traces import parts, small
 
-from keepbusy.record import unzip
-from keepbusy.record.events import Category, Trace
-from keepbusy.record.files import read_trace
+from keepbusy.explain import explain
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.record import read, unzip
+from keepbusy.report.as_json import render
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE
 
 EACH = 50
 """Mutations a test; there are `SEEDS` tests of each kind."""
@@ -66,11 +66,13 @@ VALUES: list[Any] = [
 ]
 
 
-def explain_bytes(data: bytes, path: Path) -> Trace | None:
-    """What a person does with a file; None if it was refused."""
+def explain_bytes(data: bytes, path: Path) -> Diagnosis | None:
+    """What a person does with a file, with a plain step and without; None if it was refused."""
     path.write_bytes(data)
     try:
-        trace = read_trace(path)
+        timeline = read([path])
+        diagnosis = explain(timeline)
+        render(explain(timeline, plain_step=max(1, diagnosis.plain_step * 4 // 5), mend=["host_sync"]))
     except BadInput as error:
         message = str(error)
         assert message.startswith(str(path)), message
@@ -78,7 +80,8 @@ def explain_bytes(data: bytes, path: Path) -> Trace | None:
         assert "\n" not in message
         assert len(message) < 600
         return None
-    return trace
+    render(diagnosis)
+    return diagnosis
 
 
 def flipped(text: bytes, random: Random) -> bytes:
@@ -141,19 +144,6 @@ def damaged(kind: str, seed: int) -> bytes:
     return MUTATIONS[kind](small(random.choice(["images", "tokens_checked"])), random)
 
 
-def assert_sound(trace: Trace) -> None:
-    """What others rely on: indexes point somewhere, times run forward and leave room to add."""
-    events = trace.events
-    for column, length in ((events.name, len(trace.names)), (events.thread, len(trace.threads))):
-        assert ((column >= 0) & (column < length)).all()
-    assert ((events.collective >= NONE) & (events.collective < len(trace.collectives))).all()
-    assert np.isin(events.category, list(Category)).all()
-    assert (events.end >= events.start).all()
-    assert (np.abs(events.end) < 1 << 63 - 2).all()
-    assert all(isinstance(name, str) for name in trace.names)
-    assert isinstance(trace.facts, dict)
-
-
 @pytest.mark.parametrize("part", range(SEEDS))
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_damage_never_ends_in_a_traceback(
@@ -161,13 +151,13 @@ def test_damage_never_ends_in_a_traceback(
 ) -> None:
     for seed in range(part * EACH, (part + 1) * EACH):
         monkeypatch.setattr(unzip, "BLOCK", [3_000, 1 << 18][seed % 2])
-        trace = explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json")
-        if trace is not None:
-            assert_sound(trace)
+        diagnosis = explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json")
+        if diagnosis is not None:
+            assert_sound(diagnosis)
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "swapped", "flipped"])
 def test_most_damage_is_survived(tmp_path: Path, kind: str) -> None:
     """Refusing everything would be no proof of anything."""
-    traces = [explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json") for seed in range(40)]
-    assert sum(trace is not None for trace in traces) > 20
+    outcomes = [explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json") for seed in range(40)]
+    assert sum(diagnosis is not None for diagnosis in outcomes) > 20

@@ -47,7 +47,7 @@ def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
 
 def test_a_healthy_run_is_told_so_in_one_sentence() -> None:
     text = terminal.render(HEALTHY)
-    assert "Nothing to gain here: the GPU is busy 97% of the step" in text
+    assert "Nothing to gain here: the GPU computes 97% of the step" in text
     assert "mend" not in text.replace("no mending", "")
 
 

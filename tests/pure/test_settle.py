@@ -180,6 +180,16 @@ def test_a_graph_needs_one_place_a_kernel() -> None:
     assert work_of(timeline, Kind.LAUNCH) == [LAUNCH, LAUNCH]
 
 
+def test_a_queue_holds_at_least_what_it_was_seen_to_hold() -> None:
+    """Another device, another limit: nine launches returned at once while eight kernels were pending."""
+    run = Run.of(pending=9)
+    for _ in range(12):
+        run.launch(kernel=100)
+    timeline = run.timeline(pending_limit=3)
+    np.testing.assert_array_equal(replay(timeline).spans.end, timeline.spans.end)
+    assert work_of(timeline, Kind.LAUNCH) == [LAUNCH] * 12
+
+
 def test_each_stream_has_a_queue_of_its_own() -> None:
     run = Run.of(pending=2)
     for _ in range(2):

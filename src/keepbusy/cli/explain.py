@@ -18,6 +18,7 @@ from keepbusy.timeline.model import Timeline
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
 
+WORKERS = 8
 SUMMARY = "which line makes the GPU wait, and what mending it gains"
 EXAMPLES = """\
 examples:
@@ -40,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=values.workers,
         metavar="N",
-        default=8,
-        help="loader workers that a prediction may count on (default 8)",
+        default=WORKERS,
+        help=f"loader workers that a prediction may count on (default {WORKERS})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, as docs/reference/json.md describes it")
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
@@ -103,10 +104,12 @@ def _rendered(diagnosis: Diagnosis, options: argparse.Namespace) -> str:
 
 def _again(options: argparse.Namespace) -> str:
     """The command that shows this report again."""
+    asked = ["--mend", ",".join(options.mend)] if options.mend else []
+    asked += ["--workers", str(options.workers)] if options.workers != WORKERS else []
     if options.save:
-        return shlex.join(["keepbusy", "explain", str(options.save)])
+        return shlex.join(["keepbusy", "explain", str(options.save), *asked])
     plain = [] if options.plain_step is None else ["--plain-step", f"{options.plain_step / 1e6:g}"]
-    return shlex.join(["keepbusy", "explain", *_folded(options.files), *plain])
+    return shlex.join(["keepbusy", "explain", *_folded(options.files), *plain, *asked])
 
 
 def _folded(files: list[str]) -> list[str]:

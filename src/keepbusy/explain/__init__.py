@@ -20,6 +20,7 @@ from keepbusy.explain.notes import notes_of
 from keepbusy.explain.plain import Plain, other_view, plain_run
 from keepbusy.explain.remedies import remedy_for
 from keepbusy.explain.scene import Scene
+from keepbusy.explain.seen import seen
 from keepbusy.explain.sentences import what_happened, why_harmless
 from keepbusy.explain.sites import gathered, sites_of
 from keepbusy.timeline.errors import BadInput
@@ -106,15 +107,18 @@ class _Story:
             ledger=ledger,
             causes=tuple(self._cause(cause, named[:place]) for place, cause in enumerate(named)),
             harmless=self._harmless(named, share),
-            predicted=self.forecast.predict(self._together(self.mended or named)),
+            predicted=self.forecast.predict(self._together(self.mended) if self.mended else self._all(named)),
             noise=self.forecast.noise,
             ranks=tuple(timeline.ranks),
             late=late_ranks(self.scene, self.found.get("peer_late") if "peer_late" in named else None),
             mended=self.mended,
             device=str(timeline.facts.get("device", "")),
             sources=_sources(timeline),
-            notes=notes_of(whole, self.scene, self.plain, plain_given),
+            notes=(*notes_of(whole, self.scene, self.plain, plain_given), *self._unseen()),
         )
+
+    def _unseen(self) -> list[str]:
+        return [f"{cause} was not seen in this run." for cause in self.mended if cause not in self.found]
 
     def _named(self) -> list[str]:
         """Causes whose mending gains more than the noise, the largest gain first; among equals the more specific."""
@@ -124,6 +128,10 @@ class _Story:
     def _together(self, causes: Sequence[str]) -> Edit:
         edits = [self.found[cause].edit for cause in causes if cause in self.found]
         return reduce(or_, edits, Edit.nothing(self.scene.timeline))
+
+    def _all(self, named: Sequence[str]) -> Edit:
+        """All that are named, or the first alone where the others would only crowd the lane that it moves to."""
+        return min([self._together(named), *(self.found[cause].edit for cause in named[:1])], key=self.forecast.step)
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
         """Mend one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
@@ -146,9 +154,8 @@ class _Story:
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]
         sites = sites_of(self.scene, finding, self.forecast, self.gain(cause))
-        unequal = bool((finding.edit.scale != 1).any())
-        remedy = remedy_for(cause, sites[0].where.operator, unequal)
-        count = len(finding.rows) / self.scene.steps / len(self.scene.timeline.ranks)
+        remedy = remedy_for(cause, sites[0].where, seen(self.scene, finding))
+        count = finding.seen / self.scene.steps / len(self.scene.timeline.ranks)
         return Cause(
             cause=cause,
             wait=round(max(0.0, self.unchanged.held_up - self.forecast.spent(finding.edit).held_up)),
@@ -179,7 +186,7 @@ class _Story:
                 continue
             why = why_harmless(set(named), waiting_share)
             for place, mine in gathered(self.scene, finding.rows).items():
-                rows.append(Harmless(cause, place, len(mine) / per_step, why))
+                rows.append(Harmless(cause, place, len(mine) / per_step, why, max(0, self.gain(cause))))
         return tuple(sorted(rows, key=lambda one: -one.count))
 
 

@@ -91,6 +91,7 @@ class Harmless:
     where: Where
     count: float
     why: str  # one sentence: "the step is launch-bound: the host would not have been ahead anyway"
+    gain: int = 0  # what mending the cause alone would give; less than the noise
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from keepbusy.explain.plain import Plain
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.model import Kind, Timeline
@@ -18,6 +20,8 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
         notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
     if whole.facts.get("skipped"):
         notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
+    if whole.facts.get("marks_a_step"):
+        notes.append(f"{whole.facts['marks_a_step']} marked steps count as one: the plain step given is that long.")
     steps = len(whole.marks_of(whole.ranks[0]))
     if scene.steps < steps:
         notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")
@@ -32,4 +36,6 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
 
 
 def _peers_missing(timeline: Timeline) -> bool:
-    return bool(((timeline.spans.kind == Kind.COLLECTIVE) & (timeline.spans.meeting < 0)).any())
+    groups = timeline.facts.get("groups") or {}
+    met = timeline.spans.group[timeline.spans.kind == Kind.COLLECTIVE]
+    return any(groups.get(str(group), 2) > len(timeline.ranks) for group in np.unique(met).tolist())

@@ -24,6 +24,8 @@ MOST = 8.0
 SLOWEST = 0.4
 _BLIND = 0.03
 _CLOSE = 0.002
+MOST_FASTER = 2.0
+"""A recording may catch a better moment of the machine, but not one twice as good."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
 
@@ -56,6 +58,8 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
         return Plain(timeline, round(pace(timeline)), 1.0, 0.0)
     timeline = without_noise(timeline)
     recorded = pace(timeline)
+    if plain_step > MOST_FASTER * recorded:
+        raise BadInput(_too_long(timeline, plain_step, recorded))
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
     if factor == MOST:
         speed = _sought(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
@@ -110,6 +114,15 @@ def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: 
             low, below = middle, miss
             above, stayed = (above / 2, -1) if stayed == -1 else (above, -1)
     return middle
+
+
+def _too_long(timeline: Timeline, plain_step: int, recorded: float) -> str:
+    source = timeline.facts.get("source") or "the recording"
+    return (
+        f"{source} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
+        f"{recorded / 1e6:.3g} ms, and recording makes no run faster; give --plain-step in milliseconds, "
+        "measured on the same program."
+    )
 
 
 def _unreachable(timeline: Timeline, plain_step: int, reached: float) -> str:

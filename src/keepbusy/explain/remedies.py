@@ -5,6 +5,16 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from keepbusy.explain.diagnosis import Where
+
+
+class Seen(NamedTuple):
+    """What decides between remedies of one cause."""
+
+    unequal: bool = False  # the late rank's device has more to do than its peers'
+    homeward: bool = False  # most bytes come from the device
+    small: bool = False  # no copy is worth calling one
+
 
 class Remedy(NamedTuple):
     """What to do about a cause."""
@@ -125,12 +135,40 @@ EQUAL_SHARES = Remedy(
 )
 
 
-def remedy_for(cause: str, operator: str, unequal: bool = False) -> Remedy:
-    """By the cause; for a sync also by what made the host wait, for a late rank by whether its device is given more."""
-    if cause == "peer_late" and unequal:
-        return EQUAL_SHARES
-    if cause == "input_late" and "_MultiProcessing" in operator:
-        return MORE_WORKERS
-    if cause == "host_sync":
-        return next((remedy for pattern, remedy in SYNCS if pattern.search(operator)), REMEDIES[cause])
+BRING_LATER = Remedy(
+    "bring_home_later",
+    "Copy into pinned memory without waiting, and use what came home a step later; or compute on the device.",
+    "home.copy_(out, non_blocking=True); done.record()  # pinned home; done.synchronize() a step later",
+    "torch.cuda.Event",
+)
+STAYS_SMALL = Remedy(
+    "keep_on_device",
+    "So little data costs its wait, not its copy: make it on the device, or once before the loop.",
+    'torch.randperm(n, device="cuda")  # or weights = torch.tensor([...], device="cuda") before the loop',
+    "torch.randperm",
+)
+SCALER = Remedy(
+    "fuse_optimizer",
+    "GradScaler reads whether gradients overflowed; a fused optimizer checks that on the device.",
+    "torch.optim.AdamW(model.parameters(), fused=True)  # or bfloat16, which needs no scaler",
+    "torch.optim.AdamW",
+)
+
+
+def remedy_for(cause: str, where: Where, seen: Seen) -> Remedy:
+    """By the cause, and by what was seen of it."""
+    match cause:
+        case "peer_late" if seen.unequal:
+            return EQUAL_SHARES
+        case "input_late" if "_MultiProcessing" in where.operator:
+            return MORE_WORKERS
+        case "blocking_copy" if seen.homeward:
+            return BRING_LATER
+        case "blocking_copy" if seen.small:
+            return STAYS_SMALL
+        case "host_sync" if "grad_scaler" in where.library:
+            return SCALER
+        case "host_sync":
+            found = (remedy for pattern, remedy in SYNCS if pattern.search(where.operator))
+            return next(found, REMEDIES[cause])
     return REMEDIES[cause]

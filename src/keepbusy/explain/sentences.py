@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keepbusy.explain.fixes.finding import Finding
+from keepbusy.explain.late import late_ranks
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.model import Kind
 
@@ -22,7 +23,7 @@ def times(count: float) -> str:
 
 
 def _count(scene: Scene, finding: Finding) -> float:
-    return len(finding.rows) / scene.steps / len(scene.timeline.ranks)
+    return finding.seen / scene.steps / len(scene.timeline.ranks)
 
 
 def _bytes(size: float) -> str:
@@ -75,10 +76,11 @@ def _work(scene: Scene, finding: Finding) -> str:  # noqa: ARG001
 
 
 def _late(scene: Scene, finding: Finding) -> str:
-    rank = scene.timeline.rank_of_rows[finding.rows]
-    late = sorted({int(one) for one in rank})
-    named = "rank " + ", ".join(map(str, late)) if len(late) <= 3 else f"{len(late)} ranks"
-    return f"{named.capitalize()} comes late to the collectives in every step, and the others wait there."
+    late = sorted(one.rank for one in late_ranks(scene, finding))
+    several = f"ranks {', '.join(map(str, late[:-1]))} and {late[-1]}" if len(late) <= 4 else f"{len(late)} ranks"
+    named = f"rank {late[0]}" if len(late) == 1 else several
+    comes = "comes" if len(late) == 1 else "come"
+    return f"{named.capitalize()} {comes} late to the collectives, and the others wait there."
 
 
 def _exposed(scene: Scene, finding: Finding) -> str:

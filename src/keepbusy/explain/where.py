@@ -52,6 +52,8 @@ _PACKAGES = frozenset(
         "keepbusy",
     ]
 )
+_INNER = ("nccl:", "DistributedDataParallel.", "autograd::")
+"""Annotations that PyTorch makes for itself: no place of the user's."""
 _FOREIGN = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 
 
@@ -106,7 +108,7 @@ def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
             found = names[frames.name[frame]]
         elif found:
             break
-    return found or names[timeline.spans.name[row]]
+    return found or (names[timeline.spans.name[row]] if timeline.spans.kind[row] != Kind.WORK else "")
 
 
 def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, str, bool] | None, str]:
@@ -134,12 +136,14 @@ def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
     """Without stacks: the annotation around the row, else the operators before and after it."""
     frames, names = timeline.frames, timeline.names
     for frame in chain:
-        if frames.kind[frame] == FrameKind.ANNOTATION:
+        if frames.kind[frame] == FrameKind.ANNOTATION and not names[frames.name[frame]].startswith(_INNER):
             return f"in {names[frames.name[frame]]}"
     before, after = (_neighbour(timeline, row, step) for step in (-1, 1))
-    known = [f"after {before}" if before else "", f"before {after}" if after else ""]
     called = _operator(timeline, row, chain)
-    return ", ".join([called, *filter(None, known)])
+    if before and after and not called:
+        return f"between {before} and {after}"
+    known = [f"after {before}" if before else "", f"before {after}" if after else ""]
+    return ", ".join(filter(None, [called, *known]))
 
 
 def _neighbour(timeline: Timeline, row: int, direction: int) -> str:

@@ -132,7 +132,8 @@ def _work_of(reading: Reading, thread: int) -> Spans:
         free &= ~inside(middle, intervals)
     start, end, middle = cuts[:-1][free], cuts[1:][free], middle[free]
     inner = nest.innermost(middle)
-    name = np.where(inner == NONE, 0, events.name[nest.event[inner]]) if len(nest.event) else np.zeros(len(inner))
+    nothing = np.full(len(inner), len(reading.trace.names))  # UNRECORDED stands behind the trace's own names
+    name = np.where(inner == NONE, nothing, events.name[nest.event[inner]]) if len(nest.event) else nothing
     kind = np.where(inside(middle, recorder), Kind.RECORDING, Kind.WORK)
     return Spans.of(
         len(start), lane=reading.lane_of_thread[thread], kind=kind, name=name.astype(np.int64), start=start, end=end

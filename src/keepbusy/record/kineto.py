@@ -11,7 +11,7 @@ from keepbusy.record.host import host_rows
 from keepbusy.record.links import handoff_links, launch_links, order_links, queue_links
 from keepbusy.record.reading import Reading
 from keepbusy.record.rows import Rows
-from keepbusy.timeline.model import NONE, Ints, Kind, Links, Spans, Timeline
+from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, Links, Spans, Timeline
 from keepbusy.timeline.settle import settle
 
 _DEVICE_KINDS = {Category.KERNEL: Kind.KERNEL, Category.COPY: Kind.COPY, Category.FILL: Kind.FILL}
@@ -22,7 +22,11 @@ def timeline_of(trace: Trace, rank: int = 0) -> Timeline:
     host, device = host_rows(reading), _device_rows(reading)
     spans, place = Rows.concatenate([host, device]).in_issue_order()
     timeline = Timeline(
-        lanes=reading.lanes, names=trace.names, spans=spans, frames=reading.frames, facts=_facts(trace, rank)
+        lanes=reading.lanes,
+        names=(*trace.names, UNRECORDED),
+        spans=spans,
+        frames=reading.frames,
+        facts=_facts(trace, rank),
     )
     call_rows, command_rows = place[: len(reading.calls.event)], place[len(host.spans) :]
     timeline = timeline.change(links=launch_links(call_rows, command_rows, reading.launch))

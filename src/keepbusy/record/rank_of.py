@@ -24,8 +24,8 @@ def ranks_of(traces: Sequence[Trace]) -> list[int]:
     known = [rank for rank in ranks if rank is not None]
     if len(known) < len(ranks) or len(set(known)) < len(known):
         raise BadInput(
-            f"{traces[0].path} and {traces[-1].path} are not the ranks of one run: together they name the ranks "
-            f"{ranks}; give each rank's trace once."
+            f"{traces[0].path} and {traces[-1].path} are not the ranks of one run: {len(traces)} traces name "
+            f"{len(set(known))} different ranks; give the traces of one run, each rank's once."
         )
     _refuse_other_runs(traces, known)
     return known

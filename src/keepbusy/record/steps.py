@@ -16,7 +16,9 @@ def step_marks(trace: Trace, main: int) -> Ints:
     mine = (events.category == Category.ANNOTATION) & (events.thread == main)
     for prefix in _MARKS:
         named = np.array([name.startswith(prefix) for name in trace.names], bool)
-        marks = np.unique(events.start[mine & named[events.name]])
+        these = mine & named[events.name]
+        marks = np.unique(events.start[these])
         if len(marks) >= 2:
-            return marks
+            # a profiler step is a whole one, so the last one's end is a mark, too
+            return np.append(marks, events.end[these].max()) if prefix == _MARKS[0] else marks
     return np.zeros(0, np.int64)

@@ -127,8 +127,10 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
-    named = [one.cause for one in diagnosis.causes]
-    return f"This is the wait of {named.index(cause.same_wait_as) + 1}: to mend one of them is enough."
+    number = [one.cause for one in diagnosis.causes].index(cause.same_wait_as)
+    alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
+    rest = "to mend one of them is enough" if alike else "mending that one recovers this, too"
+    return f"This is the wait of {number + 1}: {rest}."
 
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
@@ -202,15 +204,17 @@ def _floor(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _nothing_to_gain(diagnosis: Diagnosis) -> str:
-    busy = share(diagnosis.plain_step - diagnosis.waiting, diagnosis.plain_step)
+    busy = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
     noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
-    return f"Nothing to gain here: the GPU is busy {busy} of the step, and no mending saves more than the noise{noise}."
+    return (
+        f"Nothing to gain here: the GPU computes {busy} of the step, and no mending saves more than the noise{noise}."
+    )
 
 
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """What is not worth touching, late ranks that no cause has shown, and what the reader should know."""
     shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
-    asides = [("ignore", one) for one in _harmless(diagnosis.harmless)]
+    asides = [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
     asides += [("late", _late(late)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
     rows = Table.grid()
@@ -224,7 +228,7 @@ def _label(word: str) -> str:
     return f"{word:8}"
 
 
-def _harmless(seen: Iterable[Harmless]) -> Iterator[str]:
+def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
     """`host sync at train.py:60 (12 a step) costs nothing here: …`: all places with the same reason in one sentence."""
 
     def key(one: Harmless) -> tuple[int, str]:
@@ -235,7 +239,13 @@ def _harmless(seen: Iterable[Harmless]) -> Iterator[str]:
         total, name = sum(one.count for one in places), look(places[0].cause).name
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        yield f"{name}{where}{more} ({words.count(total)} a step) costs nothing here: {tame(why)}"
+        yield f"{name}{where}{more} ({words.count(total)} a step) {_cost(places[0].gain, step)}: {tame(why)}"
+
+
+def _cost(gain: int, step: int) -> str:
+    if gain < 0.005 * step:
+        return "costs nothing here"
+    return f"costs too little here to be told from noise ({duration(gain, step)})"
 
 
 def _again(diagnosis: Diagnosis) -> str:

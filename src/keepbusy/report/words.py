@@ -85,7 +85,7 @@ def spot(where: Where, limit: int = 60) -> str:
 def at(where: Where, limit: int = 60) -> str:
     """The same within a sentence: ` at train.py:31`, ` about train.py:14 in main`."""
     place = spot(where, limit)
-    return f" {place}" if place.startswith(("about ", "in ")) else f" at {place}"
+    return f" {place}" if place.startswith(("about ", "in ", "between ", "after ", "before ")) else f" at {place}"
 
 
 def _whole_parts(text: str, limit: int) -> str:

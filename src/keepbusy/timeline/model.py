@@ -29,6 +29,8 @@ Mask = npt.NDArray[np.bool_]
 
 NONE = -1
 """No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+UNRECORDED = "not recorded"
+"""The name of host work within which nothing was recorded."""
 WORKERS = "loader workers"
 """The name of a host lane that stands for processes which prepare input."""
 EVERY_LANE = -2

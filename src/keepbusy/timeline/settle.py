@@ -8,6 +8,9 @@ measured, and the others keep no more than what is typical.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
 import numpy as np
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Timeline, previous_on_lane
@@ -19,17 +22,21 @@ EARLY_RETURN = 30_000
 """A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
 _ENOUGH = 50
 
+Queue: TypeAlias = tuple[Ints, Ints, Ints]
+"""A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
+
 
 def settle(timeline: Timeline) -> Timeline:
     """The same timeline with `work` and every `lag` derived from its measured times."""
     if not len(timeline):
         return timeline
-    timeline = _lags(timeline)
+    queues = list(_queues(timeline))
+    timeline = _lags(_with_room(timeline, queues))
     awaits, awaited = _awaited(timeline)
     spans, span = timeline.spans, timeline.spans.end - timeline.spans.start
     work = np.where(awaited > spans.start, spans.end - awaited, span)
     timeline = timeline.change_spans(awaits=awaits)
-    work = np.where(spans.kind == Kind.LAUNCH, _without_back_pressure(timeline, span), work)
+    work = np.where(spans.kind == Kind.LAUNCH, _without_back_pressure(timeline, span, queues), work)
     work = np.where(spans.meeting != NONE, spans.end - last_arrival(timeline), work)
     return timeline.change_spans(work=work)
 
@@ -101,21 +108,37 @@ def _of_device(timeline: Timeline, syncs: Ints, rank: int) -> Ints:
     return (timeline.spans.awaits[syncs] == EVERY_LANE) & (timeline.rank_of_rows[syncs] == rank)
 
 
-def _without_back_pressure(timeline: Timeline, span: Ints) -> Ints:
+def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:
+    """A queue holds at least as many commands as were pending when a launch returned; other devices, other limits."""
+    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+    ends, seen = timeline.spans.end, limit
+    for commands, launch, place in queues:
+        done = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
+        seen = max(seen, int((place - done).max()) + 1)
+    return timeline if seen == limit else timeline.change(facts={**timeline.facts, "pending_limit": seen})
+
+
+def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) -> Ints:
     """The queue of a stream holds so many commands; the launch that finds it full waits for the oldest."""
     spans, work = timeline.spans, span.copy()
-    launched = launched_lane(timeline)
-    links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
     limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
-    for lane in np.unique(launched[launched != NONE]).tolist():
-        commands = timeline.rows_of(lane)
-        mine = links.take(np.flatnonzero(spans.lane[links.target] == lane))
-        launch, first = np.unique(mine.source, return_index=True)
-        place = np.searchsorted(commands, mine.target[first]) - limit
-        free = np.where(place >= 0, spans.end[commands[np.maximum(place, 0)]], NEVER)
-        blocked = (free > spans.start[launch]) & (free <= spans.end[launch]) & (launched[launch] == lane)
+    for commands, launch, place in queues:
+        free = np.where(place >= limit, spans.end[commands[np.maximum(place - limit, 0)]], NEVER)
+        blocked = (free > spans.start[launch]) & (free <= spans.end[launch])
         work[launch[blocked]] = (spans.end[launch] - free)[blocked]
     return work
+
+
+def _queues(timeline: Timeline) -> Iterator[Queue]:
+    launched = launched_lane(timeline)
+    links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    for lane in np.unique(launched[launched != NONE]).tolist():
+        commands = timeline.rows_of(lane)
+        mine = links.take(
+            np.flatnonzero((timeline.spans.lane[links.target] == lane) & (launched[links.source] == lane))
+        )
+        launch, first = np.unique(mine.source, return_index=True)
+        yield commands, launch, np.searchsorted(commands, mine.target[first])
 
 
 def last_arrival(timeline: Timeline) -> Ints:

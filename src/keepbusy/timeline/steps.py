@@ -36,7 +36,8 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     ratio = plain_step / pace(whole)
     several = min((last - first) // 2, round(ratio))
     if several > 1 and abs(ratio - several) < 0.2 * several:
-        return _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
+        whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
+        return whole.change(facts={**whole.facts, "marks_a_step": several})
     return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
 
 

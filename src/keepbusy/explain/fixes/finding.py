@@ -18,6 +18,7 @@ class Finding:
     cause: str
     edit: Edit
     owner: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
+    seen: int  # how often it was met
 
     @property
     def rows(self) -> Ints:
@@ -30,7 +31,8 @@ class Finding:
 
     def without(self, rows: Mask) -> Finding:
         """The same finding, but for what another one already tells."""
-        return Finding(self.cause, self._restricted(~rows), np.where(rows, NONE, self.owner))
+        owner = np.where(rows, NONE, self.owner)
+        return Finding(self.cause, self._restricted(~rows), owner, len(np.unique(owner[owner != NONE])))
 
     def _restricted(self, mine: Mask) -> Edit:
         edit = self.edit
@@ -54,14 +56,7 @@ class Draft:
     def blame(self, rows: Ints, owner: Ints | int) -> None:
         self.owner[rows] = owner
 
-    def share(self, rows: Ints, owner: int) -> None:
-        """Rows that change along with others, and are not to blame."""
-        self.owner[rows] = owner
-
-    def done(self) -> Finding:
-        touched = self.edit.touched
-        return Finding(self.cause, self.edit, np.where(touched, self.owner, NONE))
-
-
-def rows_of(mask: Mask) -> Ints:
-    return np.flatnonzero(mask)
+    def done(self, seen: int | None = None) -> Finding:
+        """`seen` where it is not the number of rows to blame."""
+        owner = np.where(self.edit.touched, self.owner, NONE)
+        return Finding(self.cause, self.edit, owner, len(np.unique(owner[owner != NONE])) if seen is None else seen)

@@ -44,7 +44,7 @@ def _balance(scene: Scene, draft: Draft) -> None:
     is_late = late[cell[rows] // spent.shape[1]]
     owner = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
     draft.blame(rows[is_late], owner[is_late])
-    draft.share(rows[~is_late], int(owner[is_late][0]))
+    draft.blame(rows[~is_late], int(owner[is_late][0]))  # they change along with the late one's
 
 
 def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:

@@ -30,7 +30,7 @@ def find(scene: Scene) -> Finding:
     draft.edit.work[inside] = 0  # the operator that reads leaves with its sync
     draft.blame(inside, owner)
     _batch(scene, draft, frame, syncs)
-    return draft.done()
+    return draft.done(seen=len(syncs))
 
 
 def _batch(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
