@@ -64,7 +64,7 @@ def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float
 
 def covered(start: Ints, end: Ints, around: float) -> float:
     """How much of a circle of this length the intervals cover together."""
-    if not len(start):
+    if not len(start) or around <= 0:  # commands of a damaged trace may overlap so much that no time passes
         return 0.0
     length = np.minimum(end - start, around)
     begin = np.mod(start, around).astype(np.float64)
