@@ -1,0 +1,160 @@
+"""The device's half of the clock, inside: enqueue, start, end, wait.
+
+These are the rules of `timeline/replay.py`; whoever changes one of them changes the other. All but
+the first methods are called with the lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from keepbusy.timeline.model import EVERY_LANE, NONE, Kind, Lane, LinkKind
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.graphs import Graph, NotWhileCapturing
+from keepbusy.virtual.program import Host, Program
+from keepbusy.virtual.streams import Stream
+
+_LAUNCH, _SYNC = int(Kind.LAUNCH), int(Kind.SYNC)
+_FIRST_NUMBER = 7
+"""CUDA's tools call the default stream 7."""
+
+
+class Queues(Program):
+    """Streams, and how commands get into and out of them."""
+
+    def __init__(
+        self,
+        device: Device,
+        rank: int = 0,
+        devices: int = 1,
+        real: Callable[[], int] | None = None,
+        overhead: int = 0,
+    ) -> None:
+        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our own part of a call."""
+        super().__init__(device, rank, real, overhead)
+        self.devices = devices
+        self.groups: dict[int, int] = {}
+        self._streams: dict[int, Stream] = {}
+        self._defaults: dict[int, int] = {}
+        self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
+        self._captures: dict[int, Graph] = {}
+
+    # streams
+
+    def default_stream(self, device: int = 0) -> int:
+        """The stream that a device's work goes to unless told otherwise."""
+        lane = self._defaults.get(device)
+        return self._defaults.setdefault(device, self.new_stream(device)) if lane is None else lane
+
+    def new_stream(self, device: int = 0) -> int:
+        with self.lock:
+            number = sum(one.device == device for one in self._streams.values()) + _FIRST_NUMBER
+            lane = self.rows.lane(Lane(self.rank, device, number, f"stream {number}"))
+            self._streams[lane] = Stream(lane, device, number, self.device.queue.pending)
+            return lane
+
+    def number(self, stream: int) -> int:
+        """What the device's tools call it."""
+        return self._streams[stream].number
+
+    # with the lock held
+
+    def _arrive(self) -> Host:
+        """The calling thread, with its own time written down."""
+        host = self.host()
+        if not host.depth:
+            self._flush(host)
+        elif host.spent:
+            self._work(host, host.spent, "")
+            host.spent = 0
+        return host
+
+    def _enqueue(
+        self, host: Host, stream: int, kind: int, name: str, work: int, size: int = 0, call: str = "cudaLaunchKernel"
+    ) -> int:
+        line = self._streams[stream]
+        if stream in self._captures:
+            self._captures[stream].add(kind, name, work, size)
+            self._work(host, self.device.host.launch, "")
+            return NONE
+        launch = self._call(host, line, call, self.device.host.launch)
+        return self._command(line, launch, kind, name, self._ready(line, launch), work, size)
+
+    def _call(self, host: Host, line: Stream, name: str, work: int, size: int = 0) -> tuple[int, int]:
+        """A launch: its row, and when it began. A full queue holds it up."""
+        start = host.now
+        oldest = line.ends[line.place]
+        end = (oldest if oldest > start else start) + work
+        return self._host_row(host, _LAUNCH, name, start, end, work, NONE, size), start
+
+    def _ready(self, line: Stream, call: tuple[int, int]) -> int:
+        """When a command launched so may start."""
+        start = call[1] + self.device.queue.latency
+        free = line.tail + self.device.queue.gap
+        if free > start:
+            start = free
+        for _, end in line.awaited:
+            start = max(start, end + self.device.queue.gap)
+        return start
+
+    def _command(
+        self,
+        line: Stream,
+        call: tuple[int, int],
+        kind: int,
+        name: str,
+        start: int,
+        work: int,
+        size: int = 0,
+        direction: int = 0,
+        pinned: int = NONE,
+        group: int = NONE,
+    ) -> int:
+        rows, queue, end = self.rows, self.device.queue, start + work
+        row = rows.add(
+            (
+                line.lane, kind, rows.name(name), NONE, start, end, work, queue.gap, NONE, group, size, direction,
+                pinned, call[0], queue.latency,
+            )
+        )  # fmt: skip
+        if line.awaited:
+            for source, _ in line.awaited:
+                rows.link(source, row, LinkKind.ORDER, queue.gap)
+            line.awaited.clear()
+        line.append(row, end)
+        return row
+
+    def _sync(
+        self,
+        host: Host,
+        name: str,
+        awaits: int,
+        until: int,
+        rows: Sequence[int],
+        kind: int = _SYNC,
+        work: int | None = None,
+    ) -> None:
+        own = self.device.host.sync if work is None else work
+        start = host.now
+        row = self._host_row(host, kind, name, start, max(start, until) + own, own, awaits)
+        for source in rows:
+            self.rows.link(source, row, LinkKind.ORDER)
+
+    def _whole(self, device: int) -> tuple[int, int, list[int]]:
+        """All lanes of a device: whom a sync awaits, until when, and by which links."""
+        streams = [one for one in self._streams.values() if one.device == device]
+        until = max((one.until() for one in streams), default=0)
+        waited = [row for one in streams for row, _ in one.awaited]
+        if len({one.device for one in self._streams.values()}) < 2:
+            return EVERY_LANE, until, waited
+        return NONE, until, waited + [one.last for one in streams if one.last != NONE]
+
+    def _await_engine(self, line: Stream, direction: int) -> None:
+        """A device has one engine for each direction, and all streams share it."""
+        lane, row, end = self._engines.get((line.device, direction), (line.lane, NONE, 0))
+        if lane != line.lane and end > line.tail:
+            line.awaited.append((row, end))
+
+    def _refuse_capture(self, name: str, refuse: bool = True) -> None:
+        if self._captures and refuse:
+            raise NotWhileCapturing(f"{name} cannot be called while a stream is capturing.")
