@@ -177,12 +177,12 @@ def measured(timeline: Timeline, step: str) -> dict[str, float]:
         if name == step:
             sums.append(defaultdict(float))
         if sums and "Memcpy HtoD" not in timeline.names[spans.name[command]]:
-            sums[-1][_class(name, timeline, command)] += float(spans.end[command] - spans.start[command])
+            sums[-1][_class(name, timeline)] += float(spans.end[command] - spans.start[command])
     names = {name for one in sums for name in one}
     return {name: median(one.get(name, 0.0) for one in sums) for name in names}
 
 
-def _class(name: str, timeline: Timeline | None = None, command: int = 0) -> str:
+def _class(name: str, timeline: Timeline | None = None) -> str:
     """Operators that are counted together: casts to half, casts back, and the names of CUDA's own variants."""
     if timeline is not None and name in ("gather", "index_select"):
         return "embedding"

@@ -29,6 +29,8 @@ ATTENTION_BACKWARD = tuple(f"{name}_backward" for name in ATTENTION)
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn")
 RECURRENT_BACKWARD = tuple(f"{name}_backward" for name in RECURRENT)
 
+LEAST = 900
+"""The shortest kernel, in nanoseconds."""
 CHUNK, BLOCKS = 65_536, 320
 """Elements of a block, and blocks of a launch, of PyTorch's multi-tensor kernels."""
 _MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
@@ -60,6 +62,19 @@ class Call:
     def bandwidth(self) -> float:
         return self.device.memory.bandwidth
 
+    def moved(self) -> int:
+        """Bytes read and written; an operator in place writes its first input."""
+        own = () if self.outputs or not self.name.endswith("_") else self.inputs[:1]
+        return total(self.inputs) + total(self.outputs) + total(own)
+
+    def streamed(self, moved: float, share: float, least: int = LEAST) -> int:
+        """How long so many bytes take at a share of the memory bandwidth."""
+        return round(least + moved / (self.bandwidth * share))
+
+    def strided(self, count: int) -> int:
+        """How long so many elements take that lie apart."""
+        return round(LEAST + count / (self.device.multiprocessors * 4.0 * self.device.efficiency.strided))
+
 
 def matrix_product(call: Call) -> list[Kernel]:
     matrices = [one for one in call.inputs if len(one[0]) >= 1]
@@ -85,7 +100,7 @@ def convolve(call: Call) -> list[Kernel]:
     result = call.outputs[0] if call.outputs else source
     kernels = [*_conversion(call, source), *_convolution(call, source, filters, result, "forward")]
     if len(call.inputs) > 2:
-        kernels.append(("elementwise_bias", _strided(call, elements(result))))
+        kernels.append(("elementwise_bias", call.strided(elements(result))))
     return kernels
 
 
@@ -148,10 +163,6 @@ def _conversion(call: Call, source: Operand) -> list[Kernel]:
     results = total(call.outputs)
     spent = 2.0 * (size(source) + results) / (call.bandwidth * call.device.efficiency.mixed)
     return [("nchw_to_nhwc", round(1_500 + spent))]
-
-
-def _strided(call: Call, count: int) -> int:
-    return round(1_000 + count / (call.device.multiprocessors * 4.0 * call.device.efficiency.strided))
 
 
 def attend(call: Call) -> list[Kernel]:

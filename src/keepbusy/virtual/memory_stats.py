@@ -128,7 +128,7 @@ def flat_stats(tally: Tally) -> dict[str, int]:
         "num_ooms": tally.failures,
         "num_sync_all_streams": tally.retries,
         "num_device_alloc": segments.added[2],
-        "num_device_free": segments.removed[2],
+        "num_device_free": segments.removed(2),
         "max_split_size": -1,
     }
 

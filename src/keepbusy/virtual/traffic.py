@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from keepbusy.virtual.families import Call, columns_share
+from keepbusy.virtual import norms
+from keepbusy.virtual.families import LEAST, Call, columns_share
 from keepbusy.virtual.operands import (
     Kernel,
     Operand,
@@ -18,8 +20,6 @@ from keepbusy.virtual.operands import (
     total,
 )
 
-_LEAST = 900
-"""The shortest kernel, in nanoseconds."""
 _LEAST_MIXED = 1_900
 """The shortest that converts types on the way."""
 _COLUMNS_LEAST = 7_000
@@ -60,17 +60,10 @@ _SORT_PASSES, _SORTED_AT_ONCE = 4, 4_096
 _SMALL_EMBEDDING = 3_072
 
 
-def _time(call: Call, moved: float, share: float, least: int = _LEAST) -> int:
-    return round(least + moved / (call.bandwidth * share))
-
-
-def _moved(call: Call) -> int:
-    """All that is read and written; an operator in place writes its first input."""
-    own = () if call.outputs or not call.name.endswith("_") else call.inputs[:1]
-    written = call.outputs
-    if call.name.endswith("_") and call.outputs[:1] != call.inputs[:1] and call.outputs:
-        written = call.outputs
-    return total(call.inputs) + total(written) + total(own)
+def copy(call: Call) -> list[Kernel]:
+    """To `self`, which is written and not read, whether it is given as an input or as the output."""
+    target = (*call.outputs, *call.inputs)[0]
+    return elementwise(replace(call, name="copy", inputs=call.inputs[-1:], outputs=(target,)))
 
 
 def elementwise(call: Call) -> list[Kernel]:
@@ -79,20 +72,20 @@ def elementwise(call: Call) -> list[Kernel]:
     shape = largest(operands)
     large = [one for one in operands if elements(one) * 16 > elements(shape)]
     name = f"elementwise_{call.name}"
-    moved, efficiency = _moved(call), call.device.efficiency
+    moved, efficiency = call.moved(), call.device.efficiency
     share = _elementwise_share(call, large)
-    plain = _time(call, moved, share, _LEAST if share > efficiency.mixed else _LEAST_MIXED)
+    plain = call.streamed(moved, share, LEAST if share > efficiency.mixed else _LEAST_MIXED)
     if all(alike(one, shape) for one in large) and dense(shape) and not _broadcast(call, shape):
         return [(name, plain)]
     count = elements(shape)
-    strided = _LEAST + count / (call.device.multiprocessors * 4.0 * efficiency.strided) * _narrow(shape)
+    strided = LEAST + count / (call.device.multiprocessors * 4.0 * efficiency.strided) * _narrow(shape)
     return [(name, max(plain, round(strided)))]
 
 
 def _elementwise_share(call: Call, large: list[Operand]) -> float:
     efficiency = call.device.efficiency
     if len({one[1] for one in large if one[1] not in ("bool", "uint8")}) > 1:
-        to_half = call.name in ("copy_", "_to_copy", "to") and large[-1][1] in ("float16", "bfloat16")
+        to_half = call.name == "copy" and call.outputs[0][1] in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
     return efficiency.heavy if call.name in _HEAVY else efficiency.streaming
 
@@ -109,16 +102,16 @@ def _narrow(shape: Operand) -> float:
 
 def fill(call: Call) -> list[Kernel]:
     target = largest((*call.inputs, *call.outputs))
-    return [("fill", _time(call, size(target), call.device.efficiency.streaming, 700))]
+    return [("fill", call.streamed(size(target), call.device.efficiency.streaming, 700))]
 
 
 def draw(call: Call) -> list[Kernel]:
     target = largest((*call.outputs, *call.inputs))
-    return [(f"random_{call.name}", _time(call, size(target), call.device.efficiency.random, 1_500))]
+    return [(f"random_{call.name}", call.streamed(size(target), call.device.efficiency.random, 1_500))]
 
 
 def dropout(call: Call) -> list[Kernel]:
-    return [("fused_dropout", _time(call, _moved(call), call.device.efficiency.mixed, 1_500))]
+    return [("fused_dropout", call.streamed(call.moved(), call.device.efficiency.mixed, 1_500))]
 
 
 def reduce(call: Call) -> list[Kernel]:
@@ -129,7 +122,7 @@ def reduce(call: Call) -> list[Kernel]:
         share, least = columns_share(call.device, columns), _COLUMNS_LEAST
     else:
         share, least = call.device.efficiency.rows, 2_000
-    kernels = [(f"reduce_{call.name}", _time(call, total(call.inputs) + total(call.outputs), share, least))]
+    kernels = [(f"reduce_{call.name}", call.streamed(total(call.inputs) + total(call.outputs), share, least))]
     whole = elements(source) > 1 << 20 and sum(map(elements, call.outputs)) <= 1 << 16
     return [("Memset (Device)", 800), *kernels] if whole else kernels
 
@@ -148,57 +141,7 @@ def _columns(call: Call, source: Operand) -> int:
 def softmax(call: Call) -> list[Kernel]:
     backward = call.name.endswith("backward_data")
     share = call.device.efficiency.streaming if backward else call.device.efficiency.softmax
-    return [(call.name.strip("_"), _time(call, _moved(call), share, 2_500))]
-
-
-def layer_norm(call: Call) -> list[Kernel]:
-    moved = size(call.inputs[0]) + size(call.outputs[0] if call.outputs else call.inputs[0])
-    return [("layer_norm", _time(call, moved, call.device.efficiency.norm, 2_500))]
-
-
-def layer_norm_backward(call: Call) -> list[Kernel]:
-    moved = size(call.inputs[0]) + size(call.inputs[1])
-    kernels = [("layer_norm_grad_input", _time(call, 1.5 * moved, call.device.efficiency.streaming, 2_000))]
-    if len(call.outputs) > 1:
-        kernels.append(("layer_norm_grad_weight", _time(call, moved, call.device.efficiency.norm * 0.63, 4_000)))
-    return kernels
-
-
-def group_norm(call: Call) -> list[Kernel]:
-    moved, efficiency = size(call.inputs[0]), call.device.efficiency
-    return [
-        ("group_norm_moments", _time(call, moved, efficiency.columns, 2_000)),
-        ("group_norm_parameters", 1_500),
-        ("group_norm_apply", _time(call, 2 * moved, efficiency.mixed)),
-    ]
-
-
-def group_norm_backward(call: Call) -> list[Kernel]:
-    moved, efficiency = size(call.inputs[0]), call.device.efficiency
-    return [
-        ("group_norm_sums", _time(call, 2 * moved, efficiency.columns, 2_000)),
-        ("group_norm_parameters", 2_000),
-        ("group_norm_grad_input", _time(call, 3 * moved, efficiency.mixed)),
-        ("group_norm_grad_weight", 3_000),
-    ]
-
-
-def batch_norm(call: Call) -> list[Kernel]:
-    """Statistics, running averages, and the transformation."""
-    moved, efficiency = size(call.inputs[0]), call.device.efficiency
-    return [
-        ("batch_norm_statistics", _time(call, moved, efficiency.statistics, 2_000)),
-        ("batch_norm_running", 1_300),
-        ("batch_norm_transform", _time(call, 2 * moved, efficiency.columns)),
-    ]
-
-
-def batch_norm_backward(call: Call) -> list[Kernel]:
-    moved, efficiency = size(call.inputs[0]), call.device.efficiency
-    return [
-        ("batch_norm_reduce", _time(call, 2 * moved, efficiency.norm, 2_000)),
-        ("batch_norm_grad_input", _time(call, 3 * moved, efficiency.heavy)),
-    ]
+    return [(call.name.strip("_"), call.streamed(call.moved(), share, 2_500))]
 
 
 def nll_loss(call: Call) -> list[Kernel]:
@@ -208,7 +151,7 @@ def nll_loss(call: Call) -> list[Kernel]:
         return [("nll_loss_forward", round(9_000 + 0.85 * rows))]
     rows = elements(call.inputs[2]) if len(call.inputs) > 2 else rows
     return [
-        ("fill", _time(call, total(call.outputs), call.device.efficiency.streaming)),
+        ("fill", call.streamed(total(call.outputs), call.device.efficiency.streaming)),
         ("nll_loss_backward", round(5_000 + 0.95 * rows)),
     ]
 
@@ -216,51 +159,47 @@ def nll_loss(call: Call) -> list[Kernel]:
 def embedding_backward(call: Call) -> list[Kernel]:
     """Few indices are added at once; many are sorted first, in two dozen small kernels."""
     grad = call.inputs[0]
-    cleared: Kernel = ("fill", _time(call, total(call.outputs), call.device.efficiency.streaming))
+    cleared: Kernel = ("fill", call.streamed(total(call.outputs), call.device.efficiency.streaming))
     if elements(call.inputs[-1]) <= _SMALL_EMBEDDING:
         return [cleared, ("embedding_grad", round(5_000 + 22 * elements(call.inputs[-1])))]
     return [
         cleared,
         *[("embedding_sort", 2_700)] * 26,
-        ("embedding_grad_weight", _time(call, size(grad), call.device.efficiency.random, 6_000)),
-        ("embedding_scatter", _time(call, total(call.outputs), call.device.efficiency.random, 20_000)),
+        ("embedding_grad_weight", call.streamed(size(grad), call.device.efficiency.random, 6_000)),
+        ("embedding_scatter", call.streamed(total(call.outputs), call.device.efficiency.random, 20_000)),
     ]
 
 
 def scatter(call: Call) -> list[Kernel]:
     moved = largest(call.inputs[1:] or call.inputs)
-    return [(f"scatter_{call.name}", _strided(call, elements(moved)))]
+    return [(f"scatter_{call.name}", call.strided(elements(moved)))]
 
 
 def index_put(call: Call) -> list[Kernel]:
     """Adding where indices may repeat means sorting them first."""
-    kernels = [(f"scatter_{call.name}", _strided(call, elements(call.inputs[-1])))]
+    kernels = [(f"scatter_{call.name}", call.strided(elements(call.inputs[-1])))]
     if not call.asked.get("accumulate", False):
         return kernels
     return [*[("index_arithmetic", 1_500)] * 4, *[("index_sort", 3_000)] * 8, *kernels]
 
 
-def _strided(call: Call, count: int) -> int:
-    return round(_LEAST + count / (call.device.multiprocessors * 4.0 * call.device.efficiency.strided))
-
-
 def gather(call: Call) -> list[Kernel]:
     written = call.outputs or call.inputs[:1]
-    return [(f"gather_{call.name}", _time(call, 1.6 * total(written), call.device.efficiency.streaming, 1_500))]
+    return [(f"gather_{call.name}", call.streamed(1.6 * total(written), call.device.efficiency.streaming, 1_500))]
 
 
 def concatenate(call: Call) -> list[Kernel]:
     """Narrow elements of strided tensors are moved one by one."""
     count = sum(map(elements, call.inputs))
-    moved = _time(call, 2 * total(call.inputs), call.device.efficiency.mixed)
+    moved = call.streamed(2 * total(call.inputs), call.device.efficiency.mixed)
     if all(contiguous(one) for one in call.inputs):
         return [("concatenate", moved)]
-    return [("concatenate", max(moved, _strided(call, round(1.3 * count))))]
+    return [("concatenate", max(moved, call.strided(round(1.3 * count))))]
 
 
 def nonzero(call: Call) -> list[Kernel]:
     """Count, read the count on the host (the caller's part), then write the places."""
-    read = _time(call, size(call.inputs[0]), call.device.efficiency.rows, 1_500)
+    read = call.streamed(size(call.inputs[0]), call.device.efficiency.rows, 1_500)
     return [("nonzero_count", read), ("nonzero_total", 1_100), ("nonzero_init", 700), ("nonzero_write", 1_000 + read)]
 
 
@@ -268,15 +207,16 @@ def sort(call: Call) -> list[Kernel]:
     source = call.inputs[0]
     if elements(source) <= _SORTED_AT_ONCE:
         return [("sort_small", 12_000)]
-    once = _time(call, 4 * total(call.inputs[:1]) + 16 * elements(source), call.device.efficiency.mixed, 2_500)
+    once = call.streamed(4 * total(call.inputs[:1]) + 16 * elements(source), call.device.efficiency.mixed, 2_500)
     return [("sort_histogram", 3_500), ("sort_scan", 1_200), *[("sort_pass", once)] * _SORT_PASSES]
 
 
 def scan(call: Call) -> list[Kernel]:
-    return [("scan", _time(call, 2 * _moved(call), call.device.efficiency.mixed, 2_500))]
+    return [("scan", call.streamed(2 * call.moved(), call.device.efficiency.mixed, 2_500))]
 
 
 FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
+    **dict.fromkeys(("copy_", "_to_copy", "clone", "to", "contiguous"), copy),
     **dict.fromkeys(_FILLS, fill),
     **dict.fromkeys(_RANDOM, draw),
     **dict.fromkeys(("native_dropout", "_fused_dropout", "dropout", "native_dropout_backward"), dropout),
@@ -285,18 +225,7 @@ FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
         ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "softmax", "log_softmax"),
         softmax,
     ),
-    **dict.fromkeys(("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"), layer_norm),
-    **dict.fromkeys(
-        ("native_layer_norm_backward", "_fused_rms_norm_backward", "rms_norm_backward"), layer_norm_backward
-    ),
-    "native_group_norm": group_norm,
-    "native_group_norm_backward": group_norm_backward,
-    **dict.fromkeys(
-        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm"), batch_norm
-    ),
-    **dict.fromkeys(
-        ("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward"), batch_norm_backward
-    ),
+    **norms.FAMILIES,
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"), nll_loss),
     "embedding_dense_backward": embedding_backward,
     **dict.fromkeys(_SCATTERS, scatter),
