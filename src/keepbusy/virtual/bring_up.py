@@ -1,0 +1,46 @@
+"""Bring the virtual GPU up in this process. There is no way back: who starts it wants it until the end."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable
+
+from keepbusy.virtual import cuda_module, host_side, operators, pinned, randomness, storages
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.guard import replace_guard
+from keepbusy.virtual.hooks import replace_hooks
+from keepbusy.virtual.machine import MACHINE, Machine
+
+
+def bring_up(
+    device: Device,
+    devices: int = 1,
+    rank: int = 0,
+    measured: bool = True,
+    one_generator: bool = False,
+) -> Machine:
+    """From now on this process has `devices` GPUs. `selftest.check` says beforehand whether its PyTorch can carry them.
+
+    `measured`: host time is what really passes, else what the device file says. `one_generator`: the
+    devices draw from the host's random numbers, so that a run can be compared with one on the CPU.
+    """
+    if _started:
+        return MACHINE
+    _started.append(True)
+    MACHINE.start(device, devices, rank, time.perf_counter_ns if measured else None)
+    randomness.DEFAULTS.shared = one_generator
+    _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
+    cuda_module.patch()
+    storages.patch()
+    host_side.patch()
+    operators.register()
+    return MACHINE
+
+
+_started: list[bool] = []
+
+
+def _put_in_place(*undos: Callable[[], None]) -> None:
+    for undo in undos:
+        atexit.register(undo)

@@ -1,0 +1,111 @@
+"""What the program does on the host: tensors made there, pinned memory, annotations, the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._device
+
+from keepbusy.timeline.model import FrameKind
+from keepbusy.virtual import pinned
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.tensors import Tensor
+
+_FACTORIES = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "tensor", "arange", "linspace", "eye",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided",
+)  # fmt: skip
+_FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "fill_", "zero_")
+
+
+def patch() -> None:
+    torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
+    for name in _FACTORIES:
+        setattr(torch, name, _factory(name, getattr(torch, name)))
+    for name in _FILLS:
+        setattr(Tensor, name, _fill(name, getattr(Tensor, name)))
+    Tensor.pin_memory, Tensor.is_pinned = _pin_memory, lambda tensor, device=None: pinned.is_pinned(tensor)
+    Tensor.record_stream = _record_stream
+    _patch_annotations()
+    _patch_backward()
+
+
+def _factory(name: str, makes: Callable[..., Any]) -> Callable[..., Any]:
+    """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
+    shown = f"aten::{name}"
+
+    @functools.wraps(makes)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        pins = kwargs.pop("pin_memory", False)
+        MACHINE.clock.enter(FrameKind.OPERATOR, shown, MACHINE.places.here())
+        try:
+            made = makes(*args, **kwargs)
+        finally:
+            MACHINE.clock.leave()
+        return pinned.pin(made) if pins else made
+
+    return make
+
+
+def _fill(name: str, fills: Callable[..., Any]) -> Callable[..., Any]:
+    shown = f"aten::{name}"
+
+    @functools.wraps(fills)
+    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_cuda:
+            return fills(tensor, *args, **kwargs)
+        MACHINE.clock.enter(FrameKind.OPERATOR, shown, MACHINE.places.here())
+        try:
+            return fills(tensor, *args, **kwargs)
+        finally:
+            MACHINE.clock.leave()
+
+    return fill
+
+
+def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+    MACHINE.clock.enter(FrameKind.OPERATOR, "aten::pin_memory", MACHINE.places.here())
+    try:
+        return pinned.pinned_copy(tensor)
+    finally:
+        MACHINE.clock.leave()
+
+
+def _record_stream(tensor: Tensor, stream: Any) -> None:
+    MACHINE.record_stream(tensor, stream.lane)
+
+
+def _patch_annotations() -> None:
+    """Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these."""
+    annotation = torch.autograd.profiler.record_function
+    enter, leave = annotation.__enter__, annotation.__exit__
+
+    def entered(self: Any) -> Any:
+        MACHINE.clock.enter(FrameKind.ANNOTATION, self.name, MACHINE.places.here())
+        return enter(self)
+
+    def left(self: Any, *error: Any) -> Any:
+        MACHINE.clock.leave()
+        return leave(self, *error)
+
+    annotation.__enter__, annotation.__exit__ = entered, left
+
+
+def _patch_backward() -> None:
+    """In the calling thread: its order is then always the same, and the user's line is on the stack."""
+    graph = torch.autograd.graph
+    engine = graph._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = CURRENT.device
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                return engine(*args, **kwargs)
+        finally:
+            CURRENT.change(device)
+
+    graph._engine_run_backward = torch.autograd._engine_run_backward = run

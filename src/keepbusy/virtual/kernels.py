@@ -1,0 +1,183 @@
+"""What runs when PyTorch calls an operator of the CUDA device.
+
+A kernel sees its tensors as host tensors over the same memory, lets PyTorch's own CPU kernel
+compute, shows the results as device tensors again, and tells the clock what a GPU would have run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepbusy.virtual import randomness, syncs
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.signature import Signature
+from keepbusy.virtual.tensors import CPU, Tensor, to_host
+
+HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_NUMBERS = (bool, int, float, complex)
+
+
+class Operands:
+    """One call's arguments on their way to the host."""
+
+    __slots__ = ("device", "inputs", "on_host", "signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.device = -1
+        self.inputs: list[Tensor] = []
+        self.on_host = False  # whether a host tensor with dimensions was among them
+
+    def take(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, list | tuple):
+            return [self.take(one) for one in value]
+        if type(value) is torch.device and value.type == "cuda":
+            self.device = CURRENT.index(value)
+            return CPU
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        device = tensor.get_device()
+        if device < 0:
+            self.on_host = self.on_host or tensor.dim() > 0
+            return tensor
+        if device != self.device:
+            if self.device >= 0 and not self.signature.takes_host_tensors:
+                raise _apart(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
+            self.device = device
+        host = to_host(tensor)
+        self.inputs.append(host)
+        return host
+
+    def check(self) -> int:
+        """The device of the call; refuses what a GPU would refuse."""
+        if self.device < 0:
+            return CURRENT.device
+        if self.on_host and self.inputs and not self.signature.takes_host_tensors:
+            raise _apart(self.signature.name, f"cuda:{self.device}", "cpu")
+        return self.device
+
+
+def _apart(name: str, one: str, other: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
+        f"(when checking the arguments of {name})"
+    )
+
+
+class Kernel:
+    """One overload on the virtual device."""
+
+    __slots__ = ("overload", "raw", "scalar", "signature")
+
+    def __init__(self, overload: torch._ops.OpOverload) -> None:
+        self.overload = overload
+        self.raw = overload._op
+        self.signature = Signature(overload)
+        self.scalar = _scalar_variant(overload)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        MACHINE.begin(self.signature.name)
+        try:
+            operands = Operands(self.signature)
+            host_args = [operands.take(one) for one in args]
+            host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
+            device = operands.check()
+            out = self.compute(device, host_args, host_kwargs)
+            result, new = self._on_device(device, out, args, kwargs)
+            signature = self.signature
+            asked = signature.asked(args, kwargs) if signature.asks else kwargs
+            MACHINE.launch(device, signature.short, operands.inputs, new, asked)
+            if syncs.learns(signature.name, host_args):
+                MACHINE.wait_for_result(device)
+            return result
+        finally:
+            MACHINE.end()
+
+    def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """On the host, with PyTorch's own kernel."""
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        if self.signature.is_random:
+            return randomness.draw(self._call, device, args, kwargs, self.signature.has_generator)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        for at in self.signature.tensors:
+            if at < len(args) and isinstance(args[at], _NUMBERS):
+                return self._call_with_number(at, args, kwargs)
+        try:
+            return self.raw(*args, **kwargs)
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            return self.raw(*args, **_fresh_results(self.signature, kwargs))
+
+    def _call_with_number(self, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A Python number stands for a tensor: the dispatcher unpacked it, and only the packet takes it back."""
+        if self.scalar is not None and at == 1:
+            return self.scalar(*args, **kwargs)
+        return self.overload._overloadpacket(*args, **kwargs)
+
+    def _on_device(
+        self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """The result as the program sees it, and which host tensors of it are new."""
+        new: list[Tensor] = []
+        returned = self.signature.returned
+        if len(returned) == 1:
+            return self._one(device, returned[0], out, args, kwargs, new), new
+        if not returned:
+            return None, new
+        results = [self._one(device, one, part, args, kwargs, new) for one, part in zip(returned, out, strict=True)]
+        return tuple(results), new
+
+    def _one(
+        self,
+        device: int,
+        source: tuple[int, str] | None,
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        new: list[Tensor],
+    ) -> Any:
+        if source is not None:
+            mine = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
+            if isinstance(mine, Tensor) and mine.shape != out.shape:
+                adopt(mine, MACHINE.place_on(out, device))
+            return mine
+        if isinstance(out, Tensor):
+            new.append(out)
+            return MACHINE.place_on(out, device)
+        if isinstance(out, list | tuple):
+            return [self._one(device, None, one, args, kwargs, new) for one in out]
+        return out
+
+
+def adopt(tensor: Tensor, other: Tensor) -> None:
+    """Let a device tensor have the memory and the shape of another, as a resized result does."""
+    storage = other.untyped_storage()
+    torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
+        HOST_KEYS, tensor, storage, other.storage_offset(), list(other.shape), list(other.stride())
+    )
+
+
+def _fresh_results(signature: Signature, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Results to write into that have another shape than what is written: new ones, which may grow."""
+    return {
+        name: torch.empty(0, dtype=one.dtype) if name in signature.written and isinstance(one, Tensor) else one
+        for name, one in kwargs.items()
+    }
+
+
+def _scalar_variant(overload: torch._ops.OpOverload) -> Any:
+    """Of `mul.Tensor` the builtin of `mul.Scalar`, if there is one."""
+    packet = overload._overloadpacket
+    if overload._overloadname == "Tensor" and "Scalar" in packet.overloads():
+        return packet.Scalar._op
+    return None

@@ -1,0 +1,159 @@
+"""The virtual machine of this process: its clock, its streams, its memory, as kernels and patches see them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from keepbusy.timeline.model import Direction
+from keepbusy.virtual.clock import Clock
+from keepbusy.virtual.costs import Costs
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.lines import Places
+from keepbusy.virtual.memory import Memory, OutOfMemory
+from keepbusy.virtual.tensors import Tensor, to_device
+
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _look(tensor: Tensor) -> tuple[torch.Size, str, tuple[int, ...]]:
+    """What the cost of an operator depends on."""
+    return tensor.shape, _DTYPES[tensor.dtype], tensor.stride()
+
+
+class _Dtypes(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+_DTYPES = _Dtypes()
+
+
+class _Streams(threading.local):
+    """Of each device, the stream that this thread has chosen."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[int, int] = {}
+
+
+class _Held(weakref.ref["Tensor"]):
+    """Memory of the device, given back when the tensor that holds it goes."""
+
+    __slots__ = ("address", "handle")
+    address: int
+    handle: int
+
+
+class Machine:
+    """Everything that is virtual in this process."""
+
+    clock: Clock
+    device: Device
+    memory: Memory
+    costs: Costs
+    places: Places
+
+    def __init__(self) -> None:
+        self._streams = _Streams()
+        self._held: dict[int, _Held] = {}
+        self._handles: dict[int, int] = {}
+
+    def start(self, device: Device, devices: int, rank: int, real: Callable[[], int] | None) -> None:
+        CURRENT.count = devices
+        self.device = device
+        self._options = (device, rank, devices, real)
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
+        device, rank, devices, real = self._options
+        self.clock = Clock(device, rank, devices, real)
+        self.memory = Memory(self.clock, devices)
+        self.costs = Costs(device)
+        self.places = Places(self.clock.place)
+        self._streams = _Streams()
+
+    # streams
+
+    def stream(self, device: int) -> int:
+        chosen = self._streams.chosen.get(device)
+        return self.clock.default_stream(device) if chosen is None else chosen
+
+    def choose_stream(self, device: int, stream: int | None) -> int | None:
+        """Make a stream the current one of a device (None: the default one); returns the one before."""
+        before = self._streams.chosen.get(device)
+        if stream is None:
+            self._streams.chosen.pop(device, None)
+        else:
+            self._streams.chosen[device] = stream
+        return before
+
+    # operators
+
+    def begin(self, name: str) -> None:
+        """An operator of the device begins, called from the line that is three frames out."""
+        self.clock.begin(name, self.places.here())
+
+    def end(self) -> None:
+        self.clock.end()
+
+    def launch(
+        self, device: int, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any] = _NOTHING
+    ) -> None:
+        """Launch what a GPU would run for an operator. `asked`: the arguments that its cost depends on."""
+        kernels = self.costs.kernels(name, tuple(map(_look, inputs)), tuple(map(_look, outputs)), asked)
+        if kernels:
+            self.clock.launch_all(self.stream(device), kernels)
+
+    def copy(self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool) -> None:
+        self.clock.copy(self.stream(device), direction, size, pinned, non_blocking)
+
+    def wait_for_result(self, device: int) -> None:
+        """The host must learn something that only the device knows: a small copy home, and a wait for it."""
+        self.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
+
+    # memory
+
+    def place_on(self, tensor: Tensor, device: int) -> Tensor:
+        """A new tensor of the device, over the host tensor's memory."""
+        seen = to_device(tensor, device)
+        size = tensor.nbytes
+        if size:
+            self._hold(tensor, device, size)
+        return seen
+
+    def _hold(self, tensor: Tensor, device: int, size: int) -> None:
+        # the device tensor's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
+        try:
+            handle = self.memory.allocate(device, size, self.stream(device))
+        except OutOfMemory as error:
+            raise torch.OutOfMemoryError(str(error)) from None
+        held = _Held(tensor, self._release)
+        held.handle, held.address = handle, tensor.untyped_storage().data_ptr()
+        self._held[id(held)] = held
+        self._handles[held.address] = handle
+
+    def _release(self, held: _Held) -> None:
+        del self._held[id(held)]
+        if self._handles.get(held.address) == held.handle:
+            del self._handles[held.address]
+        self.memory.free(held.handle)
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        handle = self._handles.get(tensor.untyped_storage().data_ptr())
+        if handle is not None:
+            self.memory.record_stream(handle, stream)
+
+    def facts(self) -> dict[str, Any]:
+        return {"torch": torch.__version__, "device": self.device.name}
+
+
+MACHINE = Machine()
