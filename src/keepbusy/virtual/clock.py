@@ -64,7 +64,8 @@ class Clock(Queues):
             host, line = self._arrive(), self._streams[stream]
             self.groups[group] = members
             if stream in self._captures:
-                return self._enqueue(host, stream, _COLLECTIVE, name, wire, size)
+                self._captures[stream].add(_COLLECTIVE, name, wire, size, group)
+                return NONE
             call = self._call(host, line, "cudaLaunchKernelExC", self.device.host.collective)
             start = self._ready(line, call)
         last = start if meet is None else max(start, meet(start))
@@ -128,14 +129,17 @@ class Clock(Queues):
             host, line = self._arrive(), self._streams[stream]
             host.spent += self.device.host.event
             until = line.until()
-            reached = max(until, host.now + self.device.queue.latency)
-            return Moment(reached, until, line.before())
+            reached = max(until, host.now + host.spent + self.device.queue.latency)
+            return Moment(reached, until, line.before(), self._captures.get(stream))
 
     def wait(self, stream: int, moment: Moment) -> None:
-        """What comes next in the stream starts after the moment."""
+        """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
             host.spent += self.device.host.event
+            if moment.graph is not None and moment.graph in self._captures.values():
+                self._captures[stream] = moment.graph
+                return
             own = line.last
             line.awaited += [(row, moment.until) for row in moment.rows if row != own]
 
@@ -164,7 +168,9 @@ class Clock(Queues):
 
     def sync_moment(self, moment: Moment, name: str = "cudaEventSynchronize") -> None:
         with self.lock:
-            self._sync(self._arrive(), name, NONE, moment.until, moment.rows)
+            host = self._arrive()
+            self._refuse_capture(name)
+            self._sync(host, name, NONE, moment.until, moment.rows)
 
     def sync_stream(self, stream: int, name: str = "cudaStreamSynchronize") -> None:
         with self.lock:
@@ -198,11 +204,6 @@ class Clock(Queues):
         """From now on what is launched on the stream is kept, not run."""
         with self.lock:
             self._captures[stream] = Graph()
-
-    def join_capture(self, stream: int, other: int) -> None:
-        """A stream that waits for a capturing one captures too."""
-        with self.lock:
-            self._captures[stream] = self._captures[other]
 
     def capturing(self, stream: int) -> bool:
         return stream in self._captures

@@ -14,7 +14,7 @@ from keepbusy.virtual.graphs import Graph, NotWhileCapturing
 from keepbusy.virtual.program import Host, Program
 from keepbusy.virtual.streams import Stream
 
-_LAUNCH, _SYNC = int(Kind.LAUNCH), int(Kind.SYNC)
+_WORK, _LAUNCH, _SYNC = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC)
 _FIRST_NUMBER = 7
 """CUDA's tools call the default stream 7."""
 
@@ -135,6 +135,8 @@ class Queues(Program):
         work: int | None = None,
     ) -> None:
         own = self.device.host.sync if work is None else work
+        if host.released:
+            self._host_row(host, _WORK, "", host.now, host.now, 0)  # a sync begins at once, whatever it waits for
         start = host.now
         row = self._host_row(host, kind, name, start, max(start, until) + own, own, awaits)
         for source in rows:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.replay import NEVER
+from keepbusy.virtual.graphs import Graph
 
 
 class Moment(NamedTuple):
@@ -14,6 +15,7 @@ class Moment(NamedTuple):
     time: int  # when the device passes it
     until: int  # when the last command before it ends
     rows: tuple[int, ...]  # the commands that it waits for
+    graph: Graph | None = None  # the capture that it belongs to
 
 
 BEGINNING = Moment(NEVER, NEVER, ())

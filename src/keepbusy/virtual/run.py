@@ -1,0 +1,30 @@
+"""A whole run on the virtual GPU: what `keepbusy run` asks for, and the timeline that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keepbusy.timeline.model import Timeline
+from keepbusy.virtual import selftest
+from keepbusy.virtual.device_files import read
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a program that asks for a GPU."""
+
+    on: str = "h200"  # a device file's name, or a path to one
+    devices: int = 1
+    measured: bool = True  # whether the time the host takes is real, or modelled
+    one_generator: bool = False
+
+
+def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
+    """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it."""
+    device = read(options.on)
+    selftest.check()
+    from keepbusy.virtual.bring_up import bring_up
+
+    machine = bring_up(device, options.devices, rank, options.measured, options.one_generator)
+    return lambda **facts: machine.clock.timeline(**machine.facts(), **facts)
