@@ -196,7 +196,11 @@ class Clock(Queues):
         with self.lock:
             host = self._arrive()
             awaits, until, rows = self._whole(device)
-            self._sync(host, name, awaits, until, rows, _ALLOCATE, work)
+            if awaits == NONE:  # of several devices one: only a sync waits for links
+                self._sync(host, name, NONE, until, rows, work=0)
+                self._host_row(host, _ALLOCATE, name, host.now, host.now + work, work)
+            else:
+                self._sync(host, name, awaits, until, rows, _ALLOCATE, work)
 
     # CUDA graphs
 

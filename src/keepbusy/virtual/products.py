@@ -20,7 +20,7 @@ _TILES = {
     (64, 64): 0.6,
 }
 """Tiles, and which share of the best rate their inner loop reaches."""
-_SPLITS = (1, 2, 4, 8, 16)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _LEAST_SPLIT = 256
 PROLOGUE = 160
 """Filling and draining a tile's pipeline takes as long as this much of the inner dimension."""
@@ -29,7 +29,7 @@ SUMMING = 3_500
 LONG = 500_000
 """A product that runs longer than this meets the limit of power."""
 _TENSOR_CORES = ("float16", "bfloat16", "tfloat32", "float8", "int8", "float64")
-_SHALLOW_FORWARD, _SHALLOW_BACKWARD = 0.12, 0.26
+_SHALLOW_FORWARD, _SHALLOW_BACKWARD = 0.10, 0.225
 """Of the matrix rate: convolutions over an image's three channels, padded to eight."""
 CHANNELS = 8
 _HALF_LENGTH = 350
@@ -39,12 +39,14 @@ _FORWARD, _BACKWARD = 0.455, 0.385
 """Of the matrix rate, with heads of 64; wider heads do better."""
 
 
-def product(device: Device, rows: int, columns: int, inner: int, dtype: str, size: int, batch: int = 1) -> int:
-    """`size`: bytes of an element."""
+def product(
+    device: Device, rows: int, columns: int, inner: int, dtype: str, size: int, batch: int = 1, moved: int = 0
+) -> int:
+    """`size`: bytes of an element; `moved`: bytes in all, where they are fewer than those of the matrices."""
     if not rows * columns * inner * batch:
         return START
     best = min(_tiled(device, rows, columns, inner, dtype, tile, split, batch) for tile in _TILES for split in _SPLITS)
-    moved = batch * (rows * inner + inner * columns + rows * columns) * size
+    moved = moved or batch * (rows * inner + inner * columns + rows * columns) * size
     streamed = moved / (device.memory.bandwidth * device.efficiency.streaming)
     return round(START + max(_powered(device, best, 2.0 * batch * rows * columns * inner, dtype), streamed))
 
@@ -89,24 +91,21 @@ def convolution(
         moved = out_rows * (in_channels + out_channels) * size
         return [(f"conv_depthwise_{turn}", round(START + moved / (device.memory.bandwidth * 0.3)))]
     if channels < CHANNELS and dtype in _TENSOR_CORES:
-        return _shallow(device, out_rows, out_channels, channels, window, groups, dtype, turn)
+        return _shallow(device, out_rows * out_channels * window * groups, dtype, turn)
     rows, columns, inner = out_rows, out_channels // groups, channels * window
+    moved = (out_rows * (in_channels + out_channels) + in_channels // groups * out_channels * window) * size
     if turn == "input":
         columns, inner = channels, columns * window
-        inner = max(1, inner)
     elif turn == "weight":
         rows, columns, inner = columns, inner, rows
-    return [(f"conv_{turn}_{dtype}", product(device, rows, columns, inner, dtype, size, groups))]
+    return [(f"conv_{turn}_{dtype}", product(device, rows, columns, inner, dtype, size, groups, moved))]
 
 
-def _shallow(
-    device: Device, rows: int, out: int, channels: int, window: int, groups: int, dtype: str, turn: str
-) -> list[Kernel]:
+def _shallow(device: Device, taps: int, dtype: str, turn: str) -> list[Kernel]:
     """The few channels of an image are padded to eight first, and still feed the tensor cores badly."""
-    operations = 2.0 * rows * out * CHANNELS * window * groups
+    operations = 2.0 * taps * CHANNELS
     share = _SHALLOW_FORWARD if turn == "forward" else _SHALLOW_BACKWARD
-    least = operations * channels / CHANNELS / (device.rate("float32") * device.efficiency.simt)
-    spent = min(operations / (device.rate(dtype) * share), least)
+    spent = operations / (device.rate(dtype) * share)
     return [(f"conv_{turn}_{dtype}", round(START + spent))]
 
 
