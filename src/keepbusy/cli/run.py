@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--on",
         metavar="DEVICE",
         default="auto",
-        help="the GPU to be: h200, h100, a100, b200, l4, rtx4090, or a .toml file (default auto: h200 where there is none)",
+        help="the GPU to be: h200, h100, a100, b200, l4, rtx4090, or a .toml file (default: h200 where there is none)",
     )
     parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
     parser.add_argument(
@@ -87,7 +87,9 @@ def _device(on: str) -> str:
     if on != "auto":
         return on
     if Path("/dev/nvidiactl").exists():
-        raise BadInput("this machine has a GPU, which `keepbusy run` cannot record yet; give --on h200 for a virtual one.")
+        raise BadInput(
+            "this machine has a GPU, which `keepbusy run` cannot record yet; give --on h200 for a virtual one."
+        )
     return "h200"
 
 

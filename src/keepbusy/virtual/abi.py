@@ -26,7 +26,7 @@ HOOKS = (
 GUARD = (("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface"),)
 
 
-class Mismatch(RuntimeError):
+class Mismatch(RuntimeError):  # noqa: N818  # what is wrong, not that something is
     """This build of PyTorch is laid out in a way that we do not know."""
 
 
@@ -120,7 +120,7 @@ def library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def function(shared: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:  # type: ignore[name-defined]
+def function(shared: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     """A C++ function that takes nothing and returns a pointer."""
     try:
         found = shared[name]
@@ -148,5 +148,5 @@ def code_slots(vtable: int, most: int = 128) -> int:
 
 
 def _bounds(line: str) -> tuple[int, int]:
-    low, _, high = line.split()[0].partition("-")
+    low, _, high = line.split(maxsplit=1)[0].partition("-")
     return int(low, 16), int(high, 16)

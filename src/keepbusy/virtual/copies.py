@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual import pinned
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.kernels import Kernel, adopt
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.tensors import CPU, Tensor, to_host, to_host_as_seen
+from keepbusy.virtual.tensors import CPU, to_host, to_host_as_seen
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
@@ -40,7 +41,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _carried(source: Tensor, target: Tensor) -> int:
     """Bytes on the bus: casts happen on the device, so the smaller type never grows before it."""
-    return target.numel() * source.element_size()
+    return int(target.numel() * source.element_size())
 
 
 def _copied_on_device(target: Tensor, source: Tensor) -> None:
@@ -101,7 +102,8 @@ def _taken_home(tensor: Tensor, host: Tensor, device: torch.device, non_blocking
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
         pinned.pin(host)
-    MACHINE.copy(tensor.get_device(), tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking)
+    device_index, fresh = tensor.get_device(), not non_blocking
+    MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
     return host
 
 
@@ -152,7 +154,7 @@ class _Dropout(Kernel):
 
     __slots__ = ()
 
-    def _call(self, tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> tuple[Tensor, Tensor]:
+    def _call(self, tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
         if train is False or p in (0, 1):
             return self.raw(tensor, p, train)
         noise = torch.empty_like(tensor).bernoulli_(1 - p, generator=generator).div_(1 - p)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def _use_device(device: Any) -> None:
     CURRENT.change(CURRENT.index(device))
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "is_available": constantly(True),
     "device_count": lambda: CURRENT.count,
     "get_device_properties": _properties,
@@ -106,5 +107,7 @@ _FUNCTIONS = {
 
 def _summary(device: int) -> str:
     stats = MACHINE.memory.stats(device)
-    rows = [f"{name:>40}  {value:>16,}" for name, value in sorted(stats.items()) if name.endswith((".current", ".peak"))]
+    rows = [
+        f"{name:>40}  {value:>16,}" for name, value in sorted(stats.items()) if name.endswith((".current", ".peak"))
+    ]
     return "\n".join([f"virtual {MACHINE.device.name}, device {device}", *rows])

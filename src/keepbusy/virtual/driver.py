@@ -24,7 +24,15 @@ _KEPT = (
     "_cuda_tunableop", "_cuda_record_untuned", "_cuda_CUDAAllocator", "_cuda_getAllocatorBackend",
 )  # fmt: skip
 """They only read or write settings."""
-_COMMUNICATE = ("_broadcast", "_broadcast_coalesced", "_broadcast_out", "_scatter", "_scatter_out", "_gather", "_gather_out")
+_COMMUNICATE = (
+    "_broadcast",
+    "_broadcast_coalesced",
+    "_broadcast_out",
+    "_scatter",
+    "_scatter_out",
+    "_gather",
+    "_gather_out",
+)
 
 
 def install() -> None:

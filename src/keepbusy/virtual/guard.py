@@ -49,7 +49,7 @@ def _registry() -> ctypes.Array[ctypes.c_void_p]:
 def _python_guard(registry: ctypes.Array[ctypes.c_void_p]) -> int:
     """The address of a guard made by PyTorch for a device written in Python, taken out of its usual place."""
     python = getattr(torch._C, "_acc", None)
-    if not hasattr(python, "register_python_privateuseone_device_guard"):
+    if python is None or not hasattr(python, "register_python_privateuseone_device_guard"):
         raise Mismatch("this PyTorch has no device guards written in Python; it has them from 2.9 on")
 
     class Guard(python.DeviceGuard):  # type: ignore[misc, name-defined]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch import Tensor
 
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual import pinned
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.tensors import Tensor
 
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "tensor", "arange", "linspace", "eye",

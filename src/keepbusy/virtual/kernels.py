@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keepbusy.virtual import randomness, syncs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.signature import Signature
-from keepbusy.virtual.tensors import CPU, Tensor, to_host
+from keepbusy.virtual.tensors import CPU, to_host
 
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _NUMBERS = (bool, int, float, complex)
@@ -91,9 +92,9 @@ class Kernel:
             out = self.compute(device, host_args, host_kwargs)
             result, new = self._on_device(device, out, args, kwargs)
             signature = self.signature
-            asked = signature.asked(args, kwargs) if signature.asks else kwargs
+            asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
             MACHINE.launch(device, signature.short, operands.inputs, new, asked)
-            if syncs.learns(signature.name, host_args):
+            if syncs.learns(signature.short, host_args):
                 MACHINE.wait_for_result(device)
             return result
         finally:

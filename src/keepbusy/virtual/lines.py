@@ -38,7 +38,9 @@ class Places:
     def here(self, frame: FrameType | None = None) -> int:
         """The place of the caller's caller, or of `frame`."""
         frame = sys._getframe(2) if frame is None else frame
-        kinds, key, library = self._kinds, [], None
+        kinds = self._kinds
+        key: list[Any] = []
+        library: tuple[CodeType, int] | None = None
         while frame is not None:
             code = frame.f_code
             kind = kinds.get(code)
@@ -62,8 +64,8 @@ class Places:
 
 
 def _kind(file: str) -> int:
-    """The user's own; a library's; or hidden: PyTorch's way from a call to an operator, Python's machinery, and ours."""
-    if file.startswith((_OURS, "<")) or file.startswith(_TORCH) and not _speaks_for_itself(file):
+    """The user's own; a library's; or hidden: PyTorch's way from a call to an operator, Python's machinery, ours."""
+    if file.startswith((_OURS, "<")) or (file.startswith(_TORCH) and not _speaks_for_itself(file)):
         return _HIDDEN
     if file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED):
         return _LIBRARY

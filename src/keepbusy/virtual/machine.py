@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.clock import Clock
@@ -16,9 +17,8 @@ from keepbusy.virtual.costs import Costs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.lines import Places
-from keepbusy.virtual.memory import Memory, OutOfMemory
-from keepbusy.virtual.tensors import Tensor, to_device
-
+from keepbusy.virtual.memory import Block, Memory, OutOfMemory
+from keepbusy.virtual.tensors import to_device
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -46,9 +46,9 @@ class _Streams(threading.local):
 class _Held(weakref.ref["Tensor"]):
     """Memory of the device, given back when the tensor that holds it goes."""
 
-    __slots__ = ("address", "handle")
+    __slots__ = ("address", "block")
     address: int
-    handle: int
+    block: Block
 
 
 class Machine:
@@ -63,7 +63,7 @@ class Machine:
     def __init__(self) -> None:
         self._streams = _Streams()
         self._held: dict[int, _Held] = {}
-        self._handles: dict[int, int] = {}
+        self._blocks: dict[int, Block] = {}
 
     def start(self, device: Device, devices: int, rank: int, real: Callable[[], int] | None) -> None:
         CURRENT.count = devices
@@ -106,15 +106,23 @@ class Machine:
         self.clock.end()
 
     def launch(
-        self, device: int, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any] = _NOTHING
+        self,
+        device: int,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        asked: Mapping[str, Any] = _NOTHING,
     ) -> None:
         """Launch what a GPU would run for an operator. `asked`: the arguments that its cost depends on."""
         kernels = self.costs.kernels(name, tuple(map(_look, inputs)), tuple(map(_look, outputs)), asked)
         if kernels:
             self.clock.launch_all(self.stream(device), kernels)
 
-    def copy(self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool) -> None:
-        self.clock.copy(self.stream(device), direction, size, pinned, non_blocking)
+    def copy(
+        self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: bool = False
+    ) -> None:
+        """Between host and device. `fresh`: to host memory that nobody has touched yet."""
+        self.clock.copy(self.stream(device), direction, size, pinned, non_blocking, fresh)
 
     def wait_for_result(self, device: int) -> None:
         """The host must learn something that only the device knows: a small copy home, and a wait for it."""
@@ -133,24 +141,26 @@ class Machine:
     def _hold(self, tensor: Tensor, device: int, size: int) -> None:
         # the device tensor's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
         try:
-            handle = self.memory.allocate(device, size, self.stream(device))
+            block = self.memory.allocate(device, size, self.stream(device))
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(str(error)) from None
+        if block is None:
+            return
         held = _Held(tensor, self._release)
-        held.handle, held.address = handle, tensor.untyped_storage().data_ptr()
+        held.block, held.address = block, tensor.untyped_storage().data_ptr()
         self._held[id(held)] = held
-        self._handles[held.address] = handle
+        self._blocks[held.address] = block
 
     def _release(self, held: _Held) -> None:
         del self._held[id(held)]
-        if self._handles.get(held.address) == held.handle:
-            del self._handles[held.address]
-        self.memory.free(held.handle)
+        if self._blocks.get(held.address) is held.block:
+            del self._blocks[held.address]
+        self.memory.free(held.block)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        handle = self._handles.get(tensor.untyped_storage().data_ptr())
-        if handle is not None:
-            self.memory.record_stream(handle, stream)
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is not None:
+            self.memory.record_stream(block, stream)
 
     def facts(self) -> dict[str, Any]:
         return {"torch": torch.__version__, "device": self.device.name}

@@ -20,11 +20,27 @@ _VIEWS = (
 )  # fmt: skip
 """They look at a tensor and never at its values: the host's kernels do for any device."""
 
-_TAKEN_WHOLE = (
-    "convolution convolution_backward convolution_overrideable native_group_norm native_layer_norm "
-    "native_layer_norm_backward embedding_dense_backward arange arange.start arange.start_step linspace logspace eye "
-    "eye.m randperm randperm.generator native_batch_norm one_hot repeat_interleave.Tensor"
-).split()
+_TAKEN_WHOLE = [
+    "convolution",
+    "convolution_backward",
+    "convolution_overrideable",
+    "native_group_norm",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "embedding_dense_backward",
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "linspace",
+    "logspace",
+    "eye",
+    "eye.m",
+    "randperm",
+    "randperm.generator",
+    "native_batch_norm",
+    "one_hot",
+    "repeat_interleave.Tensor",
+]
 """PyTorch would take them apart, or choose by what the device's libraries can do."""
 _OTHER_LAYOUTS = ("_nested", "quantize", "_sparse", "q_", "sym_")
 _REFUSED_KEYS = ("SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA", "QuantizedCUDA")
@@ -57,7 +73,7 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, kernel in SPECIAL.items():
         if overload_named(f"aten::{name}") is not None:
             done.add(name)
-            yield name, kernel
+            yield name, kernel  # type: ignore[misc]
     for name in sorted(_computed() - done):
         overload = overload_named(f"aten::{name}")
         if overload is not None and not returns_a_view(overload):
@@ -67,8 +83,10 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 def _computed() -> set[str]:
     """Operators with a kernel of their own on the host, or on a real CUDA device."""
     listed = torch._C._dispatch_get_registrations_for_dispatch_key
-    names = {name.removeprefix("aten::") for key in ("CPU", "CUDA") for name in listed(key) if name.startswith("aten::")}
-    names |= {name for name in _named("_foreach_", "_fused_")} | set(_TAKEN_WHOLE)
+    names = {
+        name.removeprefix("aten::") for key in ("CPU", "CUDA") for name in listed(key) if name.startswith("aten::")
+    }
+    names |= set(_named("_foreach_", "_fused_")) | set(_TAKEN_WHOLE)
     return {name for name in names if not name.startswith(_OTHER_LAYOUTS)}
 
 
@@ -78,7 +96,7 @@ def _named(*prefixes: str) -> Iterator[str]:
             yield name.removeprefix("aten::")
 
 
-def _on_host_keys(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _on_host_keys(overload: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: overload.redispatch(HOST_KEYS, *args, **kwargs)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from keepbusy.virtual.tensors import Tensor
 
 _PINNED: dict[int, StorageWeakRef] = {}
 _SWEEP_AT = 4096
@@ -38,4 +37,4 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return int(tensor.untyped_storage().data_ptr())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._C import Generator as HostGenerator
 
 from keepbusy.virtual.current import CURRENT
-
-HostGenerator = torch._C.Generator
 
 
 class DeviceGenerator(HostGenerator):
@@ -64,7 +63,7 @@ class Defaults:
 
     def __call__(self, device: int) -> HostGenerator:
         if self.shared:
-            return torch.default_generator
+            return cast(HostGenerator, torch.default_generator)
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = generator_of(device)
@@ -78,9 +77,7 @@ class Defaults:
 DEFAULTS = Defaults()
 
 
-def draw(
-    call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool
-) -> Any:
+def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
     """Call an operator that draws, with the device's generator unless one was given."""
     if kwargs.get("generator") is not None or any(isinstance(one, HostGenerator) for one in args):
         return call(*args, **kwargs)

@@ -80,4 +80,4 @@ def _show(error: BaseException) -> None:
 
 def _is_ours(stack: TracebackType) -> bool:
     file = stack.tb_frame.f_code.co_filename
-    return file.startswith(str(Path(__file__).parents[1]) + os.sep) or file.startswith("<frozen runpy")
+    return file.startswith((str(Path(__file__).parents[1]) + os.sep, "<frozen runpy"))

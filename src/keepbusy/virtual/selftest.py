@@ -25,6 +25,8 @@ _NOT_FOR_THE_CHILD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 class Verdict(NamedTuple):
+    """What the trial showed."""
+
     good: bool
     stages: list[str]
     why: str
@@ -37,7 +39,8 @@ def check() -> None:
     if not verdict.good:
         after = verdict.stages[-1] if verdict.stages else "the start"
         raise BadInput(
-            f"the virtual GPU does not work with PyTorch {version(root)} (it failed after {after}: {verdict.why}); {WORKS}."
+            f"the virtual GPU does not work with PyTorch {version(root)} "
+            f"(it failed after {after}: {verdict.why}); {WORKS}."
         )
 
 

@@ -11,19 +11,40 @@ from keepbusy.virtual.costs import ASKS
 
 # They take indices, lengths or step counts on the host beside tensors on the device, as CUDA's kernels do.
 _TAKE_HOST_TENSORS = frozenset(
-    "_use_cudnn_ctc_loss index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put lstm gru rnn_tanh "
-    "rnn_relu _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ _pack_padded_sequence ctc_loss _ctc_loss "
-    "_ctc_loss_backward embedding_bag histogramdd".split()
+    [
+        "_use_cudnn_ctc_loss",
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index",
+        "_unsafe_index_put",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+        "_fused_adagrad_",
+        "_pack_padded_sequence",
+        "ctc_loss",
+        "_ctc_loss",
+        "_ctc_loss_backward",
+        "embedding_bag",
+        "histogramdd",
+    ]
 )
 # They are marked as random, for what they may do on some device; on the host they draw nothing.
-_DRAW_NOTHING = frozenset("scaled_dot_product_attention lstm gru rnn_tanh rnn_relu".split())
+_DRAW_NOTHING = frozenset(["scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"])
 
 
 class Signature:
     """One overload: where tensors stand, what it writes, and what it returns."""
 
     __slots__ = (
-        "arguments", "asks", "has_generator", "is_random", "name", "returned", "short", "takes_host_tensors", "tensors",
+        "arguments", "asks", "has_generator", "is_random",
+        "many", "name", "returned", "short", "takes_host_tensors", "tensors",
         "written",
     )  # fmt: skip
 
@@ -38,6 +59,7 @@ class Signature:
         self.returned = tuple(_returned(schema, one) for one in schema.returns)
         self.takes_host_tensors = name in _TAKE_HOST_TENSORS or name.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
+        self.many = name.startswith(("_foreach_", "_fused_"))
         self.asks = tuple((one, self._at(one)) for one in ASKS.get(name, ()))
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and name not in _DRAW_NOTHING
 
@@ -45,7 +67,9 @@ class Signature:
         return self.arguments.index(argument) if argument in self.arguments else len(self.arguments)
 
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arguments that the cost of a call depends on; those left out have their usual value."""
+        """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
+        if self.many:
+            return {"lists": sum(isinstance(one, list | tuple) for one in args)}
         return {
             name: args[at] if at < len(args) else kwargs[name]
             for name, at in self.asks

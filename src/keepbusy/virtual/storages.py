@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keepbusy.virtual.current import CURRENT
-from keepbusy.virtual.tensors import Tensor
 
 _Storage = torch.UntypedStorage
 _resize, _size = _Storage.resize_, torch._C.StorageBase.nbytes

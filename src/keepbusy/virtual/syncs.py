@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-_LEARN = frozenset(
-    "aten::nonzero aten::masked_select aten::_unique aten::_unique2 aten::unique_dim aten::unique_consecutive "
-    "aten::unique_dim_consecutive aten::equal aten::bincount aten::repeat_interleave aten::linalg_eig "
-    "aten::_linalg_eigh aten::_linalg_svd aten::histogram aten::histc aten::linalg_lstsq".split()
-)
-_INDEX = frozenset(
-    "aten::index aten::_unsafe_index aten::index_put aten::index_put_ aten::_index_put_impl_ aten::_unsafe_index_put".split()
-)
+_LEARN = (
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "equal", "bincount", "repeat_interleave", "linalg_eig", "_linalg_eigh", "_linalg_svd", "histogram", "histc",
+    "linalg_lstsq",
+)  # fmt: skip
+_INDEX = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 _MASKS = (torch.bool, torch.uint8)
 
 

@@ -11,8 +11,8 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 CPU = torch.device("cpu")
 
 _HOST_WORD, _CUDA_WORD = 1, 2  # DLDevice: {int32 type, int32 number}

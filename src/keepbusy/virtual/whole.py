@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keepbusy.virtual.kernels import Kernel
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.signature import overload_named
-from keepbusy.virtual.tensors import Tensor, map_tensors, to_host
+from keepbusy.virtual.tensors import map_tensors, to_host
 
 _aten = torch.ops.aten
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
               "rnn_relu.data")  # fmt: skip
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
         MACHINE.begin(kernel.signature.name)
@@ -43,14 +44,18 @@ class _Whole(torch.autograd.Function):
             MACHINE.end()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  # says so if they are freed already
         kernel, device, leaves, parts, args, kwargs = ctx.recorded
         MACHINE.begin(f"{kernel.signature.name}_backward")
         try:
             needed = [one for one in leaves if one.requires_grad]
-            known = [(one, to_host(g)) for one, g in zip(parts, gradients, strict=True) if g is not None and one.requires_grad]
+            known = [
+                (one, to_host(g))
+                for one, g in zip(parts, gradients, strict=True)
+                if g is not None and one.requires_grad
+            ]
             found = torch.autograd.grad(
                 [one for one, _ in known], needed, [g for _, g in known], allow_unused=True, retain_graph=True
             )
@@ -99,7 +104,7 @@ def attention(
     flash = 1
     if torch._fused_sdp_choice(*seen, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa) != flash:
         return _attention_as_one(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if mask is not None and mask.dtype is torch.bool:
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
     return _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
