@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from virtual_programs import clock, operator, rows
 
 from keepbusy.virtual.clock import Clock
-from keepbusy.virtual.memory import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory, PinnedMemory
+from keepbusy.virtual.host_memory import PinnedMemory
+from keepbusy.virtual.memory import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
 
 MB = 1 << 20
 

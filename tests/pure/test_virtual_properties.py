@@ -19,6 +19,7 @@ SIZE = st.sampled_from([8, 64, 99, 101, 5_000])
 WAYS = st.sampled_from([Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST])
 ACTION = st.one_of(
     st.tuples(st.just("launch"), STREAM, WORK),
+    st.tuples(st.just("operator"), STREAM, WORK),
     st.tuples(st.just("copy"), STREAM, st.tuples(WAYS, SIZE, st.booleans(), st.booleans())),
     st.tuples(st.just("record"), STREAM, WORK),
     st.tuples(st.just("wait"), STREAM, WORK),
@@ -40,6 +41,8 @@ def act(on: Clock, streams: list[int], moments: list[Moment], what: str, which: 
         on.begin("aten::mul")
         on.launch(stream, "kernel", argument)  # type: ignore[arg-type]
         on.end()
+    elif what == "operator":
+        on.operator("aten::add", on.place(f"train.py({which}): main"), stream, [("one", argument), ("two", 40)])  # type: ignore[list-item]
     elif what == "copy":
         on.copy(stream, *argument)  # type: ignore[misc]
     elif what == "graph":
@@ -134,3 +137,24 @@ def test_two_runs_give_the_same_bytes(program: list[tuple[str, int, object]]) ->
 def test_host_lanes_have_no_holes(program: list[tuple[str, int, object]]) -> None:
     timeline = run(program)
     assert len(timeline.gaps(0)) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(STREAM, st.lists(WORK, max_size=3), st.booleans()), max_size=30))
+def test_the_quick_way_writes_what_the_careful_one_does(program: list[tuple[int, list[int], bool]]) -> None:
+    written = []
+    for quick in (True, False):
+        on = Clock(ROUND)
+        streams = [on.new_stream() for _ in range(3)]
+        for which, works, waits in program:
+            kernels, place = [("kernel", work) for work in works], on.place(f"train.py({which}): main")
+            if waits:
+                on.wait(streams[which], on.record(streams[which - 1]))
+            if quick:
+                on.operator("aten::mul", place, streams[which], kernels)
+            else:
+                on.begin("aten::mul", place)
+                on.launch_all(streams[which], kernels)
+                on.end()
+        written.append(to_bytes(on.timeline()))
+    assert written[0] == written[1]

@@ -12,11 +12,10 @@ import threading
 from bisect import bisect_left, insort
 from collections import deque
 
-from keepbusy.timeline.model import NONE
 from keepbusy.virtual.clock import Clock, Moment
-from keepbusy.virtual.memory_stats import Tally, flat_stats, out_of_memory_text
+from keepbusy.virtual.memory_stats import Figures, Tally, flat_stats, out_of_memory_text
 
-__all__ = ["Block", "Memory", "OutOfMemory", "PinnedMemory"]
+__all__ = ["Block", "Memory", "OutOfMemory"]
 
 LEAST = 512
 SMALL = 1 << 20
@@ -42,7 +41,7 @@ class Block:
         self.free = True
         self.before: Block | None = None
         self.after: Block | None = None
-        self.users: set[int] = set()  # other streams that use it
+        self.users: set[int] | None = None  # other streams that use it
 
     def __lt__(self, other: Block) -> bool:
         return self.address < other.address
@@ -87,7 +86,18 @@ class _One:
         self.reserved = 0
         self.address = 0x7F00_0000_0000
         self.tally = Tally()
+        self.used, self.both = self.tally.used, self.tally.used[2]
         self.busy: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
+
+    def waiting(self, block: Block) -> tuple[Figures, Figures]:
+        return self.tally.waiting[0 if block.small else 1], self.tally.waiting[2]
+
+    def rests(self) -> list[list[int]]:
+        """Sizes of the free parts of segments that are in use: of the small pool, and of the large one."""
+        return [
+            [block.size for blocks in pool.free.values() for _, _, block in blocks if block.split]
+            for pool in (self.small, self.large)
+        ]
 
 
 class Memory:
@@ -116,13 +126,12 @@ class Memory:
             block = pool.take(stream, rounded)
             if block is None:
                 block = self._segment(device, one, rounded, stream, small)
-            elif block.split:
-                one.tally.used(small, block.size)
             if block.size - rounded >= (LEAST if small else SMALL + 1):
-                self._split(one, pool, block, rounded)
+                _split(pool, block, rounded)
             block.free = False
             block.requested = size
-            one.tally.allocated(small, block.size, size)
+            one.used[0 if small else 1].add(block.size, size)
+            one.both.add(block.size, size)
             return block
 
     def free(self, block: Block | None) -> None:
@@ -133,7 +142,7 @@ class Memory:
     def record_stream(self, block: Block | None, stream: int) -> None:
         """Its memory is not used again before what stands in that stream, once it is freed, has ended."""
         if block is not None and stream != block.stream:
-            block.users.add(stream)
+            block.users = (block.users or set()) | {stream}
 
     def empty_cache(self, device: int | None = None) -> None:
         """Give whole free segments back to the driver."""
@@ -152,7 +161,9 @@ class Memory:
         """By the names of `torch.cuda.memory_stats`."""
         with self._lock:
             self._free_queued()
-            return flat_stats(self._devices[device].tally)
+            one = self._devices[device]
+            one.tally.set_rests(one.rests())
+            return flat_stats(one.tally)
 
     def reset_peak(self, device: int = 0) -> None:
         with self._lock:
@@ -186,26 +197,22 @@ class Memory:
         block = Block(device, stream, one.address, wanted, small)
         one.address += -(-wanted // ROUNDED) * ROUNDED
         one.reserved += wanted
-        one.tally.reserve(small, wanted)
+        for figures in (one.tally.segments[0 if small else 1], one.tally.segments[2]):
+            figures.add(wanted, wanted)
+        one.tally.set_rests(one.rests())
         return block
-
-    def _split(self, one: _One, pool: _Pool, block: Block, size: int) -> None:
-        rest = Block(block.device, block.stream, block.address + size, block.size - size, block.small)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        pool.add(rest)
-        one.tally.idle(block.small, rest.size)
 
     def _free_queued(self) -> None:
         while self._freed:
             block = self._freed.popleft()
             one = self._devices[block.device]
-            one.tally.freed(block.small, block.size, block.requested, bool(block.users))
+            one.used[0 if block.small else 1].remove(block.size, block.requested)
+            one.both.remove(block.size, block.requested)
             if block.users:
+                for figures in one.waiting(block):
+                    figures.add(block.size, 0)
                 one.busy.append((block, [self.clock.record(stream) for stream in sorted(block.users)]))
-                block.users = set()
+                block.users = None
             else:
                 self._return(one, block)
 
@@ -214,7 +221,8 @@ class Memory:
         for _ in range(len(one.busy)):
             block, moments = one.busy.popleft()
             if all(map(self.clock.passed, moments)):
-                one.tally.inactive(block.small, block.size)
+                for figures in one.waiting(block):
+                    figures.remove(block.size, 0)
                 self._return(one, block)
             else:
                 one.busy.append((block, moments))
@@ -223,7 +231,8 @@ class Memory:
         for block, moments in one.busy:
             for moment in moments:
                 self.clock.sync_moment(moment)
-            one.tally.inactive(block.small, block.size)
+            for figures in one.waiting(block):
+                figures.remove(block.size, 0)
             self._return(one, block)
         one.busy.clear()
 
@@ -234,11 +243,8 @@ class Memory:
         for other in (block.before, block.after):
             if other is not None and other.free:
                 pool.remove(other)
-                one.tally.used(block.small, other.size)
                 block = _merged(block, other)
         pool.add(block)
-        if block.split:
-            one.tally.idle(block.small, block.size)
 
     def _release(self, device: int, one: _One) -> None:
         for pool in one.pools:
@@ -246,7 +252,18 @@ class Memory:
                 pool.remove(block)
                 self.clock.release("cudaFree", self.clock.device.memory.free, device)
                 one.reserved -= block.size
-                one.tally.give_back(block.small, block.size)
+                for figures in (one.tally.segments[0 if block.small else 1], one.tally.segments[2]):
+                    figures.remove(block.size, block.size)
+
+
+def _split(pool: _Pool, block: Block, size: int) -> None:
+    """Keep so much of it, and give the rest to the pool."""
+    rest = Block(block.device, block.stream, block.address + size, block.size - size, block.small)
+    rest.before, rest.after = block, block.after
+    if rest.after is not None:
+        rest.after.before = rest
+    block.after, block.size = rest, size
+    pool.add(rest)
 
 
 def _merged(block: Block, other: Block) -> Block:
@@ -258,26 +275,3 @@ def _merged(block: Block, other: Block) -> Block:
         first.after.before = first
     first.free = True
     return first
-
-
-class PinnedMemory:
-    """PyTorch's caching allocator of pinned host memory: powers of two, kept for the next one of that size."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self._free: dict[int, int] = {}
-
-    def allocate(self, size: int) -> int:
-        """What to give back to `free`. The first use of a size pays for pinning it."""
-        rounded = 1 << max(size - 1, 0).bit_length()
-        if size <= 0:
-            return NONE
-        if self._free.get(rounded, 0):
-            self._free[rounded] -= 1
-        else:
-            self.clock.allocate("cudaHostAlloc", round(rounded * self.clock.device.memory.host_alloc))
-        return rounded
-
-    def free(self, size: int) -> None:
-        if size != NONE:
-            self._free[size] = self._free.get(size, 0) + 1

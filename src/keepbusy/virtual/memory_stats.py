@@ -2,140 +2,138 @@
 
 from __future__ import annotations
 
-_KINDS = (
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
 _POOLS = ("small_pool", "large_pool", "all")
+_WHAT = ("current", "peak", "allocated", "freed")
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
 
-class Count:
-    """A figure that rises and falls: of the small pool, the large one, and both; what was removed follows."""
+class Figures:
+    """What is counted at every call, of one pool or of both: blocks, their bytes, and the bytes asked for.
 
-    __slots__ = ("added", "base", "current", "peak")
+    Freed ones follow from what was allocated and what is left, so only one side is counted.
+    """
+
+    __slots__ = (
+        "asked", "asked_ever", "asked_peak", "base", "blocks", "blocks_ever", "blocks_peak", "bytes", "bytes_ever",
+        "bytes_peak",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.current, self.peak = [0, 0, 0], [0, 0, 0]
-        self.added, self.base = [0, 0, 0], [0, 0, 0]
+        self.blocks = self.bytes = self.asked = 0
+        self.blocks_peak = self.bytes_peak = self.asked_peak = 0
+        self.blocks_ever = self.bytes_ever = self.asked_ever = 0
+        self.base = (0, 0, 0)
 
-    def rise(self, pool: int, by: int) -> None:
-        current, peak, added = self.current, self.peak, self.added
-        now = current[pool] = current[pool] + by
-        if now > peak[pool]:
-            peak[pool] = now
-        now = current[2] = current[2] + by
-        if now > peak[2]:
-            peak[2] = now
-        added[pool] += by
-        added[2] += by
+    def add(self, size: int, asked: int) -> None:
+        self.blocks += 1
+        self.bytes += size
+        self.asked += asked
+        self.blocks_ever += 1
+        self.bytes_ever += size
+        self.asked_ever += asked
+        if self.blocks > self.blocks_peak:
+            self.blocks_peak = self.blocks
+        if self.bytes > self.bytes_peak:
+            self.bytes_peak = self.bytes
+        if self.asked > self.asked_peak:
+            self.asked_peak = self.asked
 
-    def fall(self, pool: int, by: int) -> None:
-        self.current[pool] -= by
-        self.current[2] -= by
+    def remove(self, size: int, asked: int) -> None:
+        self.blocks -= 1
+        self.bytes -= size
+        self.asked -= asked
 
-    def removed(self, pool: int) -> int:
-        return self.base[pool] + self.added[pool] - self.current[pool]
+    def reset_peak(self) -> None:
+        self.blocks_peak, self.bytes_peak, self.asked_peak = self.blocks, self.bytes, self.asked
 
-    def forget(self) -> None:
-        """Count what is added and removed from now on."""
-        self.added, self.base = [0, 0, 0], list(self.current)
+    def reset_accumulated(self) -> None:
+        """Count what comes and goes from now on."""
+        self.blocks_ever = self.bytes_ever = self.asked_ever = 0
+        self.base = (self.blocks, self.bytes, self.asked)
+
+    def shown(self) -> list[tuple[int, int, int, int]]:
+        """Current, peak, allocated and freed: of blocks, of bytes and of bytes asked for."""
+        now = (self.blocks, self.bytes, self.asked)
+        peak = (self.blocks_peak, self.bytes_peak, self.asked_peak)
+        ever = (self.blocks_ever, self.bytes_ever, self.asked_ever)
+        return [
+            (current, most, added, base + added - current)
+            for current, most, added, base in zip(now, peak, ever, self.base, strict=True)
+        ]
 
 
 class Tally:
-    """All figures of one device. What is active is allocated, or freed and still in use by another stream."""
+    """One device's figures. Each is kept for the small pool, the large one, and both together."""
 
     def __init__(self) -> None:
-        self.counts = {kind: Count() for kind in _KINDS}
+        self.used = [Figures(), Figures(), Figures()]
+        self.segments = [Figures(), Figures(), Figures()]
+        self.waiting = [Figures(), Figures(), Figures()]  # freed, and still in use by another stream
+        self.rests = [Figures(), Figures(), Figures()]  # free parts of segments that are in use: fragmentation
         self.retries = self.failures = 0
-        self._allocations, self._segments = self.counts["allocation"], self.counts["segment"]
-        self._active, self._idle = self.counts["active"], self.counts["inactive_split"]
-        self._bytes, self._reserved = self.counts["allocated_bytes"], self.counts["reserved_bytes"]
-        self._active_bytes, self._idle_bytes = self.counts["active_bytes"], self.counts["inactive_split_bytes"]
-        self._requested = self.counts["requested_bytes"]
 
-    def allocated(self, small: bool, size: int, requested: int) -> None:
-        pool = 0 if small else 1
-        self._allocations.rise(pool, 1)
-        self._bytes.rise(pool, size)
-        self._active.rise(pool, 1)
-        self._active_bytes.rise(pool, size)
-        self._requested.rise(pool, requested)
-
-    def freed(self, small: bool, size: int, requested: int, in_use: bool) -> None:
-        pool = 0 if small else 1
-        self._allocations.fall(pool, 1)
-        self._bytes.fall(pool, size)
-        self._requested.fall(pool, requested)
-        if not in_use:
-            self.inactive(small, size)
-
-    def inactive(self, small: bool, size: int) -> None:
-        pool = 0 if small else 1
-        self._active.fall(pool, 1)
-        self._active_bytes.fall(pool, size)
-
-    def idle(self, small: bool, size: int) -> None:
-        """A free part of a segment that is in use: fragmentation."""
-        pool = 0 if small else 1
-        self._idle.rise(pool, 1)
-        self._idle_bytes.rise(pool, size)
-
-    def used(self, small: bool, size: int) -> None:
-        """Such a part found a use, or became a part of another."""
-        pool = 0 if small else 1
-        self._idle.fall(pool, 1)
-        self._idle_bytes.fall(pool, size)
-
-    def reserve(self, small: bool, size: int) -> None:
-        self._segments.rise(0 if small else 1, 1)
-        self._reserved.rise(0 if small else 1, size)
-
-    def give_back(self, small: bool, size: int) -> None:
-        self._segments.fall(0 if small else 1, 1)
-        self._reserved.fall(0 if small else 1, size)
+    def all(self) -> list[Figures]:
+        return [*self.used, *self.segments, *self.waiting, *self.rests]
 
     def reset_peak(self) -> None:
-        for count in self.counts.values():
-            count.peak = list(count.current)
+        for figures in self.all():
+            figures.reset_peak()
 
     def reset_accumulated(self) -> None:
-        for count in self.counts.values():
-            count.forget()
+        for figures in self.all():
+            figures.reset_accumulated()
         self.retries = self.failures = 0
+
+    def set_rests(self, sizes: list[list[int]]) -> None:
+        """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
+        for figures, mine in zip(self.rests, (*sizes, sizes[0] + sizes[1]), strict=True):
+            figures.blocks, figures.bytes = len(mine), sum(mine)
+            figures.blocks_peak = max(figures.blocks_peak, figures.blocks)
+            figures.bytes_peak = max(figures.bytes_peak, figures.bytes)
+            figures.blocks_ever, figures.bytes_ever = figures.blocks, figures.bytes
 
 
 def flat_stats(tally: Tally) -> dict[str, int]:
+    """As `torch.cuda.memory_stats` has them."""
     stats: dict[str, int] = {}
-    for kind, count in tally.counts.items():
-        for index, pool in enumerate(_POOLS):
-            stats[f"{kind}.{pool}.current"] = count.current[index]
-            stats[f"{kind}.{pool}.peak"] = count.peak[index]
-            stats[f"{kind}.{pool}.allocated"] = count.added[index]
-            stats[f"{kind}.{pool}.freed"] = count.removed(index)
-    segments = tally.counts["segment"]
+    for index, pool in enumerate(_POOLS):
+        blocks, sizes, asked = tally.used[index].shown()
+        _put(stats, "allocation", pool, blocks)
+        _put(stats, "allocated_bytes", pool, sizes)
+        _put(stats, "requested_bytes", pool, asked)
+        waiting = tally.waiting[index].shown()
+        _put(stats, "active", pool, _together(blocks, waiting[0]))
+        _put(stats, "active_bytes", pool, _together(sizes, waiting[1]))
+        for kind, figures in (("segment", tally.segments[index]), ("inactive_split", tally.rests[index])):
+            counted, summed, _ = figures.shown()
+            _put(stats, kind, pool, counted)
+            _put(stats, "reserved_bytes" if kind == "segment" else "inactive_split_bytes", pool, summed)
     for kind in ("oversize_allocations", "oversize_segments"):
-        stats |= {f"{kind}.{what}": 0 for what in ("current", "peak", "allocated", "freed")}
+        stats |= {f"{kind}.{what}": 0 for what in _WHAT}
     return stats | {
         "num_alloc_retries": tally.retries,
         "num_ooms": tally.failures,
         "num_sync_all_streams": tally.retries,
-        "num_device_alloc": segments.added[2],
-        "num_device_free": segments.removed(2),
+        "num_device_alloc": stats["segment.all.allocated"],
+        "num_device_free": stats["segment.all.freed"],
         "max_split_size": -1,
     }
 
 
+def _put(stats: dict[str, int], kind: str, pool: str, values: tuple[int, int, int, int]) -> None:
+    for what, value in zip(_WHAT, values, strict=True):
+        stats[f"{kind}.{pool}.{what}"] = value
+
+
+def _together(used: tuple[int, int, int, int], waiting: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Active is what is allocated, and what is freed but still in use elsewhere."""
+    current = used[0] + waiting[0]
+    return current, max(used[1], current), used[2], used[3] - waiting[0]
+
+
 def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Tally) -> str:
     """As PyTorch words it."""
-    allocated, reserved = tally.counts["allocated_bytes"].current[2], tally.counts["reserved_bytes"].current[2]
+    allocated, reserved = tally.used[2].bytes, tally.segments[2].bytes
     return (
         f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
         f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "

@@ -93,7 +93,7 @@ class Program:
             if not host.depth:
                 if place != host.place:
                     self._go_to(host, place)
-                self._pass_time(host)
+                self._work(host, self._since(host), "")
             host.depth += 1
             self._open(host, _OPERATOR, name)
 
@@ -145,6 +145,10 @@ class Program:
         with self.lock:
             host.spent += duration
 
+    def now(self) -> int:
+        """The real clock, or 0 where there is none: what `Clock.operator` is told."""
+        return self._real() if self._real is not None else 0
+
     def reached(self) -> int:
         """How far the calling thread is, without the time that is not written down yet."""
         return self.host().now
@@ -165,16 +169,13 @@ class Program:
 
     # rows and frames, with the lock held
 
-    def _pass_time(self, host: Host) -> None:
+    def _since(self, host: Host, began: int = 0) -> int:
         """What the program did since it was last seen, up to an operator of the device."""
+        spent, host.spent = host.spent, 0
         if self._real is not None:
-            gap = self._real() - host.left - self.overhead + host.spent
-        else:
-            costs = self.device.host
-            gap = (costs.operator if host.lane == 0 else costs.backward) + host.spent
-        host.spent = 0
-        if gap > 0:
-            self._work(host, gap, "")
+            return (began or self._real()) - host.left - self.overhead + spent
+        costs = self.device.host
+        return (costs.operator if host.lane == 0 else costs.backward) + spent
 
     def _flush(self, host: Host) -> None:
         """What the program did since it was last seen, up to a border of its own."""

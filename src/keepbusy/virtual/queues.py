@@ -7,14 +7,17 @@ the first methods are called with the lock held.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
-from keepbusy.timeline.model import EVERY_LANE, NONE, Kind, Lane, LinkKind
+from keepbusy.timeline.model import EVERY_LANE, NONE, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.graphs import Graph, NotWhileCapturing
 from keepbusy.virtual.program import Host, Program
+from keepbusy.virtual.rows import PACKED
 from keepbusy.virtual.streams import Stream
 
-_WORK, _LAUNCH, _SYNC = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC)
+_WORK, _LAUNCH, _SYNC, _KERNEL = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.KERNEL)
+_OPERATOR = int(FrameKind.OPERATOR)
 _FIRST_NUMBER = 7
 """CUDA's tools call the default stream 7."""
 
@@ -57,7 +60,68 @@ class Queues(Program):
         """What the device's tools call it."""
         return self._streams[stream].number
 
+    def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]], began: int = 0) -> None:
+        """`begin`, `launch_all` and `end` at once, for an operator that only launches kernels: the usual one.
+
+        Called when its values are computed; `began` is what `now` said before.
+        """
+        host, line = self._hosts.get(get_ident()) or self._new_host(), self._streams[stream]
+        with self.lock:
+            if not host.depth and place != host.place:
+                self._go_to(host, place)
+            if line.awaited or host.released or host.marks or stream in self._captures:
+                self._launch_carefully(host, name, stream, kernels, began)
+            else:
+                self._launch_plainly(host, line, name, kernels, 0 if host.depth else self._since(host, began))
+            if not host.depth and self._real is not None:
+                host.left = self._real()
+
     # with the lock held
+
+    def _launch_carefully(
+        self, host: Host, name: str, stream: int, kernels: Sequence[tuple[str, int]], began: int
+    ) -> None:
+        if not host.depth:
+            self._work(host, self._since(host, began), "")
+        self._open(host, _OPERATOR, name)
+        host.depth += 1
+        self._arrive()
+        for kernel, work in kernels:
+            self._enqueue(host, stream, _KERNEL, kernel, work)
+        host.depth -= 1
+        self._close(host)
+
+    def _launch_plainly(
+        self, host: Host, line: Stream, name: str, kernels: Sequence[tuple[str, int]], spent: int
+    ) -> None:
+        """The same in one loop for its speed, where nothing holds the kernels up but the queue."""
+        rows, queue, ends, cost = self.rows, self.device.queue, line.ends, self.device.host.launch
+        spans, names, latency, gap = rows.spans, rows.names, queue.latency, queue.gap
+        if len(spans.fresh) + 2 * len(kernels) + 1 > PACKED:
+            spans.pack()
+        fresh, before, lane, now, tail = spans.fresh, spans.before, host.lane, host.now, line.tail
+        if spent > 0:
+            fresh.append((lane, _WORK, 0, host.frame, now, now + spent, spent, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
+            now, host.last = now + spent, before + len(fresh) - 1
+        frame = rows.open(lane, _OPERATOR, rows.name(name), host.frame, now)
+        called = rows.name("cudaLaunchKernel") if kernels else 0
+        for kernel, work in kernels:
+            oldest = ends[line.place]
+            end = (oldest if oldest > now else now) + cost
+            host.last = row = before + len(fresh)
+            fresh.append((lane, _LAUNCH, called, frame, now, end, cost, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
+            start = now + latency if now + latency > tail + gap else tail + gap
+            tail, number = start + work, names.get(kernel)
+            number = rows.name(kernel) if number is None else number
+            fresh.append(
+                (line.lane, _KERNEL, number, NONE, start, tail, work, gap, NONE, NONE, 0, 0, NONE, row, latency)
+            )
+            ends[line.place] = tail
+            line.place = line.place + 1 if line.place + 1 < len(ends) else 0
+            now = end
+        host.now = rows.frame_ends[frame] = now
+        if kernels:
+            line.tail, line.last = tail, before + len(fresh) - 1
 
     def _arrive(self) -> Host:
         """The calling thread, with its own time written down."""

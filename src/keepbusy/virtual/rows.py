@@ -32,7 +32,7 @@ COLUMNS = (
 )
 """Of a row as the clock writes it; then its launch, and the lag after it."""
 _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
-_PACKED = 1 << 16
+PACKED = 1 << 16
 
 Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]
 
@@ -69,10 +69,10 @@ class Rows:
         self.names: dict[str, int] = {"": 0}
         self.lanes: list[Lane] = []
         self.marks: list[int] = []
-        self._spans = Packed(len(COLUMNS) + 2)
+        self.spans = Packed(len(COLUMNS) + 2)
         self._links = Packed(4)
-        self._frames = Packed(len(_FRAME_COLUMNS))
-        self._frame_ends = array("q")
+        self.frames = Packed(len(_FRAME_COLUMNS))
+        self.frame_ends = array("q")
 
     def name(self, text: str) -> int:
         number = self.names.get(text)
@@ -86,35 +86,35 @@ class Rows:
 
     def add(self, row: Row) -> int:
         """Its number."""
-        spans = self._spans
-        if len(spans.fresh) >= _PACKED:
+        spans = self.spans
+        if len(spans.fresh) >= PACKED:
             spans.pack()
         spans.fresh.append(row)
         return spans.before + len(spans.fresh) - 1
 
     def link(self, source: int, target: int, kind: LinkKind, lag: int = 0) -> None:
-        if len(self._links.fresh) >= _PACKED:
+        if len(self._links.fresh) >= PACKED:
             self._links.pack()
         self._links.fresh.append((source, target, kind, lag))
 
     def open(self, lane: int, kind: int, name: int, parent: int, start: int) -> int:
         """A frame; `close` it, or it lasts until the timeline is made."""
-        frames = self._frames
-        if len(frames.fresh) >= _PACKED:
+        frames = self.frames
+        if len(frames.fresh) >= PACKED:
             frames.pack()
         frames.fresh.append((lane, kind, name, parent, start))
-        self._frame_ends.append(NONE)
-        return len(self._frame_ends) - 1
+        self.frame_ends.append(NONE)
+        return len(self.frame_ends) - 1
 
     def close(self, frame: int, end: int) -> None:
-        self._frame_ends[frame] = end
+        self.frame_ends[frame] = end
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     def timeline(self, now: Mapping[int, int], facts: Mapping[str, Any]) -> Timeline:
         """All so far. Frames still open end `now`, at the time of their lane."""
-        columns = self._spans.columns()
+        columns = self.spans.columns()
         launch, latency = columns[-2], columns[-1]
         return Timeline(
             lanes=tuple(self.lanes),
@@ -138,8 +138,8 @@ class Rows:
         )
 
     def _all_frames(self, now: Mapping[int, int]) -> Frames:
-        columns = self._frames.columns()
-        end = np.array(self._frame_ends, np.int64)
+        columns = self.frames.columns()
+        end = np.array(self.frame_ends, np.int64)
         current = np.array([now.get(lane, 0) for lane in range(len(self.lanes))], np.int64)
         end = np.where(end == NONE, current[columns[0]], end)
         return Frames.of(len(end), **dict(zip(_FRAME_COLUMNS, columns, strict=True)), end=end)
