@@ -43,6 +43,7 @@ def _row(path: Path) -> tuple[str, str, str]:
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
     )
     try:
         said = json.loads(done.stdout)

@@ -25,22 +25,22 @@ class Current:
     def change(self, device: int) -> int:
         """Make `device` current and return the one before; a negative one changes nothing."""
         before = self._thread.device
-        if device >= self.count:
-            raise torch.AcceleratorError(_NO_DEVICE) if hasattr(torch, "AcceleratorError") else RuntimeError(_NO_DEVICE)
         if device >= 0:
-            self._thread.device = device
+            self._thread.device = self._known(device)
         return before
 
     def index(self, device: torch.device | int | str | None) -> int:
         """The number that PyTorch means by `device`: none, or one without a number, is the current one."""
         if device is None:
             return self._thread.device
-        if isinstance(device, int):
-            return device if device >= 0 else self._thread.device
-        number = torch.device(device).index
-        return self._thread.device if number is None else number
+        number = device if isinstance(device, int) else torch.device(device).index
+        return self._thread.device if number is None or number < 0 else self._known(number)
+
+    def _known(self, device: int) -> int:
+        if device >= self.count:
+            raise _Invalid("CUDA error: invalid device ordinal")
+        return device
 
 
-_NO_DEVICE = "CUDA error: invalid device ordinal"
-
+_Invalid: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 CURRENT = Current()

@@ -109,21 +109,20 @@ class Kernel:
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        for at in self.signature.tensors:
-            if at < len(args) and isinstance(args[at], _NUMBERS):
-                return self._call_with_number(at, args, kwargs)
+        call = self._chosen(args)
         try:
-            return self.raw(*args, **kwargs)
+            return call(*args, **kwargs)
         except RuntimeError as error:
             if "not resizable" not in str(error):
                 raise
-            return self.raw(*args, **_fresh_results(self.signature, kwargs))
+            return call(*args, **_fresh_results(self.signature, kwargs))
 
-    def _call_with_number(self, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A Python number stands for a tensor: the dispatcher unpacked it, and only the packet takes it back."""
-        if self.scalar is not None and at == 1:
-            return self.scalar(*args, **kwargs)
-        return self.overload._overloadpacket(*args, **kwargs)
+    def _chosen(self, args: tuple[Any, ...]) -> Any:
+        """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
+        for at in self.signature.tensors:
+            if at < len(args) and isinstance(args[at], _NUMBERS):
+                return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
+        return self.raw
 
     def _on_device(
         self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -20,6 +20,7 @@ from keepbusy.virtual.lines import Places
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.tensors import to_device
 
+_size = torch._C.StorageBase.nbytes
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -133,23 +134,18 @@ class Machine:
     def place_on(self, tensor: Tensor, device: int) -> Tensor:
         """A new tensor of the device, over the host tensor's memory."""
         seen = to_device(tensor, device)
-        size = tensor.nbytes
-        if size:
-            self._hold(tensor, device, size)
-        return seen
-
-    def _hold(self, tensor: Tensor, device: int, size: int) -> None:
-        # the device tensor's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
+        storage = tensor.untyped_storage()
         try:
-            block = self.memory.allocate(device, size, self.stream(device))
+            block = self.memory.allocate(device, _size(storage), self.stream(device))
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(str(error)) from None
-        if block is None:
-            return
-        held = _Held(tensor, self._release)
-        held.block, held.address = block, tensor.untyped_storage().data_ptr()
-        self._held[id(held)] = held
-        self._blocks[held.address] = block
+        if block is not None:
+            # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
+            held = _Held(tensor, self._release)
+            held.block, held.address = block, storage.data_ptr()
+            self._held[id(held)] = held
+            self._blocks[held.address] = block
+        return seen
 
     def _release(self, held: _Held) -> None:
         del self._held[id(held)]

@@ -42,7 +42,8 @@ _TAKEN_WHOLE = [
     "repeat_interleave.Tensor",
 ]
 """PyTorch would take them apart, or choose by what the device's libraries can do."""
-_OTHER_LAYOUTS = ("_nested", "quantize", "_sparse", "q_", "sym_")
+_OTHER_LAYOUTS = ("_nested", "quantize", "_sparse_coo", "_sparse_c", "_sparse_b", "to_sparse", "_to_sparse")
+_LAYOUT_KEYS = {"_nested": "NestedTensorCUDA", "quantize": "QuantizedCUDA"}
 _REFUSED_KEYS = ("SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA", "QuantizedCUDA")
 
 _LIBRARIES: list[Any] = []
@@ -59,6 +60,9 @@ def register() -> None:
         for name, kernel in whole_operators().items():
             aten.impl(name, kernel, "AutogradCUDA")
             aten.impl(name, kernel, "CUDA")
+        for name in _named(*_OTHER_LAYOUTS):
+            key = next((key for prefix, key in _LAYOUT_KEYS.items() if name.startswith(prefix)), "SparseCUDA")
+            aten.impl(name, _refuse_named(key, f"aten::{name}"), "CUDA")
         everything.fallback(_Others(), "CUDA")
         _refuse_layouts(aten, everything)
 
