@@ -181,10 +181,10 @@ def test_the_backward_thread_takes_over_and_hands_back() -> None:
     assert hosts == [
         ("host", "work", 0, 5),
         ("host", "launch", 5, 15),
-        ("host", "work", 15, 18),  # the backward thread's operators cost less here
-        ("host", "launch", 18, 28),
-        ("host", "work", 28, 33),
-        ("host", "launch", 33, 43),
+        ("host", "work", 15, 21),  # there, two operators are dispatched for it, at another price
+        ("host", "launch", 21, 31),
+        ("host", "work", 31, 36),
+        ("host", "launch", 36, 46),
     ]
     assert [lane.name for lane in timeline.lanes if lane.device is None] == ["MainThread", "backward"]
     assert int((timeline.links.kind == LinkKind.HANDOFF).sum()) == 2

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from keepbusy.timeline.model import NONE, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
+from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
 from keepbusy.virtual.rows import Rows
 
 _STEPS = ("ProfilerStep#", "Optimizer.step#")
@@ -22,8 +23,8 @@ class Host:
     """A host thread: how far it is, and what is open on it."""
 
     __slots__ = (
-        "around", "base", "depth", "frame", "lane", "last", "left", "lines", "marks", "now", "place", "released",
-        "spent",
+        "around", "backward", "base", "depth", "frame", "lane", "last", "left", "lines", "marks", "now", "place",
+        "released", "spent",
     )  # fmt: skip
 
     def __init__(self, lane: int, now: int, left: int) -> None:
@@ -39,7 +40,8 @@ class Host:
         self.base = NONE  # the innermost that is no line
         self.place = 0
         self.lines: tuple[int, ...] = ()  # the open frames of its place, within `base`
-        self.around: list[tuple[int, int, tuple[int, ...]]] = []  # base, place and lines to return to
+        self.around: list[tuple[int, int, tuple[int, ...], bool]] = []  # base, place, lines and pass to return to
+        self.backward = False  # whether the engine of autograd is at work
 
 
 class Program:
@@ -93,7 +95,7 @@ class Program:
             if not host.depth:
                 if place != host.place:
                     self._go_to(host, place)
-                self._work(host, self._since(host), "")
+                self._work(host, self._since(host, name), "")
             host.depth += 1
             self._open(host, _OPERATOR, name)
 
@@ -118,6 +120,7 @@ class Program:
             if not host.depth:
                 self._flush(host)
             self._open(host, int(kind), name)
+            host.backward |= name == BACKWARD_PASS
             host.marks += [prefix for prefix in _STEPS if name.startswith(prefix)]
 
     def leave(self) -> None:
@@ -169,13 +172,14 @@ class Program:
 
     # rows and frames, with the lock held
 
-    def _since(self, host: Host, began: int = 0) -> int:
+    def _since(self, host: Host, name: str, began: int = 0) -> int:
         """What the program did since it was last seen, up to an operator of the device."""
         spent, host.spent = host.spent, 0
         if self._real is not None:
             return (began or self._real()) - host.left - self.overhead + spent
-        costs = self.device.host
-        return (costs.operator if host.lane == 0 else costs.backward) + spent
+        if host.backward or host.lane:
+            return self.device.host.backward * BACKWARD.get(name, USUAL_BACKWARD) + spent
+        return self.device.host.operator * FORWARD.get(name, USUAL_FORWARD) + spent
 
     def _flush(self, host: Host) -> None:
         """What the program did since it was last seen, up to a border of its own."""
@@ -210,7 +214,7 @@ class Program:
         return row
 
     def _open(self, host: Host, kind: int, name: str) -> None:
-        host.around.append((host.base, host.place, host.lines))
+        host.around.append((host.base, host.place, host.lines, host.backward))
         host.base = host.frame = self.rows.open(host.lane, kind, self.rows.name(name), host.frame, host.now)
         host.place, host.lines = 0, ()
 
@@ -218,7 +222,7 @@ class Program:
         """Close the innermost frame, and the lines within it."""
         for frame in (*host.lines, host.base):
             self.rows.close(frame, host.now)
-        host.base, host.place, host.lines = host.around.pop()
+        host.base, host.place, host.lines, host.backward = host.around.pop()
         host.frame = host.lines[-1] if host.lines else host.base
 
     def _go_to(self, host: Host, place: int) -> None:

@@ -72,7 +72,7 @@ class Queues(Program):
             if line.awaited or host.released or host.marks or stream in self._captures:
                 self._launch_carefully(host, name, stream, kernels, began)
             else:
-                self._launch_plainly(host, line, name, kernels, 0 if host.depth else self._since(host, began))
+                self._launch_plainly(host, line, name, kernels, 0 if host.depth else self._since(host, name, began))
             if not host.depth and self._real is not None:
                 host.left = self._real()
 
@@ -82,7 +82,7 @@ class Queues(Program):
         self, host: Host, name: str, stream: int, kernels: Sequence[tuple[str, int]], began: int
     ) -> None:
         if not host.depth:
-            self._work(host, self._since(host, began), "")
+            self._work(host, self._since(host, name, began), "")
         self._open(host, _OPERATOR, name)
         host.depth += 1
         self._arrive()
