@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli import values
-from keepbusy.cli.explain import _check_name, _rendered, _save, explained
+from keepbusy.cli.explain import check_name, explained, rendered, save
 from keepbusy.cli.output import show
 from keepbusy.timeline.errors import BadInput
 
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.virtual.run import Options, start
 
     if options.save:
-        _check_name(options.save)
+        check_name(options.save)
     path = None if options.module else script.find(options.script)
     timeline = start(Options(_device(options.on), options.gpus, options.clock == "measured"))
     process = os.getpid()
@@ -114,24 +115,23 @@ class _program_output:  # noqa: N801  # reads as a word: with _program_output(..
 def _report(timeline: Timeline, options: argparse.Namespace) -> None:
     """What the run so far says. A program that did nothing on its GPU has had its say already."""
     if options.save:
-        _save(timeline, None, options.save)
-    options.plain_step, options.files = None, []
+        save(timeline, None, options.save)
     try:
         if not timeline.on_device.any():
             raise BadInput(f"{options.script} ran nothing on the GPU.")
-        diagnosis = explained(timeline, _plain_step(timeline), options.mend, options.workers)
+        diagnosis = explained(timeline, None, options.mend, options.workers)
     except BadInput as error:
         sys.stderr.write(f"keepbusy: {error}\n")
         return
-    show(("" if options.json else "\n", _rendered(diagnosis, options), "\n"))
+    show(("" if options.json else "\n", rendered(diagnosis, options.json, _again(options)), "\n"))
 
 
-def _plain_step(timeline: Timeline) -> int:
-    """A virtual run is its own plain run: nothing was recorded at the cost of the host's time."""
-    from keepbusy.timeline.replay import pace
-    from keepbusy.timeline.steps import sample, whole_steps
-
-    return round(pace(sample(whole_steps(timeline))))
+def _again(options: argparse.Namespace) -> str:
+    """The command that shows the report again: without the run, where it was kept."""
+    if options.save:
+        return shlex.join(["keepbusy", "explain", str(options.save)])
+    module = ["-m"] if options.module else []
+    return shlex.join(["keepbusy", "run", "--on", options.on, *module, options.script, *options.arguments])
 
 
 __all__ = ["EXAMPLES", "SUMMARY", "add_arguments", "run"]

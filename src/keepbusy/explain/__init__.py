@@ -47,7 +47,8 @@ def explain(
     plain = plain_run(window, plain_step)
     scene = Scene(plain.timeline, workers)
     story = _Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(mend))
-    return story.told(whole, plain_step is not None)
+    # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
+    return story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
 
 
 def _refuse_unknown(mend: Sequence[str]) -> None:

@@ -35,6 +35,7 @@ def bring_up(
     storages.patch()
     host_side.patch()
     operators.register()
+    MACHINE.calibrate()
     return MACHINE
 
 

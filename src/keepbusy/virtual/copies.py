@@ -130,23 +130,27 @@ def empty_strided(size: Any, stride: Any, *, device: torch.device | None = None,
 
 def efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Autograd's tensors of zeros, which nobody reads."""
-    return MACHINE.place_on(torch.zeros(size, dtype=options.get("dtype")), CURRENT.index(device))
+    return MACHINE.place_on(_aten.zeros.default(size, dtype=options.get("dtype")), CURRENT.index(device))
 
 
 def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
     """Within its storage where there is room, else in a new one that begins with the old values."""
-    shape = torch.empty(size, dtype=tensor.dtype, device="meta")
+    shape = _new(size, tensor.dtype, "meta")
     room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if shape.nbytes <= room:
         _aten.set_.source_Storage_storage_offset(
             tensor, tensor.untyped_storage(), tensor.storage_offset(), list(size), list(shape.stride())
         )
         return tensor
-    grown = torch.empty(size, dtype=tensor.dtype)
+    grown = _new(size, tensor.dtype, "cpu")
     old = to_host(tensor).reshape(-1)
     grown.view(-1)[: old.numel()] = old
     adopt(tensor, MACHINE.place_on(grown, tensor.get_device()))
     return tensor
+
+
+def _new(size: Any, dtype: torch.dtype, device: str) -> Tensor:
+    return _aten.empty.memory_format(size, dtype=dtype, device=device)
 
 
 class _Dropout(Kernel):
@@ -157,7 +161,8 @@ class _Dropout(Kernel):
     def _call(self, tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
         if train is False or p in (0, 1):
             return self.raw(tensor, p, train)
-        noise = torch.empty_like(tensor).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        # PyTorch's own functions, not those of `torch`: what the program calls there stands in the timeline
+        noise = _aten.bernoulli_.float(_aten.empty_like.default(tensor), 1 - p, generator=generator).div_(1 - p)
         return tensor * noise, noise != 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import current_thread, local, main_thread
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def patch() -> None:
     Tensor.pin_memory, Tensor.is_pinned = _pin_memory, lambda tensor, device=None: pinned.is_pinned(tensor)
     Tensor.record_stream = _record_stream
     _patch_annotations()
+    _patch_forward()
     _patch_backward()
 
 
@@ -41,11 +43,8 @@ def _factory(name: str, makes: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(makes)
     def make(*args: Any, **kwargs: Any) -> Any:
         pins = kwargs.pop("pin_memory", False)
-        MACHINE.clock.enter(FrameKind.OPERATOR, shown, MACHINE.places.here())
-        try:
+        with _Shown(shown):
             made = makes(*args, **kwargs)
-        finally:
-            MACHINE.clock.leave()
         return pinned.pin(made) if pins else made
 
     return make
@@ -58,21 +57,32 @@ def _fill(name: str, fills: Callable[..., Any]) -> Callable[..., Any]:
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.is_cuda:
             return fills(tensor, *args, **kwargs)
-        MACHINE.clock.enter(FrameKind.OPERATOR, shown, MACHINE.places.here())
-        try:
+        with _Shown(shown):
             return fills(tensor, *args, **kwargs)
-        finally:
-            MACHINE.clock.leave()
 
     return fill
 
 
+class _Shown:
+    """An operator of the host, in the timeline; not those of threads that help the loader: they wait most of the time."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name if current_thread() is main_thread() else ""
+
+    def __enter__(self) -> None:
+        if self.name:
+            MACHINE.clock.enter(FrameKind.OPERATOR, self.name, MACHINE.places.here())
+
+    def __exit__(self, *error: object) -> None:
+        if self.name:
+            MACHINE.clock.leave()
+
+
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    MACHINE.clock.enter(FrameKind.OPERATOR, "aten::pin_memory", MACHINE.places.here())
-    try:
+    with _Shown("aten::pin_memory"):
         return pinned.pinned_copy(tensor)
-    finally:
-        MACHINE.clock.leave()
 
 
 def _record_stream(tensor: Tensor, stream: Any) -> None:
@@ -93,6 +103,25 @@ def _patch_annotations() -> None:
         return leave(self, *error)
 
     annotation.__enter__, annotation.__exit__ = entered, left
+
+
+def _patch_forward() -> None:
+    """The outermost module's forward passes: they mark the steps of a program without an optimizer."""
+    module, inside = torch.nn.Module, local()
+    call = module.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "module", False) or current_thread() is not main_thread():
+            return call(self, *args, **kwargs)
+        inside.module = True
+        MACHINE.clock.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}", MACHINE.places.here())
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            MACHINE.clock.leave()
+            inside.module = False
+
+    module.__call__ = called
 
 
 def _patch_backward() -> None:

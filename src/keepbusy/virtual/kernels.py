@@ -15,7 +15,7 @@ from keepbusy.virtual import randomness, syncs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.signature import Signature
-from keepbusy.virtual.tensors import CPU, to_host
+from keepbusy.virtual.tensors import CPU, map_tensors, to_host
 
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _NUMBERS = (bool, int, float, complex)
@@ -83,22 +83,18 @@ class Kernel:
         self.scalar = _scalar_variant(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        MACHINE.begin(self.signature.name)
-        try:
-            operands = Operands(self.signature)
-            host_args = [operands.take(one) for one in args]
-            host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
-            device = operands.check()
-            out = self.compute(device, host_args, host_kwargs)
-            result, new = self._on_device(device, out, args, kwargs)
-            signature = self.signature
-            asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
-            MACHINE.launch(device, signature.short, operands.inputs, new, asked)
-            if syncs.learns(signature.short, host_args):
-                MACHINE.wait_for_result(device)
-            return result
-        finally:
-            MACHINE.end()
+        began, place = MACHINE.clock.now(), MACHINE.places.here()
+        signature, operands = self.signature, Operands(self.signature)
+        host_args = [operands.take(one) for one in args]
+        host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
+        device = operands.check()
+        out = self.compute(device, host_args, host_kwargs)
+        asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
+        kernels = MACHINE.kernels(signature.short, operands.inputs, _new(signature, out), asked)
+        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels, began)
+        if syncs.learns(signature.short, host_args):
+            MACHINE.wait_for_result(device, syncs.shown(signature))
+        return self._on_device(device, out, args, kwargs)
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """On the host, with PyTorch's own kernel."""
@@ -124,39 +120,39 @@ class Kernel:
                 return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
         return self.raw
 
-    def _on_device(
-        self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Tensor]]:
-        """The result as the program sees it, and which host tensors of it are new."""
-        new: list[Tensor] = []
+    def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result as the program sees it: its own tensors where it wrote into them, else new ones of the device."""
         returned = self.signature.returned
         if len(returned) == 1:
-            return self._one(device, returned[0], out, args, kwargs, new), new
+            return self._one(device, returned[0], out, args, kwargs)
         if not returned:
-            return None, new
-        results = [self._one(device, one, part, args, kwargs, new) for one, part in zip(returned, out, strict=True)]
-        return tuple(results), new
+            return None
+        return tuple([self._one(device, one, part, args, kwargs) for one, part in zip(returned, out, strict=True)])
 
     def _one(
-        self,
-        device: int,
-        source: tuple[int, str] | None,
-        out: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        new: list[Tensor],
+        self, device: int, source: tuple[int, str] | None, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if source is not None:
-            mine = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
-            if isinstance(mine, Tensor) and mine.shape != out.shape:
-                adopt(mine, MACHINE.place_on(out, device))
-            return mine
-        if isinstance(out, Tensor):
-            new.append(out)
-            return MACHINE.place_on(out, device)
-        if isinstance(out, list | tuple):
-            return [self._one(device, None, one, args, kwargs, new) for one in out]
-        return out
+        if source is None:
+            return map_tensors(lambda one: MACHINE.place_on(one, device), out)
+        mine = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
+        if isinstance(mine, Tensor) and mine.shape != out.shape:
+            adopt(mine, MACHINE.place_on(out, device))
+        return mine
+
+
+def _new(signature: Signature, out: Any) -> list[Tensor]:
+    """Of a result the tensors that were not there before."""
+    if len(signature.returned) == 1:
+        parts = [out] if signature.returned[0] is None else []
+    else:
+        parts = [part for one, part in zip(signature.returned, out or (), strict=True) if one is None]
+    found: list[Tensor] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            found += [one for one in part if isinstance(one, Tensor)]
+    return found
 
 
 def adopt(tensor: Tensor, other: Tensor) -> None:
@@ -170,7 +166,7 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
 def _fresh_results(signature: Signature, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Results to write into that have another shape than what is written: new ones, which may grow."""
     return {
-        name: torch.empty(0, dtype=one.dtype) if name in signature.written and isinstance(one, Tensor) else one
+        name: torch.ops.aten.empty.memory_format([0], dtype=one.dtype) if name in signature.written and isinstance(one, Tensor) else one
         for name, one in kwargs.items()
     }
 

@@ -15,7 +15,7 @@ from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
 from keepbusy.virtual.rows import Rows
 
-_STEPS = ("ProfilerStep#", "Optimizer.step#")
+_STEPS = ("ProfilerStep#", "Optimizer.step#", "Forward#")
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ class Options:
     on: str = "h200"  # a device file's name, or a path to one
     devices: int = 1
     measured: bool = True  # whether the time the host takes is real, or modelled
-    one_generator: bool = False
+    one_generator: bool = os.environ.get("KEEPBUSY_ONE_GENERATOR") == "1"
+    """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
 
 def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:

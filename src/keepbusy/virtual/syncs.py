@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from keepbusy.virtual.signature import Signature
+
 _LEARN = (
     "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
     "equal", "bincount", "repeat_interleave", "linalg_eig", "_linalg_eigh", "_linalg_svd", "histogram", "histc",
@@ -18,6 +20,11 @@ _MASKS = (torch.bool, torch.uint8)
 def learns(name: str, args: list[Any]) -> bool:
     """Whether the host waits within this call."""
     return name in _LEARN or (name in _INDEX and indexes_with_mask(name, args))
+
+
+def shown(signature: Signature) -> str:
+    """The operator that waits: indexing with a mask looks for the ones first."""
+    return "aten::nonzero" if signature.short in _INDEX else signature.name
 
 
 def indexes_with_mask(name: str, args: list[Any]) -> bool:
