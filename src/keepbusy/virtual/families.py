@@ -29,7 +29,7 @@ ATTENTION_BACKWARD = tuple(f"{name}_backward" for name in ATTENTION)
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn")
 RECURRENT_BACKWARD = tuple(f"{name}_backward" for name in RECURRENT)
 
-LEAST = 900
+LEAST = 1_000
 """The shortest kernel, in nanoseconds."""
 CHUNK, BLOCKS = 65_536, 320
 """Elements of a block, and blocks of a launch, of PyTorch's multi-tensor kernels."""

@@ -49,7 +49,7 @@ _RANDOM = _names(
 )
 _FILLS = _names("fill_ zero_ zeros ones full zeros_like ones_like full_like arange linspace eye tril_indices")
 _GATHERS = _names(
-    "embedding index index_select gather take take_along_dim _unsafe_index roll flip tril triu repeat "
+    "embedding index_select gather take take_along_dim roll flip tril triu repeat "
     "masked_fill masked_fill_ where embedding_renorm_ grid_sampler_2d upsample_nearest2d upsample_bilinear2d"
 )
 _SCATTERS = _names(
@@ -87,7 +87,8 @@ def _elementwise_share(call: Call, large: list[Operand]) -> float:
     if len({one[1] for one in large if one[1] not in ("bool", "uint8")}) > 1:
         to_half = call.name == "copy" and call.outputs[0][1] in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
-    return efficiency.heavy if call.name in _HEAVY else efficiency.streaming
+    heavy = call.name in _HEAVY and item_size(large[0][1]) <= 2  # wider types are waited for anyway
+    return efficiency.heavy if heavy else efficiency.streaming
 
 
 def _broadcast(call: Call, shape: Operand) -> bool:
@@ -178,9 +179,20 @@ def scatter(call: Call) -> list[Kernel]:
 def index_put(call: Call) -> list[Kernel]:
     """Adding where indices may repeat means sorting them first."""
     kernels = [(f"scatter_{call.name}", call.strided(elements(call.inputs[-1])))]
+    found = _places_of_masks(call)
     if not call.asked.get("accumulate", False):
-        return kernels
-    return [*[("index_arithmetic", 1_500)] * 4, *[("index_sort", 3_000)] * 8, *kernels]
+        return [*found, *kernels]
+    return [*found, *[("index_arithmetic", 1_500)] * 4, *[("index_sort", 3_000)] * 8, *kernels]
+
+
+def _places_of_masks(call: Call) -> list[Kernel]:
+    """A mask is made a list of places first."""
+    masks = [one for one in call.inputs[1:] if one[1] in ("bool", "uint8")]
+    return [kernel for mask in masks for kernel in nonzero(replace(call, inputs=(mask,)))]
+
+
+def index(call: Call) -> list[Kernel]:
+    return [*_places_of_masks(call), *gather(call)]
 
 
 def gather(call: Call) -> list[Kernel]:
@@ -231,6 +243,7 @@ FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
     **dict.fromkeys(_SCATTERS, scatter),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), index_put),
     **dict.fromkeys(_GATHERS, gather),
+    **dict.fromkeys(("index", "_unsafe_index"), index),
     **dict.fromkeys(("cat", "stack"), concatenate),
     "nonzero": nonzero,
     **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "unique_consecutive", "kthvalue"), sort),
