@@ -166,7 +166,9 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
 def _fresh_results(signature: Signature, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Results to write into that have another shape than what is written: new ones, which may grow."""
     return {
-        name: torch.ops.aten.empty.memory_format([0], dtype=one.dtype) if name in signature.written and isinstance(one, Tensor) else one
+        name: torch.ops.aten.empty.memory_format([0], dtype=one.dtype)
+        if name in signature.written and isinstance(one, Tensor)
+        else one
         for name, one in kwargs.items()
     }
 

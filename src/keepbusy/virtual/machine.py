@@ -132,7 +132,12 @@ class Machine:
         return self.costs.kernels(name, tuple(map(_look, inputs)), tuple(map(_look, outputs)), asked)
 
     def launch(
-        self, device: int, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any] = _NOTHING
+        self,
+        device: int,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        asked: Mapping[str, Any] = _NOTHING,
     ) -> None:
         """Launch it, within an operator that has begun."""
         self.clock.launch_all(self.stream(device), self.kernels(name, inputs, outputs, asked))

@@ -19,8 +19,8 @@ from keepbusy.virtual.signature import overload_named
 from keepbusy.virtual.tensors import map_tensors, to_host
 
 _aten = torch.ops.aten
-_RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
-              "rnn_relu.data")  # fmt: skip
+_TAKEN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
+          "rnn_relu.data", "rms_norm")  # fmt: skip
 
 
 class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
@@ -116,6 +116,6 @@ _attention_as_one = as_one(_aten.scaled_dot_product_attention.default)
 
 def whole_operators() -> dict[str, Callable[..., Any]]:
     """By name, what to run above autograd."""
-    found = {name: overload_named(f"aten::{name}") for name in _RECURRENT}
+    found = {name: overload_named(f"aten::{name}") for name in _TAKEN}
     kernels = {name: as_one(overload) for name, overload in found.items() if overload is not None}
     return {"scaled_dot_product_attention": attention, **kernels}
