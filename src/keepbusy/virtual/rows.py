@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Lane, LinkKind, Links, Spans, Timeline
 
@@ -44,22 +46,34 @@ class Packed:
         self.width = width
         self.fresh: list[tuple[int, ...]] = []
         self.before = 0
-        self._blocks: list[Ints] = []
+        self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
 
     def __len__(self) -> int:
         return self.before + len(self.fresh)
 
     def pack(self) -> None:
         """Called when `fresh` has grown; appending itself stays a plain `list.append`."""
-        block = np.array(self.fresh, np.int64).reshape(-1, self.width)
-        self._blocks.append(np.ascontiguousarray(block.T))
+        self._blocks.append([_narrow(column) for column in self._unpacked()])
         self.before += len(self.fresh)
         self.fresh.clear()
 
     def columns(self) -> Ints:
         """A row a column: the transposed table."""
-        fresh = np.array(self.fresh, np.int64).reshape(-1, self.width).T
-        return np.concatenate([*self._blocks, fresh], axis=1)
+        fresh = self._unpacked()
+        return np.stack(
+            [np.concatenate([*(block[index] for block in self._blocks), fresh[index]]) for index in range(self.width)]
+        )
+
+    def _unpacked(self) -> Ints:
+        flat = np.fromiter(chain.from_iterable(self.fresh), np.int64, len(self.fresh) * self.width)
+        return flat.reshape(-1, self.width).T
+
+
+def _narrow(column: Ints) -> npt.NDArray[np.signedinteger[Any]]:
+    """In as few bytes a number as they need: a long run has millions of rows, and most columns are small."""
+    low, high = int(column.min()), int(column.max())
+    fits = (kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return column.astype(next(fits, np.int64))
 
 
 class Rows:
