@@ -104,15 +104,16 @@ def main(most: int) -> int:
         except Exception:
             continue  # its samples need what this build lacks
         for index, sample in enumerate(chosen):
-            print(">", name_of(operator), index, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{name_of(operator)} {index}\n")
             said = difference(operator, sample)
             right += said is None
             if said not in (None, "skipped"):
                 wrong.append((name_of(operator), index, said))
     for row in wrong:
-        print(*row)
-    print(f"{right} of {right + len(wrong)} samples right ({right / max(1, right + len(wrong)):.2%})")
-    return int(right < 0.99 * (right + len(wrong)))
+        sys.stdout.write(" ".join(map(str, row)) + "\n")
+    total = right + len(wrong)
+    sys.stdout.write(f"{right} of {total} samples right ({right / max(1, total):.2%})\n")
+    return int(right < 0.99 * total)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ def bring_up(
     if _started:
         return MACHINE
     _started.append(True)
+    _keep_freed_memory()
     MACHINE.start(device, devices, rank, time.perf_counter_ns if measured else None)
     randomness.DEFAULTS.shared = one_generator
     _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
@@ -39,7 +41,16 @@ def bring_up(
     return MACHINE
 
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 _started: list[bool] = []
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what is freed: giving it back takes time that no GPU would have taken."""
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1)):
+            tune(parameter, value)
 
 
 def _put_in_place(*undos: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual import pinned
 from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.dispatches import BACKWARD_PASS
 from keepbusy.virtual.machine import MACHINE
 
 _FACTORIES = (
@@ -64,7 +65,7 @@ def _fill(name: str, fills: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Shown:
-    """An operator of the host, in the timeline; not those of threads that help the loader: they wait most of the time."""
+    """An operator of the host, in the timeline; not in threads that help the loader: they wait most of the time."""
 
     __slots__ = ("name",)
 
@@ -131,10 +132,12 @@ def _patch_backward() -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = CURRENT.device
+        MACHINE.clock.enter(FrameKind.ANNOTATION, BACKWARD_PASS, MACHINE.places.here())
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)
         finally:
+            MACHINE.clock.leave()
             CURRENT.change(device)
 
     graph._engine_run_backward = torch.autograd._engine_run_backward = run
