@@ -89,7 +89,7 @@ def _compare(operator: Any, expected: Any, found: Any) -> None:
                 continue
             assert other.is_cuda, f"a result is on {other.device}"
             if operator.name not in DRAWS_FROM_NOWHERE:
-                torch.testing.assert_close(other.detach().cpu(), one.detach(), equal_nan=True, rtol=0, atol=0)
+                torch.testing.assert_close(other.detach().cpu(), one.detach().cpu(), equal_nan=True, rtol=0, atol=0)
 
 
 def main(most: int) -> int:

@@ -6,7 +6,8 @@ Most of `torch.cuda` is Python on top of these, and works unchanged.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,10 +40,20 @@ def install() -> None:
     """Put our answers in place; whatever else would touch a driver refuses."""
     inside = torch._C
     natives = [name for name in dir(inside) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(_KEPT)]
-    for name in {*natives, *_COMMUNICATE} - set(ANSWERS):
-        setattr(inside, name, _refusal(name))
-    for name, answer in ANSWERS.items():
-        setattr(inside, name, own(answer, name))
+    ours = {name: _refusal(name) for name in {*natives, *_COMMUNICATE}}
+    ours |= {name: own(answer, name) for name, answer in ANSWERS.items()}
+    before = {name: getattr(inside, name) for name in ours if hasattr(inside, name)}
+    for name, answer in ours.items():
+        setattr(inside, name, answer)
+    _replace_copies({id(native): ours[name] for name, native in before.items()})
+
+
+def _replace_copies(ours: Mapping[int, Callable[..., Any]]) -> None:
+    """Modules of PyTorch that imported a function by its name hold on to the native one."""
+    for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in ours:
+                setattr(module, name, ours[id(value)])
 
 
 def own(does: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ def _elementwise_share(call: Call, large: list[Operand]) -> float:
     if len({one[1] for one in large if one[1] not in ("bool", "uint8")}) > 1:
         to_half = call.name == "copy" and call.outputs[0][1] in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
-    heavy = call.name in _HEAVY and item_size(large[0][1]) <= 2  # wider types are waited for anyway
+    heavy = call.name in _HEAVY and bool(large) and item_size(large[0][1]) <= 2  # wider types are waited for anyway
     return efficiency.heavy if heavy else efficiency.streaming
 
 
