@@ -1,8 +1,9 @@
 """The host's half of the clock: threads, the time they take, and what encloses it.
 
 A thread's own time goes on while the program runs, and stands still from `begin` to `end`, while
-we compute its values. With a real clock, the time in between is what really passed, less what our
-own way into the operator costs; without one, it is the constant that the device file gives.
+we compute its values. In between it takes what PyTorch's dispatches cost the device's host: the
+device file says how long one takes, `dispatches.py` how many there are. With a real clock it takes
+what really passed, where that is more, less what our own part of these dispatches costs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Program:
     """Host threads and their frames."""
 
     def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None, overhead: int = 0) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our own part of a call."""
+        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our own part of a dispatch."""
         self.device, self.rank, self.overhead = device, rank, overhead
         self.rows = Rows()
         self.lock = threading.RLock()
@@ -173,13 +174,19 @@ class Program:
     # rows and frames, with the lock held
 
     def _since(self, host: Host, name: str, began: int = 0) -> int:
-        """What the program did since it was last seen, up to an operator of the device."""
+        """What the program did since it was last seen, up to an operator of the device.
+
+        At least what dispatching it costs the device's own host, however quick this machine is.
+        """
         spent, host.spent = host.spent, 0
-        if self._real is not None:
-            return (began or self._real()) - host.left - self.overhead + spent
         if host.backward or host.lane:
-            return self.device.host.backward * BACKWARD.get(name, USUAL_BACKWARD) + spent
-        return self.device.host.operator * FORWARD.get(name, USUAL_FORWARD) + spent
+            count, each = BACKWARD.get(name, USUAL_BACKWARD), self.device.host.backward
+        else:
+            count, each = FORWARD.get(name, USUAL_FORWARD), self.device.host.operator
+        least = count * each
+        if self._real is not None:
+            least = max(least, (began or self._real()) - host.left - count * self.overhead)
+        return least + spent
 
     def _flush(self, host: Host) -> None:
         """What the program did since it was last seen, up to a border of its own."""
