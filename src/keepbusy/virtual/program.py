@@ -49,7 +49,7 @@ class Program:
     """Host threads and their frames."""
 
     def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None, overhead: int = 0) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our own part of a dispatch."""
+        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our part of a dispatch."""
         self.device, self.rank, self.overhead = device, rank, overhead
         self.rows = Rows()
         self.lock = threading.RLock()

@@ -33,7 +33,7 @@ class Queues(Program):
         real: Callable[[], int] | None = None,
         overhead: int = 0,
     ) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our own part of a dispatch."""
+        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our part of a dispatch."""
         super().__init__(device, rank, real, overhead)
         self.devices = devices
         self.groups: dict[int, int] = {}
