@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli import values
+from keepbusy.cli import ranks, values
 from keepbusy.cli.explain import check_name, explained, rendered, save
 from keepbusy.cli.output import show
 from keepbusy.timeline.errors import BadInput
@@ -24,6 +24,7 @@ examples:
   keepbusy run train.py --epochs 1
   keepbusy run --on a100 --save run.busy train.py
   keepbusy run --clock modelled -m package.train --steps 20
+  keepbusy run --ranks 4 train.py
 
 The program runs as it is: its arguments, its output and its exit code are its own.
 """
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the GPU to be: h200, h100, a100, b200, l4, rtx4090, or a .toml file (default: h200 where there is none)",
     )
     parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
+    parser.add_argument("--ranks", type=_count, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun")
     parser.add_argument(
         "--clock",
         choices=("measured", "modelled"),
@@ -66,11 +68,16 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
     from keepbusy.virtual import script
     from keepbusy.virtual.run import Options, start
+    from keepbusy.virtual.steady import steady
 
     if options.save:
         check_name(options.save)
     path = None if options.module else script.find(options.script)
-    timeline = start(Options(_device(options.on), options.gpus, options.clock == "measured"))
+    device = _device(options.on)
+    if options.ranks > 1:
+        sys.exit(ranks.launch(options.ranks, _command(options)))
+    asked = Options(device, ranks.devices(options.gpus), options.clock == "measured")
+    timeline = start(asked, ranks.rank())
     process = os.getpid()
     with _program_output(options.json):
         if path is None:
@@ -79,8 +86,21 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             code = script.run_file(path, options.arguments)
     if os.getpid() != process:  # a child that the program forked and let return has nothing to tell
         os._exit(code)
-    _report(timeline(source=options.script), options)
+    whole = ranks.gathered(timeline(source=options.script))
+    if whole is not None:
+        _report(steady(whole), options)
     sys.exit(code)
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """What each rank is started with: the same, without `--ranks`."""
+    given = [] if options.on == "auto" else ["--on", options.on]
+    given += [] if options.clock == "measured" else ["--clock", options.clock]
+    given += ["--mend", ",".join(options.mend)] if options.mend else []
+    given += ["--json"] if options.json else []
+    given += ["--save", str(options.save)] if options.save else []
+    given += ["-m"] if options.module else []
+    return [*given, options.script, *options.arguments]
 
 
 def _device(on: str) -> str:
@@ -130,8 +150,8 @@ def _again(options: argparse.Namespace) -> str:
     """The command that shows the report again: without the run, where it was kept."""
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save)])
-    module = ["-m"] if options.module else []
-    return shlex.join(["keepbusy", "run", "--on", options.on, *module, options.script, *options.arguments])
+    several = ["--ranks", str(ranks.world())] if ranks.world() > 1 else []
+    return shlex.join(["keepbusy", "run", *several, *_command(options)])
 
 
 __all__ = ["EXAMPLES", "SUMMARY", "add_arguments", "run"]

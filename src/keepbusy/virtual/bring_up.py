@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import time
 from collections.abc import Callable
 
-from keepbusy.virtual import cuda_module, host_side, operators, pinned, randomness, storages
+import torch.distributed as dist
+
+from keepbusy.virtual import cuda_module, distributed, host_side, operators, pinned, randomness, storages
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.guard import replace_guard
 from keepbusy.virtual.hooks import replace_hooks
@@ -30,13 +31,15 @@ def bring_up(
         return MACHINE
     _started.append(True)
     _keep_freed_memory()
-    MACHINE.start(device, devices, rank, time.perf_counter_ns if measured else None)
+    MACHINE.start(device, devices, rank, measured)
     randomness.DEFAULTS.shared = one_generator
     _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
     cuda_module.patch()
     storages.patch()
     host_side.patch()
     operators.register()
+    if dist.is_available():
+        distributed.patch()
     MACHINE.calibrate()
     return MACHINE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from keepbusy.virtual.clock import Clock
 from keepbusy.virtual.costs import Costs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.device import Device
+from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.lines import Places
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.tensors import to_device
@@ -69,18 +70,18 @@ class Machine:
         self._held: dict[int, _Held] = {}
         self._blocks: dict[int, Block] = {}
 
-    def start(self, device: Device, devices: int, rank: int, real: Callable[[], int] | None) -> None:
+    def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
         CURRENT.count = devices
         self.device = device
-        self._options = (device, rank, devices, real)
+        self._options = (device, rank, devices, measured)
         self._overhead = 0
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
-        device, rank, devices, real = self._options
-        self.clock = Clock(device, rank, devices, real, self._overhead)
+        device, rank, devices, measured = self._options
+        self.clock = Clock(device, rank, devices, HostTime() if measured else None, self._overhead)
         self.memory = Memory(self.clock, devices)
         self.costs = Costs(device)
         self.places = Places(self.clock.place)
@@ -88,7 +89,7 @@ class Machine:
 
     def calibrate(self) -> None:
         """Learn what our own part of an operator takes after its kernels are launched, to leave it out of host time."""
-        if self._options[-1] is None:
+        if not self._options[-1]:
             return
         x = torch.ones(4, device="cuda")
         gaps = [self._gap(x) for _ in range(_BATCHES)]
