@@ -27,8 +27,8 @@ _RATES: dict[str, float] = {
 class HostCosts:
     """What calls cost the host."""
 
-    operator: int = 6_000  # an operator dispatched, where it is not measured: Python, autograd's notes, an allocation
-    backward: int = 6_000  # the same in the backward pass
+    operator: int = 5_000  # an operator dispatched, where it is not measured: Python, autograd's notes, an allocation
+    backward: int = 5_000  # the same in the backward pass
     view: int = 2_000  # an operator that launches nothing
     launch: int = 5_000
     collective: int = 35_000
