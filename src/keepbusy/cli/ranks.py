@@ -20,7 +20,7 @@ _POLL = 0.05
 
 
 def launch(count: int, command: Sequence[str]) -> int:
-    """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns the agent's exit code."""
+    """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns its exit code."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
     return subprocess.run([*agent, "-m", "keepbusy", "run", *command], check=False, env=environment).returncode

@@ -38,7 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the GPU to be: h200, h100, a100, b200, l4, rtx4090, or a .toml file (default: h200 where there is none)",
     )
     parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
-    parser.add_argument("--ranks", type=_count, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun")
+    parser.add_argument(
+        "--ranks", type=_count, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
+    )
+    parser.add_argument(
+        "--values",
+        choices=("real", "none"),
+        default="real",
+        help="none: compute nothing and touch no memory, so that large models run too; what is read is zero",
+    )
     parser.add_argument(
         "--clock",
         choices=("measured", "modelled"),
@@ -76,7 +84,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     device = _device(options.on)
     if options.ranks > 1:
         sys.exit(ranks.launch(options.ranks, _command(options)))
-    asked = Options(device, ranks.devices(options.gpus), options.clock == "measured")
+    asked = Options(device, ranks.devices(options.gpus), options.clock == "measured", options.values == "real")
     timeline = start(asked, ranks.rank())
     process = os.getpid()
     with _program_output(options.json):
@@ -96,6 +104,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     """What each rank is started with: the same, without `--ranks`."""
     given = [] if options.on == "auto" else ["--on", options.on]
     given += [] if options.clock == "measured" else ["--clock", options.clock]
+    given += [] if options.values == "real" else ["--values", options.values]
     given += ["--mend", ",".join(options.mend)] if options.mend else []
     given += ["--json"] if options.json else []
     given += ["--save", str(options.save)] if options.save else []

@@ -13,6 +13,7 @@ from keepbusy.virtual.device import Device
 from keepbusy.virtual.guard import replace_guard
 from keepbusy.virtual.hooks import replace_hooks
 from keepbusy.virtual.machine import MACHINE, Machine
+from keepbusy.virtual.unreal import VALUES
 
 
 def bring_up(
@@ -20,19 +21,21 @@ def bring_up(
     devices: int = 1,
     rank: int = 0,
     measured: bool = True,
+    values: bool = True,
     one_generator: bool = False,
 ) -> Machine:
     """From now on this process has `devices` GPUs. `selftest.check` says beforehand whether its PyTorch can carry them.
 
-    `measured`: host time is what really passes, else what the device file says. `one_generator`: the
-    devices draw from the host's random numbers, so that a run can be compared with one on the CPU.
+    `measured`: host time is what really passes, else what the device file says. `values`: whether
+    anything is computed. `one_generator`: the devices draw from the host's random numbers, so that a
+    run can be compared with one on the CPU.
     """
     if _started:
         return MACHINE
     _started.append(True)
     _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
-    randomness.DEFAULTS.shared = one_generator
+    VALUES.real, randomness.DEFAULTS.shared = values, one_generator
     _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
     cuda_module.patch()
     storages.patch()

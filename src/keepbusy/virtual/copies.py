@@ -13,6 +13,7 @@ from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.kernels import Kernel, adopt
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.tensors import CPU, to_host, to_host_as_seen
+from keepbusy.virtual.unreal import VALUES, outline, reserved
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
@@ -24,19 +25,24 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     MACHINE.begin("aten::copy_")
     try:
         if target.is_cuda and source.is_cuda:
-            to_host_as_seen(target).copy_(to_host_as_seen(source))
+            _write(target, source)
             _copied_on_device(target, source)
         elif target.is_cuda:
-            to_host_as_seen(target).copy_(source)
+            _write(target, source)
             _copied_in(target.get_device(), _carried(source, target), source, non_blocking)
         else:
-            target.copy_(to_host_as_seen(source))
+            target.copy_(to_host_as_seen(source)) if VALUES.real else target.zero_()
             is_pinned = pinned.is_pinned(target)
             size = _carried(source, target)
             MACHINE.copy(source.get_device(), size, _OUT, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
         return target
     finally:
         MACHINE.end()
+
+
+def _write(target: Tensor, source: Tensor) -> None:
+    if VALUES.real:
+        to_host_as_seen(target).copy_(to_host_as_seen(source) if source.is_cuda else source)
 
 
 def _carried(source: Tensor, target: Tensor) -> int:
@@ -71,7 +77,7 @@ def to_copy(
     try:
         if layout not in (None, torch.strided):
             raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
-        host = _cast(to_host_as_seen(tensor) if tensor.is_cuda else tensor, dtype=dtype, memory_format=memory_format)
+        host = _cast_on_host(tensor, dtype, memory_format)
         if not tensor.is_cuda:
             return _brought_in(tensor, host, CURRENT.index(device), non_blocking)
         if device is None or device.type == "cuda":
@@ -79,6 +85,13 @@ def to_copy(
         return _taken_home(tensor, host, device, non_blocking)
     finally:
         MACHINE.end()
+
+
+def _cast_on_host(tensor: Tensor, dtype: torch.dtype | None, memory_format: torch.memory_format | None) -> Tensor:
+    """The values in new host memory, in the type and layout asked for."""
+    if VALUES.real:
+        return _cast(to_host_as_seen(tensor) if tensor.is_cuda else tensor, dtype=dtype, memory_format=memory_format)
+    return reserved(_cast(outline(tensor), dtype=dtype, memory_format=memory_format))
 
 
 def _brought_in(tensor: Tensor, host: Tensor, device: int, non_blocking: bool) -> Tensor:
@@ -99,6 +112,8 @@ def _taken_home(tensor: Tensor, host: Tensor, device: torch.device, non_blocking
         raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
     if device.type == "meta":
         return host.to("meta")
+    if not VALUES.real:
+        host.zero_()
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
         pinned.pin(host)
@@ -112,7 +127,9 @@ def read_scalar(tensor: Tensor) -> Any:
     MACHINE.begin("aten::_local_scalar_dense")
     try:
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
-        return _aten._local_scalar_dense.default(to_host(tensor))
+        return _aten._local_scalar_dense.default(
+            to_host(tensor) if VALUES.real else _aten.zeros.default([], dtype=tensor.dtype)
+        )
     finally:
         MACHINE.end()
 
@@ -130,7 +147,8 @@ def empty_strided(size: Any, stride: Any, *, device: torch.device | None = None,
 
 def efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Autograd's tensors of zeros, which nobody reads."""
-    return MACHINE.place_on(_aten.zeros.default(size, dtype=options.get("dtype")), CURRENT.index(device))
+    make = _aten.zeros.default if VALUES.real else _aten.empty.memory_format
+    return MACHINE.place_on(make(size, dtype=options.get("dtype")), CURRENT.index(device))
 
 
 def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
@@ -143,8 +161,9 @@ def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | N
         )
         return tensor
     grown = _new(size, tensor.dtype, "cpu")
-    old = to_host(tensor).reshape(-1)
-    grown.view(-1)[: old.numel()] = old
+    if VALUES.real:
+        old = to_host(tensor).reshape(-1)
+        grown.view(-1)[: old.numel()] = old
     adopt(tensor, MACHINE.place_on(grown, tensor.get_device()))
     return tensor
 

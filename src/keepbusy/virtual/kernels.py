@@ -16,6 +16,7 @@ from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.signature import Signature
 from keepbusy.virtual.tensors import CPU, map_tensors, to_host
+from keepbusy.virtual.unreal import META, VALUES, computed, outline, reserved
 
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _NUMBERS = (bool, int, float, complex)
@@ -39,19 +40,19 @@ class Operands:
             return [self.take(one) for one in value]
         if type(value) is torch.device and value.type == "cuda":
             self.device = CURRENT.index(value)
-            return CPU
+            return CPU if VALUES.real else META
         return value
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         device = tensor.get_device()
         if device < 0:
             self.on_host = self.on_host or tensor.dim() > 0
-            return tensor
+            return tensor if VALUES.real or not tensor.dim() else outline(tensor)
         if device != self.device:
             if self.device >= 0 and not self.signature.takes_host_tensors:
                 raise _apart(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
             self.device = device
-        host = to_host(tensor)
+        host = to_host(tensor) if VALUES.real else outline(tensor)
         self.inputs.append(host)
         return host
 
@@ -100,9 +101,21 @@ class Kernel:
         """On the host, with PyTorch's own kernel."""
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
+        if not VALUES.real:
+            return self._without_values(args, kwargs)
         if self.signature.is_random:
             return randomness.draw(self._call, device, args, kwargs, self.signature.has_generator)
         return self._call(*args, **kwargs)
+
+    def _without_values(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Results as they would be, with nothing in them; what is only written into needs no call at all."""
+        returned = self.signature.returned
+        if returned and all(returned) and not kwargs.keys() & self.signature.written:
+            written = tuple(args[at] if at < len(args) else kwargs[name] for at, name in filter(None, returned))
+            return written if len(written) > 1 else written[0]
+        if not returned:
+            return None
+        return map_tensors(reserved, computed(self._chosen(tuple(args)), self.signature.short, args, kwargs))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         call = self._chosen(args)

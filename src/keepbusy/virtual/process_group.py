@@ -23,12 +23,13 @@ from keepbusy.virtual.wires import wire_time
 _TIME_TAG = 1 << 20
 """Added to the tag of a message, for the time at which it was sent."""
 _KERNELS = {
-    "all_reduce": "AllReduce", "broadcast": "Broadcast", "reduce": "Reduce", "all_gather": "AllGather", "gather": "SendRecv",
-    "reduce_scatter": "ReduceScatter", "all_to_all": "SendRecv", "scatter": "SendRecv", "send": "SendRecv", "recv": "SendRecv",
+    "all_reduce": "AllReduce", "broadcast": "Broadcast", "reduce": "Reduce", "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter", "all_to_all": "SendRecv", "gather": "SendRecv", "scatter": "SendRecv",
+    "send": "SendRecv", "recv": "SendRecv",
 }  # fmt: skip
 
 
-class Handle(Work):  # type: ignore[misc]  # PyTorch is not typed here
+class Handle(Work):
     """A collective on its way: who waits for it makes its stream wait, and the host goes on."""
 
     def __init__(self, result: Any, device: int, moment: Moment | None) -> None:
@@ -42,7 +43,11 @@ class Handle(Work):  # type: ignore[misc]  # PyTorch is not typed here
             MACHINE.clock.wait(MACHINE.stream(self.device), self.moment)
         return True
 
-    synchronize = block_current_stream = wait
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         return self.moment is None or MACHINE.clock.query(self.moment)
@@ -55,7 +60,7 @@ class Handle(Work):  # type: ignore[misc]  # PyTorch is not typed here
         return self.future
 
 
-class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]
+class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
     """One group of ranks. Methods bear the names that PyTorch calls."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
@@ -93,7 +98,12 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]
     # what every collective does
 
     def _run(
-        self, name: str, result: Any, tensors: list[Any], does: Callable[..., Any], meet: Callable[[int], int] | None = None
+        self,
+        name: str,
+        result: Any,
+        tensors: list[Any],
+        does: Callable[..., Any],
+        meet: Callable[[int], int] | None = None,
     ) -> Handle:
         """`does` gets the tensors as host tensors and moves their values."""
         MACHINE.begin(f"nccl:{name}")
@@ -151,7 +161,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce", tensors, [tensors], lambda ones: self.gloo.reduce(ones, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
-        return self._run("all_gather", outputs, [outputs, inputs], lambda out, into: self.gloo.allgather(out, into))
+        return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
         def gather(out: Tensor, mine: Tensor) -> Any:
@@ -181,7 +191,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Handle:
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
+    ) -> Handle:
         def exchange(out: Tensor, mine: Tensor) -> Any:
             return self.gloo.alltoall_base(out, mine, out_sizes or [], in_sizes or [], dist.AllToAllOptions())
 

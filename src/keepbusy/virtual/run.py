@@ -18,6 +18,7 @@ class Options:
     on: str = "h200"  # a device file's name, or a path to one
     devices: int = 1
     measured: bool = True  # whether the time the host takes is real, or modelled
+    values: bool = True  # whether anything is computed
     one_generator: bool = os.environ.get("KEEPBUSY_ONE_GENERATOR") == "1"
     """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
@@ -28,5 +29,5 @@ def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     selftest.check()
     from keepbusy.virtual.bring_up import bring_up
 
-    machine = bring_up(device, options.devices, rank, options.measured, options.one_generator)
-    return lambda **facts: machine.clock.timeline(**machine.facts(), **facts)
+    machine = bring_up(device, options.devices, rank, options.measured, options.values, options.one_generator)
+    return lambda **facts: machine.clock.timeline(**machine.facts(), values=options.values, **facts)

@@ -21,7 +21,7 @@ def steady(timeline: Timeline) -> Timeline:
 
 
 def _first_usual(timeline: Timeline, marks: Ints) -> int:
-    """How many steps at the beginning launch another number of commands than later ones, or ask the driver for memory."""
+    """How many steps at the beginning launch more or less than later ones, or ask the driver for more memory."""
     launched, made = commands_between(timeline, marks), _allocations(timeline, marks)
     half = len(launched) - int(SEARCHED * len(launched))
     usual = set(launched[half:].tolist())

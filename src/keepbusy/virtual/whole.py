@@ -17,6 +17,7 @@ from keepbusy.virtual.kernels import Kernel
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.signature import overload_named
 from keepbusy.virtual.tensors import map_tensors, to_host
+from keepbusy.virtual.unreal import VALUES, outline, reserved
 
 _aten = torch.ops.aten
 _TAKEN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
@@ -29,7 +30,7 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
         MACHINE.begin(kernel.signature.name)
         try:
             with torch.enable_grad():
-                leaves = [to_host(one.detach()).requires_grad_(one.requires_grad) for one in tensors]
+                leaves = [_seen(one).requires_grad_(one.requires_grad) for one in tensors]
                 waiting = iter(leaves)
                 host_args, host_kwargs = _placed(args, waiting), {k: _placed(v, waiting) for k, v in kwargs.items()}
                 out = kernel.raw(*host_args, **host_kwargs)
@@ -38,7 +39,7 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
             _launch(kernel, device, "", leaves, parts, host_args, host_kwargs)
             ctx.recorded = (kernel, device, leaves, parts, host_args, host_kwargs)
             ctx.save_for_backward(*tensors)
-            results = tuple(MACHINE.place_on(one.detach(), device) for one in parts)
+            results = tuple(_placed_on(one.detach(), device) for one in parts)
             return results if isinstance(out, list | tuple) else results[0]
         finally:
             MACHINE.end()
@@ -52,18 +53,24 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
         try:
             needed = [one for one in leaves if one.requires_grad]
             known = [
-                (one, to_host(g))
-                for one, g in zip(parts, gradients, strict=True)
-                if g is not None and one.requires_grad
+                (one, _seen(g)) for one, g in zip(parts, gradients, strict=True) if g is not None and one.requires_grad
             ]
             found = torch.autograd.grad(
                 [one for one, _ in known], needed, [g for _, g in known], allow_unused=True, retain_graph=True
             )
             _launch(kernel, device, "_backward", [*leaves, *(g for _, g in known)], found, args, kwargs)
-            results = iter([None if one is None else MACHINE.place_on(one, device) for one in found])
+            results = iter([None if one is None else _placed_on(one, device) for one in found])
             return None, None, None, *[next(results) if one.requires_grad else None for one in leaves]
         finally:
             MACHINE.end()
+
+
+def _seen(tensor: Tensor) -> Tensor:
+    return to_host(tensor.detach()) if VALUES.real else outline(tensor)
+
+
+def _placed_on(tensor: Tensor, device: int) -> Tensor:
+    return MACHINE.place_on(tensor if VALUES.real else reserved(tensor), device)
 
 
 def _launch(kernel: Kernel, device: int, suffix: str, inputs: Any, outputs: Any, args: Any, kwargs: Any) -> None:
