@@ -103,3 +103,31 @@ def test_a_script_that_is_not_there() -> None:
     from keepbusy.cli import main
 
     assert main(["run", "--clock", "modelled", "nowhere.py"]) == 2
+
+
+SPAWNED = """\
+import torch
+import torch.multiprocessing as mp
+
+def work(rank):
+    torch.cuda.set_device(rank)
+    assert torch.ones(2, device="cuda").sum().item() == 2
+    assert torch.cuda.current_device() == rank
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+    assert torch.cuda.device_count() == 2
+    print("fine")
+"""
+
+
+def test_spawned_children_have_their_devices(run) -> None:
+    done = run(SPAWNED, before=("--gpus", "2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fine\n"
+
+
+def test_host_work_stands_at_its_own_line(run) -> None:
+    source = LOOP.replace("    x = torch.randn(512, 64)\n", "    sum(range(2_000_000))\n    x = torch.zeros(512, 64)\n")
+    done = run(source, before=("--json",))
+    assert 7 in lines(json.loads(done.stdout), "host_work"), done.stdout

@@ -56,14 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mend", type=values.causes, metavar="CAUSES", default=(), help="predict the step with these mended"
     )
-    parser.add_argument("--workers", type=values.workers, metavar="N", default=8, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--workers", type=values.workers, metavar="N", default=8, help="loader workers to count on (default 8)"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
     parser.add_argument("script", metavar="SCRIPT", help="the program to run, unchanged")
-    parser.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER, help="the program's own arguments")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the program's own arguments")
 
 
 def _count(text: str) -> int:

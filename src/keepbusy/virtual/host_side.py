@@ -21,6 +21,7 @@ _FACTORIES = (
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "tensor", "arange", "linspace", "eye",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided",
 )  # fmt: skip
+_LOADER = "enumerate(DataLoader)#"
 _FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "fill_", "zero_")
 
 
@@ -74,7 +75,7 @@ class _Shown:
 
     def __enter__(self) -> None:
         if self.name:
-            MACHINE.clock.enter(FrameKind.OPERATOR, self.name, MACHINE.places.here())
+            MACHINE.clock.enter(FrameKind.OPERATOR, self.name, MACHINE.here())
 
     def __exit__(self, *error: object) -> None:
         if self.name:
@@ -96,7 +97,12 @@ def _patch_annotations() -> None:
     enter, leave = annotation.__enter__, annotation.__exit__
 
     def entered(self: Any) -> Any:
-        MACHINE.clock.enter(FrameKind.ANNOTATION, self.name, MACHINE.places.here())
+        place = MACHINE.here()
+        MACHINE.clock.enter(FrameKind.ANNOTATION, self.name, place)
+        if self.name.startswith(_LOADER):
+            MACHINE.clock.work(
+                1, place=place
+            )  # input is late where the loop asks for it, whatever the loader does then
         return enter(self)
 
     def left(self: Any, *error: Any) -> Any:
@@ -115,7 +121,7 @@ def _patch_forward() -> None:
         if getattr(inside, "module", False) or current_thread() is not main_thread():
             return call(self, *args, **kwargs)
         inside.module = True
-        MACHINE.clock.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}", MACHINE.places.here())
+        MACHINE.clock.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}", MACHINE.here())
         try:
             return call(self, *args, **kwargs)
         finally:
@@ -132,7 +138,7 @@ def _patch_backward() -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = CURRENT.device
-        MACHINE.clock.enter(FrameKind.ANNOTATION, BACKWARD_PASS, MACHINE.places.here())
+        MACHINE.clock.enter(FrameKind.ANNOTATION, BACKWARD_PASS, MACHINE.here())
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)

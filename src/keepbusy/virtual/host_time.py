@@ -36,6 +36,10 @@ class HostTime(threading.local):
         self._looked = now
         return now - self._lost
 
+    def at(self, moment: int) -> int:
+        """What it said at a moment of the steady clock, not long ago."""
+        return moment - self._lost
+
     def _waited(self) -> int:
         """How long this thread has stood ready without running: the second number."""
         if self._file < 0:

@@ -84,7 +84,8 @@ class Kernel:
         self.scalar = _scalar_variant(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        began, place = MACHINE.clock.now(), MACHINE.places.here()
+        place = MACHINE.here()
+        began = MACHINE.clock.now()
         signature, operands = self.signature, Operands(self.signature)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from keepbusy.virtual.device import Device
 from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.lines import Places
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
+from keepbusy.virtual.onlooker import Onlooker
 from keepbusy.virtual.tensors import to_device
 
 _size = torch._C.StorageBase.nbytes
@@ -81,7 +83,9 @@ class Machine:
     def _begin(self) -> None:
         """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
         device, rank, devices, measured = self._options
-        self.clock = Clock(device, rank, devices, HostTime() if measured else None, self._overhead)
+        self._time = HostTime() if measured else None
+        self._onlooker: Onlooker | None = None
+        self.clock = Clock(device, rank, devices, self._time, self._overhead)
         self.memory = Memory(self.clock, devices)
         self.costs = Costs(device)
         self.places = Places(self.clock.place)
@@ -95,6 +99,7 @@ class Machine:
         gaps = [self._gap(x) for _ in range(_BATCHES)]
         self._overhead = max(0, min(gaps[1:]) - self.device.host.launch - _NATIVE)
         self._begin()
+        self._onlooker = Onlooker(self.places.here)
 
     def _gap(self, x: Tensor) -> int:
         before = self.clock.reached()
@@ -120,8 +125,19 @@ class Machine:
     # operators
 
     def begin(self, name: str) -> None:
-        """An operator of the device begins, called from the line that is three frames out."""
-        self.clock.begin(name, self.places.here())
+        """An operator of the device begins, called from the user's innermost line on the stack."""
+        self.clock.begin(name, self.here())
+
+    def here(self) -> int:
+        """The place of the call, once what the program did on its way there is written down."""
+        if self._onlooker is not None and self._onlooker.seen:
+            self._catch_up(self._onlooker)
+        return self.places.here()
+
+    def _catch_up(self, onlooker: Onlooker) -> None:
+        if current_thread() is main_thread() and self._time is not None:
+            for moment, place in onlooker.take():
+                self.clock.pass_by(place, self._time.at(moment))
 
     def end(self) -> None:
         self.clock.end()

@@ -143,6 +143,18 @@ class Program:
                 self._flush(host)
             self._work(host, duration, name)
 
+    def pass_by(self, place: int, until: int) -> None:
+        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there."""
+        host = self.host()
+        with self.lock:
+            if self._real is None or host.depth or until <= host.left:
+                return
+            if place != host.place:
+                self._go_to(host, place)
+            gap, host.spent = until - host.left + host.spent, 0
+            host.left = until
+            self._work(host, gap, "")
+
     def spend(self, duration: int) -> None:
         """A little host time that deserves no row of its own: a view, an event recorded."""
         host = self.host()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from keepbusy.timeline.model import Timeline
 from keepbusy.virtual import selftest
+from keepbusy.virtual.children import follow
 from keepbusy.virtual.device_files import read
 
 
@@ -30,4 +31,5 @@ def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     from keepbusy.virtual.bring_up import bring_up
 
     machine = bring_up(device, options.devices, rank, options.measured, options.values, options.one_generator)
+    follow(asdict(options))
     return lambda **facts: machine.clock.timeline(**machine.facts(), values=options.values, **facts)
