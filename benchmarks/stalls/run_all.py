@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed.fsdp
-import torch.profiler
-import torch.utils.data
+import torch.distributed.fsdp  # noqa: F401  (imported before the forks)
+import torch.profiler  # noqa: F401
+import torch.utils.data  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
 HERE = Path(__file__).resolve().parent

@@ -1,10 +1,9 @@
 """torchrun: four micro-batches under DDP without `no_sync`: the gradients travel four times, and a large vocabulary's are large."""
 import contextlib
-
 import torch
 import torch.nn.functional as F
-from models import STEPS, TextClassifier, run, size
 from torch.nn.parallel import DistributedDataParallel
+from models import STEPS, TextClassifier, run, size
 
 VOCAB, MICRO = size(200000, 64), 4
 

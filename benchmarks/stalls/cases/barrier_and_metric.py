@@ -3,8 +3,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import STEPS, ViT, run, size
 from torch.nn.parallel import DistributedDataParallel
+from models import STEPS, ViT, run, size
 
 
 def augment(pictures, random):

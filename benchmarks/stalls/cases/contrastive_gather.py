@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import STEPS, TextClassifier, ViT, run, size
 from torch.nn.parallel import DistributedDataParallel
+from models import STEPS, TextClassifier, ViT, run, size
 
 
 class Pair(nn.Module):

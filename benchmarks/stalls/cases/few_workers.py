@@ -2,8 +2,8 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models import STEPS, resnet, run, size
 from torch.utils.data import DataLoader, Dataset
+from models import STEPS, resnet, run, size
 
 BATCH, EDGE = size(96, 4), size(160, 32)
 

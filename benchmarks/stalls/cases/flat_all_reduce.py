@@ -2,8 +2,8 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import STEPS, TextClassifier, run, size
 from torch.nn.parallel import DistributedDataParallel
+from models import STEPS, TextClassifier, run, size
 
 
 def average(grads):

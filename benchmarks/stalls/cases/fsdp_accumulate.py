@@ -1,8 +1,8 @@
 """torchrun: FSDP2 with four micro-batches, whose gradients are reduced and whose weights are gathered anew for each."""
 import torch
 import torch.nn.functional as F
-from models import STEPS, TextClassifier, run, size
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from models import STEPS, TextClassifier, run, size
 
 MICRO = 4
 

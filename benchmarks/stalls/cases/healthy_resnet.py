@@ -1,8 +1,8 @@
 """Image training as it should be: enough workers, images that travel as bytes from pinned memory, one step ahead."""
 import torch
 import torch.nn.functional as F
-from models import STEPS, resnet, run, size
 from torch.utils.data import DataLoader, Dataset
+from models import STEPS, resnet, run, size
 
 BATCH, EDGE = size(256, 4), size(176, 32)
 

@@ -3,8 +3,8 @@ launching cuDNN's thousands of kernels and is never ahead: the read costs nothin
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import STEPS, run, size
 from torch.nn.utils.rnn import pack_padded_sequence
+from models import STEPS, run, size
 
 VOCAB, BATCH, LENGTH = 5000, size(256, 4), size(200, 12)
 

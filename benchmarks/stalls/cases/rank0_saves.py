@@ -1,11 +1,10 @@
 """torchrun: rank 0 writes `last.pt` after every step, and all others meet it late in the next all-reduce."""
 import tempfile
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import STEPS, resnet, run, size
 from torch.nn.parallel import DistributedDataParallel
+from models import STEPS, resnet, run, size
 
 
 def main(tick, fixed=False):

@@ -1,6 +1,5 @@
 """Texts are cut into word pieces in Python between the steps, and the lists become a device tensor on the spot."""
 import random
-
 import torch
 import torch.nn.functional as F
 from models import STEPS, TextClassifier, run, size

@@ -24,7 +24,7 @@ def follow(options: dict[str, Any]) -> None:
             data["init_main_from_path"] = _FILE
         return data
 
-    multiprocessing.spawn.get_preparation_data = prepared  # type: ignore[assignment]
+    multiprocessing.spawn.get_preparation_data = prepared
 
 
 def _be_child(told: dict[str, Any], names: dict[str, Any]) -> None:
