@@ -5,16 +5,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-CPU_WHEELS := https://download.pytorch.org/whl/cpu
 TRACES := tests/snapshots/traces
 
 .PHONY: demo test operators bench lint format snapshots picture clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
-	@cd $(TRACES) && $(CURDIR)/$(BIN)/keepbusy explain tokens.trace.json.gz --plain-step 53.0
+	@cd $(TRACES) && $(CURDIR)/$(BIN)/keepbusy explain tokens.trace.json.gz --plain-step 53.047
 	@echo
-	@echo "That was a real trace of three steps on an H200. Next:"
+	@echo "That was a real trace of a few steps on an H200. Next:"
 	@echo "  $(BIN)/keepbusy explain YOUR.trace.json.gz --plain-step MS    your own (docs/how-to/record-a-trace.md)"
 	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --mend blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
@@ -43,17 +42,16 @@ snapshots: $(READY)
 	@git diff --stat -- tests/snapshots
 
 picture: $(READY)
-	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.0 $(CURDIR)/docs/report.svg
+	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# PyTorch comes first, so that its CPU wheel is taken: one that this machine offers, else PyTorch's own, else PyPI's.
+# PyTorch comes first and pinned: after other packages pip might take a build with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("keepbusy needs Python 3.11 or newer; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null \
-	    || $(PIP) install --quiet --no-deps --index-url $(CPU_WHEELS) "$(TORCH)" 2>/dev/null || true
-	@$(PIP) install --quiet -c constraints.txt -e '.[torch,dev]'
+	@$(PIP) install -qq "$(TORCH)"
+	@$(PIP) install -qq -c constraints.txt -e '.[torch,dev]'
 	@touch $@

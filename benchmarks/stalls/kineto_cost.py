@@ -3,6 +3,7 @@
 Each workload is timed plain, then under the profiler, in a process of its own for each recorder; every workload keeps
 the GPU waiting for the host, so the added time is host time.
 """
+
 import collections
 import json
 import os
@@ -16,8 +17,13 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
-RECORDERS = {"cuda": dict(activities=[CUDA]), "cpu": dict(activities=[CPU]), "cpu+cuda": dict(activities=[CPU, CUDA]),
-             "cpu+cuda, shapes": dict(activities=[CPU, CUDA], record_shapes=True), "cpu+cuda, stacks": dict(activities=[CPU, CUDA], with_stack=True)}
+RECORDERS = {
+    "cuda": dict(activities=[CUDA]),
+    "cpu": dict(activities=[CPU]),
+    "cpu+cuda": dict(activities=[CPU, CUDA]),
+    "cpu+cuda, shapes": dict(activities=[CPU, CUDA], record_shapes=True),
+    "cpu+cuda, stacks": dict(activities=[CPU, CUDA], with_stack=True),
+}
 
 
 def nothing():
@@ -42,8 +48,16 @@ def workloads():
         with torch.no_grad():
             deep(x)
 
-    return {"add_ (1 op, 1 launch)": (lambda: x.add_(1e-9), 1000), "add (1 op, 1 allocation, 1 launch)": (lambda: x + 1.0, 1000), "view (1 op, no launch)": (lambda: x.view(-1), 1000),
-            "copy_ on the device": (lambda: other.copy_(x), 1000), "item": (lambda: x[0, 0].item(), 300), "8 modules forward": (module, 100), "8 modules forward and backward": (train, 60), "100 empty Python calls": (python, 100)}
+    return {
+        "add_ (1 op, 1 launch)": (lambda: x.add_(1e-9), 1000),
+        "add (1 op, 1 allocation, 1 launch)": (lambda: x + 1.0, 1000),
+        "view (1 op, no launch)": (lambda: x.view(-1), 1000),
+        "copy_ on the device": (lambda: other.copy_(x), 1000),
+        "item": (lambda: x[0, 0].item(), 300),
+        "8 modules forward": (module, 100),
+        "8 modules forward and backward": (train, 60),
+        "100 empty Python calls": (python, 100),
+    }
 
 
 def timed(work, count):
@@ -73,13 +87,22 @@ def measure(recorder):
         traced.export_chrome_trace(f"{folder}/trace.json")
         with open(f"{folder}/trace.json") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    windows = {event["name"][9:]: (event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "user_annotation" and event["name"].startswith("workload ")}
+    windows = {
+        event["name"][9:]: (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith("workload ")
+    }
     rows = {}
     for name, (work, count) in works.items():
         low, high = windows.get(name, (0, 0))
         seen = collections.Counter(event["cat"] for event in events if low <= event["ts"] < high and "cat" in event)
-        rows[name] = dict(plain_us=round(plain[name], 2), recorded_us=round(recorded[name], 2), added_us=round(recorded[name] - plain[name], 2), after_us=round(after[name], 2),
-                          events={cat: round(number / count, 2) for cat, number in sorted(seen.items()) if number >= count // 2})
+        rows[name] = dict(
+            plain_us=round(plain[name], 2),
+            recorded_us=round(recorded[name], 2),
+            added_us=round(recorded[name] - plain[name], 2),
+            after_us=round(after[name], 2),
+            events={cat: round(number / count, 2) for cat, number in sorted(seen.items()) if number >= count // 2},
+        )
     return rows
 
 
@@ -92,7 +115,9 @@ if __name__ == "__main__":
             os.close(read)
             try:
                 with os.fdopen(write, "w") as out:
-                    json.dump(dict(rows=measure(recorder), gpu=torch.cuda.get_device_name(), torch=torch.__version__), out)
+                    json.dump(
+                        dict(rows=measure(recorder), gpu=torch.cuda.get_device_name(), torch=torch.__version__), out
+                    )
             finally:
                 os._exit(0)
         os.close(write)
@@ -101,7 +126,13 @@ if __name__ == "__main__":
         os.waitpid(pid, 0)
         if text:
             result[recorder] = json.loads(text)
-        print(recorder, *(f"\n  {name:36s} plain {row['plain_us']:8.2f} us  recorded {row['recorded_us']:8.2f}  after {row['after_us']:8.2f}  {row['events']}"
-                          for name, row in json.loads(text or '{"rows": {}}')["rows"].items()), flush=True)
+        print(
+            recorder,
+            *(
+                f"\n  {name:36s} plain {row['plain_us']:8.2f} us  recorded {row['recorded_us']:8.2f}  after {row['after_us']:8.2f}  {row['events']}"
+                for name, row in json.loads(text or '{"rows": {}}')["rows"].items()
+            ),
+            flush=True,
+        )
         with open(target, "w") as out:
             json.dump(result, out, indent=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Prediction, Site, Where
-from keepbusy.timeline.model import Frames, FrameKind, Kind, Lane, Links, LinkKind, Meetings, Spans, Timeline
+from keepbusy.timeline.model import FrameKind, Frames, Kind, Lane, LinkKind, Links, Meetings, Spans, Timeline
 
 MS = 1_000_000
 
@@ -38,7 +38,8 @@ SYNC = Cause(
         Site(Where("model.py", 44, "forward", operator="aten::item"), 10, ms(1.5)),
         Site(Where("model.py", 60, "forward"), 1, ms(0.4)),
         Site(Where(around="between aten::mm and aten::relu"), 1, ms(0.1)),
-        Site(Where(), 1, 0),
+        Site(Where("a.py", 1), 1, ms(0.1)),
+        Site(Where("b.py", 1), 1, 0),
     ),
     what="The host waits for the GPU 13 times a step.",
     fix="read_later",

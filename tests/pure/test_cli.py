@@ -118,7 +118,9 @@ def test_the_flags_stand_in_the_reference() -> None:
     document = (TRACES.parents[2] / "docs" / "reference" / "cli.md").read_text()
     for verb, flags in FLAGS.items():
         section = document.split(f"## keepbusy {verb}")[1].split("\n## ")[0]
-        assert [flag for flag in flags if flag.split()[-1].startswith("--") and f"`{flag.split()[-1]}" not in section] == []
+        assert [
+            flag for flag in flags if flag.split()[-1].startswith("--") and f"`{flag.split()[-1]}" not in section
+        ] == []
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +150,9 @@ def test_times(text: str, time: int) -> None:
     assert values.duration(text) == time
 
 
-@pytest.mark.parametrize("text", ["", "x", "-3", "0", "nan", "inf", "25h", "1e99", "1..2", ".", "ms", "--", "25,0", "٢٥", "²"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-3", "0", "nan", "inf", "25h", "1e99", "1..2", ".", "ms", "--", "25,0", "٢٥", "²"]
+)
 def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not the time of a step"):
         values.duration(text)
@@ -233,7 +237,9 @@ def test_a_bug_is_owned_up_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "Traceback" in error
 
 
-@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (PermissionError(13, "Permission denied", "f"), 2)])
+@pytest.mark.parametrize(
+    ("raised", "code"), [(KeyboardInterrupt(), 130), (PermissionError(13, "Permission denied", "f"), 2)]
+)
 def test_interruptions_and_the_system(
     raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +253,9 @@ def test_interruptions_and_the_system(
 # files
 
 
-def test_a_folder_means_its_traces_and_a_pattern_what_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_means_its_traces_and_a_pattern_what_it_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("b.trace.json.gz", "a.trace.json", "a.json", "notes.txt"):
         (tmp_path / name).touch()
@@ -263,9 +271,8 @@ def test_a_folder_means_its_traces_and_a_pattern_what_it_matches(tmp_path: Path,
 def test_a_file_takes_its_place_only_once_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     path.write_text("before")
-    with pytest.raises(RuntimeError), output.replacing(path) as part:
-        part.write_text("half")
-        raise RuntimeError
+    with pytest.raises(ZeroDivisionError), output.replacing(path) as part:
+        part.write_text(str(1 / 0))
     assert path.read_text() == "before"
     with output.replacing(path) as part:
         part.write_text("after")
@@ -285,8 +292,8 @@ def test_links_are_followed(tmp_path: Path) -> None:
         part.write_text("x")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "x"
-    with pytest.raises(BadInput), output.replacing(tmp_path):
-        pass
+    with pytest.raises(BadInput, match="no place for a file"):
+        output.check_place(tmp_path)
 
 
 # the verbs, on a real trace
@@ -383,3 +390,16 @@ def test_a_full_disk_is_said_in_one_sentence() -> None:
     assert done.returncode == 2
     assert b"No space left" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_many_ranks_are_shown_as_the_pattern_they_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepbusy.cli.explain import _folded
+
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1, 10):
+        (tmp_path / f"rank{rank}.json").touch()
+    names = ["rank0.json", "rank1.json", "rank10.json"]
+    assert _folded(names) == ["rank*.json"]
+    assert _folded(names[:2]) == names[:2]
+    (tmp_path / "rank7.json").touch()
+    assert _folded(names) == names

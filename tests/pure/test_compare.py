@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms
+from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 
 from keepbusy.explain.compare import compare
 from keepbusy.report import comparison
@@ -14,8 +14,8 @@ MENDED = replace(
     STALLED,
     plain_step=ms(10.4),
     ledger={"computing": ms(8.3), "host_sync": ms(1.8), "unknown": ms(0.3)},
-    causes=(SYNC,),
-    predicted=SYNC.predicted,
+    causes=(replace(SYNC, predicted=predicted(8.7, 8.5, 9.0)),),
+    predicted=predicted(8.7, 8.5, 9.0),
     sources=("after.busy",),
 )
 
@@ -38,7 +38,7 @@ def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
     text = comparison.render(done)
     assert "A step takes 31.3 → 10.4 ms, 67% less (noise 1.3 ms)" in text
     assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
-    assert "gone       blocking copy · waits 20.1 → 0 ms · train.py:3" in text
+    assert "gone       blocking copy · mending it gains 22.4 → 0 ms · train.py:3" in text
 
 
 def test_what_is_new_is_said() -> None:
@@ -49,7 +49,7 @@ def test_what_is_new_is_said() -> None:
 
 
 def test_growing_and_shrinking() -> None:
-    more = replace(STALLED, ledger={**STALLED.ledger, "host_sync": ms(9)})
+    more = replace(STALLED, causes=(COPY, replace(SYNC, predicted=predicted(20.0, 19.0, 21.0))))
     assert _verdicts(compare(STALLED, more))["host_sync"] == "larger"
     assert _verdicts(compare(more, STALLED))["host_sync"] == "smaller"
 
@@ -70,7 +70,9 @@ def test_a_difference_within_the_noise_of_both_is_no_difference() -> None:
     assert not quiet.step.significant
 
 
-@pytest.mark.parametrize(("before", "after", "said"), [(False, True, "run before"), (True, False, "run after"), (False, False, "either run")])
+@pytest.mark.parametrize(
+    ("before", "after", "said"), [(False, True, "run before"), (True, False, "run after"), (False, False, "either run")]
+)
 def test_profiled_times_are_no_fair_comparison(before: bool, after: bool, said: str) -> None:
     done = compare(replace(STALLED, plain_given=before), replace(STALLED, plain_given=after))
     assert said in done.notes[0]

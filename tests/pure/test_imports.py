@@ -165,7 +165,9 @@ def _function_lengths() -> Iterator[int]:
 
 def test_nothing_is_named_after_a_drawer() -> None:
     parts = {part.removesuffix(".py") for path in FILES for part in path.relative_to(SOURCES).parts}
-    classes = {node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    }
     assert parts & FORBIDDEN_NAMES == set()
     assert [name for name in classes if name.endswith(FORBIDDEN_CLASSES)] == []
 

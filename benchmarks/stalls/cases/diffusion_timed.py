@@ -8,7 +8,7 @@ BATCH, EDGE = size(64, 2), size(128, 16)
 
 
 def augment(images, random):
-    """Crops, mirrors and scales on the host: about ten milliseconds."""
+    """Crops, mirrors and scales on the host: several milliseconds."""
     across, mirrored = random.integers(0, 8), random.integers(0, 2)
     images = np.roll(images, across, axis=3)[..., :: -1 if mirrored else 1]
     return torch.from_numpy(images.astype(np.float32) / 127.5 - 1).pin_memory()

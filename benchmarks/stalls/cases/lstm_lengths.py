@@ -1,5 +1,4 @@
-"""The lengths of a padded batch are computed on the GPU and read back for `pack_padded_sequence`. The host spends the step
-launching cuDNN's thousands of kernels and is never ahead: the read costs nothing."""
+"""The lengths of a padded batch are computed on the GPU and read back for `pack_padded_sequence`. The host has collated by then, so the read costs nothing."""
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -47,4 +47,5 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
 def _side(argument: str, quiet: bool) -> Diagnosis:
     with progress(quiet) as on_progress:
-        return explained(open_timeline([part for part in argument.split(",") if part], on_progress))
+        timeline = open_timeline([part for part in argument.split(",") if part], on_progress)
+        return explained(timeline, on_progress=on_progress)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli import values
-from keepbusy.cli.output import check_place, replacing, screen
-from keepbusy.cli.sources import SAVED, open_timeline, progress
+from keepbusy.cli.output import check_place, screen
+from keepbusy.cli.sources import SAVED, Progress, matches, open_timeline, progress
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         check_name(options.save)
     with progress(options.quiet) as on_progress:
         timeline = open_timeline(options.files, on_progress)
-        diagnosis = explained(timeline, options.plain_step, options.mend, options.workers)
+        diagnosis = explained(timeline, options.plain_step, options.mend, options.workers, on_progress)
     text = rendered(diagnosis, options.json, _again(options))
     if options.save:
         save(timeline, options.plain_step, options.save)
@@ -76,13 +77,17 @@ def check_name(path: Path) -> None:
 
 
 def explained(
-    timeline: Timeline, plain_step: int | None = None, mend: Sequence[str] = (), workers: int = 8
+    timeline: Timeline,
+    plain_step: int | None = None,
+    mend: Sequence[str] = (),
+    workers: int = 8,
+    on_progress: Progress | None = None,
 ) -> Diagnosis:
     """Explain with the plain step given, or else with the one that the run was saved with."""
     from keepbusy.explain import explain
 
     plain_step = timeline.facts.get("plain_step") if plain_step is None else plain_step
-    return explain(timeline, plain_step=plain_step, mend=mend, workers=workers)
+    return explain(timeline, plain_step=plain_step, mend=mend, workers=workers, on_progress=on_progress)
 
 
 def rendered(diagnosis: Diagnosis, json: bool, again: str) -> str:
@@ -101,7 +106,19 @@ def _again(options: argparse.Namespace) -> str:
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save)])
     plain = [] if options.plain_step is None else ["--plain-step", f"{options.plain_step / 1e6:g}"]
-    return shlex.join(["keepbusy", "explain", *options.files, *plain])
+    return shlex.join(["keepbusy", "explain", *_folded(options.files), *plain])
+
+
+def _folded(files: list[str]) -> list[str]:
+    """Many ranks as one pattern, where it means exactly these files."""
+    pattern = f"{_beginning(files)}*{_beginning([name[::-1] for name in files])[::-1]}"
+    return [pattern] if len(files) > 2 and matches(pattern) == sorted(map(Path, files)) else files
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """What all of them begin with."""
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return "".join(letters[0] for letters in alike)
 
 
 def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
@@ -109,5 +126,4 @@ def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
 
     if plain_step is not None:
         timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
-    with replacing(path) as part:
-        store.save(timeline, part)
+    store.save(timeline, path)

@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> Iterable[str]:
     if options.output:
         check_place(options.output)
     with progress(options.quiet) as on_progress:
-        timeline = open_timeline(options.files, on_progress)
-    parts = _parts(timeline, options.to)
+        parts = _parts(open_timeline(options.files, on_progress), options.to)
     if options.output is None:
         return parts
     _write(parts, options.output)

@@ -47,16 +47,18 @@ def _files_of(argument: str) -> list[Path]:
         return _traces_in(path)
     if path.exists():
         return [path]
-    matches = sorted(_matches(path)) if set(argument) & set("*?[") else []
-    if not matches:
+    found = matches(argument)
+    if not found:
         raise BadInput(f"{argument}: there is no such file or folder.")
-    return matches
+    return found
 
 
-def _matches(pattern: Path) -> Iterator[Path]:
-    if pattern.is_absolute():
-        return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-    return Path().glob(str(pattern))
+def matches(pattern: str) -> list[Path]:
+    """The files that a pattern of the shell's means."""
+    if not set(pattern) & set("*?["):
+        return []
+    anchor = Path(pattern).anchor
+    return sorted(Path(anchor).glob(str(Path(pattern).relative_to(anchor))))
 
 
 def _traces_in(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any
 
@@ -15,20 +15,31 @@ from keepbusy.explain.edit import Edit
 from keepbusy.explain.fixes import FINDERS, Finding, findings
 from keepbusy.explain.forecast import Forecast
 from keepbusy.explain.late import late_ranks
+from keepbusy.explain.ledger import Busy
 from keepbusy.explain.notes import notes_of
 from keepbusy.explain.plain import Plain, other_view, plain_run
-from keepbusy.explain.remedies import REMEDIES
+from keepbusy.explain.remedies import remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.sentences import what_happened, why_harmless
 from keepbusy.explain.sites import gathered, sites_of
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import WORKERS, Timeline
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
 
 RESIDUAL = ("launch_bound", "host_work")
 """Causes that every program has a little of; in the ledger they take what the others leave."""
+HELD_BY = {
+    WORKERS: ("input_late",),
+    "workers": ("input_late",),
+    "fetching": ("blocking_copy", "copy_not_overlapped"),
+    "bringing home": ("blocking_copy",),
+    "wire": ("exposed_collective",),
+}
+"""Lanes on which the mended work goes on, and whose work it is."""
+SHARED = 0.2
+"""A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
 
@@ -42,13 +53,21 @@ def explain(
 ) -> Diagnosis:
     """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it."""
     _refuse_unknown(mend)
+    say = on_progress or _quiet
+    say("finding the steps", 0.0)
     whole = whole_steps(timeline, plain_step)
     window = sample(whole)
+    say("replaying the plain run", 0.2)
     plain = plain_run(window, plain_step)
     scene = Scene(plain.timeline, workers)
+    say("mending each cause", 0.5)
     story = _Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(mend))
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
     return story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
+
+
+def _quiet(what: str, share: float) -> None:
+    """Nobody asked to be told."""
 
 
 def _refuse_unknown(mend: Sequence[str]) -> None:
@@ -68,8 +87,12 @@ class _Story:
     def plain(self) -> Plain:
         return self.forecast.plain
 
+    @cached_property
+    def unchanged(self) -> Busy:
+        return self.forecast.spent(Edit.nothing(self.scene.timeline))
+
     def gain(self, cause: str) -> int:
-        return self.plain.step - self.forecast.predict(self.found[cause].edit).step
+        return self.forecast.gain(self.found[cause].edit)
 
     def told(self, whole: Timeline, plain_given: bool) -> Diagnosis:
         named = self._named()
@@ -82,7 +105,7 @@ class _Story:
             traced_step=_traced_step(whole),
             steps=len(whole.marks_of(whole.ranks[0])),
             ledger=ledger,
-            causes=tuple(self._cause(cause, ledger) for cause in named),
+            causes=tuple(self._cause(cause, named[:place]) for place, cause in enumerate(named)),
             harmless=self._harmless(named, share),
             predicted=self.forecast.predict(self._together(self.mended or named)),
             noise=self.forecast.noise,
@@ -104,35 +127,50 @@ class _Story:
         return reduce(or_, edits, Edit.nothing(self.scene.timeline))
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
-        """Mend one cause after the other: what waiting each of them takes away is its row. The rest is unknown."""
-        spent = self.forecast.spent(Edit.nothing(self.scene.timeline))
-        rest = [cause for cause in self.found if cause not in named]
-        order = [*(one for one in named if one not in RESIDUAL), *rest, *(one for one in named if one in RESIDUAL)]
+        """Mend one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
+        order = [*named, *(cause for cause in self.found if cause not in named)]
         order.sort(key=lambda cause: cause in RESIDUAL)
-        waits, left, edit = {}, spent.waiting, Edit.nothing(self.scene.timeline)
+        waits, left, edit = {}, self.unchanged.held_up, Edit.nothing(self.scene.timeline)
         for cause in order:
             edit = edit | self.found[cause].edit
-            after = min(left, self.forecast.spent(edit).waiting)
+            after = min(left, self.forecast.spent(edit).held_up)
             waits[cause], left = left - after, after
-        return _rounded(
-            self.plain.step, {COMPUTING: spent.computing, COPYING: spent.copying, WIRE: spent.wire, **waits, "unknown": left}
-        )
+        last = self.forecast.spent(edit)
+        copying = min(left, last.copying)
+        wire = min(left - copying, last.wire)
+        left -= copying + wire
+        # where even the mended lane is the slowest, what is left is its cause's, too: workers can only do so much
+        still = next((cause for cause in order if cause in HELD_BY.get(last.paced_by, ())), "unknown")
+        rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
+        return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 
-    def _cause(self, cause: str, ledger: dict[str, int]) -> Cause:
-        finding, remedy = self.found[cause], REMEDIES[cause]
+    def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
+        finding = self.found[cause]
+        sites = sites_of(self.scene, finding, self.forecast, self.gain(cause))
+        unequal = bool((finding.edit.scale != 1).any())
+        remedy = remedy_for(cause, sites[0].where.operator, unequal)
         count = len(finding.rows) / self.scene.steps / len(self.scene.timeline.ranks)
         return Cause(
             cause=cause,
-            wait=ledger.get(cause, 0),
+            wait=round(max(0.0, self.unchanged.held_up - self.forecast.spent(finding.edit).held_up)),
             count=count,
-            sites=sites_of(self.scene, finding, self.forecast, self.gain(cause)),
+            sites=sites,
             what=what_happened(self.scene, finding),
             fix=remedy.fix,
             advice=remedy.advice,
             remedy=remedy.code.format(workers=self.scene.workers),
             api=remedy.api,
             predicted=self.forecast.predict(finding.edit),
+            same_wait_as=self._same_wait_as(cause, earlier),
         )
+
+    def _same_wait_as(self, cause: str, earlier: Sequence[str]) -> str:
+        """The first cause before this one on top of which it gains little more."""
+        for other in earlier:
+            together = self.forecast.gain(self.found[other].edit | self.found[cause].edit)
+            if together - self.gain(other) < max(SHARED * self.gain(cause), self.forecast.noise):
+                return other
+        return ""
 
     def _harmless(self, named: Sequence[str], waiting_share: float) -> tuple[Harmless, ...]:
         per_step = self.scene.steps * len(self.scene.timeline.ranks)
@@ -140,7 +178,7 @@ class _Story:
         for cause, finding in self.found.items():
             if cause in named or cause in SILENT:
                 continue
-            why = why_harmless(cause, set(named), waiting_share)
+            why = why_harmless(set(named), waiting_share)
             for place, mine in gathered(self.scene, finding.rows).items():
                 rows.append(Harmless(cause, place, len(mine) / per_step, why))
         return tuple(sorted(rows, key=lambda one: -one.count))

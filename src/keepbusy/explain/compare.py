@@ -35,7 +35,8 @@ class CauseChange:
     """One cause in both runs."""
 
     cause: str
-    verdict: str  # gone, smaller, unchanged, larger or new
+    verdict: str  # gone, smaller, unchanged, larger or new: of what mending it gains
+    predicted_gain: Change
     wait: Change
     where: Where  # where it is; of one that is gone, where it was
 
@@ -83,17 +84,21 @@ def _causes(before: Diagnosis, after: Diagnosis, ledger: Mapping[str, Change], n
     was, now = ({cause.cause: cause for cause in run.causes} for run in (before, after))
     changes = []
     for name in dict.fromkeys([*was, *now]):
-        wait = ledger.get(name, Change(0, 0, noise))
-        changes.append(
-            CauseChange(name, _verdict(was.get(name), now.get(name), wait), wait, (now.get(name) or was[name]).where)
-        )
-    return tuple(sorted(changes, key=lambda change: -abs(change.wait.difference)))
+        gain = Change(_gain(before, was.get(name)), _gain(after, now.get(name)), noise)
+        wait, cause = ledger.get(name, Change(0, 0, noise)), now.get(name) or was[name]
+        changes.append(CauseChange(name, _verdict(name in was, name in now, gain), gain, wait, cause.where))
+    return tuple(sorted(changes, key=lambda change: -abs(change.predicted_gain.difference)))
 
 
-def _verdict(was: Cause | None, now: Cause | None, wait: Change) -> str:
-    if not wait.significant:
+def _gain(run: Diagnosis, cause: Cause | None) -> int:
+    """What mending it is predicted to save. The wait alone would miss what is copied in line."""
+    return max(0, run.plain_step - cause.predicted.step) if cause else 0
+
+
+def _verdict(was: bool, now: bool, gain: Change) -> str:
+    if not gain.significant:
         return UNCHANGED
-    if wait.difference > 0:
+    if gain.difference > 0:
         return LARGER if was else NEW
     return SMALLER if now else GONE
 

@@ -67,7 +67,7 @@ class Cause:
     """Why the GPU waits, what that costs, and what mending it would give."""
 
     cause: str
-    wait: int  # this cause's row of the ledger
+    wait: int  # what mending it alone takes away; two causes may share a wait, in the ledger each stands once
     count: float  # occurrences a step
     sites: tuple[Site, ...]  # the costliest first
     what: str  # one sentence with its figures: what happened
@@ -76,6 +76,7 @@ class Cause:
     remedy: str  # one line of code
     api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph
     predicted: Prediction  # the step once this cause alone is mended everywhere
+    same_wait_as: str = ""  # a cause before it whose mending recovers the same wait: to mend one is enough
 
     @property
     def where(self) -> Where:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Mask, Timeline
 
+Floats: TypeAlias = npt.NDArray[np.float64]
 UNCHANGED = 1 << 62
+GRAPH_SAVES = 870
+"""Nanoseconds that a graph saves on the device for each of its kernels (H200, benchmarks/gpu/graph_gap.py)."""
 
 
 class Beside(IntEnum):
@@ -27,17 +32,22 @@ _NAMES = {Beside.FETCH: "fetching", Beside.BRING: "bringing home", Beside.WIRE: 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Columns beside the spans. `free`: waits for nobody; `gone`: leaves with its time; `work`: no more than that."""
+    """Columns beside the spans."""
 
-    free: Mask
-    gone: Mask
-    work: Ints
-    beside: Ints
+    free: Mask  # waits for nobody
+    gone: Mask  # leaves, and its time with it
+    work: Ints  # at most this much
+    beside: Ints  # moves to a lane of its own
+    captured: Mask  # is launched by a graph
+    scale: Floats  # times this much work
 
     @staticmethod
     def nothing(timeline: Timeline) -> Edit:
         count = len(timeline)
-        return Edit(np.zeros(count, bool), np.zeros(count, bool), np.full(count, UNCHANGED), np.zeros(count, np.int64))
+        no = np.zeros(count, bool)
+        return Edit(
+            no.copy(), no.copy(), np.full(count, UNCHANGED), np.zeros(count, np.int64), no.copy(), np.ones(count)
+        )
 
     def __or__(self, other: Edit) -> Edit:
         return Edit(
@@ -45,11 +55,13 @@ class Edit:
             self.gone | other.gone,
             np.minimum(self.work, other.work),
             np.maximum(self.beside, other.beside),
+            self.captured | other.captured,
+            self.scale * other.scale,
         )
 
     @property
     def touched(self) -> Mask:
-        return self.free | self.gone | (self.work < UNCHANGED) | (self.beside > 0)
+        return self.free | self.gone | (self.work < UNCHANGED) | (self.beside > 0) | self.captured | (self.scale != 1)
 
 
 def apply(timeline: Timeline, edit: Edit) -> Timeline:
@@ -57,7 +69,9 @@ def apply(timeline: Timeline, edit: Edit) -> Timeline:
     spans = timeline.spans
     # what moves beside is prepared for there: its work is set, not only limited
     work = np.where((edit.beside > 0) & (edit.work < UNCHANGED), edit.work, np.minimum(spans.work, edit.work))
-    timeline = timeline.change_spans(work=work, awaits=np.where(edit.free, NONE, spans.awaits))
+    work = (work * edit.scale).astype(np.int64)
+    lag = np.where(edit.captured, np.maximum(spans.lag - GRAPH_SAVES, np.minimum(spans.lag, 0)), spans.lag)
+    timeline = timeline.change_spans(work=work, lag=lag, awaits=np.where(edit.free, NONE, spans.awaits))
     timeline = _without_event_links(timeline, edit.free)
     return _moved(timeline, edit.beside).keep(~edit.gone)
 

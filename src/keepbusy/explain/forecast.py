@@ -8,7 +8,7 @@ from keepbusy.explain.diagnosis import Prediction
 from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.ledger import Busy, busy
 from keepbusy.explain.plain import Plain
-from keepbusy.timeline.replay import pace
+from keepbusy.timeline.replay import pace, steady
 
 NOISE = 0.03
 """Gains below this share of the step are not claimed: plain steps of one program differ by as much from run to run."""
@@ -20,23 +20,30 @@ class Forecast:
 
     plain: Plain
     other: Plain
-    _known: dict[int, Prediction] = field(default_factory=dict)
+    _spent: dict[Edit, Busy] = field(default_factory=dict)  # edits are compared by identity: each is replayed once
+    _predicted: dict[Edit, Prediction] = field(default_factory=dict)
 
     @property
     def noise(self) -> int:
         return round(NOISE * self.plain.step)
 
-    def predict(self, edit: Edit) -> Prediction:
-        if id(edit) not in self._known:
-            limit = self.plain.step
-            steps = [min(limit, round(one.ratio * pace(apply(one.timeline, edit)))) for one in (self.plain, self.other)]
-            spread = self.noise // 2
-            low, high = min(steps) - spread, min(limit, max(steps) + spread)
-            self._known[id(edit)] = Prediction(steps[0], max(0, min(low, steps[0])), max(high, steps[0]))
-        return self._known[id(edit)]
-
     def spent(self, edit: Edit) -> Busy:
         """How the mended step is spent on the device."""
-        timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
-        found = busy(timeline, pace(timeline))
-        return Busy(found.step * ratio, found.computing * ratio, found.copying * ratio, found.wire * ratio)
+        if edit not in self._spent:
+            timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
+            self._spent[edit] = busy(timeline, steady(timeline)).scaled(ratio)
+        return self._spent[edit]
+
+    def step(self, edit: Edit) -> int:
+        return min(self.plain.step, round(self.spent(edit).step))
+
+    def gain(self, edit: Edit) -> int:
+        return self.plain.step - self.step(edit)
+
+    def predict(self, edit: Edit) -> Prediction:
+        if edit not in self._predicted:
+            step, spread = self.step(edit), self.noise // 2
+            other = min(self.plain.step, round(self.other.ratio * pace(apply(self.other.timeline, edit))))
+            low, high = min(step, other) - spread, min(self.plain.step, max(step, other) + spread)
+            self._predicted[edit] = Prediction(step, max(0, low), high)
+        return self._predicted[edit]

@@ -15,7 +15,8 @@ def late_ranks(scene: Scene, finding: Finding | None) -> tuple[Late, ...]:
     if finding is None:
         return ()
     timeline, spans = scene.timeline, scene.timeline.spans
-    excess = np.where(finding.owner >= 0, spans.work - finding.edit.work, 0)
+    fair = np.minimum(spans.work, finding.edit.work) * finding.edit.scale
+    excess = np.where(finding.owner >= 0, spans.work - fair, 0)
     rank = timeline.rank_of_rows
     found = []
     for one in np.unique(rank[finding.rows]).tolist():

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepbusy.timeline.model import Direction, Ints, Kind, Mask, Timeline
-from keepbusy.timeline.replay import replay
-
-_ROUNDS = 4
+from keepbusy.timeline.replay import Replayed
 
 
 @dataclass(frozen=True)
@@ -24,20 +22,29 @@ class Busy:
     computing: float
     copying: float
     wire: float
+    paced_by: str = ""  # the name of the lane that sets the pace
+
+    def scaled(self, ratio: float) -> Busy:
+        return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio, self.paced_by)
+
+    @property
+    def held_up(self) -> float:
+        """The GPU computes nothing: it waits, copies, or exchanges data with no compute beside it."""
+        return max(0.0, self.step - self.computing)
 
     @property
     def waiting(self) -> float:
-        return max(0.0, self.step - self.computing - self.copying - self.wire)
+        return max(0.0, self.held_up - self.copying - self.wire)
 
 
-def busy(timeline: Timeline, step: float) -> Busy:
-    """How a step of this length is spent on the device."""
-    replayed = replay(timeline, _ROUNDS)
+def busy(timeline: Timeline, steady: Replayed) -> Busy:
+    """How a step of this steady replay is spent on the device."""
+    replayed = timeline.change_spans(start=steady.start, end=steady.end)
     steps = len(timeline.marks_of(timeline.ranks[0]))
-    around = step * steps
     rank = replayed.rank_of_rows
-    shares = np.array([_shares(replayed, rank == one, around) for one in timeline.ranks]).mean(axis=0) / steps
-    return Busy(step, *map(float, shares))
+    shares = np.array([_shares(replayed, rank == one, steady.pace * steps) for one in timeline.ranks])
+    computing, copying, wire = (float(share) for share in shares.mean(axis=0) / steps)
+    return Busy(steady.pace, computing, copying, wire, timeline.lanes[steady.slowest].name)
 
 
 def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float, float]:

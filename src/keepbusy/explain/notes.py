@@ -17,15 +17,18 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
     if not whole.facts.get("values", True):
         notes.append("The run computed nothing: every value that the program read from the device was zero.")
     if not whole.facts.get("stacks", True):
-        notes.append("The trace has no stacks, so places are operators, not lines; record with with_stack=True for lines.")
+        notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
+    if whole.facts.get("skipped"):
+        notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
     steps = len(whole.marks_of(whole.ranks[0]))
     if scene.steps < steps:
-        notes.append(f"Predictions replay {scene.steps} of the {steps} steps, chosen evenly from the fastest to the slowest.")
+        notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")
     if _peers_missing(whole):
-        notes.append("Peers of this rank are not in the recording: what its collectives wait for cannot be told from the wire.")
+        notes.append("Peers of this rank are not in the recording, so waiting for them counts as the wire.")
     if plain_given and not 0.85 < plain.ratio < 1.15:
         notes.append(
-            "The plain step given and the recording differ by more than recording explains; were they the same program and machine?"
+            "The plain step and the recording differ by more than recording explains; "
+            "were they of the same program and machine?"
         )
     return tuple(notes)
 

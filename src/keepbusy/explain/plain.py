@@ -37,8 +37,9 @@ class Plain:
     ratio: float  # of that step to what the unchanged timeline replays to
     factor: float  # how strongly recording was taken out
 
+
 def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
-    """Host work without a share of what recording cost. Smooth: work never becomes negative, however strong the factor."""
+    """Host work without a share of what recording cost. However strong the factor, work never becomes negative."""
     spans = timeline.spans
     work = spans.work.astype(np.float64)
     own = np.maximum(work, 1.0)
@@ -57,7 +58,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     recorded = pace(timeline)
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
     if factor == MOST:
-        speed = _halve(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
+        speed = _sought(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
     deflated = deflate(timeline, factor, speed)
     reached = pace(deflated)
     if plain_step < UNREACHABLE * reached:
@@ -70,7 +71,7 @@ def other_view(timeline: Timeline, plain: Plain) -> Plain:
     timeline = without_noise(timeline)
     if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST)) > plain.step * (1 + _CLOSE):
         return plain
-    speed = _halve(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST, 1.0, plain.step)
+    speed = _sought(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST, 1.0, plain.step)
     even = deflate(timeline, 0.0, speed)
     return Plain(even, plain.step, plain.step / pace(even), 0.0)
 
@@ -84,18 +85,31 @@ def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:
         return 0.0
     if least > plain_step * (1 + _CLOSE):
         return MOST
-    return _halve(lambda factor: pace(deflate(timeline, factor)), MOST, 0.0, plain_step)
+    return _sought(lambda factor: pace(deflate(timeline, factor)), MOST, 0.0, plain_step)
 
 
-def _halve(step_at: Callable[[float], float], low: float, high: float, wanted: float) -> float:
-    """The value between `low` (too short a step) and `high` (too long a one) that gives the step wanted."""
-    for _ in range(10):
-        middle = (low + high) / 2
-        reached = step_at(middle)
-        if abs(reached - wanted) < _CLOSE * wanted:
-            return middle
-        low, high = (low, middle) if reached > wanted else (middle, high)
-    return (low + high) / 2
+def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: float) -> float:
+    """The value between `low` (too short a step) and `high` (too long a one) that gives the step wanted.
+
+    The step grows steadily in between, so a straight line finds it in a few trials; where one end
+    stays put its weight is halved (the Illinois method).
+    """
+    below, above = step_at(low) - wanted, step_at(high) - wanted
+    if below >= 0 or above <= 0:
+        return low if below >= 0 else high
+    middle, stayed = low, 0
+    for _ in range(12):
+        middle = (low * above - high * below) / (above - below)
+        miss = step_at(middle) - wanted
+        if abs(miss) < _CLOSE * wanted:
+            break
+        if miss > 0:
+            high, above = middle, miss
+            below, stayed = (below / 2, 1) if stayed == 1 else (below, 1)
+        else:
+            low, below = middle, miss
+            above, stayed = (above / 2, -1) if stayed == -1 else (above, -1)
+    return middle
 
 
 def _unreachable(timeline: Timeline, plain_step: int, reached: float) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
 class Remedy(NamedTuple):
+    """What to do about a cause."""
+
     fix: str
     advice: str
     code: str
@@ -63,9 +66,9 @@ REMEDIES = {
     ),
     "peer_late": Remedy(
         "align_ranks",
-        "Give every rank the same work: the others wait for the late one at each collective.",
-        "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
-        "torch.utils.data.DistributedSampler",
+        "Take this off the late rank's loop, or let a thread do it: all other ranks wait for it.",
+        "threading.Thread(target=save, args=(snapshot,)).start()  # or the same share on every rank",
+        "torch.distributed",
     ),
     "exposed_collective": Remedy(
         "overlap_collectives",
@@ -74,3 +77,60 @@ REMEDIES = {
         "torch.nn.parallel.DistributedDataParallel",
     ),
 }
+
+SYNCS = (
+    (
+        re.compile(r"nonzero|index|Index|masked_select|argwhere"),
+        Remedy(
+            "keep_shapes",
+            "A mask has a shape that only the device knows: compute on everything and choose with where.",
+            "y = torch.where(mask.unsqueeze(-1), changed, x)  # in place of y[mask] = ...",
+            "torch.where",
+        ),
+    ),
+    (
+        re.compile(r"unique|repeat_interleave|bincount"),
+        Remedy(
+            "tell_sizes",
+            "The size of the result is known only on the device: give it, or keep this step on the host.",
+            "torch.repeat_interleave(x, repeats, output_size=total)",
+            "torch.repeat_interleave",
+        ),
+    ),
+    (
+        re.compile(r"Synchronize"),
+        Remedy(
+            "drop_sync",
+            "Drop the synchronisation; events time a phase without stopping the host.",
+            "torch.cuda.Event(enable_timing=True)  # in place of torch.cuda.synchronize()",
+            "torch.cuda.Event",
+        ),
+    ),
+)
+
+
+MORE_WORKERS = Remedy(
+    "prepare_in_workers",
+    "Give the loader four times the workers, as far as there are cores, and let them fetch further ahead.",
+    "DataLoader(..., num_workers=4 * today, prefetch_factor=4, pin_memory=True, persistent_workers=True)",
+    "torch.utils.data.DataLoader",
+)
+
+
+EQUAL_SHARES = Remedy(
+    "align_ranks",
+    "Give every rank the same work: the others wait for the late one at each collective.",
+    "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
+    "torch.utils.data.DistributedSampler",
+)
+
+
+def remedy_for(cause: str, operator: str, unequal: bool = False) -> Remedy:
+    """By the cause; for a sync also by what made the host wait, for a late rank by whether its device is given more."""
+    if cause == "peer_late" and unequal:
+        return EQUAL_SHARES
+    if cause == "input_late" and "_MultiProcessing" in operator:
+        return MORE_WORKERS
+    if cause == "host_sync":
+        return next((remedy for pattern, remedy in SYNCS if pattern.search(operator)), REMEDIES[cause])
+    return REMEDIES[cause]

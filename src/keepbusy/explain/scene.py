@@ -8,7 +8,19 @@ from functools import cached_property
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
+from keepbusy.timeline.model import (
+    NONE,
+    WORKERS,
+    Direction,
+    FrameKind,
+    Ints,
+    Kind,
+    LinkKind,
+    Mask,
+    Timeline,
+    last_before,
+    previous_on_lane,
+)
 
 SOON = 60_000
 """A sync that follows a copy of its thread within this time waits for that copy."""
@@ -26,6 +38,8 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
+    """The plain run, with what the finders ask of it looked up once."""
+
     timeline: Timeline
     workers: int = 8
 
@@ -53,7 +67,33 @@ class Scene:
 
     @cached_property
     def is_sync(self) -> Mask:
-        return self.timeline.spans.kind == Kind.SYNC
+        """Acts of the program that wait for the device; a launch that found its queue full is none."""
+        return (self.timeline.spans.kind == Kind.SYNC) & ~self.is_queue_wait & ~self.is_loader_wait
+
+    @cached_property
+    def is_queue_wait(self) -> Mask:
+        spans = self.timeline.spans
+        launches = self._names_of(Kind.LAUNCH)
+        return (spans.kind == Kind.SYNC) & (spans.awaits == NONE) & launches[spans.name]
+
+    def _names_of(self, kind: Kind) -> Mask:
+        named = np.zeros(len(self.timeline.names), bool)
+        named[self.timeline.spans.name[self.timeline.spans.kind == kind]] = True
+        return named
+
+    @cached_property
+    def by_workers(self) -> Mask:
+        """Batches that other processes prepare: no work of this program's own."""
+        return self._of_workers[self.timeline.spans.lane]
+
+    @cached_property
+    def is_loader_wait(self) -> Mask:
+        return self._of_workers[self.timeline.spans.awaits]
+
+    @cached_property
+    def _of_workers(self) -> Mask:
+        """Which lanes stand for a loader's workers; one more False for NONE and one for EVERY_LANE."""
+        return np.array([lane.name == WORKERS for lane in self.timeline.lanes] + [False, False], bool)
 
     @cached_property
     def is_copy(self) -> Mask:
@@ -71,13 +111,20 @@ class Scene:
         return result
 
     @cached_property
+    def last_call(self) -> Ints:
+        """Of each host row, the launch or sync before it on its lane, or NONE."""
+        spans = self.timeline.spans
+        is_call = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.SYNC)
+        return last_before(spans.lane, is_call)
+
+    @cached_property
     def copy_of_sync(self) -> Ints:
         """Of each sync, the copy that it makes blocking, or NONE."""
         spans = self.timeline.spans
         copy = self.command[np.maximum(self.last_launch, 0)]
         known = self.is_sync & (self.last_launch != NONE) & (copy != NONE)
         known &= self.is_copy[np.maximum(copy, 0)]
-        known &= spans.start - spans.end[np.maximum(self.last_launch, 0)] < SOON
+        known &= spans.start - spans.end[np.maximum(self.last_call, 0)] < SOON
         return np.where(known, copy, NONE)
 
     @cached_property
@@ -104,9 +151,7 @@ class Scene:
     @cached_property
     def main_lane(self) -> dict[int, int]:
         """Of each rank, the host thread that takes the steps."""
-        return {
-            rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks
-        }
+        return {rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks}
 
     def name_ids(self, *names: str) -> Ints:
         return np.array([index for index, name in enumerate(self.timeline.names) if name in names], np.int64)
@@ -132,11 +177,24 @@ class Scene:
         return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
 
     @cached_property
+    def launch_free(self) -> Mask:
+        """Which frames launch nothing."""
+        spans, frames = self.timeline.spans, self.timeline.frames
+        free = np.ones(len(frames), bool)
+        for lane in np.unique(frames.lane).tolist():
+            mine = np.flatnonzero(frames.lane == lane)
+            starts = spans.start[(spans.lane == lane) & (self.command != NONE)]
+            free[mine] = np.searchsorted(starts, frames.start[mine]) == np.searchsorted(starts, frames.end[mine])
+        return free
+
+    @cached_property
     def path(self) -> Ints:
         """Of each frame, a number that frames entered along the same path of calls share."""
         frames = self.timeline.frames
         canonical: dict[str, int] = {}
-        names = np.array([canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64)
+        names = np.array(
+            [canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64
+        )
         path = np.zeros(len(frames), np.int64)
         depth = self._depth()
         for level in range(int(depth.max(initial=-1)) + 1):

@@ -50,8 +50,10 @@ def _in_line(scene: Scene, finding: Finding) -> str:
     return f"{_moved(scene, finding)} a step are copied in line with the kernels, when they could travel beside them."
 
 
-def _inputs(scene: Scene, finding: Finding) -> str:
-    return "The training process prepares its own batches, or waits for workers that are too few; the GPU waits for its input."
+def _inputs(scene: Scene, finding: Finding) -> str:  # noqa: ARG001
+    if scene.by_workers.any():
+        return "The loop waits for the loader's workers, and the GPU for the loop."
+    return "The training process prepares its own batches, and the GPU waits for its input."
 
 
 def _made(scene: Scene, finding: Finding) -> str:
@@ -64,10 +66,11 @@ def _launches(scene: Scene, finding: Finding) -> str:
 
 
 def _allocations(scene: Scene, finding: Finding) -> str:
-    return f"The driver is asked for memory, or given it back, {times(_count(scene, finding))}; some of these calls stop the device."
+    count = times(_count(scene, finding))
+    return f"The driver is asked for memory, or given it back, {count}; some of these calls stop the device."
 
 
-def _work(scene: Scene, finding: Finding) -> str:
+def _work(scene: Scene, finding: Finding) -> str:  # noqa: ARG001
     return "The training thread does other work between its launches, and the GPU has nothing to do meanwhile."
 
 
@@ -79,7 +82,8 @@ def _late(scene: Scene, finding: Finding) -> str:
 
 
 def _exposed(scene: Scene, finding: Finding) -> str:
-    return f"Collectives ({times(_count(scene, finding))}) stand in line with the compute instead of travelling beside it."
+    count = times(_count(scene, finding))
+    return f"Collectives ({count}) stand in line with the compute instead of travelling beside it."
 
 
 _SENTENCES: dict[str, Callable[[Scene, Finding], str]] = {
@@ -96,7 +100,7 @@ _SENTENCES: dict[str, Callable[[Scene, Finding], str]] = {
 }
 
 
-def why_harmless(cause: str, named: set[str], waiting_share: float) -> str:
+def why_harmless(named: set[str], waiting_share: float) -> str:
     if waiting_share < 0.05:
         return "the GPU has work all the time"
     if "launch_bound" in named:

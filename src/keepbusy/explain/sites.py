@@ -26,8 +26,7 @@ def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int
     gains = {place: whole_gain if len(ordered) == 1 else 0 for place in ordered}
     if len(ordered) > 1:
         for place in ordered[:MOST_REPLAYED]:
-            edit = finding.only(groups[place])
-            gains[place] = max(0, forecast.plain.step - forecast.predict(edit).step)
+            gains[place] = forecast.gain(finding.only(groups[place]))
     ordered.sort(key=lambda place: (-gains[place], -held[place]))
     return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)
 
@@ -37,11 +36,15 @@ def gathered(scene: Scene, rows: Ints) -> dict[Where, Ints]:
     spans = scene.timeline.spans
     frame = spans.frame[rows]
     path = np.where(frame == NONE, spans.name[rows], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
-    _, first, which = np.unique(path, return_index=True, return_inverse=True)
-    groups: dict[Where, list[Ints]] = defaultdict(list)
-    for index, row in enumerate(rows[first].tolist()):
-        groups[where(scene.timeline, row)].append(rows[which == index])
-    return {place: np.concatenate(parts) for place, parts in groups.items()}
+    _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
+    groups: dict[str, list[Ints]] = defaultdict(list)
+    places: dict[str, Where] = {}
+    for index in np.argsort(-count, kind="stable").tolist():
+        place = where(scene.timeline, int(rows[first[index]]))
+        key = f"{place} {place.function}"  # one line of the program is one place, whichever operators it calls
+        places.setdefault(key, place)
+        groups[key].append(rows[which == index])
+    return {places[key]: np.concatenate(parts) for key, parts in groups.items()}
 
 
 def _held(scene: Scene, finding: Finding, rows: Ints) -> int:

@@ -13,9 +13,44 @@ from keepbusy.timeline.model import NONE, FrameKind, Kind, Timeline
 
 _PYTHON = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 _PACKAGES = frozenset(
-    "torch torchvision torchaudio torchdata torchmetrics triton numpy transformers accelerate datasets tokenizers peft "
-    "diffusers lightning pytorch_lightning lightning_fabric deepspeed megatron composer timm fairscale apex xformers "
-    "flash_attn einops PIL cv2 tqdm wandb sklearn scipy pandas ignite torchtnt torch_geometric keepbusy".split()
+    [
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "torchdata",
+        "torchmetrics",
+        "triton",
+        "numpy",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "tokenizers",
+        "peft",
+        "diffusers",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "deepspeed",
+        "megatron",
+        "composer",
+        "timm",
+        "fairscale",
+        "apex",
+        "xformers",
+        "flash_attn",
+        "einops",
+        "PIL",
+        "cv2",
+        "tqdm",
+        "wandb",
+        "sklearn",
+        "scipy",
+        "pandas",
+        "ignite",
+        "torchtnt",
+        "torch_geometric",
+        "keepbusy",
+    ]
 )
 _FOREIGN = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 
@@ -31,15 +66,29 @@ def where(timeline: Timeline, row: int) -> Where:
 
 
 def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
-    """From the inside out. A thread that was called from another continues in the caller's frames."""
-    frames, frame = timeline.frames, int(timeline.spans.frame[row])
-    while frame != NONE:
-        yield frame
-        frame = int(frames.parent[frame])
+    """From the inside out. On the backward thread it goes on where the forward part was called, else at the caller."""
+    chain = list(_ancestors(timeline, int(timeline.spans.frame[row])))
+    yield from chain
     lane = timeline.spans.lane[row]
     main = int(timeline.spans.lane[timeline.marks_of(timeline.lanes[lane].rank)[0]])
-    if lane != main and len(frames):
-        yield from _open_at(timeline, main, int(timeline.spans.start[row]))
+    if lane != main and len(timeline.frames):
+        forward = next(filter(None, (_forward_of(timeline, frame, main) for frame in chain)), None)
+        yield from forward or _open_at(timeline, main, int(timeline.spans.start[row]))
+
+
+def _ancestors(timeline: Timeline, frame: int) -> Iterator[int]:
+    while frame != NONE:
+        yield frame
+        frame = int(timeline.frames.parent[frame])
+
+
+def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
+    """The frames around the forward operator that left this backward one to be done."""
+    frames = timeline.frames
+    if frames.sequence[frame] < 0:
+        return []
+    mine = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
+    return list(_ancestors(timeline, int(np.flatnonzero(mine)[-1]))) if mine.any() else []
 
 
 def _open_at(timeline: Timeline, lane: int, time: int) -> Iterator[int]:

@@ -13,9 +13,9 @@ __all__ = ["read"]
 
 def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] | None = None) -> Timeline:
     """All ranks of one run, from the files that their profilers wrote."""
+    from keepbusy.record.files import read_traces
     from keepbusy.record.kineto import timeline_of
     from keepbusy.record.rank_of import ranks_of
-    from keepbusy.record.read import read_traces
     from keepbusy.timeline.ranks import merge
 
     traces = read_traces(paths, on_progress)

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from keepbusy.record.decode import ERRORS, Decoder, Rows, repair
-from keepbusy.record.split import begin_of, last_boundary, opening, scan
+from keepbusy.record.decode import ERRORS, Decoder, Rows, is_json, repair
+from keepbusy.record.split import Piece, begin_of, last_boundary, opening, scan, scan_layout
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE
 
@@ -40,7 +40,7 @@ class Batches:
                 break
             self._refuse_endless(text)
         else:
-            rows, text = self._whole_events_exactly(text)
+            rows, text = self._whole_events_exactly(text, patience=0)
             yield rows
         if not self._closed:
             raise self._truncated()
@@ -73,29 +73,33 @@ class Batches:
                 self._before = text[: start - 1]
                 return text[start:]
             if len(text) > _MOST_BEFORE:
-                raise BadInput(f"{self.path} has no `traceEvents` in its first 16 MB; give a PyTorch profiler trace.")
+                raise BadInput(
+                    f"{self.path} has no `traceEvents` in its first {_MOST_BEFORE >> 20} MB; "
+                    "give a PyTorch profiler trace."
+                )
         raise self._without_events(text)
 
     def _whole_events(self, text: bytes) -> tuple[Rows, bytes]:
         cut = last_boundary(text)
-        if cut != NONE:
-            try:
-                return self.decoder.together(memoryview(text)[:cut]), text[cut + 1 :]
-            except ERRORS:
-                pass
-        return self._whole_events_exactly(text)
+        rows = None if cut == NONE else self._together(text, cut)
+        return (rows, text[cut + 1 :]) if rows else self._whole_events_exactly(text)
 
-    def _whole_events_exactly(self, text: bytes) -> tuple[Rows, bytes]:
+    def _whole_events_exactly(self, text: bytes, patience: int = 1 << 20) -> tuple[Rows, bytes]:
         piece = scan(text)
+        rows = self._together(text, piece.until)
+        if rows is None or (piece.until == 0 and len(text) >= patience):
+            piece = _despite_faults(text, piece)
+            rows = self.decoder.one_by_one([text[start:end] for start, end in piece.events])
         self._closed = piece.closing != NONE
         if self._closed and text[piece.closing : piece.closing + 1] != b"]":
             raise self._damaged()
-        rest = text[piece.closing + 1 :] if self._closed else text[piece.end :].lstrip(b" \t\r\n,")
+        return rows, text[piece.closing + 1 :] if self._closed else text[piece.until :].lstrip(b" \t\r\n,")
+
+    def _together(self, text: bytes, until: int) -> Rows | None:
         try:
-            rows = self.decoder.together(memoryview(text)[: piece.closing if self._closed else piece.end])
+            return self.decoder.together(memoryview(text)[:until])
         except ERRORS:
-            rows = self.decoder.one_by_one([text[start:end] for start, end in piece.events])
-        return rows, rest
+            return None
 
     def _collect_after(self, text: bytes) -> None:
         parts, size = [text], len(text)
@@ -103,12 +107,17 @@ class Batches:
             parts.append(block)
             size += len(block)
             if size > _MOST_AFTER:
-                raise BadInput(f"{self.path} has over 64 MB beside its `traceEvents`; give a PyTorch profiler trace.")
+                raise BadInput(
+                    f"{self.path} has over {_MOST_AFTER >> 20} MB beside its `traceEvents`; "
+                    "give a PyTorch profiler trace."
+                )
         self._after = b"".join(parts)
 
     def _refuse_endless(self, text: bytes) -> None:
         if len(text) > _LONGEST_EVENT:
-            raise BadInput(f"{self.path} has an event of more than 16 MB; give a PyTorch profiler trace.")
+            raise BadInput(
+                f"{self.path} has an event of more than {_LONGEST_EVENT >> 20} MB; give a PyTorch profiler trace."
+            )
 
     def _truncated(self) -> BadInput:
         return BadInput(
@@ -130,6 +139,12 @@ class Batches:
         return BadInput(
             f"{self.path} has no `traceEvents` (its keys: {held}); give a trace that PyTorch's profiler exported."
         )
+
+
+def _despite_faults(text: bytes, exact: Piece) -> Piece:
+    """Stray quotes and brackets hide where events end, but not from who knows Kineto's layout."""
+    layout = scan_layout(text)
+    return layout if len(layout.events) > len(exact.events) and not is_json(b"[%b]" % text[: exact.until]) else exact
 
 
 def _facts_by_line(text: bytes) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from keepbusy.record.events import Category, Events, Trace
-from keepbusy.timeline.model import EVERY_LANE, NONE, Direction, Ints, Kind, Mask, previous_on_lane
+from keepbusy.timeline.model import EVERY_LANE, NONE, Direction, Ints, Kind, Mask
 
-_SYNC = re.compile(r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$")
+_SYNC = re.compile(
+    r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"
+)
 _WHOLE_DEVICE = re.compile(r"DeviceSynchronize|CtxSynchronize|Free$")
 _ALLOCATE = re.compile(
     r"^(cuda|hip)(Malloc|Free|HostAlloc|HostRegister|HostUnregister|HostMalloc)"
@@ -29,6 +32,12 @@ BLOCKS_UNTIL_ITS_END = 10_000
 """A blocking copy returns up to 10 µs before its command ends (measured), or a little of a long copy."""
 ENQUEUE = 5_000
 """What a blocking copy spends before it waits: about one launch."""
+
+
+UNKNOWN = -3
+"""No lane, and not even none: nobody recorded what a call waits for."""
+FULL_FOR, MANY_PENDING = 100_000, 400
+"""A launch that takes this long while so many commands of its stream are pending has found the queue full."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,11 @@ def launch_of(trace: Trace, calls: Calls, commands: Ints) -> Ints:
     order = all_calls[np.argsort(events.correlation[all_calls], kind="stable")]
     place = np.searchsorted(events.correlation[order], events.correlation[commands])
     found = place < len(order)
-    found &= events.correlation[order[np.minimum(place, len(order) - 1)]] == events.correlation[commands] if len(order) else found
+    found &= (
+        events.correlation[order[np.minimum(place, len(order) - 1)]] == events.correlation[commands]
+        if len(order)
+        else found
+    )
     call = order[np.minimum(place, len(order) - 1)] if len(order) else np.zeros(len(commands), np.int64)
     return np.where(found, _enclosing_call(events, calls, call), NONE)
 
@@ -100,7 +113,7 @@ def _enclosing_call(events: Events, calls: Calls, call: Ints) -> Ints:
 
 
 def directions_of_names(names: tuple[str, ...]) -> tuple[Ints, Ints]:
-    """Of each name of a copy (`Memcpy HtoD (Pageable -> Device)`), its direction and whether the host side is pinned."""
+    """Of each copy's name (`Memcpy HtoD (Pageable -> Device)`), its direction and whether its host side is pinned."""
     direction = [next((int(kind) for mark, kind in _DIRECTIONS if mark in name), 0) for name in names]
     pinned = [1 if "Pinned" in name else 0 if "Pageable" in name else NONE for name in names]
     return np.array(direction, np.int64), np.array(pinned, np.int64)
@@ -119,8 +132,25 @@ def waits_for_its_copy(trace: Trace, calls: Calls, commands: Ints, launch: Ints)
     return blocking
 
 
-def awaited_lane(trace: Trace, calls: Calls, launched: Ints) -> Ints:
-    """Of each sync, the lane it waits for: the recorded stream is better, the thread's last launch the usual case."""
+def released_by(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lane: Ints) -> Ints:
+    """Of each call that found its stream's queue full, the position of the command whose end made room; else NONE."""
+    events = trace.events
+    start, end = events.start[calls.event], events.end[calls.event]
+    result = np.full(len(calls.event), NONE, np.int64)
+    for one in np.unique(lane).tolist():
+        mine = np.flatnonzero((lane == one) & (launch != NONE))
+        mine = mine[np.argsort(start[launch[mine]], kind="stable")]
+        call = np.unique(launch[mine])
+        ended = np.maximum.accumulate(events.end[commands[mine]])
+        done = np.searchsorted(ended, end[call], side="right")
+        issued = np.searchsorted(start[launch[mine]], start[call])
+        full = (end[call] - start[call] > FULL_FOR) & (issued - done > MANY_PENDING) & (done > 0)
+        result[call[full]] = mine[done[full] - 1]
+    return result
+
+
+def awaited_lane(trace: Trace, calls: Calls, launched: Ints, recorded: Ints) -> Ints:
+    """Of each sync, the lane it waits for: the recorded one, else that of what its thread launched last."""
     events, names = trace.events, trace.names
     whole = np.array([bool(_WHOLE_DEVICE.search(name)) for name in names], bool)[events.name[calls.event]]
     whole |= calls.kind == Kind.ALLOCATE
@@ -130,12 +160,20 @@ def awaited_lane(trace: Trace, calls: Calls, launched: Ints) -> Ints:
         mine = np.flatnonzero(events.thread[calls.event] == thread)
         before[mine] = np.maximum.accumulate(last[mine])
     lane = np.where(before == NONE, NONE, launched[np.maximum(before, 0)])
-    return np.where(whole, EVERY_LANE, lane)
+    return np.where(whole, EVERY_LANE, np.where(recorded == UNKNOWN, lane, recorded))
+
+
+def recorded_lane(trace: Trace, calls: Calls, lane_of: Mapping[tuple[int, int], int]) -> Ints:
+    """Of each call the lane that a sync row names: NONE if nothing ran there, UNKNOWN without such a row."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.SYNC) & (events.stream >= 0) & (events.device >= 0))
+    places = zip(events.device[rows].tolist(), events.stream[rows].tolist(), strict=True)
+    said = dict(zip(events.correlation[rows].tolist(), [lane_of.get(place, NONE) for place in places], strict=True))
+    said.pop(NONE, None)
+    asked = events.correlation[calls.event].tolist() if said else [NONE] * len(calls.event)
+    return np.array([said.get(correlation, UNKNOWN) for correlation in asked], np.int64)
 
 
 def is_event_sync(trace: Trace, calls: Calls) -> Mask:
     named = np.array([bool(_EVENT.search(name)) for name in trace.names], bool)
     return named[trace.events.name[calls.event]]
-
-
-__all__ = ["Calls", "awaited_lane", "calls_of", "launch_of", "previous_on_lane", "waits_for_its_copy"]

@@ -177,6 +177,15 @@ def repair(text: bytes) -> bytes:
     return _NOT_A_NUMBER.sub(rb"\1null", text.translate(_NO_CONTROL))
 
 
+def is_json(text: bytes) -> bool:
+    """Whether the text can be read at all, whatever it says."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except ERRORS:
+        return False
+    return True
+
+
 def _as_it_is(event: bytes) -> bytes:
     return event
 

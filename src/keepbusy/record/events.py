@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Ints, Table, column
+from keepbusy.timeline.model import NONE, Ints
+from keepbusy.timeline.table import Table, column
 
 
 class Category(IntEnum):

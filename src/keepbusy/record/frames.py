@@ -81,7 +81,17 @@ def worth_telling_apart(nest: Nest, names: tuple[str, ...], event_names: Ints, c
 
 READS = frozenset(
     f"aten::{name}"
-    for name in ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_copy", "copy_", "unique2", "_unique2")
+    for name in (
+        "item",
+        "_local_scalar_dense",
+        "is_nonzero",
+        "nonzero",
+        "equal",
+        "_to_copy",
+        "copy_",
+        "unique2",
+        "_unique2",
+    )
 )
 """Operators that read a value of the device, or move one to it."""
 
@@ -101,6 +111,7 @@ def frames_of(nests: dict[int, Nest], lanes: dict[int, int], trace: Trace) -> tu
                 parent=parent,
                 start=nest.start,
                 end=nest.end,
+                sequence=trace.events.sequence[nest.event],
             )
         )
         offset += len(nest.event)

@@ -1,131 +1,57 @@
-"""Kineto's events -> a `Timeline` of one rank.
-
-The host lanes are tiled: every call that matters to the device is a span, and the time between
-two of them is work, cut where something begins or ends that a fix may want to take out.
-"""
+"""Kineto's events -> a `Timeline` of one rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from keepbusy.record.calls import (
-    ENQUEUE,
-    Calls,
-    awaited_lane,
-    calls_of,
-    directions_of_names,
-    is_event_sync,
-    launch_of,
-    waits_for_its_copy,
-)
-from keepbusy.record.events import Category, Trace
+from keepbusy.record.calls import directions_of_names
 from keepbusy.record.collectives import groups_and_sizes
-from keepbusy.record.frames import Nest, frames_of, nest_of, worth_telling_apart
-from keepbusy.record.links import handoff_links, launch_links, order_links
-from keepbusy.record.recording import cost_of_recording
-from keepbusy.record.steps import step_marks
-from keepbusy.record.threads import Threads, inside, issuing_threads, threads_of
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Spans, Timeline
+from keepbusy.record.events import Category, Trace
+from keepbusy.record.host import host_rows
+from keepbusy.record.links import handoff_links, launch_links, order_links, queue_links
+from keepbusy.record.reading import Reading
+from keepbusy.record.rows import Rows
+from keepbusy.timeline.model import NONE, Ints, Kind, Links, Spans, Timeline
 from keepbusy.timeline.settle import settle
 
 _DEVICE_KINDS = {Category.KERNEL: Kind.KERNEL, Category.COPY: Kind.COPY, Category.FILL: Kind.FILL}
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Spans before they stand in issue order. `key` is when they were issued, `turn` settles ties."""
-
-    spans: Spans
-    key: Ints
-    turn: Ints
-
-    @staticmethod
-    def concatenate(parts: list[Rows]) -> Rows:
-        return Rows(
-            Spans.concatenate([part.spans for part in parts]),
-            np.concatenate([part.key for part in parts]),
-            np.concatenate([part.turn for part in parts]),
-        )
-
-
 def timeline_of(trace: Trace, rank: int = 0) -> Timeline:
-    commands = _commands(trace)
-    threads = issuing_threads(trace, commands)
-    calls = calls_of(trace, commands, threads)
-    if not len(calls.event):
-        raise BadInput(f"{trace.path} shows commands of the device but no call that launched them; record the CPU and CUDA activities together.")
-    launch = launch_of(trace, calls, commands)
-    hosts = threads_of(trace, threads, calls)
-    lanes = _lanes(trace, hosts, commands, rank)
-    nests = {thread: nest_of(trace, thread) for thread in hosts.alive}
-    frames, offsets = frames_of(nests, {thread: lanes.of_thread[thread] for thread in nests}, trace)
-    marks = step_marks(trace, hosts.main)
-
-    host = _host_rows(trace, calls, hosts, nests, offsets, lanes, commands, launch, marks)
-    device = _device_rows(trace, calls, commands, launch, lanes)
-    rows = Rows.concatenate([host, device])
-    order = np.lexsort((rows.turn, rows.key))
-    spans = rows.spans.take(order)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    call_rows, command_rows = place[: len(calls.event)], place[len(host.spans) :]
-
-    links = launch_links(call_rows, command_rows, launch)
+    reading = Reading(trace, rank)
+    host, device = host_rows(reading), _device_rows(reading)
+    spans, place = Rows.concatenate([host, device]).in_issue_order()
     timeline = Timeline(
-        lanes=lanes.lanes,
-        names=trace.names,
-        spans=spans,
-        links=links,
-        frames=frames,
-        facts=_facts(trace),
+        lanes=reading.lanes, names=trace.names, spans=spans, frames=reading.frames, facts=_facts(trace, rank)
     )
-    extra = [handoff_links(timeline, lanes.of_thread, hosts), order_links(trace, timeline, calls, call_rows)]
-    links = type(links).concatenate([links, *extra])
-    timeline = timeline.change(links=links, marks=_rows_at(timeline, lanes.of_thread[hosts.main], marks))
-    return settle(timeline)
+    call_rows, command_rows = place[: len(reading.calls.event)], place[len(host.spans) :]
+    timeline = timeline.change(links=launch_links(call_rows, command_rows, reading.launch))
+    links = [timeline.links, *_other_links(reading, timeline, call_rows, command_rows, place)]
+    timeline = timeline.change(links=Links.concatenate(links))
+    return settle(timeline.change(marks=_rows_at(timeline, reading.main_lane, reading.marks)))
 
 
-def _commands(trace: Trace) -> Ints:
-    """The device's commands in order of start."""
-    events = trace.events
-    rows = np.flatnonzero(events.category <= Category.FILL)
-    return rows[np.lexsort((events.end[rows], events.start[rows]))]
+def _other_links(
+    reading: Reading, timeline: Timeline, call_rows: Ints, command_rows: Ints, place: Ints
+) -> tuple[Links, Links, Links]:
+    held = reading.held[reading.held != NONE]
+    queue_rows = place[len(call_rows) : len(call_rows) + len(held)]
+    return (
+        handoff_links(timeline, reading.lane_of_thread, reading.hosts),
+        order_links(reading.trace, timeline, reading.calls, call_rows),
+        queue_links(command_rows[held], queue_rows),
+    )
 
 
-@dataclass(frozen=True)
-class _Lanes:
-    lanes: tuple[Lane, ...]
-    of_thread: dict[int, int]
-    of_command: Ints
-
-
-def _lanes(trace: Trace, hosts: Threads, commands: Ints, rank: int) -> _Lanes:
-    events = trace.events
-    threads = [hosts.main, *sorted(thread for thread in hosts.alive if thread != hosts.main)]
-    lanes = [Lane(rank, None, index, trace.threads[thread].name) for index, thread in enumerate(threads)]
-    streams = np.stack([events.device[commands], events.stream[commands]], axis=1).astype(np.int64)
-    unique, which = np.unique(streams, axis=0, return_inverse=True)
-    lanes += [Lane(rank, int(device), int(stream), f"stream {stream}") for device, stream in unique.tolist()]
-    of_thread = {thread: index for index, thread in enumerate(threads)}
-    return _Lanes(tuple(lanes), of_thread, which.reshape(-1) + len(threads))
-
-
-def _device_rows(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lanes: _Lanes) -> Rows:
-    events = trace.events
-    kinds = np.array([_DEVICE_KINDS[Category(category)] for category in range(3)])
-    kind = kinds[events.category[commands]]
-    nccl = np.array([name.startswith("nccl") for name in trace.names], bool)[events.name[commands]]
-    kind = np.where((kind == Kind.KERNEL) & ((events.collective[commands] != NONE) | nccl), Kind.COLLECTIVE, kind)
-    direction, pinned = directions_of_names(trace.names)
-    is_copy = kind == Kind.COPY
-    collective = events.collective[commands]
-    group, moved = groups_and_sizes(trace.collectives)
+def _device_rows(reading: Reading) -> Rows:
+    events, commands, launch = reading.events, reading.commands, reading.launch
+    kind = _kinds(reading)
+    direction, pinned = directions_of_names(reading.trace.names)
+    collective, is_copy = events.collective[commands], kind == Kind.COPY
+    group, moved = groups_and_sizes(reading.trace.collectives, reading.rank)
     spans = Spans.of(
         len(commands),
-        lane=lanes.of_command,
+        lane=reading.lane_of_command,
         kind=kind,
         name=events.name[commands],
         start=events.start[commands],
@@ -135,101 +61,17 @@ def _device_rows(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lanes
         direction=np.where(is_copy, direction[events.name[commands]], 0),
         pinned=np.where(is_copy, pinned[events.name[commands]], NONE),
     )
-    issued = np.where(launch == NONE, events.start[commands], events.start[calls.event[launch]])
+    issued = np.where(launch == NONE, events.start[commands], reading.call_start[launch])
     # a command follows its launch at once; several of one launch keep the order in which they ran
     return Rows(spans, issued, 1 + np.arange(len(commands)))
 
 
-def _host_rows(
-    trace: Trace,
-    calls: Calls,
-    hosts: Threads,
-    nests: dict[int, Nest],
-    offsets: dict[int, int],
-    lanes: _Lanes,
-    commands: Ints,
-    launch: Ints,
-    marks: Ints,
-) -> Rows:
-    events = trace.events
-    launched = np.full(len(calls.event), NONE, np.int64)
-    known = launch != NONE
-    launched[launch[known][::-1]] = lanes.of_command[known][::-1]
-    blocking = waits_for_its_copy(trace, calls, commands, launch)
-    start, end = events.start[calls.event], events.end[calls.event]
-    split = np.where(blocking, np.minimum(end, start + np.minimum(ENQUEUE, (end - start) // 2)), end)
-    lane = np.array([lanes.of_thread.get(int(thread), 0) for thread in events.thread[calls.event]], np.int64)
-    awaits = awaited_lane(trace, calls, launched)
-    own = (calls.kind == Kind.SYNC) & ~(is_event_sync(trace, calls) & (end - start > ENQUEUE))
-    of_calls = Spans.of(
-        len(calls.event),
-        lane=lane,
-        kind=calls.kind,
-        name=events.name[calls.event],
-        start=start,
-        end=split,
-        awaits=np.where(own | ((calls.kind == Kind.ALLOCATE) & calls.waits), awaits, NONE),
-    )
-    rest = np.flatnonzero(blocking)
-    of_waits = Spans.of(
-        len(rest), lane=lane[rest], kind=Kind.SYNC, name=of_calls.name[rest], start=split[rest], end=end[rest], awaits=launched[rest]
-    )
-    work = _work(trace, calls, hosts, nests, lanes, marks)
-    spans = Spans.concatenate([of_calls, of_waits, work])
-    spans = _with_frames(spans, nests, offsets, lanes)
-    spans = spans.change(recording=cost_of_recording(trace, spans, {index: thread for thread, index in lanes.of_thread.items()}))
-    turn = np.concatenate([np.zeros(len(calls.event)), np.full(len(rest), 1 << 40), np.zeros(len(work))])
-    key = np.concatenate([start, start[rest], work.start])
-    return Rows(spans, key.astype(np.int64), turn.astype(np.int64))
-
-
-def _with_frames(spans: Spans, nests: dict[int, Nest], offsets: dict[int, int], lanes: _Lanes) -> Spans:
-    frame = np.full(len(spans), NONE, np.int64)
-    for thread, nest in nests.items():
-        mine = np.flatnonzero(spans.lane == lanes.of_thread[thread])
-        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
-        frame[mine] = np.where(inner == NONE, NONE, inner + offsets[thread])
-    return spans.change(frame=frame)
-
-
-def _work(trace: Trace, calls: Calls, hosts: Threads, nests: dict[int, Nest], lanes: _Lanes, marks: Ints) -> Spans:
-    parts = [
-        _work_of_thread(trace, calls, hosts, thread, nests[thread], lanes.of_thread[thread], marks) for thread in hosts.alive
-    ]
-    return Spans.concatenate(parts)
-
-
-def _work_of_thread(
-    trace: Trace, calls: Calls, hosts: Threads, thread: int, nest: Nest, lane: int, marks: Ints
-) -> Spans:
-    """What a thread does between its calls, cut at every border that a fix or a reader may ask for."""
-    events = trace.events
-    mine = calls.event[events.thread[calls.event] == thread]
-    busy = np.stack([events.start[mine], events.end[mine]], axis=1)
-    apart = worth_telling_apart(nest, trace.names, events.name, events.start[mine])
-    away = hosts.handoffs[:, 1:] if thread == hosts.main else np.zeros((0, 2), np.int64)
-    recorder = _recorder(trace, thread)
-    borders = [busy.ravel(), away.ravel(), hosts.alive[thread].ravel(), nest.start[apart], nest.end[apart], recorder.ravel()]
-    cuts = np.unique(np.concatenate([*borders, marks if thread == hosts.main else marks[:0]]))
-    middle = (cuts[:-1] + cuts[1:]) // 2
-    free = inside(middle, hosts.alive[thread]) & ~inside(middle, busy) & ~inside(middle, away)
-    name = np.where(nest.innermost(middle) == NONE, 0, events.name[nest.event[nest.innermost(middle)]] if len(nest.event) else 0)
-    kind = np.where(inside(middle, recorder), Kind.RECORDING, Kind.WORK)
-    return Spans.of(int(free.sum()), lane=lane, kind=kind[free], name=name[free], start=cuts[:-1][free], end=cuts[1:][free])
-
-
-def _recorder(trace: Trace, thread: int) -> Ints:
-    """When the recorder says that it worked for itself, and this thread meanwhile did nothing. A full command buffer is no such thing."""
-    events = trace.events
-    named = np.array([name != "Command Buffer Full" for name in trace.names], bool)
-    rows = np.flatnonzero((events.category == Category.OVERHEAD) & named[events.name])
-    rows = rows[np.argsort(events.start[rows])]
-    mine = np.sort(np.concatenate([column[events.thread == thread] for column in (events.start, events.end)]))
-    quiet = np.searchsorted(mine, events.end[rows]) == np.searchsorted(mine, events.start[rows])
-    spans = np.stack([events.start[rows], events.end[rows]], axis=1)[quiet]
-    if len(spans) > 1:  # they may overlap each other
-        spans = spans[np.concatenate([[True], spans[1:, 0] >= np.maximum.accumulate(spans[:-1, 1])])]
-    return spans
+def _kinds(reading: Reading) -> Ints:
+    events, commands = reading.events, reading.commands
+    kind = np.array([_DEVICE_KINDS[Category(category)] for category in range(3)])[events.category[commands]]
+    nccl = np.array([name.startswith("nccl") for name in reading.trace.names], bool)[events.name[commands]]
+    meets = (events.collective[commands] != NONE) | nccl
+    return np.where((kind == Kind.KERNEL) & meets, Kind.COLLECTIVE, kind)
 
 
 def _rows_at(timeline: Timeline, lane: int, marks: Ints) -> Ints:
@@ -239,13 +81,19 @@ def _rows_at(timeline: Timeline, lane: int, marks: Ints) -> Ints:
     return np.unique(rows[place[place < len(rows)]])
 
 
-def _facts(trace: Trace) -> dict[str, object]:
-    devices = trace.facts.get("deviceProperties") or []
-    name = devices[0].get("name", "") if isinstance(devices, list) and devices and isinstance(devices[0], dict) else ""
-    group, _ = groups_and_sizes(trace.collectives)
+def _facts(trace: Trace, rank: int) -> dict[str, object]:
+    group, _ = groups_and_sizes(trace.collectives, rank)
+    members = [2 if one.peer >= 0 else one.group_size for one in trace.collectives]
     return {
-        "device": str(name),
+        "device": _device_name(trace),
         "stacks": bool(trace.facts.get("with_stack")),
         "source": trace.path,
-        "groups": {str(number): one.group_size for number, one in zip(group.tolist(), trace.collectives)},
+        "skipped": trace.skipped,
+        "groups": {str(number): count for number, count in zip(group.tolist(), members, strict=False)},
     }
+
+
+def _device_name(trace: Trace) -> str:
+    devices = trace.facts.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else {}
+    return str(first.get("name", "")) if isinstance(first, dict) else ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import re
+from typing import TypeAlias
 
 import numpy as np
 
 from keepbusy.record.calls import Calls
 from keepbusy.record.events import Category, Trace
 from keepbusy.record.threads import Threads
-from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Timeline
+from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
 from keepbusy.timeline.replay import NEVER
 
 _STREAM_WAIT = re.compile(r"^(cuda|hip)StreamWaitEvent|^cuStreamWaitEvent")
@@ -19,10 +20,19 @@ CLOCK_JITTER = 1_000
 TIGHT = 8_000
 _EVENT_SYNC = re.compile(r"EventSynchronize$")
 
+Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
+Said: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
+"""By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
+
 
 def launch_links(call_rows: Ints, command_rows: Ints, launch: Ints) -> Links:
     known = np.flatnonzero(launch != NONE)
     return Links.of(len(known), source=call_rows[launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH)
+
+
+def queue_links(commands: Ints, queue_rows: Ints) -> Links:
+    """A host that found a queue full goes on when a command has made room."""
+    return Links.of(len(commands), source=commands, target=queue_rows, kind=LinkKind.ORDER)
 
 
 def handoff_links(timeline: Timeline, lane_of: dict[int, int], hosts: Threads) -> Links:
@@ -49,21 +59,56 @@ def handoff_links(timeline: Timeline, lane_of: dict[int, int], hosts: Threads) -
 
 def order_links(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints) -> Links:
     """Waits of one stream for another, and of the host for an event."""
-    pairs = [*_stream_waits(trace, timeline), *_event_syncs(trace, timeline, calls, call_rows)]
+    streams = {
+        (lane.device, lane.number): _Stream(timeline, index)
+        for index, lane in enumerate(timeline.lanes)
+        if lane.device is not None
+    }
+    said = _said(trace, streams)
+    pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, calls, call_rows, said)]
     table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
     return Links.of(len(table), source=table[:, 0], target=table[:, 1], kind=LinkKind.ORDER)
 
 
-def _stream_waits(trace: Trace, timeline: Timeline) -> list[tuple[int, int]]:
-    """A stream wait binds the next launch on its stream. Traces name neither stream nor event, so the times must tell."""
+def _stream_waits(trace: Trace, streams: Streams, said: Said) -> list[tuple[int, int]]:
+    """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
     events = trace.events
     named = np.array([bool(_STREAM_WAIT.match(name)) for name in trace.names], bool)
-    is_call = (events.category == Category.RUNTIME) | (events.category == Category.DRIVER)
-    waits = np.sort(events.start[is_call & named[events.name]])
-    streams = [_Stream(timeline, index) for index, lane in enumerate(timeline.lanes) if lane.device is not None]
-    if not len(waits) or len(streams) < 2:
+    waits = np.flatnonzero(_is_call(trace) & named[events.name])
+    waits = waits[np.argsort(events.start[waits], kind="stable")]
+    if len(streams) < 2:
         return []
-    return [pair for when in waits.tolist() for pair in _bound_by(streams, when)]
+    known, pairs = list(streams.values()), list[tuple[int, int]]()
+    for when, correlation in zip(events.start[waits].tolist(), events.correlation[waits].tolist(), strict=True):
+        if correlation in said:
+            stream, source = said[correlation]
+            pairs += stream.bound_to(source, when) if stream and source != NONE else []
+        else:
+            pairs += _bound_by(known, when)
+    return pairs
+
+
+def _is_call(trace: Trace) -> Mask:
+    category = trace.events.category
+    return (category == Category.RUNTIME) | (category == Category.DRIVER)
+
+
+def _said(trace: Trace, streams: Streams) -> Said:
+    """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.SYNC) & (events.awaited_stream >= 0) & (events.device >= 0))
+    calls = np.flatnonzero(_is_call(trace) & (events.correlation >= 0)) if len(rows) else rows
+    called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
+    said: Said = {}
+    for row in rows.tolist():
+        correlation, record = int(events.correlation[row]), int(events.awaited_record[row])
+        recorded = called.get(record, called.get(correlation))
+        if recorded is not None:
+            device = int(events.device[row])
+            source = streams.get((device, int(events.awaited_stream[row])))
+            waiting = streams.get((device, int(events.stream[row])))
+            said[correlation] = (waiting, source.last_before(recorded) if source else NONE)
+    return said
 
 
 class _Stream:
@@ -79,6 +124,16 @@ class _Stream:
 
     def next_after(self, when: int) -> int:
         return bisect.bisect_left(self.issued, when)
+
+    def last_before(self, when: int) -> int:
+        """The row of the command that was issued last."""
+        place = self.next_after(when)
+        return self.row[place - 1] if place else NONE
+
+    def bound_to(self, source: int, when: int) -> list[tuple[int, int]]:
+        """What is issued next waits for this command."""
+        place = self.next_after(when)
+        return [(source, self.row[place])] if place < len(self.row) and source < self.row[place] else []
 
     def ended_by(self, start: int, last: int) -> tuple[int, int]:
         """The end and the row of the latest of the first `last` commands that had ended at `start`."""
@@ -115,16 +170,19 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
     return []
 
 
-def _event_syncs(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints) -> list[tuple[int, int]]:
-    """A host that waits for an event waits for the command whose end released it: the last one to end before it returned."""
+def _event_syncs(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints, said: Said) -> list[tuple[int, int]]:
+    """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
     named = np.array([bool(_EVENT_SYNC.search(name)) for name in trace.names], bool)
     rows = call_rows[named[trace.events.name[calls.event]]]
+    correlations = trace.events.correlation[calls.event[named[trace.events.name[calls.event]]]]
     spans = timeline.spans
-    rows = rows[(spans.awaits[rows] == NONE) & (spans.end[rows] - spans.start[rows] > 5_000)]
-    if not len(rows):
-        return []
+    waited = (spans.awaits[rows] == NONE) & (spans.end[rows] - spans.start[rows] > 5_000)
     commands = np.flatnonzero(timeline.on_device)
     commands = commands[np.argsort(spans.end[commands], kind="stable")]
-    place = np.searchsorted(spans.end[commands], spans.end[rows] + 2_000, side="right") - 1
-    pairs = [(int(commands[at]), int(row)) for at, row in zip(place, rows, strict=True) if at >= 0]
-    return [(source, row) for source, row in pairs if spans.end[source] > spans.start[row] and source < row]
+    pairs = []
+    for row, correlation in zip(rows[waited].tolist(), correlations[waited].tolist(), strict=True):
+        place = int(np.searchsorted(spans.end[commands], spans.end[row] + 2_000, side="right")) - 1
+        source = said[correlation][1] if correlation in said else int(commands[place]) if place >= 0 else NONE
+        if source != NONE and spans.end[source] > spans.start[row] and source < row:
+            pairs.append((source, row))
+    return pairs

@@ -18,6 +18,8 @@ from keepbusy.timeline.model import NONE, Ints, Mask
 _BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
+_END, _BETWEEN, _LAST = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
+"""Kineto's layout; its strings hold no line breaks."""
 _WINDOWS = (8 << 10, 256 << 10)
 _BOM = b"\xef\xbb\xbf"
 
@@ -35,7 +37,10 @@ class Piece(NamedTuple):
     closing: int
 
     @property
-    def end(self) -> int:
+    def until(self) -> int:
+        """Up to where the text is understood."""
+        if self.closing != NONE:
+            return self.closing
         return self.events[-1][1] if self.events else 0
 
 
@@ -58,6 +63,20 @@ def scan(text: bytes) -> Piece:
     ends = places[:last][(characters[:last] == ord("}")) & (depth[:last] == 0)] + 1
     events = list(zip(starts.tolist(), ends.tolist(), strict=False))
     return Piece(events, int(places[last]) if len(closed) else NONE)
+
+
+def scan_layout(text: bytes) -> Piece:
+    """The events as Kineto lays them out, whatever stands in them; none if the layout is another."""
+    closing = text.find(_LAST)
+    upto = text.rfind(_BETWEEN) if closing == NONE else closing
+    begin = text.find(b"{")
+    if upto < begin or begin == NONE:
+        return Piece([], NONE)
+    events = []
+    for inner in text[begin + 1 : upto].split(_BETWEEN):
+        events.append((begin, begin + 1 + len(inner) + len(_END)))
+        begin += len(inner) + len(_BETWEEN)
+    return Piece(events, NONE if closing == NONE else closing + len(_LAST) - 1)
 
 
 def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:

@@ -28,7 +28,7 @@ class Threads:
 
 
 def issuing_threads(trace: Trace, commands: Ints) -> Ints:
-    """Threads that launched something, or that say they take steps. Watchdogs and pollers are no part of the program."""
+    """Threads that launched something, or say they take steps. Watchdogs and pollers are no part of the program."""
     events = trace.events
     is_call = (events.category == Category.RUNTIME) | (events.category == Category.DRIVER)
     launching = is_call & (events.correlation >= 0) & np.isin(events.correlation, events.correlation[commands])

@@ -60,6 +60,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         "predicted_step": milliseconds(cause.predicted.step),
         "predicted_low": milliseconds(cause.predicted.low),
         "predicted_high": milliseconds(cause.predicted.high),
+        "same_wait_as": cause.same_wait_as,
     }
 
 

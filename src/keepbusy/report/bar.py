@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import PLACES
+from keepbusy.explain.diagnosis import COMPUTING, PLACES
 from keepbusy.report.paper import FAINT
 from keepbusy.report.places import look
 from keepbusy.report.words import duration, share
@@ -40,11 +40,12 @@ def _mark(place: str, numbered: list[str]) -> str:
 
 def bar(rows: Sequence[Row], width: int, colour: bool, whole: int = 0) -> Text:
     """One line of `width` cells, or as much of it as the rows are of `whole`; a row that is there gets a cell."""
-    whole = whole or sum(row.time for row in rows)
+    own = sum(row.time for row in rows)
+    whole = whole or own
     drawn = Text(no_wrap=True)
     for row, cells in zip(rows, _cells([row.time for row in rows], whole, width), strict=True):
         if colour:
-            label = share(row.time, whole)
+            label = share(row.time, own)
             drawn.append(
                 label.center(cells) if len(label) + 2 <= cells else " " * cells, f"#16181d on {look(row.place).colour}"
             )
@@ -70,20 +71,22 @@ def _cells(times: Sequence[int], whole: int, width: int) -> list[int]:
 
 def legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> RenderableType:
     """Name, time and share; what is under 1% stands in one row."""
-    shown = [row for row in rows if row.time >= _FOLDED * whole]
-    small = [row for row in rows if row.time < _FOLDED * whole]
+    shown = [row for row in rows if row.time >= _FOLDED * whole or row.place == COMPUTING]
+    small = [row for row in rows if row not in shown]
     entries = [_entry(row, colour, whole) for row in shown]
     if small:
         time = sum(row.time for row in small)
         names = look(small[0].place).name if len(small) == 1 else f"{len(small)} smaller ones"
-        entries.append([Text(" "), Text(names, FAINT), Text(duration(time), FAINT), Text(share(time, whole), FAINT)])
+        entries.append(
+            [Text(" "), Text(names, FAINT), Text(duration(time, whole), FAINT), Text(share(time, whole), FAINT)]
+        )
     return _table(entries, 2 if width >= 84 and len(entries) > 3 else 1)
 
 
 def _entry(row: Row, colour: bool, whole: int) -> list[Text]:
     shown = look(row.place)
     key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {shown.colour}") if colour else Text(row.mark)
-    return [key, Text(shown.name), Text(duration(row.time)), Text(share(row.time, whole))]
+    return [key, Text(shown.name), Text(duration(row.time, whole)), Text(share(row.time, whole))]
 
 
 def _table(entries: list[list[Text]], columns: int) -> Table:

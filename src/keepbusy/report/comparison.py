@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepbusy.explain.compare import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
-from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
 from keepbusy.report import words
 from keepbusy.report.as_json import VERSION, milliseconds, place
 from keepbusy.report.bar import bar, rows_of
@@ -22,6 +22,8 @@ from keepbusy.report.words import duration, tame
 BETTER, WORSE = "bold green", "bold red"
 _STYLES = {GONE: BETTER, SMALLER: "green", LARGER: "red", NEW: WORSE}
 _BLANK = line("")
+_SMALL = 0.005
+"""Of the longer step: a place with less in both runs is not shown."""
 
 
 def render(comparison: Comparison, width: int = 100, *, colour: bool = False, unicode: bool = True) -> str:
@@ -39,8 +41,10 @@ def parts(comparison: Comparison, width: int, colour: bool = False) -> Iterator[
     yield _BLANK
     yield from _bars(comparison, width, colour)
     yield _BLANK
-    yield _ledger(comparison.ledger)
+    yield _ledger(comparison.ledger, max(comparison.step.before, comparison.step.after))
     yield from _causes(comparison)
+    if comparison.notes:
+        yield _BLANK
     for note in comparison.notes:
         yield line(("note    ", FAINT), tame(note))
 
@@ -69,19 +73,21 @@ def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[Renderab
         yield Text.assemble((f"{name:8}", FAINT), drawn)
 
 
-def _ledger(ledger: Mapping[str, Change]) -> RenderableType:
+def _ledger(ledger: Mapping[str, Change], whole: int) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
     for name, change in ledger.items():
+        if max(change.before, change.after) < _SMALL * whole and name != COMPUTING:
+            continue
         said = words.change(change.before, change.after) if change.significant and change.before else ""
         style = (
-            _STYLES[SMALLER if change.difference < 0 else LARGER]
-            if change.significant and name != "computing"
-            else FAINT
+            _STYLES[SMALLER if change.difference < 0 else LARGER] if change.significant and name != COMPUTING else FAINT
         )
         table.add_row(
-            look(name).name, duration(change.before), duration(change.after), Text(said or _unsaid(change), style)
+            look(name).name,
+            *(duration(time, whole) for time in (change.before, change.after)),
+            Text(said or _unsaid(change), style),
         )
     return table
 
@@ -95,12 +101,12 @@ def _causes(comparison: Comparison) -> Iterator[RenderableType]:
         yield _BLANK
     for change in comparison.causes:
         yield line((f"{change.verdict:11}", _STYLES.get(change.verdict, FAINT)), *_cause(change))
-    yield _BLANK
 
 
 def _cause(change: CauseChange) -> Iterator[tuple[str, str]]:
     yield look(change.cause).name, STRONG
-    yield f" · waits {words.transition(change.wait.before, change.wait.after)} · ", ""
+    gain = change.predicted_gain
+    yield f" · mending it gains {words.transition(gain.before, gain.after)} · ", ""
     yield words.spot(change.where), "cyan"
 
 
@@ -147,6 +153,7 @@ def _cause_object(change: CauseChange) -> dict[str, Any]:
     return {
         "cause": change.cause,
         "verdict": change.verdict,
+        "predicted_gain": _change(change.predicted_gain),
         "wait": _change(change.wait),
         "where": str(change.where),
         "place": place(change.where),

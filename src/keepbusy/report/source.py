@@ -7,6 +7,7 @@ line only, that line is offered as the likely one, and said to be no more than t
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -27,6 +28,7 @@ _CALLS = {
     "cudaEventSynchronize": {"synchronize"},
 }
 """What a program may have written where the trace shows this operator; of others, their own name."""
+_BUILTIN = re.compile(r"<built-in (?:function|method) (\w+)")
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -56,12 +58,33 @@ def _text(path: Path) -> str:
 
 
 def _likely_line(text: str, where: Where) -> int:
-    """The only line of the function that calls the operator, or 0."""
-    operator = where.operator.rpartition("::")[2]
-    names = _CALLS.get(operator, {operator})
+    """The only line of the function that may call the operator, or 0."""
     function = _function_at(text, where)
-    called = {call.end_lineno or 0 for call in _calls_in(function) if _name_of(call) in names} if function else set()
-    return called.pop() if len(called) == 1 else 0
+    if function is None:
+        return 0
+    found = _lines_calling(_loop_around(function, where.line) or function, where.operator)
+    return found.pop() if len(found) == 1 else 0
+
+
+def _loop_around(function: ast.AST, line: int) -> ast.AST | None:
+    """A function that was running when recording began is known by the line it stood at: what recurs is in its loop."""
+    loops = [node for node in _own(function) if isinstance(node, ast.For | ast.While)]
+    around = [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or 0)]
+    return max(around, key=lambda loop: loop.lineno, default=None)
+
+
+def _lines_calling(node: ast.AST, operator: str) -> set[int]:
+    if operator.startswith("enumerate(DataLoader)"):
+        inside = (node, *_own(node))
+        return {one.lineno for one in inside if isinstance(one, ast.For) and not _counts(one)}
+    builtin = _BUILTIN.match(operator)
+    name = builtin[1] if builtin else operator.rpartition("::")[2]
+    calls = [one for one in _own(node) if isinstance(one, ast.Call) and _name_of(one) in _CALLS.get(name, {name})]
+    return {call.end_lineno or 0 for call in calls}
+
+
+def _counts(loop: ast.For) -> bool:
+    return isinstance(loop.iter, ast.Call) and _name_of(loop.iter) == "range"
 
 
 def _function_at(text: str, where: Where) -> _Function | ast.Module | None:
@@ -86,13 +109,12 @@ def _first_line(function: _Function) -> int:
     return min([function.lineno, *(one.lineno for one in function.decorator_list)])
 
 
-def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Its own calls: functions defined inside it have frames of their own."""
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """What stands in it, without the functions defined inside it: they have frames of their own."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Call):
-            yield child
+        yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from _calls_in(child)
+            yield from _own(child)
 
 
 def _name_of(call: ast.Call) -> str:

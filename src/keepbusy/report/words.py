@@ -7,9 +7,9 @@ from keepbusy.explain.diagnosis import Where
 _UNITS = (("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000))
 
 
-def duration(time: int) -> str:
-    """`31.3 ms`, `820 µs`, `1.24 s`."""
-    unit = _unit_of(time)
+def duration(time: int, like: int = 0) -> str:
+    """`31.3 ms`, `820 µs`, `1.24 s`; in a column, all in the unit of the largest."""
+    unit = _unit_of(like or time)
     return f"{_figure(time, unit)} {unit}" if time else "0 ms"
 
 
@@ -34,7 +34,7 @@ def _figure(time: int, unit: str) -> str:
     value = time / dict(_UNITS)[unit]
     if unit == "µs":
         return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
-    if unit == "s" or abs(value) < 0.95:
+    if unit == "s" or abs(value) < 0.095:
         return f"{value:.2f}" if value else "0"
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}"
 
@@ -58,11 +58,6 @@ def count(number: float) -> str:
     return f"{number:.0f}" if number >= 9.95 or abs(number - round(number)) < 0.05 else f"{number:.1f}"
 
 
-def times(number: float, word: str) -> str:
-    """`1 sync a step`, `12 syncs a step`."""
-    return f"{count(number)} {word}{'' if count(number) == '1' else 's'} a step"
-
-
 def listing(parts: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
@@ -80,11 +75,29 @@ def tame(text: str, limit: int = 0) -> str:
 def spot(where: Where, limit: int = 60) -> str:
     """A place, never more exactly than it is known: `train.py:31`, or `about train.py:14 in main`."""
     if not where.file:
-        return tame(str(where), limit)
+        return _whole_parts(tame(str(where)), limit)
     place = _from_the_end(tame(str(where)), limit)
     if where.exact:
         return place
     return f"about {place}" + (f" in {tame(where.function, 40)}" if where.function else "")
+
+
+def at(where: Where, limit: int = 60) -> str:
+    """The same within a sentence: ` at train.py:31`, ` about train.py:14 in main`."""
+    place = spot(where, limit)
+    return f" {place}" if place.startswith(("about ", "in ")) else f" at {place}"
+
+
+def _whole_parts(text: str, limit: int) -> str:
+    """`aten::item, after aten::mm, before aten::relu`, without the last parts where there is no room for them."""
+    while len(text) > limit and ", " in text:
+        text = text.rpartition(", ")[0]
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    """What is too long loses its end."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def _from_the_end(path: str, limit: int) -> str:

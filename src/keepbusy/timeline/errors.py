@@ -1,5 +1,5 @@
 """What reaches a person when the input is at fault."""
 
 
-class BadInput(ValueError):
+class BadInput(ValueError):  # noqa: N818  a person reads it as what it says
     """One sentence: what was found, what was expected and what to do. The CLI prints it and exits with 2."""

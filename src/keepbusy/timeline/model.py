@@ -15,18 +15,22 @@ have arrived there too. So a replay is one pass from top to bottom.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from keepbusy.timeline.table import Table, column
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 NONE = -1
 """No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+WORKERS = "loader workers"
+"""The name of a host lane that stands for processes which prepare input."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
 
@@ -81,51 +85,6 @@ class Lane(NamedTuple):
     name: str = ""
 
 
-class Table:
-    """Columns of equal length. Subclasses are frozen dataclasses whose fields are numpy arrays."""
-
-    def __post_init__(self) -> None:
-        for one in fields(self):  # type: ignore[arg-type]
-            column = np.ascontiguousarray(getattr(self, one.name), dtype=one.metadata["dtype"])
-            if column.flags.writeable:
-                column = column.view()
-                column.flags.writeable = False
-            object.__setattr__(self, one.name, column)
-
-    def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
-
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
-
-    def take(self, rows: npt.NDArray[Any]) -> Self:
-        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
-
-    def change(self, **columns: npt.NDArray[Any]) -> Self:
-        return replace(self, **columns)  # type: ignore[type-var]
-
-    @classmethod
-    def concatenate(cls, parts: list[Self]) -> Self:
-        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-
-    @classmethod
-    def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
-        """A table of `length` rows; columns that are not given hold their default."""
-        filled = {}
-        for one in fields(cls):  # type: ignore[arg-type]
-            value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
-            filled[one.name] = np.full(length, value) if value.ndim == 0 else value
-        if columns:
-            raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
-        return cls(**filled)
-
-
-def column(dtype: type, fill: int = 0) -> Any:
-    """A column of a `Table`: its type, and what stands where nothing was given."""
-    return field(metadata={"dtype": dtype, "fill": fill})
-
-
 @dataclass(frozen=True, eq=False)
 class Spans(Table):
     """What occupies the lanes, in issue order. Times are nanoseconds, half-open."""
@@ -167,6 +126,7 @@ class Frames(Table):
     parent: Ints = column(np.int32, NONE)
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
+    sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,15 +171,8 @@ class Timeline:
 
     def __getitem__(self, row: int) -> Span:
         spans = self.spans
-        return Span(
-            row,
-            self.lanes[spans.lane[row]],
-            Kind(int(spans.kind[row])),
-            self.names[spans.name[row]],
-            int(spans.start[row]),
-            int(spans.end[row]),
-            int(spans.work[row]),
-        )
+        lane, kind, name = self.lanes[spans.lane[row]], Kind(int(spans.kind[row])), self.names[spans.name[row]]
+        return Span(int(row), lane, kind, name, int(spans.start[row]), int(spans.end[row]), int(spans.work[row]))
 
     @property
     def ranks(self) -> list[int]:
@@ -290,6 +243,12 @@ def _last_kept_before(lane: Ints, kept: Mask) -> Ints:
     heir = np.full(len(order), NONE, np.int64)
     heir[order] = np.where(last >= begin, order[np.maximum(last, 0)], NONE)
     return heir
+
+
+def last_before(lane: Ints, wanted: Mask) -> Ints:
+    """Of each row, the last wanted row before it on its lane, or NONE."""
+    before = previous_on_lane(lane)
+    return np.where(before == NONE, NONE, _last_kept_before(lane, wanted)[before])
 
 
 def previous_on_lane(lane: Ints) -> Ints:

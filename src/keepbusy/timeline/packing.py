@@ -29,7 +29,7 @@ _GUESSES = {
     "target": "before",
     "marks": "before",
 }
-_WIDTHS = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _NEEDS = {"lane": ("lane",), "start": ("start",), "length": ("start", "end")}
 
 
@@ -87,16 +87,17 @@ def _by_lane(table: Columns) -> Ints:
     return np.argsort(table["lane"], kind="stable")
 
 
-def _expected(guess: str, table: Columns) -> Any:
+def _expected(guess: str, table: Columns) -> Ints:
     if guess == "start":
-        return table["start"].astype(np.int64)
-    return table["end"].astype(np.int64) - table["start"] if guess == "length" else np.int64(0)
+        return table["start"]
+    return table["end"] - table["start"] if guess == "length" else np.zeros(1, np.int64)
 
 
 def _narrow(numbers: Ints) -> Ints:
     low, high = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
     fits = [dtype for dtype in _WIDTHS.values() if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max]
-    return numbers.astype(fits[0])
+    narrow: Ints = numbers.astype(fits[0])
+    return narrow
 
 
 def _planes(numbers: Ints) -> bytes:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Links, Meetings, Spans, Timeline
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, Spans, Timeline
+from keepbusy.timeline.settle import last_arrival, settle
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""
+SKEW = 50_000
 SAME_CLOCK = 100_000
 """Ranks of one host share a clock; what differs by less is skew, not offset."""
+OTHER_CLOCK = 50_000_000
+"""Hosts that are further apart have clocks that say nothing about where their windows begin."""
 
 
 def merge(timelines: Sequence[Timeline]) -> Timeline:
@@ -21,16 +24,20 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
         return timelines[0]
     joined = _join(timelines)
     joined = _match(joined)
-    joined = _align_clocks(joined)
+    joined = _without_early_leavers(_align_clocks(joined))
     return settle(_in_issue_order(joined))
 
 
 def _join(timelines: Sequence[Timeline]) -> Timeline:
     names: dict[str, int] = {}
-    spans, links, frames, marks, lanes = [], [], [], [], []
+    spans: list[Spans] = []
+    links: list[Links] = []
+    frames: list[Frames] = []
+    marks: list[Ints] = []
+    lanes: list[tuple[Lane, ...]] = []
     for one in timelines:
         new = np.array([names.setdefault(name, len(names)) for name in one.names], np.int64)
-        row, frame, lane = sum(map(len, spans)), sum(map(len, frames)), sum(map(len, lanes))
+        row, frame, lane = (sum(len(part) for part in parts) for parts in (spans, frames, lanes))
         spans.append(_shift_spans(one.spans, new, frame, lane))
         links.append(one.links.change(source=one.links.source + row, target=one.links.target + row))
         frames.append(_shift_frames(one.frames, new, frame, lane))
@@ -82,16 +89,16 @@ def _match(timeline: Timeline) -> Timeline:
             meeting[column[here]] = number[here]
         present = (together != NONE).sum(axis=1) if len(together) else np.zeros(0, np.int64)
         members = np.full(len(together), int(groups.get(str(group), len(ranks))), np.int64)
-        tables.append(Meetings.of(len(together), name=spans.name[first], size=spans.size[first], members=members, present=present))
+        tables.append(
+            Meetings.of(len(together), name=spans.name[first], size=spans.size[first], members=members, present=present)
+        )
     meetings = Meetings.concatenate(tables) if tables else Meetings.of(0)
     return timeline.change(spans=spans.change(meeting=meeting), meetings=meetings)
 
 
 def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
     """A row a collective, a column a rank: rows of its parts, NONE where a window does not reach."""
-    base, shifts = columns[0], [0]
-    for other in columns[1:]:
-        shifts.append(_best_shift(timeline, base, other))
+    shifts = [0, *(_best_shift(timeline, columns[0], other) for other in columns[1:])]
     low = min(-shift for shift in shifts)
     high = max(len(column) - shift for column, shift in zip(columns, shifts, strict=True))
     table = np.full((high - low, len(columns)), NONE, np.int64)
@@ -101,9 +108,12 @@ def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
 
 
 def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
-    """How many collectives earlier the other's window begins: same sizes in the same order, ending together."""
-    spans = timeline.spans
-    best, least = 0, np.inf
+    """How many collectives earlier the other's window begins: same sizes in the same order, ending together.
+
+    Steps are alike, so several shifts may fit equally well. Ranks of one host share a clock, so
+    then the one under which they leave at the same time is right.
+    """
+    spans, fits = timeline.spans, []
     for shift in sorted(range(-min(MOST_SHIFT, len(base) - 1), min(MOST_SHIFT, len(other) - 1) + 1), key=abs):
         mine, its = base[max(0, -shift) :], other[max(0, shift) :]
         length = min(len(mine), len(its))
@@ -111,10 +121,21 @@ def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
         if length < min(len(base), len(other)) // 2 or (spans.size[mine] != spans.size[its]).any():
             continue
         apart = spans.end[its] - spans.end[mine]
-        spread = float(np.median(np.abs(apart - np.median(apart)))) + 1
-        if spread < 0.5 * least:  # a tie goes to the smaller shift
-            best, least = shift, spread
-    return best
+        offset = int(np.median(apart))
+        spread = float(np.median(np.abs(apart - offset)))
+        fits.append((_possible(timeline, mine, its, offset), spread, min(abs(offset), OTHER_CLOCK), shift))
+    # the root of a broadcast may be gone before its peers come; where that is so of all shifts it tells nothing
+    fits = [fit for fit in fits if fit[0]] or fits
+    near = 2 * min((spread for _, spread, _, _ in fits), default=0.0) + SKEW
+    alike = [(offset, abs(shift), shift) for _, spread, offset, shift in fits if spread <= near]
+    return min(alike, default=(0, 0, 0))[2]
+
+
+def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
+    """Nobody leaves a collective before the other has come: true of nearly all pairs, or they are not pairs."""
+    spans = timeline.spans
+    wrong = (spans.start[its] - offset > spans.end[mine] + SKEW) | (spans.start[mine] > spans.end[its] - offset + SKEW)
+    return bool(wrong.mean() < 0.02)
 
 
 def _align_clocks(timeline: Timeline) -> Timeline:
@@ -123,21 +144,23 @@ def _align_clocks(timeline: Timeline) -> Timeline:
     parts = np.flatnonzero(spans.meeting != NONE)
     if not len(parts):
         return timeline
-    left = np.full(len(timeline.meetings), np.iinfo(np.int64).max, np.int64)
-    np.minimum.at(left, spans.meeting[parts], spans.end[parts])
     shift = np.zeros(len(timeline), np.int64)
     for one in timeline.ranks:
         mine = parts[rank[parts] == one]
         apart = int(np.median(spans.end[mine] - _reference(timeline, mine, parts))) if len(mine) else 0
         if abs(apart) > SAME_CLOCK:
             shift[rank == one] = -apart
-    frames = timeline.frames
-    of_frames = np.zeros(len(frames), np.int64)
-    lane_shift = np.zeros(len(timeline.lanes), np.int64)
+    frames, lane_shift = timeline.frames, np.zeros(len(timeline.lanes), np.int64)
     lane_shift[spans.lane] = shift
-    of_frames = lane_shift[frames.lane] if len(frames) else of_frames
-    frames = frames.change(start=frames.start + of_frames, end=frames.end + of_frames)
+    frames = frames.change(start=frames.start + lane_shift[frames.lane], end=frames.end + lane_shift[frames.lane])
     return timeline.change(spans=spans.change(start=spans.start + shift, end=spans.end + shift), frames=frames)
+
+
+def _without_early_leavers(timeline: Timeline) -> Timeline:
+    """The root of a broadcast may be gone before the last peer comes: it did not wait for the others."""
+    spans = timeline.spans
+    early = (spans.meeting != NONE) & (spans.end < last_arrival(timeline) - SKEW)
+    return timeline.change_spans(meeting=np.where(early, NONE, spans.meeting))
 
 
 def _reference(timeline: Timeline, mine: Ints, parts: Ints) -> Ints:

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Timeline, previous_on_lane
+from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
 PENDING_LIMIT = 1022
 """Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
+STEPS = 12
+"""So many steps a replay runs to find its pace; the first of them fill the queues."""
 NEVER = -(1 << 62)
 _KERNEL, _COLLECTIVE, _SYNC = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
-Row: TypeAlias = tuple[int, int, int, int, int, int, tuple[Release, ...], int]
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, tuple[Release, ...], int]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,25 @@ class Replayed:
     start: Ints
     end: Ints
     progress: Ints  # a row a mark, a column a lane
+    rounds: int
+
+    @property
+    def pace(self) -> float:
+        """Nanoseconds a step. The lane that advances most slowly sets it."""
+        return float(self._paces.max())
+
+    @property
+    def slowest(self) -> int:
+        """The lane that sets the pace; the first of several."""
+        return int(self._paces.argmax())
+
+    @property
+    def _paces(self) -> npt.NDArray[np.float64]:
+        """Of each lane, nanoseconds a step, between the same mark of two rounds."""
+        per_round, last = len(self.progress) // self.rounds, len(self.progress) - 1
+        first = last - max(1, self.rounds - max(1, self.rounds // 3) - 1) * per_round
+        moved = self.progress[first] > NEVER // 2
+        return np.where(moved, self.progress[last] - self.progress[first], 0) / (last - first)
 
 
 def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
@@ -38,35 +60,47 @@ def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
     return timeline.change_spans(start=done.start, end=done.end)
 
 
-def pace(timeline: Timeline, steps: int = 12) -> float:
-    """Nanoseconds a step once the run is steady. The lane that advances most slowly sets it."""
+def pace(timeline: Timeline, steps: int = STEPS) -> float:
+    """Nanoseconds a step once the run is steady."""
+    return steady(timeline, steps).pace
+
+
+def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
+    """The rows replayed until this many steps have passed, and at least twice."""
     per_round = len(timeline.marks_of(timeline.ranks[0]))
-    rounds = max(1, -(-steps // per_round)) + 1
-    if per_round >= steps:
-        rounds = 2
-    progress = run(timeline, rounds).progress
-    settled = max(1, rounds // 3) * per_round if rounds > 2 else per_round // 3
-    last = len(progress) - 1
-    first = last - (last - settled) // per_round * per_round if rounds > 2 else settled
-    moved = progress[first] > NEVER // 2
-    return float((progress[last] - progress[first])[moved].max() / (last - first))
+    return run(timeline, max(2, -(-steps // per_round) + 1), brief=True)
 
 
-def run(timeline: Timeline, rounds: int = 1) -> Replayed:
-    rows, clocks = _program(timeline), _first_clocks(timeline)
-    count, lanes = len(rows), len(clocks)
-    start, end = [NEVER] * count, [NEVER] * count
-    marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
-    meetings, neighbours = _Meetings(timeline), _neighbours(timeline)
-    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
-    rings, places = [[NEVER] * limit for _ in range(lanes)], [0] * lanes
-    progress: list[list[int]] = []
+def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
+    """`brief`: work that nothing waits for is joined to the host row after it, and has no times of its own."""
+    engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool))
     for _ in range(rounds):
-        for index, (lane, kind, work, lag, awaits, launches, releases, meeting) in enumerate(rows):
+        engine.round()
+    start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
+    return Replayed(start, end, np.array(engine.progress, np.int64), rounds)
+
+
+class _Engine:
+    """The clocks of all lanes, and the one loop that moves them."""
+
+    def __init__(self, timeline: Timeline, skipped: Mask) -> None:
+        count, lanes = len(timeline), len(timeline.lanes)
+        self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
+        self.start, self.end = [NEVER] * count, [NEVER] * count
+        self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
+        self.meetings, self.neighbours = _Meetings(timeline), _neighbours(timeline)
+        self.limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+        self.rings, self.places = [[NEVER] * self.limit for _ in range(lanes)], [0] * lanes
+        self.progress: list[list[int]] = []
+
+    def round(self) -> None:
+        """Every row once. Plain loops over plain lists: this is where all the time goes."""
+        clocks, start, end, rings, places = self.clocks, self.start, self.end, self.rings, self.places
+        marks, limit = self.marks, self.limit
+        for index, lane, kind, work, lag, awaits, launches, releases, meeting in self.rows:
             if index in marks:
-                progress.append(clocks.copy())
-            begin = clocks[lane] + lag
-            reached = begin
+                self.progress.append(clocks.copy())
+            begin = reached = clocks[lane] + lag
             for source, later, whole in releases:
                 released = (end[source] if whole else start[source]) + later
                 if released > reached:
@@ -74,30 +108,30 @@ def run(timeline: Timeline, rounds: int = 1) -> Replayed:
             if kind >= _KERNEL:
                 start[index] = reached
                 if meeting >= 0:
-                    if not meetings.arrive(meeting, index, lane, reached):
-                        continue
-                    for part, its_lane, finish in meetings.leave(meeting):
-                        end[part] = clocks[its_lane] = rings[its_lane][places[its_lane]] = finish
-                        places[its_lane] = (places[its_lane] + 1) % limit
+                    self._meet(meeting, index, lane, reached)
                     continue
-                finish = reached + work
                 place = places[lane]
-                rings[lane][place] = finish
+                rings[lane][place] = reached + work
                 places[lane] = place + 1 if place + 1 < limit else 0
             elif kind == _SYNC or awaits != NONE:
                 start[index] = begin
                 if awaits >= 0 and clocks[awaits] > reached:
                     reached = clocks[awaits]
                 elif awaits == EVERY_LANE:
-                    reached = max(reached, *[clocks[other] for other in neighbours[lane]])
-                finish = reached + work
+                    reached = max(reached, *[clocks[other] for other in self.neighbours[lane]])
             else:
                 start[index] = reached
                 if launches >= 0 and rings[launches][places[launches]] > reached:
                     reached = rings[launches][places[launches]]  # the queue of that stream is full
-                finish = reached + work
-            end[index] = clocks[lane] = finish
-    return Replayed(np.array(start, np.int64), np.array(end, np.int64), np.array(progress, np.int64))
+            end[index] = clocks[lane] = reached + work
+
+    def _meet(self, meeting: int, row: int, lane: int, when: int) -> None:
+        """A part has come; when it is the last one, all leave, in the order in which they came."""
+        if self.meetings.arrive(meeting, row, lane, when):
+            for part, its_lane, finish in self.meetings.leave(meeting):
+                place = self.places[its_lane]
+                self.end[part] = self.clocks[its_lane] = self.rings[its_lane][place] = finish
+                self.places[its_lane] = (place + 1) % self.limit
 
 
 class _Meetings:
@@ -122,12 +156,47 @@ class _Meetings:
         return [(row, lane, last + self.work[row]) for row, lane in self.here.pop(meeting)]
 
 
-def _program(timeline: Timeline) -> list[Row]:
+def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     """Every row as plain Python numbers: numpy scalars would cost more than the arithmetic."""
-    spans = timeline.spans
-    columns = (spans.lane, spans.kind, spans.work, spans.lag, spans.awaits, launched_lane(timeline))
+    spans, kept = timeline.spans, np.flatnonzero(~skipped)
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
-    return list(zip(*[column.tolist() for column in columns], _releases(timeline), meeting.tolist(), strict=True))
+    lag = spans.lag + _work_before(timeline, skipped)
+    columns = (np.arange(len(timeline)), spans.lane, spans.kind, spans.work, lag, spans.awaits, launched_lane(timeline))
+    releases = _releases(timeline)
+    return list(
+        zip(
+            *[column[kept].tolist() for column in columns],
+            [releases[row] for row in kept.tolist()],
+            meeting[kept].tolist(),
+            strict=True,
+        )
+    )
+
+
+def _joined(timeline: Timeline) -> Mask:
+    """Plain host work that releases nothing, is released by nothing and begins no step."""
+    spans, links = timeline.spans, timeline.links
+    plain = (spans.kind == Kind.WORK) & (spans.awaits == NONE)
+    plain[links.source] = plain[links.target] = plain[timeline.marks] = False
+    last = np.zeros(len(timeline.lanes), np.int64)
+    np.maximum.at(last, spans.lane, np.arange(len(timeline)))
+    plain[last[np.unique(spans.lane)]] = False
+    return plain
+
+
+def _work_before(timeline: Timeline, joined: Mask) -> Ints:
+    """Of each row, the work of the joined rows that stand directly before it on its lane."""
+    if not joined.any():
+        return np.zeros(len(timeline), np.int64)
+    spans = timeline.spans
+    order = np.argsort(spans.lane, kind="stable")
+    done = np.concatenate([[0], np.cumsum(np.where(joined, spans.work + spans.lag, 0)[order])])[:-1]
+    first = np.where(joined[order], 0, np.arange(len(order)))  # the sum up to the last row that was kept
+    kept_before = np.concatenate([[0], np.maximum.accumulate(first)[:-1]])
+    before = np.empty(len(order), np.int64)
+    before[order] = done - done[kept_before]
+    lane_start = previous_on_lane(spans.lane) == NONE
+    return np.where(joined | lane_start, 0, before)
 
 
 def _releases(timeline: Timeline) -> list[tuple[Release, ...]]:
@@ -151,10 +220,11 @@ def launched_lane(timeline: Timeline) -> Ints:
 
 def _first_clocks(timeline: Timeline) -> list[int]:
     """A lane begins where its first span was, unless something else released that span."""
-    spans = timeline.spans
+    spans, links = timeline.spans, timeline.links
     clocks = [NEVER] * len(timeline.lanes)
     released = np.zeros(len(timeline), bool)
-    released[timeline.links.target[timeline.links.source < timeline.links.target]] = True
+    to_start = (links.source < links.target) & (spans.kind[links.target] != Kind.SYNC)
+    released[links.target[to_start]] = True
     for row in np.flatnonzero(previous_on_lane(spans.lane) == NONE).tolist():
         if not released[row]:
             clocks[spans.lane[row]] = int(spans.start[row] - spans.lag[row])

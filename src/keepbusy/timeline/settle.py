@@ -41,13 +41,15 @@ def _lags(timeline: Timeline) -> Timeline:
     to_start = links.kind == LinkKind.LAUNCH
     released = np.where(to_start, spans.start[links.source], spans.end[links.source])
     on_link = spans.start[links.target] - released
+    to_sync = spans.kind[links.target] == Kind.SYNC  # such a link releases the end of its target, not the start
     bound = on_lane.copy()
-    np.minimum.at(bound, links.target, on_link)
+    np.minimum.at(bound, links.target[~to_sync], on_link[~to_sync])
     gap, latency = typical_lags(timeline)
     usual = np.where(timeline.on_device, gap, 0)
     lag = np.where((on_lane == bound) & (before != NONE), on_lane, np.minimum(on_lane, usual))
     link_usual = np.where(to_start, latency, np.where(links.kind == LinkKind.ORDER, gap, 0))
     link_lag = np.where(on_link == bound[links.target], on_link, np.minimum(on_link, link_usual))
+    link_lag = np.where(to_sync, 0, link_lag)
     lag = np.where(before == NONE, 0, lag)
     return timeline.change_spans(lag=lag).change(links=links.change(lag=link_lag))
 
@@ -75,9 +77,10 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
     awaited = np.full(len(timeline), NEVER, np.int64)
     syncs = np.flatnonzero(spans.awaits != NONE)
     for index, lane in enumerate(timeline.lanes):
-        if lane.device is None:
+        whole = _of_device(timeline, syncs, lane.rank) & (lane.device is not None)
+        mine = syncs[(spans.awaits[syncs] == index) | whole]
+        if not len(mine):
             continue
-        mine = syncs[(spans.awaits[syncs] == index) | _of_device(timeline, syncs, lane.rank)]
         rows = timeline.rows_of(index)
         place = np.searchsorted(rows, mine) - 1
         tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER

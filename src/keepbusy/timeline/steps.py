@@ -9,10 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Ints, LinkKind, Mask, Timeline
+from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
+from keepbusy.timeline.replay import pace
 
-ALIKE = 0.1
-"""Stretches between marks are the same step if their numbers of commands differ by less."""
+SAME, DIFFERENT = 0.02, 0.1
+"""Numbers of commands that differ by less are the same part of a step, by more are different ones."""
+MOST_DISTORTED = 2.5
+"""Recording was seen to make a step up to 2.4 times as long; what differs by more is another step."""
 COMPLETE = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
@@ -20,39 +23,70 @@ COMPLETE = 0.5
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
-    of_rank = {one: timeline.marks_of(one) for one in timeline.ranks}
-    count = min(map(len, of_rank.values()))
-    if count < 3:
-        raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three steps of the loop.")
-    marks = of_rank[timeline.ranks[0]][-count:]
-    chosen = _chosen(commands_between(timeline, marks), _several(timeline, marks, plain_step))
+    count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
+    marks = timeline.marks_of(timeline.ranks[0])[-count:]
+    if count < 3 or not (counts := commands_between(timeline, marks)).any():
+        raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three.")
+    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
+    first, last = int(full[0]), int(full[-1]) + 1
+    length = period(counts[first:last])
+    whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
+    if length > 1 or plain_step is None:
+        return whole
+    ratio = plain_step / pace(whole)
+    several = min((last - first) // 2, round(ratio))
+    if several > 1 and abs(ratio - several) < 0.2 * several:
+        return _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
+    return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
+
+
+def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
+    """Only what stands between the first and the last chosen of each rank's last `count` marks."""
     rank, row = timeline.rank_of_rows, np.arange(len(timeline))
     kept, marks = np.zeros(len(timeline), bool), []
-    for one, its in of_rank.items():
-        mine = its[-count:][chosen]
+    for one in timeline.ranks:
+        mine = timeline.marks_of(one)[-count:][chosen]
         marks.append(mine[:-1])
         kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
-    return timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
+    cut = timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
+    return cut.change(links=Links.concatenate([cut.links, _going_round(timeline, kept)]))
+
+
+def _going_round(timeline: Timeline, kept: Mask) -> Links:
+    """What the last step releases in the one after it, as links to the same rows of the first: the next round's."""
+    spans, links, new = timeline.spans, timeline.links, np.cumsum(kept) - 1
+    leaving = links.take(np.flatnonzero(kept[links.source] & ~kept[links.target] & (links.kind != LinkKind.LAUNCH)))
+    again = np.full(len(leaving), NONE, np.int64)
+    for lane in np.unique(spans.lane[leaving.target]).tolist():
+        mine, rows = np.flatnonzero(spans.lane[leaving.target] == lane), timeline.rows_of(lane)
+        inside = rows[kept[rows]]
+        place = np.searchsorted(rows, leaving.target[mine]) - np.searchsorted(rows, inside.max(initial=NONE)) - 1
+        again[mine] = np.append(inside, NONE)[np.minimum(place, len(inside))]
+    alike = (again != NONE) & (spans.name[again] == spans.name[leaving.target])
+    alike &= spans.kind[again] == spans.kind[leaving.target]
+    return leaving.take(np.flatnonzero(alike)).change(source=new[leaving.source[alike]], target=new[again[alike]])
+
+
+def _by_backward(whole: Timeline, ratio: float) -> Timeline:
+    """A plain step far shorter than the time between marks: several are accumulated, and each goes back once."""
+    backs = [_returns(whole, rank) for rank in whole.ranks]
+    each = len(backs[0]) / len(whole.marks_of(whole.ranks[0]))
+    if each < 2 or each != round(each) or any(len(back) != len(backs[0]) for back in backs):
+        return whole
+    fits = 0.7 < ratio / each < MOST_DISTORTED
+    return whole.change(marks=np.sort(np.concatenate(backs))) if fits else whole
+
+
+def _returns(timeline: Timeline, rank: int) -> Ints:
+    """Rows of the main thread at which the backward pass has handed back to it."""
+    links, spans = timeline.links, timeline.spans
+    main = spans.lane[timeline.marks_of(rank)[0]]
+    rows = links.target[(links.kind == LinkKind.HANDOFF) & (spans.lane[links.target] == main)]
+    return np.unique(rows)
 
 
 def _source(timeline: Timeline) -> str:
     return str(timeline.facts.get("source") or "the recording")
-
-
-def _several(timeline: Timeline, marks: Ints, plain_step: int | None) -> int:
-    """How many marks a plain step must hold: recording makes steps longer, so a plain one that is longer holds several."""
-    each = float(np.diff(timeline.spans.start[marks]).mean())
-    return max(1, round(plain_step / each)) if plain_step is not None and each > 0 else 1
-
-
-def _chosen(counts: Ints, several: int) -> Ints:
-    """Which marks to cut at: by the period of the loop, and none at whose side the commands were not recorded."""
-    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
-    first, last = int(full[0]), int(full[-1]) + 1
-    length = max(period(counts[first:last]), several)
-    if last - first < 2 * length:
-        length = 1
-    return np.arange(first + (last - first) % length, last + 1, length)
 
 
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:
@@ -63,24 +97,23 @@ def commands_between(timeline: Timeline, marks: Ints) -> Ints:
 
 
 def period(counts: Ints) -> int:
-    """How many stretches make one step: a loop with two optimizers marks each step twice."""
-    for length in range(1, len(counts) // 2 + 1):
-        if _same(counts[:-length], counts[length:]).all():
+    """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ."""
+    for length in range(2, (len(counts) - 1) // 2 + 1):
+        again = np.abs(counts[:-length] - counts[length:]) <= SAME * counts[length:] + 1
+        turns = [counts[turn::length].mean() for turn in range(length)]
+        if again.all() and max(turns) > (1 + DIFFERENT) * min(turns):
             return length
     return 1
 
 
-def _same(one: Ints, other: Ints) -> Mask:
-    return np.abs(one - other) <= ALIKE * np.maximum(one, other) + 2
-
-
-def sample(timeline: Timeline, most_rows: int = 60_000) -> Timeline:
+def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
     """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order."""
     marks = timeline.marks_of(timeline.ranks[0])
     wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
     if len(marks) <= wanted:
         return timeline
-    starts = np.append(timeline.spans.start[marks], timeline.spans.end[timeline.rows_of(timeline.spans.lane[marks[0]])].max())
+    main = timeline.rows_of(timeline.spans.lane[marks[0]])
+    starts = np.append(timeline.spans.start[marks], timeline.spans.end[main].max())
     by_length = np.argsort(np.diff(starts), kind="stable")
     chosen = np.sort(by_length[(np.arange(wanted) * len(marks) + len(marks) // 2) // wanted])
     kept = np.zeros(len(timeline), bool)
@@ -125,5 +158,7 @@ def repetition(names: Ints) -> int:
     spectrum = np.fft.rfft(signs, 2 * count, axis=1)
     alike = np.fft.irfft(spectrum * spectrum.conj(), axis=1)[:, :count].mean(axis=0) / (count - np.arange(count))
     alike = alike[: count // 2 + 1]
-    best = float(alike[1:].max(initial=0.0))
-    return int(np.flatnonzero(alike[1:] >= 0.97 * best)[0]) + 1 if best > 0.8 else 0
+    near = np.flatnonzero(alike[1:] >= 0.97 * alike[1:].max(initial=0.0))[:64] + 1
+    # two names may bear the same signs, so what looks alike is compared name by name
+    same = np.array([np.mean(names[length:] == names[:-length]) for length in near.tolist()])
+    return int(near[same >= 0.97 * same.max()][0]) if same.max(initial=0.0) > 0.8 else 0

@@ -26,10 +26,10 @@ from keepbusy.timeline.model import (
     Links,
     Meetings,
     Spans,
-    Table,
     Timeline,
 )
 from keepbusy.timeline.packing import Columns, pack, unpack
+from keepbusy.timeline.table import Table
 
 VERSION = 1
 _MAGIC = b"\x89busy\r\n\n"
@@ -45,20 +45,11 @@ Header: TypeAlias = dict[str, Any]
 
 def save(timeline: Timeline, path: str | Path) -> None:
     """Write it whole or not at all: whatever stood there before stays until the new file is complete."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}.part")
     content = to_bytes(timeline)
     try:
-        try:
-            with beside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
+        _replace(Path(path), content)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise BadInput(f"{path} cannot be written ({reason}); give a path where a file may be made.") from None
 
 
@@ -87,8 +78,8 @@ def to_bytes(timeline: Timeline) -> bytes:
         "facts": timeline.facts,
         "tables": described,
     }
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"), default=_plain).encode()
-    packed_header = zlib.compress(text, 6)
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
+    packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), 6)  # a name may be any string
     rest = b"".join([_LENGTH.pack(len(packed_header)), packed_header, *contents])
     return _PREFACE.pack(_MAGIC, VERSION, zlib.crc32(rest), len(rest)) + rest
 
@@ -102,6 +93,18 @@ def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
     except _FAULTS as error:
         raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None
     return timeline
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _checked(content: bytes, path: str) -> memoryview:
@@ -127,7 +130,7 @@ def _checked(content: bytes, path: str) -> memoryview:
 def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns]]:
     (size,) = _LENGTH.unpack_from(rest)
     most = max(_SMALL, _MOST_RATIO * len(rest))
-    header = json.loads(_inflated(rest[_LENGTH.size : _LENGTH.size + size], most))
+    header = json.loads(_inflated(rest[_LENGTH.size : _LENGTH.size + size], most).decode("utf-8", "surrogatepass"))
     content = rest[_LENGTH.size + size :]
     tables = {}
     for name in (*_TABLES, "marks"):
@@ -136,6 +139,8 @@ def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns]]:
             raise ValueError(f"{rows} rows of {name}")
         tables[name] = unpack(described, content, rows)
         content = content[sum(column[-1] for column in described) :]
+    if len(content):
+        raise ValueError(f"{len(content)} bytes too many")
     return header, tables
 
 

@@ -26,4 +26,6 @@ __all__ = ["FINDERS", "Finding", "findings"]
 def findings(scene: Scene) -> dict[str, Finding]:
     """Only causes that were seen at all."""
     found = {cause: find(scene) for cause, find in FINDERS.items()}
+    # what makes a tensor on the host is told once, under its own name
+    found["host_work"] = found["host_work"].without(found["made_on_host"].edit.gone)
     return {cause: finding for cause, finding in found.items() if len(finding.rows)}

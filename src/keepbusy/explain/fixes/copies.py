@@ -18,14 +18,14 @@ SETUP = 2_000
 def find_blocking(scene: Scene) -> Finding:
     draft, spans = Draft("blocking_copy", scene), scene.timeline.spans
     copies = np.flatnonzero(blocking(scene))
-    syncs = scene.sync_of_copy[copies]
     inbound = spans.direction[copies] == Direction.HOST_TO_DEVICE
     draft.edit.beside[copies] = np.where(inbound, Beside.FETCH, Beside.BRING)
     draft.edit.work[copies] = np.minimum(spans.work[copies], pinned_time(scene.timeline, spans.size[copies]))
+    draft.blame(copies, scene.sync_of_copy[copies])
+    syncs = np.flatnonzero(np.isin(scene.copy_of_sync, copies))  # the call itself may wait, and a sync after it
     draft.edit.free[syncs] = True
     draft.edit.work[syncs] = 0
-    draft.blame(copies, syncs)
-    draft.blame(syncs, syncs)
+    draft.blame(syncs, scene.sync_of_copy[scene.copy_of_sync[syncs]])
     return draft.done()
 
 

@@ -13,6 +13,8 @@ from keepbusy.timeline.model import NONE, Ints, Mask
 
 @dataclass(frozen=True, eq=False)
 class Finding:
+    """A cause as it was found."""
+
     cause: str
     edit: Edit
     owner: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
@@ -24,12 +26,21 @@ class Finding:
 
     def only(self, rows: Ints) -> Edit:
         """The edit of these culprits alone."""
-        mine, edit = np.isin(self.owner, rows), self.edit
+        return self._restricted(np.isin(self.owner, rows))
+
+    def without(self, rows: Mask) -> Finding:
+        """The same finding, but for what another one already tells."""
+        return Finding(self.cause, self._restricted(~rows), np.where(rows, NONE, self.owner))
+
+    def _restricted(self, mine: Mask) -> Edit:
+        edit = self.edit
         return Edit(
             edit.free & mine,
             edit.gone & mine,
             np.where(mine, edit.work, UNCHANGED),
             np.where(mine, edit.beside, 0),
+            edit.captured & mine,
+            np.where(mine, edit.scale, 1.0),
         )
 
 
@@ -41,6 +52,10 @@ class Draft:
         self.owner = np.full(len(scene.timeline), NONE, np.int64)
 
     def blame(self, rows: Ints, owner: Ints | int) -> None:
+        self.owner[rows] = owner
+
+    def share(self, rows: Ints, owner: int) -> None:
+        """Rows that change along with others, and are not to blame."""
         self.owner[rows] = owner
 
     def done(self) -> Finding:

@@ -18,7 +18,7 @@ CALL = 3_000
 
 
 def find(scene: Scene) -> Finding:
-    draft, spans = Draft("host_sync", scene), scene.timeline.spans
+    draft = Draft("host_sync", scene)
     syncs = np.flatnonzero(scene.is_sync & ~of_large_copy(scene))
     draft.edit.free[syncs] = True
     draft.edit.work[syncs] = CALL

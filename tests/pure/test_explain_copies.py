@@ -1,0 +1,160 @@
+"""Copies: blocking ones, ones that stand in line with the compute, and tensors that need not have been on the host."""
+
+from __future__ import annotations
+
+import pytest
+from build import HOME, IN, MB, Run
+from told import cause, harmless, names, near, told
+
+from keepbusy.timeline.model import Direction
+
+TO = ["aten::to", "aten::copy_"]
+PINNED = 52.0
+"""Bytes a nanosecond that a pinned copy reaches on H200, where the run itself shows none."""
+
+
+def pinned(size: int) -> float:
+    """Microseconds."""
+    return size / PINNED / 1_000 + 2
+
+
+# Blocking
+
+
+def test_a_blocking_copy_costs_itself_and_the_lead() -> None:
+    """16 MB at pageable speed, then 8 ms of kernels that cannot be enqueued before: pinned and ahead, it disappears."""
+    found = told(lambda run: run.copy(16 * MB, 2_000, at=TO).launch([1_000] * 8))
+    assert found.plain_step == near(2_000 + 8_000)
+    assert names(found) == ["blocking_copy"]
+    one = cause(found, "blocking_copy")
+    assert one.predicted.step == near(8_000)
+    assert (one.fix, one.count, one.where.operator) == ("prefetch_input", 1.0, "aten::to")
+    assert one.what == "16.8 MB a step are copied while the host waits (once a step)."
+    assert found.ledger["blocking_copy"] == near(2_000)
+
+
+def test_it_also_costs_the_work_that_could_not_be_done_ahead() -> None:
+    """Copy, kernels, and 1.5 ms of the host after them: the host is still busy when the device has caught up."""
+    found = told(lambda run: run.work(900).copy(16 * MB, 2_000, at=TO).launch([1_000] * 2).sync(99))
+    assert cause(found, "blocking_copy").predicted.step == near(2_000)
+
+
+def test_a_copy_that_is_fetched_ahead_is_no_faster_than_itself() -> None:
+    """0.2 ms of kernels for 16 MB: the link is what remains."""
+    found = told(lambda run: run.copy(16 * MB, 2_000, at=TO).launch([100] * 2))
+    assert cause(found, "blocking_copy").predicted.step == near(pinned(16 * MB), 0.02)
+    assert found.ledger["copying"] == near(pinned(16 * MB) - 200, 0.05)
+
+
+def test_the_runs_own_pinned_copies_say_how_fast_the_link_is() -> None:
+    """Here 64 MB go home in 2.6 ms, 26 GB/s: twice as many come in that fast, once they are pinned."""
+
+    def body(run: Run) -> None:
+        run.copy(64 * MB, 2_581, HOME, pinned=True, blocking=False, stream=9)
+        run.copy(128 * MB, 18_000, at=TO).launch(100)
+
+    assert cause(told(body), "blocking_copy").predicted.step == near(2 * 2_581)
+
+
+def test_results_brought_home_wait_a_step_behind() -> None:
+    found = told(lambda run: run.launch([1_000] * 8).copy(32 * MB, 3_000, HOME, at=TO).work(500))
+    assert found.plain_step == near(8_000 + 3_000 + 500)
+    assert cause(found, "blocking_copy").predicted.step == near(8_000)
+
+
+def test_many_small_copies_in() -> None:
+    """Forty of 4 kB, 100 kernels after them: each of them stops the host until the device has caught up."""
+
+    def body(run: Run) -> None:
+        run.launch([100] * 10)
+        for _ in range(40):
+            run.copy(4_096, 3, at=TO).work(10)
+        run.launch([100] * 10)
+
+    found = told(body)
+    assert names(found)[0] == "blocking_copy"
+    assert cause(found, "blocking_copy").count == 40
+    assert cause(found, "blocking_copy").predicted.step == near(2_000, 0.05)
+
+
+# In line
+
+
+def test_a_copy_in_line_costs_its_own_time() -> None:
+    """Pinned and asynchronous, and yet the kernels wait for it on their own stream."""
+    found = told(lambda run: run.copy(16 * MB, 322, pinned=True, blocking=False, at=TO).launch([1_000] * 3))
+    assert found.plain_step == near(322 + 3_000)
+    assert names(found) == ["copy_not_overlapped"]
+    assert cause(found, "copy_not_overlapped").predicted.step == near(3_000)
+    assert found.ledger["copy_not_overlapped"] == near(322, 0.02)
+
+
+def test_on_a_stream_of_its_own_that_is_waited_for_at_once_it_costs_the_same() -> None:
+    def body(run: Run) -> None:
+        run.order(7, 9).copy(16 * MB, 322, pinned=True, blocking=False, stream=9, at=TO)
+        run.order(9, 7).launch([1_000] * 3)
+
+    found = told(body)
+    assert found.plain_step == near(322 + 3_000)
+    assert cause(found, "copy_not_overlapped").predicted.step == near(3_000)
+
+
+def test_a_copy_ahead_on_a_stream_of_its_own_costs_nothing() -> None:
+    """Fetched during the compute of the step before, it is seen and harmless."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 3).copy(16 * MB, 322, pinned=True, blocking=False, stream=9, at=TO)
+        run.order(9, 7)
+
+    found = told(body)
+    assert found.plain_step == near(3_000)
+    assert (names(found), harmless(found)) == ([], ["copy_not_overlapped"])
+
+
+def test_a_device_copy_is_compute() -> None:
+    found = told(lambda run: run.copy(512 * MB, 300, Direction.DEVICE_TO_DEVICE, blocking=False).launch([1_000] * 3))
+    assert names(found) == []
+    assert found.ledger["computing"] == near(3_300)
+
+
+# Made on the host
+
+
+@pytest.mark.parametrize("operator", ["aten::randn", "aten::zeros", "aten::arange", "aten::normal_", "aten::bernoulli_"])
+def test_a_tensor_made_on_the_host_need_not_be_copied(operator: str) -> None:
+    """6 ms to make it, 2 ms to copy it, 4 ms of kernels: made on the device, only the kernels are left."""
+    found = told(lambda run: run.work(6_000, at=[operator]).copy(16 * MB, 2_000, at=TO).launch([1_000] * 4))
+    assert found.plain_step == near(6_000 + 2_000)
+    assert names(found)[0] == "made_on_host"
+    assert cause(found, "made_on_host").predicted.step == near(4_000)
+    assert cause(found, "blocking_copy").predicted.step == near(6_000)
+
+
+def test_what_is_only_reshaped_afterwards_was_made_all_the_same() -> None:
+    def body(run: Run) -> None:
+        run.work(5_000, at=["aten::rand"]).work(1_000, at=["aten::mul"]).copy(16 * MB, 2_000, at=TO).launch([1_000] * 4)
+
+    assert cause(told(body), "made_on_host").predicted.step == near(4_000)
+
+
+@pytest.mark.parametrize("operator", ["aten::bmm", "aten::nms", "torchvision::roi_align", "aten::sort"])
+def test_what_was_computed_on_the_host_was_not_made_there(operator: str) -> None:
+    """It needs its input; nobody knows whether the device could have it."""
+    found = told(lambda run: run.work(6_000, at=[operator]).copy(16 * MB, 2_000, at=TO).launch([1_000] * 4))
+    assert "made_on_host" not in (*names(found), *harmless(found))
+    assert cause(found, "host_work").predicted.step == near(2_000 + 4_000)
+
+
+def test_random_numbers_that_stay_on_the_host_are_not_copied() -> None:
+    """Something else is copied, after other work."""
+
+    def body(run: Run) -> None:
+        run.work(3_000, at=["aten::randperm"]).work(3_000, at=["aten::index"])
+        run.copy(16 * MB, 2_000, at=TO).launch([1_000] * 4)
+
+    assert "made_on_host" not in names(told(body))
+
+
+def test_a_small_tensor_is_cheap_wherever_it_is_made() -> None:
+    found = told(lambda run: run.work(5, at=["aten::arange"]).copy(512, 2, IN, at=TO).launch([1_000] * 4))
+    assert "made_on_host" not in names(found)

@@ -1,0 +1,162 @@
+"""The host: launches, input, memory calls and work of its own that keep the device waiting. Microseconds."""
+
+from __future__ import annotations
+
+import pytest
+from build import LAUNCH, Run
+from told import cause, harmless, names, near, told
+
+from keepbusy.explain.edit import GRAPH_SAVES
+
+SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+MANY = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+
+
+def eager(run: Run, operators: int = 100, kernel: float = 5) -> None:
+    """25 µs of the host for each kernel."""
+    for _ in range(operators):
+        run.work(20, at=["aten::add"]).launch(kernel, at=["aten::add"])
+
+
+# launch_bound
+
+
+def test_a_launch_bound_step_becomes_its_kernels() -> None:
+    """100 kernels of 5 µs, 25 µs apart. In a graph they follow each other, and the gaps between them shrink."""
+    found = told(eager)
+    assert found.plain_step == near(100 * 25)
+    assert names(found) == ["launch_bound"]
+    one = cause(found, "launch_bound")
+    assert one.predicted.step == near(100 * (5 + 1 - GRAPH_SAVES / 1_000), 0.02)
+    assert (one.count, one.fix) == (100.0, "capture_graph")
+    assert found.ledger["computing"] == near(500)
+    assert found.ledger["launch_bound"] == near(100 * (25 - 5 - 1 + GRAPH_SAVES / 1_000), 0.02)
+
+
+def test_a_graph_of_larger_kernels_saves_nothing() -> None:
+    """Kernels of 200 µs: the host is ahead anyway."""
+    found = told(lambda run: eager(run, 20, 200))
+    assert (names(found), found.harmless) == ([], ())
+
+
+def test_a_graph_does_not_take_away_what_is_no_launch() -> None:
+    """3 ms of the user's own Python, then 2.5 ms of launches: the Python stays."""
+
+    def body(run: Run) -> None:
+        run.work(3_000, at=["data.py(3): tokenize"])
+        eager(run)
+
+    found = told(body)
+    assert found.plain_step == near(3_000 + 2_500)
+    assert cause(found, "launch_bound").predicted.step == near(3_000, 0.02)
+    assert cause(found, "host_work").predicted.step == near(2_500, 0.02)
+    assert found.predicted.step == near(513, 0.05)
+
+
+def test_what_the_optimizer_does_itself_is_launch_overhead() -> None:
+    """Half a millisecond of Python between its launches is not the user's work."""
+
+    def body(run: Run) -> None:
+        for _ in range(6):
+            run.work(500, at=["Optimizer.step#AdamW.step", "torch/optim/adamw.py(60): step"]).launch(20)
+
+    assert names(told(body)) == ["launch_bound"]
+
+
+# host_work
+
+
+def test_work_of_the_host_costs_what_the_device_cannot_cover() -> None:
+    """6 ms of Python and 4 ms of kernels."""
+    found = told(lambda run: run.work(6_000, at=["data.py(3): tokenize"]).launch([1_000] * 4))
+    assert found.plain_step == near(6_000)
+    assert names(found) == ["host_work"]
+    one = cause(found, "host_work")
+    assert (one.where.file, one.where.line, one.count) == ("data.py", 3, 1.0)
+    assert one.predicted.step == near(4_000)
+    assert found.ledger["host_work"] == near(2_000)
+
+
+def test_work_that_the_device_covers_costs_nothing() -> None:
+    found = told(lambda run: run.work(3_000, at=["data.py(3): tokenize"]).launch([1_000] * 4))
+    assert (names(found), harmless(found)) == ([], [])
+
+
+def test_work_of_another_thread_is_its_own() -> None:
+    """The backward pass runs elsewhere: 3 ms of the user's code there hold the device up as well."""
+
+    def body(run: Run) -> None:
+        run.launch([500] * 2)
+        other = run.handoff(1)
+        other.work(3_000, at=["ops.py(12): backward"]).launch([500] * 2)
+        other.handoff(0)
+
+    one = cause(told(body), "host_work")
+    assert one.where.file == "ops.py"
+    assert one.predicted.step == near(2_000)
+
+
+# allocator
+
+
+def test_memory_calls_leave_with_their_waits() -> None:
+    """cudaFree waits for 4 ms of kernels and takes 0.4 ms; then cudaMalloc takes 0.7."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4).allocate(400, waits=True).allocate(700, name="cudaMalloc")
+
+    found = told(body)
+    assert found.plain_step == near(4_000 + 400 + 700)
+    assert names(found) == ["allocator"]
+    one = cause(found, "allocator")
+    assert (one.predicted.step, one.count, one.fix) == (near(4_000), 2.0, "keep_memory")
+    assert found.ledger["allocator"] == near(1_100, 0.02)
+
+
+def test_memory_calls_that_the_device_covers_cost_nothing() -> None:
+    found = told(lambda run: run.allocate(700, name="cudaMalloc").launch([1_000] * 4))
+    assert (names(found), harmless(found)) == ([], ["allocator"])
+
+
+# input_late
+
+
+def test_a_loader_in_the_process_itself_holds_the_loop_up() -> None:
+    """6 ms for a batch, 2 ms on the device: eight workers make one in 0.75 ms."""
+    found = told(lambda run: run.work(6_000, at=[SINGLE, "aten::stack"]).launch([1_000] * 2))
+    assert found.plain_step == near(6_000 + LAUNCH)
+    assert names(found) == ["input_late"]
+    one = cause(found, "input_late")
+    assert (one.predicted.step, one.fix) == (near(2_000), "prepare_in_workers")
+    assert "num_workers=8" in one.remedy
+    assert found.ledger["input_late"] == near(4_000)
+
+
+@pytest.mark.parametrize(("workers", "step"), [(2, 10_000), (4, 5_000), (8, 2_500), (16, 2_000)])
+def test_workers_are_no_faster_than_they_can_be(workers: int, step: float) -> None:
+    """20 ms for a batch, 2 ms on the device."""
+    found = told(lambda run: run.work(20_000, at=[SINGLE]).launch([1_000] * 2), workers=workers)
+    assert cause(found, "input_late").predicted.step == near(step, 0.02)
+
+
+def test_a_loader_that_is_quick_enough_costs_nothing() -> None:
+    found = told(lambda run: run.work(1_000, at=[SINGLE]).launch([1_000] * 2))
+    assert (names(found), harmless(found)) == ([], ["input_late"])
+
+
+def test_too_few_workers_hold_the_loop_up() -> None:
+    """A batch every 5 ms for 2 ms on the device: four times as many workers are quick enough."""
+    found = told(lambda run: run.batch(5_000, at=[MANY]).launch([1_000] * 2))
+    assert found.plain_step == near(5_000)
+    assert names(found) == ["input_late"]
+    assert cause(found, "input_late").predicted.step == near(2_000)
+
+
+def test_four_times_as_many_workers_may_still_be_too_few() -> None:
+    found = told(lambda run: run.batch(20_000, at=[MANY]).launch([1_000] * 2))
+    assert cause(found, "input_late").predicted.step == near(5_000, 0.02)
+
+
+def test_waiting_for_a_batch_is_not_reading_from_the_device() -> None:
+    found = told(lambda run: run.batch(5_000, at=[MANY]).launch([1_000] * 2))
+    assert "host_sync" not in (*names(found), *harmless(found))

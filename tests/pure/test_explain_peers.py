@@ -1,0 +1,141 @@
+"""Several ranks: who comes late and why, what the wire costs, and collectives that could have travelled. Microseconds."""
+
+from __future__ import annotations
+
+from build import MB, WIRE, Run
+from told import cause, names, near, told
+
+from keepbusy.timeline.model import Kind
+
+ITEM = ["aten::item"]
+
+
+def meet(run: Run, wire: float = 100, size: int = MB, read: bool = True) -> None:
+    """All ranks meet once their kernels are done, and read the result."""
+    for rank in run.ranks:
+        run.on(rank).order(7, WIRE)
+    run.collective(wire, size)
+    for rank in run.ranks:
+        run.on(rank).order(WIRE, 7)
+        if read:
+            run.on(rank).sync(WIRE, at=ITEM)
+
+
+def loads(run: Run, late: float = 5_000, ranks: int = 4) -> None:
+    """2 ms of kernels on each rank; the last one loads something first."""
+    for rank in range(ranks):
+        mine = run.on(rank)
+        if rank == ranks - 1:
+            mine.work(late, at=["data.py(3): load"])
+        mine.launch(2_000)
+    meet(run)
+
+
+def test_a_rank_whose_host_is_late() -> None:
+    """Three ranks wait 5 ms for the fourth."""
+    found = told(loads, ranks=4)
+    assert found.plain_step == near(5_000 + 2_000 + 100)
+    assert names(found)[0] == "peer_late"
+    assert cause(found, "peer_late").predicted.step == near(2_100, 0.02)
+    (one,) = found.late
+    assert (one.rank, one.late, one.cause) == (3, near(5_000), "host_work")
+    assert (one.where.file, one.where.line) == ("data.py", 3)
+    assert found.ledger["peer_late"] == near(5_000)
+    assert found.ranks == (0, 1, 2, 3)
+
+
+def test_a_rank_whose_device_has_more_to_do() -> None:
+    """8 ms of kernels on one rank and 2 ms on the other: shared out fairly, 5 ms on each."""
+
+    def body(run: Run) -> None:
+        run.launch(2_000)
+        run.on(1).launch(8_000)
+        meet(run)
+
+    found = told(body, ranks=2)
+    assert found.plain_step == near(8_000 + 100)
+    assert names(found) == ["peer_late"]
+    assert cause(found, "peer_late").predicted.step == near(5_000 + 100)
+    (one,) = found.late
+    assert (one.rank, one.cause, one.late) == (1, "computing", near(3_000))
+
+
+def test_ranks_that_do_the_same_are_not_late() -> None:
+    """Each waits for the others now and then: nobody is to blame for that."""
+    found = told(lambda run: loads(run, late=0), ranks=4)
+    assert "peer_late" not in names(found)
+    assert found.late == ()
+
+
+def test_the_wire_is_what_the_last_to_come_shows() -> None:
+    """Rank 0 spins in its collective for 5 ms: that is neither computing nor the wire."""
+    found = told(lambda run: loads(run, ranks=2), ranks=2)
+    assert found.ledger["computing"] == near(2_000)
+    assert found.ledger.get("collective", 0) + found.ledger.get("exposed_collective", 0) <= 150_000
+
+
+def test_a_rank_late_in_one_step_only_is_no_late_rank() -> None:
+    """Rank 3 loads for 5 ms in the third step alone."""
+    step = iter(range(10_000))
+
+    def body(run: Run) -> None:
+        loads(run, late=5_000 if next(step) == 2 else 0)
+
+    found = told(body, ranks=4)
+    assert found.late == ()
+
+
+# On the wire
+
+
+def reduced(run: Run, wire: float) -> None:
+    """4 ms of kernels, then the gradients of the whole model."""
+    for rank in run.ranks:
+        run.on(rank).launch([1_000] * 4)
+    meet(run, wire, 100 * MB, read=False)
+
+
+def test_a_collective_after_the_compute_is_exposed() -> None:
+    found = told(lambda run: reduced(run, 3_000), ranks=2)
+    assert found.plain_step == near(4_000 + 3_000)
+    assert names(found) == ["exposed_collective"]
+    assert cause(found, "exposed_collective").predicted.step == near(4_000)
+    assert found.ledger["exposed_collective"] == near(3_000)
+
+
+def test_no_collective_is_faster_than_its_wire() -> None:
+    found = told(lambda run: reduced(run, 9_000), ranks=2)
+    assert found.plain_step == near(4_000 + 9_000)
+    assert cause(found, "exposed_collective").predicted.step == near(9_000)
+    assert found.ledger["collective"] == near(5_000)
+
+
+def test_a_collective_that_travels_beside_the_compute_costs_nothing() -> None:
+    """Half of the kernels, the collective, and the other half meanwhile."""
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            run.on(rank).launch([1_000] * 4).order(7, WIRE)
+        run.collective(1_500, 100 * MB)
+        for rank in run.ranks:
+            run.on(rank).launch([1_000] * 4).order(WIRE, 7)
+
+    found = told(body, ranks=2)
+    assert found.plain_step == near(8_000)
+    assert names(found) == []
+    assert found.ledger["computing"] == near(8_000)
+
+
+def test_one_rank_alone_shows_no_peers() -> None:
+    """What it waits for is not in its trace, and the report says so."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4)
+        launch = run.call(WIRE, "INVALID")
+        run.order(7, WIRE).command(launch, WIRE, 3_000, Kind.COLLECTIVE, name="nccl", size=100 * MB)
+        run.order(WIRE, 7)
+
+    found = told(body)
+    assert found.late == ()
+    assert any("Peers of this rank" in note for note in found.notes)
+    assert found.ledger["exposed_collective"] == near(3_000)

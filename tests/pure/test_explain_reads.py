@@ -1,0 +1,152 @@
+"""host_sync: a read costs the lead that the host loses by it, and nothing where the host had none. Microseconds."""
+
+from __future__ import annotations
+
+import pytest
+from build import HOME, LAUNCH, MB, SYNC, Run
+from told import cause, harmless, names, near, told
+
+ITEM = ["aten::item", "aten::_local_scalar_dense"]
+
+
+def read_then_prepare(run: Run, kernels: int = 9, prepare: float = 800) -> None:
+    """So many ms on the device, a value read, and the next batch prepared only then."""
+    run.launch([1_000] * kernels).sync(at=ITEM).work(prepare)
+
+
+def eager(run: Run, operators: int = 100) -> None:
+    """Small kernels: 25 µs of the host for each, 5 µs of the device."""
+    for _ in range(operators):
+        run.work(20).launch(5, at=["aten::add"])
+
+
+# A read that costs
+
+
+def test_a_read_costs_what_the_host_does_after_it() -> None:
+    """9 ms of kernels and 0.8 ms of preparation: once the host is ahead, they overlap."""
+    found = told(read_then_prepare)
+    assert found.plain_step == near(9_000 + 800)
+    assert names(found)[0] == "host_sync"
+    assert cause(found, "host_sync").predicted.step == near(9_000)
+    assert cause(found, "host_sync").count == 1
+    assert found.ledger["host_sync"] == near(800 + LAUNCH + SYNC, 0.02)
+    assert found.ledger["computing"] == near(9_000)
+
+
+def test_without_reads_the_slower_of_host_and_device_sets_the_pace() -> None:
+    """3 ms on the device; 2.8 ms on the host then hide behind them, and of 4.4 ms only the host is left."""
+    found = told(lambda run: read_then_prepare(run, kernels=3, prepare=2_800))
+    assert found.plain_step == near(3_000 + 2_800)
+    assert cause(found, "host_sync").predicted.step == near(3_000)
+    slow = told(lambda run: read_then_prepare(run, kernels=3, prepare=4_400))
+    assert cause(slow, "host_sync").predicted.step == near(4_400)
+
+
+def test_a_sync_of_the_whole_device_is_a_read_of_nothing() -> None:
+    found = told(lambda run: run.launch([1_000] * 9).sync(None, name="cudaDeviceSynchronize").work(800))
+    one = cause(found, "host_sync")
+    assert one.predicted.step == near(9_000)
+    assert (one.fix, one.where.operator) == ("drop_sync", "cudaDeviceSynchronize")
+
+
+def test_an_event_sync_costs_as_much() -> None:
+    found = told(lambda run: run.launch([1_000] * 9).event_sync(at=ITEM).work(800))
+    assert cause(found, "host_sync").predicted.step == near(9_000)
+
+
+def test_many_reads_are_one_cause_with_a_place_each() -> None:
+    def body(run: Run) -> None:
+        run.launch([1_000] * 5).sync(at=["a.py(1): loss", *ITEM]).work(500)
+        run.launch([1_000] * 5).sync(at=["b.py(2): accuracy", *ITEM]).work(900)
+
+    one = cause(told(body), "host_sync")
+    assert [(site.where.file, site.count) for site in one.sites] == [("b.py", 1.0), ("a.py", 1.0)]
+    assert one.predicted.step == near(10_000)
+    assert one.count == 2
+
+
+def test_mending_one_of_two_places_gives_back_its_share() -> None:
+    """Between the two reads, 500 µs and 900 µs: each alone is worth what the host does after it."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 5).sync(at=["a.py(1): loss", *ITEM]).work(500)
+        run.launch([1_000] * 5).sync(at=["b.py(2): accuracy", *ITEM]).work(900)
+
+    later, earlier = cause(told(body), "host_sync").sites
+    assert (later.wait, earlier.wait) == (near(900, 0.05), near(500, 0.05))
+
+
+def test_a_loop_of_reads_is_read_at_once() -> None:
+    """Sixty values read one by one, each by a kernel of its own: 6 + 3 + 3 + 20 µs each. Then it is one operation."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4)
+        for _ in range(60):
+            with run.inside("metrics.py(7): update"):
+                run.launch(3, at=["aten::gt"]).sync(at=ITEM).work(20)
+
+    found = told(body)
+    assert found.plain_step == near(4_000 + 60 * 32)
+    assert cause(found, "host_sync").predicted.step == near(4_000 + 60 * 3, 0.03)
+    assert cause(found, "host_sync").where.file == "metrics.py"
+
+
+@pytest.mark.parametrize(
+    ("operator", "fix"),
+    [
+        ("aten::item", "read_later"),
+        ("aten::nonzero", "keep_shapes"),
+        ("aten::index", "keep_shapes"),
+        ("aten::_unique2", "tell_sizes"),
+        ("aten::repeat_interleave", "tell_sizes"),
+    ],
+)
+def test_the_remedy_depends_on_what_was_called(operator: str, fix: str) -> None:
+    found = told(lambda run: run.launch([1_000] * 9).sync(at=[operator]).work(800))
+    assert cause(found, "host_sync").fix == fix
+
+
+def test_a_small_copy_home_is_a_read() -> None:
+    """`.item()` moves four bytes, and the host waits for them."""
+
+    def body(run: Run) -> None:
+        with run.inside(*ITEM):
+            run.launch([1_000] * 9).copy(4, 2, HOME)
+        run.work(800)
+
+    found = told(body)
+    assert names(found)[0] == "host_sync"
+    assert cause(found, "host_sync").predicted.step == near(9_000)
+    assert "blocking_copy" not in (*names(found), *harmless(found))
+
+
+# A read that costs nothing
+
+
+def test_a_read_in_a_launch_bound_step_costs_nothing() -> None:
+    """The device is idle when the host asks: there was no lead to lose."""
+    found = told(lambda run: (eager(run), run.sync(at=ITEM)))
+    assert names(found) == ["launch_bound"]
+    (one,) = found.harmless
+    assert (one.cause, one.count, one.where.operator) == ("host_sync", 1.0, "aten::item")
+    assert one.why == "the step is launch-bound: the host would not have been ahead anyway"
+
+
+def test_a_read_that_the_host_makes_up_for_costs_nothing() -> None:
+    """4 ms are enqueued in 10 µs right after the read: the device hardly waits."""
+    found = told(lambda run: run.launch([1_000] * 4).sync(at=ITEM).launch([1_000] * 4))
+    assert (names(found), harmless(found)) == ([], ["host_sync"])
+    assert found.harmless[0].why == "the GPU has work all the time"
+
+
+def test_a_sync_of_an_idle_stream_costs_nothing() -> None:
+    found = told(lambda run: run.launch([1_000] * 4).sync(99).work(300))
+    assert names(found) == []
+
+
+def test_a_wait_for_much_data_is_no_read() -> None:
+    """32 MB brought home and waited for: that is the copy's doing."""
+    found = told(lambda run: run.launch([1_000] * 4).copy(32 * MB, 3_000, HOME).work(900))
+    assert "host_sync" not in names(found)
+    assert names(found)[0] == "blocking_copy"

@@ -1,0 +1,178 @@
+"""From the recorded run to the plain one: what recording cost is taken out of the host, and of the host alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from build import MS, US, Run, loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import loops
+
+from keepbusy.explain import explain
+from keepbusy.explain.plain import MOST, SLOWEST, deflate, other_view, plain_run
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Kind, Timeline
+from keepbusy.timeline.replay import pace
+from keepbusy.timeline.settle import settle
+from keepbusy.timeline.steps import whole_steps
+
+OPERATOR = 25
+"""What an operator takes of the host without a recorder, and so much again with one."""
+
+
+def forward(run: Run, kernel: float = 10, operators: int = 20) -> None:
+    for _ in range(operators):
+        run.work(2 * OPERATOR, recording=OPERATOR * US).launch(kernel)
+
+
+def launch_bound(kernel: float = 10) -> Timeline:
+    """20 operators a step, each of 50 µs and a launch of 5: 1.1 ms as recorded, and 0.6 ms without a recorder."""
+    return whole_steps(loop(lambda run: forward(run, kernel)))
+
+
+# Taking it out
+
+
+def test_the_cost_that_was_estimated_leaves_less_the_larger_it_was() -> None:
+    """Half of the work was recording: a factor of 1 leaves two thirds of it, one of 2 the half."""
+    timeline = launch_bound()
+    work = timeline.spans.kind == Kind.WORK
+    for factor, left in ((0.0, 50.0), (1.0, 50 / 1.5), (2.0, 25.0), (MOST, 10.0)):
+        assert set(deflate(timeline, factor).spans.work[work].tolist()) == {int(left * US)}
+
+
+def test_the_device_does_what_it_did() -> None:
+    timeline = launch_bound()
+    deflated = deflate(timeline, MOST, SLOWEST)
+    device = timeline.on_device
+    np.testing.assert_array_equal(deflated.spans.work[device], timeline.spans.work[device])
+
+
+def test_what_the_recorder_did_for_itself_goes() -> None:
+    timeline = launch_bound()
+    first = np.arange(len(timeline)) == timeline.marks[1]
+    timeline = timeline.change_spans(kind=np.where(first, Kind.RECORDING, timeline.spans.kind))
+    assert deflate(timeline, 0.0).spans.work[first].tolist() == [50 * US]
+    assert deflate(timeline, 0.5).spans.work[first].tolist() == [0]
+
+
+costs = st.lists(st.integers(0, 200_000), min_size=1, max_size=20)
+
+
+@given(loops(), costs, st.floats(0, MOST), st.floats(0, MOST), st.floats(SLOWEST, 1))
+@settings(max_examples=80, deadline=None)
+def test_deflation_is_never_negative_and_grows_with_its_factor(
+    timeline: Timeline, recording: list[int], one: float, other: float, speed: float
+) -> None:
+    timeline = settle(timeline).change_spans(recording=np.resize(recording, len(timeline)))
+    less, more = (deflate(timeline, factor, speed).spans.work for factor in sorted((one, other)))
+    positive = timeline.spans.work >= 0
+    assert (more[positive] >= 0).all()
+    assert (more <= less).all()
+    np.testing.assert_array_equal(more[~positive], timeline.spans.work[~positive])
+    np.testing.assert_array_equal(deflate(timeline, 0.0).spans.work, timeline.spans.work)
+
+
+# The plain step
+
+
+@pytest.mark.parametrize("plain_step", [1.09, 0.9, 0.7, 0.5, 0.35])
+def test_the_unchanged_run_then_takes_the_plain_step(plain_step: float) -> None:
+    plain = plain_run(launch_bound(), round(plain_step * MS))
+    assert pace(plain.timeline) == pytest.approx(plain_step * MS, rel=0.005)
+    assert plain.step == round(plain_step * MS)
+    assert plain.ratio == pytest.approx(1.0, abs=0.005)
+    assert 0 < plain.factor <= MOST
+
+
+def test_a_host_slower_than_any_recorder_makes_it_is_sped_up_altogether() -> None:
+    """All that recording may have cost out, 0.3 ms are left: for 0.2 ms the host must have been faster as well."""
+    plain = plain_run(launch_bound(kernel=1), round(0.2 * MS))
+    assert plain.factor == MOST
+    assert pace(plain.timeline) == pytest.approx(0.2 * MS, rel=0.01)
+
+
+def test_where_the_device_sets_the_pace_the_usual_cost_is_taken_out() -> None:
+    """Steps of 4 ms on the device: no host, however slow, would show."""
+    timeline = launch_bound(kernel=200)
+    plain = plain_run(timeline, round(pace(timeline) * 1.01))
+    assert plain.factor == 1.0
+    assert pace(plain.timeline) == pytest.approx(pace(timeline), rel=0.001)
+
+
+def test_a_recording_that_was_no_slower_keeps_its_shape() -> None:
+    """A plain step longer than the recorded one, by noise: everything is as long as it must be."""
+    timeline = launch_bound()
+    plain = plain_run(timeline, round(1.3 * MS))
+    assert plain.factor == 0.0
+    assert plain.ratio == pytest.approx(1.3 * MS / pace(timeline))
+    np.testing.assert_array_equal(plain.timeline.spans.work, timeline.spans.work)
+
+
+def test_without_a_plain_step_the_recording_stands_for_it() -> None:
+    timeline = launch_bound()
+    plain = plain_run(timeline, None)
+    assert (plain.timeline, plain.ratio, plain.factor) == (timeline, 1.0, 0.0)
+    assert plain.step == round(pace(timeline))
+
+
+@pytest.mark.parametrize("plain_step", [1, 1_000, 2 * MS])
+def test_a_plain_step_shorter_than_the_device_needs_is_refused(plain_step: int) -> None:
+    """4 ms of kernels a step."""
+    timeline = loop(lambda run: forward(run, 200), source="rank0.json")
+    with pytest.raises(BadInput) as caught:
+        explain(timeline, plain_step)
+    message = str(caught.value)
+    assert message.startswith("rank0.json cannot have a plain step of ")
+    assert "takes 4.0" in message
+    assert message.endswith("measured on the same program.")
+
+
+@given(st.floats(0.25, 1.5))
+@settings(max_examples=40, deadline=None)
+def test_any_plain_step_that_can_be_is_reached(plain_step: float) -> None:
+    plain = plain_run(launch_bound(), round(plain_step * MS))
+    assert plain.ratio * pace(plain.timeline) == pytest.approx(plain_step * MS, rel=1e-3)
+    assert (plain.timeline.spans.work >= 0).all()
+
+
+# The other view
+
+
+def test_the_other_view_slows_the_host_evenly() -> None:
+    """Half of the operators cost nothing to record; under the other view they, too, were faster without a recorder."""
+    timeline = launch_bound()
+    cheap = np.cumsum(timeline.spans.kind == Kind.WORK) % 2 == 0
+    timeline = timeline.change_spans(recording=np.where(cheap, 0, timeline.spans.recording))
+    plain = plain_run(timeline, round(0.9 * MS))
+    other = other_view(timeline, plain)
+    work = timeline.spans.kind == Kind.WORK
+    assert len(set(plain.timeline.spans.work[work].tolist())) == 2
+    assert len(set(other.timeline.spans.work[work].tolist())) == 1
+    assert pace(other.timeline) == pytest.approx(0.9 * MS, rel=0.005)
+
+
+def test_there_is_no_other_view_of_a_run_that_was_taken_as_it_is() -> None:
+    timeline = launch_bound()
+    plain = plain_run(timeline, None)
+    assert other_view(timeline, plain) is plain
+
+
+# Several ranks
+
+
+def test_what_differs_now_and_then_between_ranks_is_noise() -> None:
+    """Each rank is 3 ms late in one step of six: the plain run has no such steps, for the late one changes."""
+    run = Run.of(ranks=2)
+    for step in range(7):
+        for rank in run.ranks:
+            run.on(rank).step().work(200 + 3_000 * (step == 2 + rank)).launch(kernel=100)
+        run.collective(wire=50)
+        for rank in run.ranks:
+            run.on(rank).sync(None)
+    timeline = whole_steps(run.timeline())
+    plain = plain_run(timeline, round(0.31 * MS))
+    late = plain.timeline.spans.work[plain.timeline.spans.kind == Kind.WORK]
+    assert np.ptp(late) < 20 * US
+    assert plain.ratio == pytest.approx(1.0, abs=0.1)

@@ -1,0 +1,311 @@
+"""Whole steps: what repeats in a recording, cut where a step begins, and counted right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from build import Run, loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import loops
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import NONE, Kind, Timeline
+from keepbusy.timeline.replay import pace, replay
+from keepbusy.timeline.settle import settle
+from keepbusy.timeline.steps import by_pattern, period, repetition, sample, whole_steps
+
+
+def steps_of(timeline: Timeline, rank: int = 0) -> int:
+    return len(timeline.marks_of(rank))
+
+
+def launches(timeline: Timeline) -> int:
+    return int((timeline.spans.kind == Kind.LAUNCH).sum())
+
+
+def kernels(run: Run, count: int) -> Run:
+    for _ in range(count):
+        run.launch(kernel=20)
+    return run
+
+
+# Cutting
+
+
+def test_what_stands_before_the_first_mark_and_after_the_last_is_left_out() -> None:
+    run = Run.of().work(5_000).launch(kernel=900)
+    for _ in range(5):
+        kernels(run.step(), 3)
+    whole = whole_steps(run.timeline())
+    assert (steps_of(whole), launches(whole)) == (4, 12)
+
+
+def test_each_launch_keeps_its_command_whenever_it_ran() -> None:
+    """The device is three steps behind when the window is cut: 30 launches and 30 kernels, not those that ran in it."""
+    whole = whole_steps(loop(lambda run: kernels(run, 10).launch(kernel=2_000), steps=4))
+    assert launches(whole) == int(whole.on_device.sum()) == 44
+    cut = whole.spans.end[whole.rows_of(whole.spans.lane[whole.marks[0]])].max()
+    assert (whole.spans.start[whole.on_device] > cut).any()
+
+
+def test_what_is_cut_away_leaves_no_link_behind() -> None:
+    whole = whole_steps(loop(lambda run: run.launch(kernel=50).order(7, 8).launch(kernel=50, stream=8)))
+    assert (whole.links.source < whole.links.target).all()
+    assert whole.links.target.max() < len(whole)
+
+
+def test_what_one_step_releases_in_the_next_goes_round() -> None:
+    """Two streams take turns, 700 µs and 300 µs, across the border of the step: the first waits for the last."""
+
+    def turns(run: Run) -> None:
+        run.launch(kernel=700).order(7, 8).launch(kernel=300, stream=8).order(8, 7)
+
+    for steps in (2, 9):
+        whole = whole_steps(loop(turns, steps=steps))
+        assert (whole.links.source > whole.links.target).sum() == 1
+        assert pace(whole) == pytest.approx(1_002_000, rel=0.001)
+
+
+def test_what_goes_round_belongs_to_the_same_part_of_the_step() -> None:
+    """A link to a kernel that the first step does not begin with is none of its own."""
+    run = Run.of()
+    for step in range(5):
+        run.step().launch(kernel=700, name="first" if step < 4 else "other")
+        run.order(7, 8).launch(kernel=300, stream=8).order(8, 7)
+    whole = whole_steps(run.timeline())
+    assert (whole.links.source < whole.links.target).all()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_two_whole_steps_are_the_least(steps: int) -> None:
+    run = Run.of()
+    for _ in range(steps):
+        kernels(run.step(), 10)
+    run.launch(kernel=3)
+    with pytest.raises(BadInput, match=r"^on paper shows fewer than two whole steps; record at least three") as caught:
+        whole_steps(run.timeline().change(facts={"source": "on paper", "pending_limit": 1_000}))
+    assert str(caught.value).endswith(".")
+
+
+def test_steps_that_launch_nothing_are_no_steps() -> None:
+    run = Run.of()
+    for _ in range(6):
+        run.step().work(100)
+    run.launch(kernel=50)
+    with pytest.raises(BadInput, match="fewer than two whole steps"):
+        whole_steps(run.timeline())
+
+
+def test_ends_that_were_not_recorded_whole_are_left_out() -> None:
+    """The first stretch lost most of its commands: they were launched before the window began."""
+    run = Run.of()
+    for count in (1, 10, 10, 10, 2, 10):
+        kernels(run.step(), count)
+    assert launches(whole_steps(run.timeline())) == 30
+
+
+def test_a_short_step_in_the_middle_is_a_step() -> None:
+    run = Run.of()
+    for count in (10, 10, 2, 10, 10, 10):
+        kernels(run.step(), count)
+    assert steps_of(whole_steps(run.timeline())) == 5
+
+
+# Several marks a step
+
+
+def test_two_optimizers_that_take_turns_make_one_step() -> None:
+    run = Run.of()
+    for turn in range(9):
+        kernels(run.step(), (10, 4)[turn % 2])
+    whole = whole_steps(run.timeline())
+    assert (steps_of(whole), launches(whole)) == (4, 56)
+
+
+@pytest.mark.parametrize(
+    ("counts", "length"),
+    [
+        ([10, 10, 10, 10], 1),
+        ([10, 4, 10, 4, 10], 2),
+        ([10, 4, 10, 4], 1),  # seen once each: nobody knows
+        ([9, 9, 3, 9, 9, 3, 9], 3),
+        ([100, 101, 100, 101, 100], 1),  # no difference worth the name
+        ([10, 4, 7, 2, 9], 1),
+        ([5], 1),
+        ([], 1),
+    ],
+)
+def test_the_period_of_counts(counts: list[int], length: int) -> None:
+    assert period(np.array(counts)) == length
+
+
+def test_a_plain_step_may_hold_several_marks() -> None:
+    """Two marks a plain step (micro-batches, say): steps of 1 ms, and a plain step of 2 ms."""
+    timeline = loop(lambda run: run.launch(kernel=998), steps=8)
+    assert steps_of(whole_steps(timeline)) == 8
+    assert steps_of(whole_steps(timeline, plain_step=2_000_000)) == 4
+    assert steps_of(whole_steps(timeline, plain_step=1_400_000)) == 8
+
+
+def test_a_plain_step_never_holds_so_many_marks_that_one_step_is_left() -> None:
+    timeline = loop(lambda run: run.launch(kernel=998), steps=8)
+    assert steps_of(whole_steps(timeline, plain_step=4_000_000)) == 2
+    assert steps_of(whole_steps(timeline, plain_step=8_000_000)) >= 2
+
+
+# Ranks
+
+
+def test_ranks_are_cut_by_the_same_steps() -> None:
+    """Rank 1 began to record a step later: the last steps are those that both have."""
+    run = Run.of(ranks=2)
+    for step in range(6):
+        for rank in run.ranks:
+            if step or rank == 0:
+                run.on(rank).step().launch(kernel=100)
+    whole = whole_steps(run.timeline())
+    assert steps_of(whole, 0) == steps_of(whole, 1) == 4
+    for rank in (0, 1):
+        assert (whole.rank_of_rows == rank).sum() == 8
+
+
+def test_a_rank_without_marks_is_no_rank_of_a_loop() -> None:
+    run = Run.of(ranks=2)
+    for _ in range(6):
+        run.step().launch(kernel=100)
+    run.on(1).work(10)
+    with pytest.raises(BadInput, match="fewer than two whole steps"):
+        whole_steps(run.timeline())
+
+
+# Without marks
+
+
+def unmarked(timeline: Timeline) -> Timeline:
+    return timeline.change(marks=np.zeros(0, np.int64))
+
+
+def forward(run: Run) -> None:
+    """Seven launches of five kinds of kernel, then the host prepares the next batch."""
+    for name in ("embed", "norm", "gemm", "norm", "gemm", "loss", "adam"):
+        run.launch(kernel=30, name=name)
+    run.work(400)
+
+
+def test_a_run_without_marks_is_cut_where_it_begins_anew() -> None:
+    timeline = unmarked(loop(forward, steps=8))
+    marked = by_pattern(timeline)
+    assert set(np.diff(launched_before(marked))) == {7}
+    whole = whole_steps(timeline)
+    assert launches(whole) == 7 * steps_of(whole)
+    assert steps_of(whole) >= 6
+
+
+def launched_before(timeline: Timeline) -> np.ndarray:
+    """Of each mark, how many launches stand before it."""
+    return np.cumsum(timeline.spans.kind == Kind.LAUNCH)[timeline.marks]
+
+
+def test_such_a_step_begins_after_the_longest_pause() -> None:
+    marked = by_pattern(unmarked(loop(forward, steps=8)))
+    rows = marked.marks
+    assert {marked.names[name] for name in marked.spans.name[rows + 1]} == {"embed"}
+
+
+def test_a_run_that_does_not_repeat_has_no_steps() -> None:
+    run = Run.of()
+    for number in range(40):
+        run.launch(kernel=30, name=f"kernel {number}")
+    with pytest.raises(BadInput, match="fewer than two whole steps"):
+        whole_steps(run.timeline())
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(4, 10))
+@settings(max_examples=60, deadline=None)
+def test_what_is_repeated_is_found(once: list[int], times: int) -> None:
+    """The true period, or a shorter one if the sequence itself has one that fits."""
+    names = np.array(once * times)
+    length = repetition(names)
+    if len(names) >= 6:
+        assert 0 < length <= len(once)
+        assert (names[length:] == names[:-length]).mean() > 0.7
+
+
+@pytest.mark.parametrize("names", [[], [1, 1, 1], list(range(50))])
+def test_what_is_not_repeated_is_not_found(names: list[int]) -> None:
+    assert repetition(np.array(names, np.int64)) == 0
+
+
+# Device steps and host steps
+
+
+def test_more_device_steps_than_host_steps() -> None:
+    """Work that was queued before the window began: commands without a launch, of three more steps."""
+    run = Run.of().launch(kernel=[500] * 30)
+    for _ in range(5):
+        run.step().launch(kernel=[500] * 10)
+    timeline = run.timeline()
+    orphans = timeline.change(links=timeline.links.take(np.flatnonzero(timeline.links.source > 0)))
+    whole = whole_steps(settle(orphans))
+    assert steps_of(whole) == 4
+    assert pace(whole) == pytest.approx(10 * 501_000, rel=0.01)
+
+
+def test_fewer_device_steps_than_host_steps() -> None:
+    """The host was ahead when the recording stopped, and the last steps of the device are absent altogether."""
+    run = Run.of()
+    for step in range(8):
+        run.step()
+        kernels(run, 10) if step < 6 else [run.call(7) for _ in range(10)]
+    whole = whole_steps(run.timeline())
+    assert steps_of(whole) == 6
+    assert int(whole.on_device.sum()) == 60
+
+
+# Few enough steps
+
+
+def test_a_sample_takes_steps_evenly_from_the_fastest_to_the_slowest() -> None:
+    run = Run.of()
+    for step in range(101):
+        run.step().work(100 + step).launch(kernel=10)
+    whole = whole_steps(run.timeline())
+    few = sample(whole, most_rows=36)
+    assert steps_of(few) == 12
+    worked = few.spans.work[few.marks]
+    assert (np.diff(worked) > 0).all()
+    assert worked.mean() == pytest.approx(whole.spans.work[whole.marks].mean(), rel=0.02)
+    np.testing.assert_array_equal(worked, whole.spans.work[few_rows(whole, worked)])
+
+
+def few_rows(whole: Timeline, worked: np.ndarray) -> np.ndarray:
+    return np.array([int(np.flatnonzero(whole.spans.work == one)[0]) for one in worked])
+
+
+def test_a_sample_of_a_short_run_is_the_run() -> None:
+    whole = whole_steps(loop(forward))
+    assert sample(whole) is whole
+
+
+def test_a_sample_keeps_the_same_steps_of_every_rank() -> None:
+    run = Run.of(ranks=2)
+    for step in range(41):
+        for rank in run.ranks:
+            run.on(rank).step().work(10 + step)
+        run.collective(wire=50)
+    few = sample(whole_steps(run.timeline()), most_rows=60)
+    assert steps_of(few, 0) == steps_of(few, 1) == 10
+    np.testing.assert_array_equal(few.spans.work[few.marks_of(0)], few.spans.work[few.marks_of(1)])
+    assert (np.bincount(few.spans.meeting[few.spans.meeting != NONE])[np.unique(few.spans.meeting[2:])] != 1).all()
+
+
+@given(loops())
+@settings(max_examples=60, deadline=None)
+def test_whole_steps_can_be_replayed(timeline: Timeline) -> None:
+    whole = whole_steps(settle(timeline))
+    counts = [steps_of(whole, rank) for rank in whole.ranks]
+    assert min(counts) == max(counts) >= 2
+    later = replay(whole, 3)
+    assert (later.spans.end >= later.spans.start).all()
+    assert pace(whole) > 0
