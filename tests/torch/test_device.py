@@ -179,3 +179,16 @@ def test_loader_workers_and_their_pinned_batches() -> None:
     batches = [batch for (batch,) in loader]
     assert all(batch.is_pinned() for batch in batches)
     assert sum(batch.to("cuda", non_blocking=True).sum().item() for batch in batches) == 120
+
+
+def test_compiled_code_runs_eagerly_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    module = nn.Linear(4, 2).cuda()
+    assert torch.compile(module) is module
+    assert torch.compile(mode="reduce-overhead")(len) is len
+    module.compile()
+    assert capsys.readouterr().err.count("torch.compile runs eagerly") <= 1
+
+
+def test_graphs_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="does not capture CUDA graphs"):
+        torch.cuda.CUDAGraph()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from keepbusy.virtual import cuda_module, distributed, host_side, operators, pinned, randomness, storages
+from keepbusy.virtual import compiled, cuda_module, distributed, host_side, operators, pinned, randomness, storages
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.guard import replace_guard
 from keepbusy.virtual.hooks import replace_hooks
@@ -39,6 +39,7 @@ def bring_up(
     _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
     cuda_module.patch()
     storages.patch()
+    compiled.patch()
     host_side.patch()
     operators.register()
     if dist.is_available():
