@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRACES := tests/snapshots/traces
 
-.PHONY: demo test bench lint format snapshots picture clean
+.PHONY: demo test operators bench lint format snapshots picture clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -20,6 +20,10 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest
+
+# all samples of PyTorch's own operator database on the virtual GPU; `make test` takes one of each operator
+operators: $(READY)
+	@$(BIN)/python tests/torch/operator_sweep.py 1000
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/explain_speed.py

@@ -56,6 +56,20 @@ FLAGS = {
         "--save": ("RUN.busy", None, None),
         "--quiet": (None, 0, False),
     },
+    "run": {
+        "--on": ("DEVICE", None, "auto"),
+        "--gpus": ("N", None, 1),
+        "--ranks": ("N", None, 1),
+        "--values": (None, None, "real"),
+        "--clock": (None, None, "measured"),
+        "--mend": ("CAUSES", None, ()),
+        "--workers": ("N", None, 8),
+        "--json": (None, 0, False),
+        "--save": ("RUN.busy", None, None),
+        "-m": (None, 0, False),
+        "script": ("SCRIPT", None, None),
+        "arguments": ("...", "...", None),
+    },
     "compare": {
         "before": ("A", None, None),
         "after": ("B", None, None),
@@ -90,7 +104,7 @@ def test_every_verb_is_frozen() -> None:
     assert list(verbs()) == list(FLAGS)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["compare", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["run", "--help"], ["compare", "--help"], ["export", "--help"]])
 def test_help_has_examples_and_fits_any_encoding(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)

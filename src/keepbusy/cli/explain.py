@@ -61,17 +61,17 @@ def add_plain_step(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
     if options.save:
-        _check_name(options.save)
+        check_name(options.save)
     with progress(options.quiet) as on_progress:
         timeline = open_timeline(options.files, on_progress)
         diagnosis = explained(timeline, options.plain_step, options.mend, options.workers, on_progress)
-    text = _rendered(diagnosis, options)
+    text = rendered(diagnosis, options.json, _again(options))
     if options.save:
-        _save(timeline, options.plain_step, options.save)
+        save(timeline, options.plain_step, options.save)
     return (text, "\n")
 
 
-def _check_name(path: Path) -> None:
+def check_name(path: Path) -> None:
     if path.suffix != SAVED:
         raise BadInput(f"--save {path}: a saved run is named *{SAVED}, so that it is known again.")
     check_place(path)
@@ -91,15 +91,15 @@ def explained(
     return explain(timeline, plain_step=plain_step, mend=mend, workers=workers, on_progress=on_progress)
 
 
-def _rendered(diagnosis: Diagnosis, options: argparse.Namespace) -> str:
-    if options.json:
+def rendered(diagnosis: Diagnosis, json: bool, again: str) -> str:
+    if json:
         from keepbusy.report import as_json
 
         return as_json.render(diagnosis)
     from keepbusy.report import terminal
 
     shape = screen()
-    return terminal.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=_again(options))
+    return terminal.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again)
 
 
 def _again(options: argparse.Namespace) -> str:
@@ -124,9 +124,9 @@ def _beginning(names: Sequence[str]) -> str:
     return "".join(letters[0] for letters in alike)
 
 
-def _save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
-    from keepbusy.timeline.store import save
+def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
+    from keepbusy.timeline import store
 
     if plain_step is not None:
         timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
-    save(timeline, path)
+    store.save(timeline, path)

@@ -63,7 +63,8 @@ def explain(
     scene = Scene(plain.timeline, workers)
     say("mending each cause", 0.5)
     story = _Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(mend))
-    return story.told(whole, plain_step is not None)
+    # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
+    return story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
 
 
 def _quiet(what: str, share: float) -> None:

@@ -16,6 +16,8 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
             "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
             "Time a step without the profiler and give it with --plain-step."
         )
+    if not whole.facts.get("values", True):
+        notes.append("The run computed nothing: every value that the program read from the device was zero.")
     if not whole.facts.get("stacks", True):
         notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
     if whole.facts.get("skipped"):

@@ -1,0 +1,168 @@
+"""Run a PyTorch program on a virtual GPU, and say which line would make a real one wait."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepbusy.cli import ranks, values
+from keepbusy.cli.explain import check_name, explained, rendered, save
+from keepbusy.cli.output import show
+from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.timeline.model import Timeline
+
+SUMMARY = "run a program that asks for a GPU on a virtual one, and explain the run"
+EXAMPLES = """\
+examples:
+  keepbusy run train.py --epochs 1
+  keepbusy run --on a100 --save run.busy train.py
+  keepbusy run --clock modelled -m package.train --steps 20
+  keepbusy run --ranks 4 train.py
+
+The program runs as it is: its arguments, its output and its exit code are its own.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        metavar="DEVICE",
+        default="auto",
+        help="the GPU to be: h200, h100, a100, b200, l4, rtx4090, or a .toml file (default: h200 where there is none)",
+    )
+    parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
+    parser.add_argument(
+        "--ranks", type=_count, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
+    )
+    parser.add_argument(
+        "--values",
+        choices=("real", "none"),
+        default="real",
+        help="none: compute nothing and touch no memory, so that large models run too; what is read is zero",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("measured", "modelled"),
+        default="measured",
+        help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
+    )
+    parser.add_argument(
+        "--mend", type=values.causes, metavar="CAUSES", default=(), help="predict the step with these mended"
+    )
+    parser.add_argument(
+        "--workers", type=values.workers, metavar="N", default=8, help="loader workers to count on (default 8)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
+    )
+    parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+    parser.add_argument("script", metavar="SCRIPT", help="the program to run, unchanged")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the program's own arguments")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to 64")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> Sequence[str]:
+    """Ends with the program's own exit code, so it does not come back when that is not 0."""
+    from keepbusy.virtual import script
+    from keepbusy.virtual.run import Options, start
+    from keepbusy.virtual.steady import steady
+
+    if options.save:
+        check_name(options.save)
+    path = None if options.module else script.find(options.script)
+    device = _device(options.on)
+    if options.ranks > 1:
+        sys.exit(ranks.launch(options.ranks, _command(options)))
+    asked = Options(device, ranks.devices(options.gpus), options.clock == "measured", options.values == "real")
+    timeline = start(asked, ranks.rank())
+    process = os.getpid()
+    with _program_output(options.json):
+        if path is None:
+            code = script.run_module(options.script, options.arguments)
+        else:
+            code = script.run_file(path, options.arguments)
+    if os.getpid() != process:  # a child that the program forked and let return has nothing to tell
+        os._exit(code)
+    whole = ranks.gathered(timeline(source=options.script))
+    if whole is not None:
+        _report(steady(whole), options)
+    sys.exit(code)
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """What each rank is started with: the same, without `--ranks`."""
+    given = [] if options.on == "auto" else ["--on", options.on]
+    given += [] if options.clock == "measured" else ["--clock", options.clock]
+    given += [] if options.values == "real" else ["--values", options.values]
+    given += ["--mend", ",".join(options.mend)] if options.mend else []
+    given += ["--json"] if options.json else []
+    given += ["--save", str(options.save)] if options.save else []
+    given += ["-m"] if options.module else []
+    return [*given, options.script, *options.arguments]
+
+
+def _device(on: str) -> str:
+    """`auto` takes the virtual device where there is no GPU; where there is one, the user must say what is meant."""
+    if on != "auto":
+        return on
+    if Path("/dev/nvidiactl").exists():
+        raise BadInput(
+            "this machine has a GPU, which `keepbusy run` cannot record yet; give --on h200 for a virtual one."
+        )
+    return "h200"
+
+
+class _program_output:  # noqa: N801  # reads as a word: with _program_output(...)
+    """Where the result is JSON, standard output is the result's alone, also for children and native code."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        self.elsewhere = elsewhere
+
+    def __enter__(self) -> None:
+        if self.elsewhere:
+            sys.stdout.flush()
+            self._before = os.dup(1)
+            os.dup2(2, 1)
+
+    def __exit__(self, *error: object) -> None:
+        sys.stdout.flush()
+        if self.elsewhere:
+            os.dup2(self._before, 1)
+
+
+def _report(timeline: Timeline, options: argparse.Namespace) -> None:
+    """What the run so far says. A program that did nothing on its GPU has had its say already."""
+    if options.save:
+        save(timeline, None, options.save)
+    try:
+        if not timeline.on_device.any():
+            raise BadInput(f"{options.script} ran nothing on the GPU.")
+        diagnosis = explained(timeline, None, options.mend, options.workers)
+    except BadInput as error:
+        sys.stderr.write(f"keepbusy: {error}\n")
+        return
+    show(("" if options.json else "\n", rendered(diagnosis, options.json, _again(options)), "\n"))
+
+
+def _again(options: argparse.Namespace) -> str:
+    """The command that shows the report again: without the run, where it was kept."""
+    if options.save:
+        return shlex.join(["keepbusy", "explain", str(options.save)])
+    several = ["--ranks", str(ranks.world())] if ranks.world() > 1 else []
+    return shlex.join(["keepbusy", "run", *several, *_command(options)])
+
+
+__all__ = ["EXAMPLES", "SUMMARY", "add_arguments", "run"]

@@ -1,0 +1,1 @@
+"""A program with no GPU -> `Timeline`: the device, its clock, its costs, its memory."""

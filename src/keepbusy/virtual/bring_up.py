@@ -1,0 +1,65 @@
+"""Bring the virtual GPU up in this process. There is no way back: who starts it wants it until the end."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from keepbusy.virtual import compiled, cuda_module, distributed, host_side, operators, pinned, randomness, storages
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.guard import replace_guard
+from keepbusy.virtual.hooks import replace_hooks
+from keepbusy.virtual.machine import MACHINE, Machine
+from keepbusy.virtual.unreal import VALUES
+
+
+def bring_up(
+    device: Device,
+    devices: int = 1,
+    rank: int = 0,
+    measured: bool = True,
+    values: bool = True,
+    one_generator: bool = False,
+) -> Machine:
+    """From now on this process has `devices` GPUs. `selftest.check` says beforehand whether its PyTorch can carry them.
+
+    `measured`: host time is what really passes, else what the device file says. `values`: whether
+    anything is computed. `one_generator`: the devices draw from the host's random numbers, so that a
+    run can be compared with one on the CPU.
+    """
+    if _started:
+        return MACHINE
+    _started.append(True)
+    _keep_freed_memory()
+    MACHINE.start(device, devices, rank, measured)
+    VALUES.real, randomness.DEFAULTS.shared = values, one_generator
+    _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
+    cuda_module.patch()
+    storages.patch()
+    compiled.patch()
+    host_side.patch()
+    operators.register()
+    if dist.is_available():
+        distributed.patch()
+    MACHINE.calibrate()
+    return MACHINE
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_started: list[bool] = []
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what is freed: giving it back takes time that no GPU would have taken."""
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1)):
+            tune(parameter, value)
+
+
+def _put_in_place(*undos: Callable[[], None]) -> None:
+    for undo in undos:
+        atexit.register(undo)

@@ -1,0 +1,42 @@
+"""Processes that the program spawns: each gets its virtual GPUs before it imports the program again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.spawn
+import os
+from typing import Any
+
+CHILD = "KEEPBUSY_SPAWNED"
+"""How a spawned child is told what to be: the options of the run, and the script of its parent."""
+_FILE = __file__
+
+
+def follow(options: dict[str, Any]) -> None:
+    """From now on spawned children run on virtual GPUs too. A forked one inherits them anyway."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        script = data.get("init_main_from_path")
+        if script is not None and script != _FILE:
+            os.environ[CHILD] = json.dumps({**options, "script": script})
+            data["init_main_from_path"] = _FILE
+        return data
+
+    multiprocessing.spawn.get_preparation_data = prepared
+
+
+def _be_child(told: dict[str, Any], names: dict[str, Any]) -> None:
+    """Python runs this file in place of the script: become what the parent is, then be the script."""
+    from keepbusy.virtual.run import Options, start
+
+    script = told.pop("script")
+    start(Options(**told))
+    names["__file__"] = script
+    with open(script, "rb") as file:  # noqa: PTH123  # before the program may have changed anything
+        exec(compile(file.read(), script, "exec"), names)
+
+
+if __name__ == "__mp_main__" and CHILD in os.environ:
+    _be_child(json.loads(os.environ[CHILD]), globals())

@@ -1,0 +1,95 @@
+"""What an operator launches on CUDA, and how long each kernel runs.
+
+Costs come from what an operator is (`products.py`: arithmetic, `traffic.py`: bytes), and from how
+PyTorch's CUDA code launches it, which is not how its CPU code does. They are kept by name, shapes,
+types and strides, so a training loop pays for them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from keepbusy.virtual import families, traffic
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.operands import Kernel, Operand
+
+__all__ = ["ASKS", "Costs", "Kernel", "Operand"]
+
+_Key: TypeAlias = tuple[str, tuple[Operand, ...], tuple[Operand, ...], tuple[Any, ...]]
+
+ASKS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(families.ATTENTION, ("is_causal",)),
+    **dict.fromkeys(families.ATTENTION_BACKWARD, ("is_causal",)),
+    **dict.fromkeys(families.CONVOLUTIONS, ("stride", "transposed", "groups")),
+    **dict.fromkeys(families.CONVOLUTIONS_BACKWARD, ("stride", "transposed", "groups")),
+    **dict.fromkeys(traffic.REDUCTIONS, ("dim",)),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), ("accumulate",)),
+}
+"""Operators whose cost depends on more than their tensors, and the arguments to give. `_foreach_…` and `_fused_…`
+operators take `lists`: how many lists of tensors were flattened into their inputs."""
+
+
+class Costs:
+    """Of one device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.tf32 = False
+        """Whether float32 products may use tensor cores: `torch.backends.cuda.matmul.allow_tf32`."""
+        self._known: dict[_Key, tuple[Kernel, ...]] = {}
+
+    def kernels(
+        self,
+        name: str,
+        inputs: tuple[Operand, ...],
+        outputs: tuple[Operand, ...] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> tuple[Kernel, ...]:
+        """Name and work of each kernel. `name` without its namespace and overload; tensors in the schema's order."""
+        asked = self._asked(name, arguments) if arguments else ()
+        key = (name, inputs, outputs, asked)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = tuple(self._found(name, inputs, outputs, dict(asked)))
+        return found
+
+    def forget(self) -> None:
+        """After `tf32` was changed."""
+        self._known.clear()
+
+    def _asked(self, name: str, arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        names = ASKS.get(name)
+        if names is None:
+            names = ("lists",) if name.startswith(("_foreach_", "_fused_")) else ()
+        return tuple((one, _plain(arguments[one])) for one in names if one in arguments)
+
+    def _found(
+        self, name: str, inputs: tuple[Operand, ...], outputs: tuple[Operand, ...], asked: dict[str, Any]
+    ) -> list[Kernel]:
+        if name in traffic.FREE or not (inputs or outputs):
+            return []
+        family = _FAMILIES.get(name)
+        if family is None and name.startswith(("_foreach_", "_fused_")):
+            family = families.multi_tensor
+        call = families.Call(self.device, name, inputs, outputs, asked, self.tf32)
+        try:
+            return (family or traffic.elementwise)(call)
+        except (IndexError, ValueError, TypeError, ZeroDivisionError):
+            return traffic.elementwise(call)  # shapes that nobody thought of: a cost must never stop a program
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_FAMILIES: dict[str, Callable[[families.Call], list[Kernel]]] = {
+    **dict.fromkeys(families.PRODUCTS, families.matrix_product),
+    **dict.fromkeys(families.CONVOLUTIONS, families.convolve),
+    **dict.fromkeys(families.CONVOLUTIONS_BACKWARD, families.convolve_backward),
+    **dict.fromkeys(families.ATTENTION, families.attend),
+    **dict.fromkeys(families.ATTENTION_BACKWARD, families.attend_backward),
+    **dict.fromkeys(families.RECURRENT, families.recur),
+    **dict.fromkeys(families.RECURRENT_BACKWARD, families.recur),
+    **traffic.FAMILIES,
+}

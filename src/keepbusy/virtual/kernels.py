@@ -1,0 +1,195 @@
+"""What runs when PyTorch calls an operator of the CUDA device.
+
+A kernel sees its tensors as host tensors over the same memory, lets PyTorch's own CPU kernel
+compute, shows the results as device tensors again, and tells the clock what a GPU would have run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepbusy.virtual import randomness, syncs
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.signature import Signature
+from keepbusy.virtual.tensors import CPU, map_tensors, to_host
+from keepbusy.virtual.unreal import META, VALUES, computed, outline, reserved
+
+HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_NUMBERS = (bool, int, float, complex)
+
+
+class Operands:
+    """One call's arguments on their way to the host."""
+
+    __slots__ = ("device", "inputs", "on_host", "signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.device = -1
+        self.inputs: list[Tensor] = []
+        self.on_host = False  # whether a host tensor with dimensions was among them
+
+    def take(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, list | tuple):
+            return [self.take(one) for one in value]
+        if type(value) is torch.device and value.type == "cuda":
+            self.device = CURRENT.index(value)
+            return CPU if VALUES.real else META
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        device = tensor.get_device()
+        if device < 0:
+            self.on_host = self.on_host or tensor.dim() > 0
+            return tensor if VALUES.real or not tensor.dim() else outline(tensor)
+        if device != self.device:
+            if self.device >= 0 and not self.signature.takes_host_tensors:
+                raise _apart(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
+            self.device = device
+        host = to_host(tensor) if VALUES.real else outline(tensor)
+        self.inputs.append(host)
+        return host
+
+    def check(self) -> int:
+        """The device of the call; refuses what a GPU would refuse."""
+        if self.device < 0:
+            return CURRENT.device
+        if self.on_host and self.inputs and not self.signature.takes_host_tensors:
+            raise _apart(self.signature.name, f"cuda:{self.device}", "cpu")
+        return self.device
+
+
+def _apart(name: str, one: str, other: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
+        f"(when checking the arguments of {name})"
+    )
+
+
+class Kernel:
+    """One overload on the virtual device."""
+
+    __slots__ = ("overload", "raw", "scalar", "signature")
+
+    def __init__(self, overload: torch._ops.OpOverload) -> None:
+        self.overload = overload
+        self.raw = overload._op
+        self.signature = Signature(overload)
+        self.scalar = _scalar_variant(overload)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        place = MACHINE.here()
+        began = MACHINE.clock.now()
+        signature, operands = self.signature, Operands(self.signature)
+        host_args = [operands.take(one) for one in args]
+        host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
+        device = operands.check()
+        out = self.compute(device, host_args, host_kwargs)
+        asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
+        kernels = MACHINE.kernels(signature.short, operands.inputs, _new(signature, out), asked)
+        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels, began)
+        if syncs.learns(signature.short, host_args):
+            MACHINE.wait_for_result(device, syncs.shown(signature))
+        return self._on_device(device, out, args, kwargs)
+
+    def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """On the host, with PyTorch's own kernel."""
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        if not VALUES.real:
+            return self._without_values(args, kwargs)
+        if self.signature.is_random:
+            return randomness.draw(self._call, device, args, kwargs, self.signature.has_generator)
+        return self._call(*args, **kwargs)
+
+    def _without_values(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Results as they would be, with nothing in them; what is only written into needs no call at all."""
+        returned = self.signature.returned
+        if returned and all(returned) and not kwargs.keys() & self.signature.written:
+            written = tuple(args[at] if at < len(args) else kwargs[name] for at, name in filter(None, returned))
+            return written if len(written) > 1 else written[0]
+        if not returned:
+            return None
+        return map_tensors(reserved, computed(self._chosen(tuple(args)), self.signature.short, args, kwargs))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._chosen(args)
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            return call(*args, **_fresh_results(self.signature, kwargs))
+
+    def _chosen(self, args: tuple[Any, ...]) -> Any:
+        """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
+        for at in self.signature.tensors:
+            if at < len(args) and isinstance(args[at], _NUMBERS):
+                return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
+        return self.raw
+
+    def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result as the program sees it: its own tensors where it wrote into them, else new ones of the device."""
+        returned = self.signature.returned
+        if len(returned) == 1:
+            return self._one(device, returned[0], out, args, kwargs)
+        if not returned:
+            return None
+        return tuple([self._one(device, one, part, args, kwargs) for one, part in zip(returned, out, strict=True)])
+
+    def _one(
+        self, device: int, source: tuple[int, str] | None, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if source is None:
+            return map_tensors(lambda one: MACHINE.place_on(one, device), out)
+        mine = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
+        if isinstance(mine, Tensor) and mine.shape != out.shape:
+            adopt(mine, MACHINE.place_on(out, device))
+        return mine
+
+
+def _new(signature: Signature, out: Any) -> list[Tensor]:
+    """Of a result the tensors that were not there before."""
+    if len(signature.returned) == 1:
+        parts = [out] if signature.returned[0] is None else []
+    else:
+        parts = [part for one, part in zip(signature.returned, out or (), strict=True) if one is None]
+    found: list[Tensor] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            found += [one for one in part if isinstance(one, Tensor)]
+    return found
+
+
+def adopt(tensor: Tensor, other: Tensor) -> None:
+    """Let a device tensor have the memory and the shape of another, as a resized result does."""
+    storage = other.untyped_storage()
+    torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
+        HOST_KEYS, tensor, storage, other.storage_offset(), list(other.shape), list(other.stride())
+    )
+
+
+def _fresh_results(signature: Signature, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Results to write into that have another shape than what is written: new ones, which may grow."""
+    return {
+        name: torch.ops.aten.empty.memory_format([0], dtype=one.dtype)
+        if name in signature.written and isinstance(one, Tensor)
+        else one
+        for name, one in kwargs.items()
+    }
+
+
+def _scalar_variant(overload: torch._ops.OpOverload) -> Any:
+    """Of `mul.Tensor` the builtin of `mul.Scalar`, if there is one."""
+    packet = overload._overloadpacket
+    if overload._overloadname == "Tensor" and "Scalar" in packet.overloads():
+        return packet.Scalar._op
+    return None

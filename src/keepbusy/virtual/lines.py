@@ -1,0 +1,104 @@
+"""Where the program is: a stack walk at the call, from the operator out to the script.
+
+The place of a call is the chain of the user's own lines, the innermost library frame after them
+where a library stands between the user and PyTorch. A chain seen before costs a walk and one
+look-up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+MOST = 24
+"""User lines of one chain; recursion may go deeper, and what is further out is left off."""
+_USER, _LIBRARY, _HIDDEN = 0, 1, 2
+
+
+class Places:
+    """Numbers for places, as the clock's `place` gives them."""
+
+    def __init__(self, number: Callable[..., int]) -> None:
+        self._number = number
+        self._kinds: dict[CodeType, int] = {}
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def here(self, frame: FrameType | None = None) -> int:
+        """The place of the caller's caller, or of `frame`."""
+        frame = sys._getframe(2) if frame is None else frame
+        kinds = self._kinds
+        key: list[Any] = []
+        library: tuple[CodeType, int] | None = None
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(code)
+            if kind is None:
+                kind = kinds[code] = _kind(code.co_filename)
+            if kind == _USER:
+                key += (code, frame.f_lasti)
+            elif kind == _LIBRARY and library is None and not key:
+                library = (code, frame.f_lasti)
+            frame = frame.f_back
+        whole = (*key[: 2 * MOST], library)
+        known = self._known.get(whole)
+        return self._remember(whole) if known is None else known
+
+    def _remember(self, key: tuple[Any, ...]) -> int:
+        *chain, library = key
+        lines = [_line(chain[at], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
+        lines += [_line(*library)] if library and lines else []
+        number = self._known[key] = self._number(*lines)
+        return number
+
+
+def _kind(file: str) -> int:
+    """The user's own; a library's; or hidden: PyTorch's way from a call to an operator, Python's machinery, ours."""
+    if file.startswith((_OURS, "<")) or (file.startswith(_TORCH) and not _speaks_for_itself(file)):
+        return _HIDDEN
+    if file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED):
+        return _LIBRARY
+    return _USER
+
+
+def _speaks_for_itself(file: str) -> bool:
+    """Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
+    within = file[len(_TORCH) :].replace(os.sep, "/")
+    return within.startswith(("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "_tensor_str.py"))
+
+
+def _line(code: CodeType, instruction: int) -> str:
+    line = _line_number(code, instruction)
+    return f"{_shown(code.co_filename)}({line}): {code.co_name}"
+
+
+def _line_number(code: CodeType, instruction: int) -> int:
+    for begin, end, line in code.co_lines():
+        if begin <= instruction < end and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+def _shown(file: str) -> str:
+    """As Kineto writes it: below site-packages from the package on, else relative to where the program runs."""
+    for part in _INSTALLED:
+        if part in file:
+            return file.split(part, 1)[1]
+    if file.startswith(_LIBRARIES):
+        return next(file[len(root) :] for root in _LIBRARIES if file.startswith(root))
+    try:
+        relative = os.path.relpath(file)
+    except ValueError:  # another drive
+        return file
+    return file if relative.startswith("..") else relative

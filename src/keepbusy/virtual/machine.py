@@ -1,0 +1,209 @@
+"""The virtual machine of this process: its clock, its streams, its memory, as kernels and patches see them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from threading import current_thread, main_thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepbusy.timeline.model import Direction
+from keepbusy.virtual.clock import Clock
+from keepbusy.virtual.costs import Costs
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.host_time import HostTime
+from keepbusy.virtual.lines import Places
+from keepbusy.virtual.memory import Block, Memory, OutOfMemory
+from keepbusy.virtual.onlooker import Onlooker
+from keepbusy.virtual.tensors import to_device
+
+_size = torch._C.StorageBase.nbytes
+_NATIVE = 1_500
+"""What it takes to call an operator from Python where nothing of ours is in the way, launch apart."""
+_BATCHES, _CALLS = 6, 50
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _look(tensor: Tensor) -> tuple[torch.Size, str, tuple[int, ...]]:
+    """What the cost of an operator depends on."""
+    return tensor.shape, _DTYPES[tensor.dtype], tensor.stride()
+
+
+class _Dtypes(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+_DTYPES = _Dtypes()
+
+
+class _Streams(threading.local):
+    """Of each device, the stream that this thread has chosen."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[int, int] = {}
+
+
+class _Held(weakref.ref["Tensor"]):
+    """Memory of the device, given back when the tensor that holds it goes."""
+
+    __slots__ = ("address", "block")
+    address: int
+    block: Block
+
+
+class Machine:
+    """Everything that is virtual in this process."""
+
+    clock: Clock
+    device: Device
+    memory: Memory
+    costs: Costs
+    places: Places
+
+    def __init__(self) -> None:
+        self._streams = _Streams()
+        self._held: dict[int, _Held] = {}
+        self._blocks: dict[int, Block] = {}
+
+    def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
+        CURRENT.count = devices
+        self.device = device
+        self._options = (device, rank, devices, measured)
+        self._overhead = 0
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
+        device, rank, devices, measured = self._options
+        self._time = HostTime() if measured else None
+        self._onlooker: Onlooker | None = None
+        self.clock = Clock(device, rank, devices, self._time, self._overhead)
+        self.memory = Memory(self.clock, devices)
+        self.costs = Costs(device)
+        self.places = Places(self.clock.place)
+        self._streams = _Streams()
+
+    def calibrate(self) -> None:
+        """Learn what our own part of an operator takes after its kernels are launched, to leave it out of host time."""
+        if not self._options[-1]:
+            return
+        x = torch.ones(4, device="cuda")
+        gaps = [self._gap(x) for _ in range(_BATCHES)]
+        self._overhead = max(0, min(gaps[1:]) - self.device.host.launch - _NATIVE)
+        self._begin()
+        self._onlooker = Onlooker(self.places.here)
+
+    def _gap(self, x: Tensor) -> int:
+        before = self.clock.reached()
+        for _ in range(_CALLS):
+            torch.add(x, x)
+        return (self.clock.reached() - before) // _CALLS
+
+    # streams
+
+    def stream(self, device: int) -> int:
+        chosen = self._streams.chosen.get(device)
+        return self.clock.default_stream(device) if chosen is None else chosen
+
+    def choose_stream(self, device: int, stream: int | None) -> int | None:
+        """Make a stream the current one of a device (None: the default one); returns the one before."""
+        before = self._streams.chosen.get(device)
+        if stream is None:
+            self._streams.chosen.pop(device, None)
+        else:
+            self._streams.chosen[device] = stream
+        return before
+
+    # operators
+
+    def begin(self, name: str) -> None:
+        """An operator of the device begins, called from the user's innermost line on the stack."""
+        self.clock.begin(name, self.here())
+
+    def here(self) -> int:
+        """The place of the call, once what the program did on its way there is written down."""
+        if self._onlooker is not None and self._onlooker.seen:
+            self._catch_up(self._onlooker)
+        return self.places.here()
+
+    def _catch_up(self, onlooker: Onlooker) -> None:
+        if current_thread() is main_thread() and self._time is not None:
+            for moment, place in onlooker.take():
+                self.clock.pass_by(place, self._time.at(moment))
+
+    def end(self) -> None:
+        self.clock.end()
+
+    def kernels(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any] = _NOTHING
+    ) -> Sequence[tuple[str, int]]:
+        """What a GPU would run for an operator. `asked`: the arguments that its cost depends on."""
+        return self.costs.kernels(name, tuple(map(_look, inputs)), tuple(map(_look, outputs)), asked)
+
+    def launch(
+        self,
+        device: int,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        asked: Mapping[str, Any] = _NOTHING,
+    ) -> None:
+        """Launch it, within an operator that has begun."""
+        self.clock.launch_all(self.stream(device), self.kernels(name, inputs, outputs, asked))
+
+    def copy(
+        self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: bool = False
+    ) -> None:
+        """Between host and device. `fresh`: to host memory that nobody has touched yet."""
+        self.clock.copy(self.stream(device), direction, size, pinned, non_blocking, fresh)
+
+    def wait_for_result(self, device: int, name: str) -> None:
+        """The host must learn something that only the device knows: a small copy home, and a wait for it."""
+        self.begin(name)
+        try:
+            self.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
+        finally:
+            self.end()
+
+    # memory
+
+    def place_on(self, tensor: Tensor, device: int) -> Tensor:
+        """A new tensor of the device, over the host tensor's memory."""
+        seen = to_device(tensor, device)
+        storage = tensor.untyped_storage()
+        try:
+            block = self.memory.allocate(device, _size(storage), self.stream(device))
+        except OutOfMemory as error:
+            raise torch.OutOfMemoryError(str(error)) from None
+        if block is not None:
+            # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
+            held = _Held(tensor, self._release)
+            held.block, held.address = block, storage.data_ptr()
+            self._held[id(held)] = held
+            self._blocks[held.address] = block
+        return seen
+
+    def _release(self, held: _Held) -> None:
+        del self._held[id(held)]
+        if self._blocks.get(held.address) is held.block:
+            del self._blocks[held.address]
+        self.memory.free(held.block)
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is not None:
+            self.memory.record_stream(block, stream)
+
+    def facts(self) -> dict[str, Any]:
+        return {"torch": torch.__version__, "device": self.device.name}
+
+
+MACHINE = Machine()

@@ -1,0 +1,153 @@
+"""What the allocator counts, under PyTorch's names."""
+
+from __future__ import annotations
+
+_POOLS = ("small_pool", "large_pool", "all")
+_WHAT = ("current", "peak", "allocated", "freed")
+_GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
+
+
+class Figures:
+    """What is counted at every call, of one pool or of both: blocks, their bytes, and the bytes asked for.
+
+    Freed ones follow from what was allocated and what is left, so only one side is counted.
+    """
+
+    __slots__ = (
+        "asked", "asked_ever", "asked_peak", "base", "blocks", "blocks_ever", "blocks_peak", "bytes", "bytes_ever",
+        "bytes_peak",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.blocks = self.bytes = self.asked = 0
+        self.blocks_peak = self.bytes_peak = self.asked_peak = 0
+        self.blocks_ever = self.bytes_ever = self.asked_ever = 0
+        self.base = (0, 0, 0)
+
+    def add(self, size: int, asked: int) -> None:
+        self.blocks += 1
+        self.bytes += size
+        self.asked += asked
+        self.blocks_ever += 1
+        self.bytes_ever += size
+        self.asked_ever += asked
+        if self.blocks > self.blocks_peak:
+            self.blocks_peak = self.blocks
+        if self.bytes > self.bytes_peak:
+            self.bytes_peak = self.bytes
+        if self.asked > self.asked_peak:
+            self.asked_peak = self.asked
+
+    def remove(self, size: int, asked: int) -> None:
+        self.blocks -= 1
+        self.bytes -= size
+        self.asked -= asked
+
+    def reset_peak(self) -> None:
+        self.blocks_peak, self.bytes_peak, self.asked_peak = self.blocks, self.bytes, self.asked
+
+    def reset_accumulated(self) -> None:
+        """Count what comes and goes from now on."""
+        self.blocks_ever = self.bytes_ever = self.asked_ever = 0
+        self.base = (self.blocks, self.bytes, self.asked)
+
+    def shown(self) -> list[tuple[int, int, int, int]]:
+        """Current, peak, allocated and freed: of blocks, of bytes and of bytes asked for."""
+        now = (self.blocks, self.bytes, self.asked)
+        peak = (self.blocks_peak, self.bytes_peak, self.asked_peak)
+        ever = (self.blocks_ever, self.bytes_ever, self.asked_ever)
+        return [
+            (current, most, added, base + added - current)
+            for current, most, added, base in zip(now, peak, ever, self.base, strict=True)
+        ]
+
+
+class Tally:
+    """One device's figures. Each is kept for the small pool, the large one, and both together."""
+
+    def __init__(self) -> None:
+        self.used = [Figures(), Figures(), Figures()]
+        self.segments = [Figures(), Figures(), Figures()]
+        self.waiting = [Figures(), Figures(), Figures()]  # freed, and still in use by another stream
+        self.rests = [Figures(), Figures(), Figures()]  # free parts of segments that are in use: fragmentation
+        self.retries = self.failures = 0
+
+    def all(self) -> list[Figures]:
+        return [*self.used, *self.segments, *self.waiting, *self.rests]
+
+    def reset_peak(self) -> None:
+        for figures in self.all():
+            figures.reset_peak()
+
+    def reset_accumulated(self) -> None:
+        for figures in self.all():
+            figures.reset_accumulated()
+        self.retries = self.failures = 0
+
+    def set_rests(self, sizes: list[list[int]]) -> None:
+        """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
+        for figures, mine in zip(self.rests, (*sizes, sizes[0] + sizes[1]), strict=True):
+            figures.blocks, figures.bytes = len(mine), sum(mine)
+            figures.blocks_peak = max(figures.blocks_peak, figures.blocks)
+            figures.bytes_peak = max(figures.bytes_peak, figures.bytes)
+            figures.blocks_ever, figures.bytes_ever = figures.blocks, figures.bytes
+
+
+def flat_stats(tally: Tally) -> dict[str, int]:
+    """As `torch.cuda.memory_stats` has them."""
+    stats: dict[str, int] = {}
+    for index, pool in enumerate(_POOLS):
+        blocks, sizes, asked = tally.used[index].shown()
+        _put(stats, "allocation", pool, blocks)
+        _put(stats, "allocated_bytes", pool, sizes)
+        _put(stats, "requested_bytes", pool, asked)
+        waiting = tally.waiting[index].shown()
+        _put(stats, "active", pool, _together(blocks, waiting[0]))
+        _put(stats, "active_bytes", pool, _together(sizes, waiting[1]))
+        for kind, figures in (("segment", tally.segments[index]), ("inactive_split", tally.rests[index])):
+            counted, summed, _ = figures.shown()
+            _put(stats, kind, pool, counted)
+            _put(stats, "reserved_bytes" if kind == "segment" else "inactive_split_bytes", pool, summed)
+    for kind in ("oversize_allocations", "oversize_segments"):
+        stats |= {f"{kind}.{what}": 0 for what in _WHAT}
+    return stats | {
+        "num_alloc_retries": tally.retries,
+        "num_ooms": tally.failures,
+        "num_sync_all_streams": tally.retries,
+        "num_device_alloc": stats["segment.all.allocated"],
+        "num_device_free": stats["segment.all.freed"],
+        "max_split_size": -1,
+    }
+
+
+def _put(stats: dict[str, int], kind: str, pool: str, values: tuple[int, int, int, int]) -> None:
+    for what, value in zip(_WHAT, values, strict=True):
+        stats[f"{kind}.{pool}.{what}"] = value
+
+
+def _together(used: tuple[int, int, int, int], waiting: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Active is what is allocated, and what is freed but still in use elsewhere."""
+    current = used[0] + waiting[0]
+    return current, max(used[1], current), used[2], used[3] - waiting[0]
+
+
+def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Tally) -> str:
+    """As PyTorch words it."""
+    allocated, reserved = tally.used[2].bytes, tally.segments[2].bytes
+    return (
+        f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
+        f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "
+        f"in use. Of the allocated memory {_bytes(allocated)} is allocated by PyTorch, and "
+        f"{_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+        "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
+        "Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    )
+
+
+def _bytes(size: int) -> str:
+    if size <= _KIB:
+        return f"{size} bytes"
+    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB")):
+        if size > unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / _KIB:.2f} KiB"

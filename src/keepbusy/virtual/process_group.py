@@ -1,0 +1,277 @@
+"""The process group behind `nccl`: real values through gloo on the host, modelled time on the devices.
+
+Ranks meet in virtual time: each says when its part could begin, and all learn when the last one could.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.streams import Moment
+from keepbusy.virtual.tensors import host_of
+from keepbusy.virtual.wires import wire_time
+
+_TIME_TAG = 1 << 20
+"""Added to the tag of a message, for the time at which it was sent."""
+_KERNELS = {
+    "all_reduce": "AllReduce", "broadcast": "Broadcast", "reduce": "Reduce", "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter", "all_to_all": "SendRecv", "gather": "SendRecv", "scatter": "SendRecv",
+    "send": "SendRecv", "recv": "SendRecv",
+}  # fmt: skip
+
+
+class Handle(Work):
+    """A collective on its way: who waits for it makes its stream wait, and the host goes on."""
+
+    def __init__(self, result: Any, device: int, moment: Moment | None) -> None:
+        super().__init__()
+        self.device, self.moment = device, moment
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.moment is not None:
+            MACHINE.clock.wait(MACHINE.stream(self.device), self.moment)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self.moment is None or MACHINE.clock.query(self.moment)
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        self.wait()
+        return self.future
+
+
+class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
+    """One group of ranks. Methods bear the names that PyTorch calls."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.own, self.members = rank, size
+        self._streams: dict[int, int] = {}
+
+    def size(self) -> int:
+        return self.members
+
+    def rank(self) -> int:
+        return self.own
+
+    def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
+        return "nccl"
+
+    @property
+    def pg_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    group_name = pg_name
+
+    @property
+    def number(self) -> int:
+        """The same on all of its ranks."""
+        return zlib.crc32(self.pg_name.encode()) & 0x7FFFFFFF
+
+    def _stream(self, device: int) -> int:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = MACHINE.clock.new_stream(device)
+        return stream
+
+    # what every collective does
+
+    def _run(
+        self,
+        name: str,
+        result: Any,
+        tensors: list[Any],
+        does: Callable[..., Any],
+        meet: Callable[[int], int] | None = None,
+    ) -> Handle:
+        """`does` gets the tensors as host tensors and moves their values."""
+        MACHINE.begin(f"nccl:{name}")
+        try:
+            flat = _flat(tensors)
+            done = does(*host_of([_detached(one) for one in tensors]))
+            if done is not None:
+                done.wait()
+            device = next((one.get_device() for one in flat if one.is_cuda), -1)
+            if device < 0:
+                return Handle(result, device, None)
+            size = max([_bytes(one) for one in tensors], default=0)
+            return Handle(result, device, self._on_clock(name, device, size, meet or self._last_arrival))
+        finally:
+            MACHINE.end()
+
+    def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int]) -> Moment:
+        clock, stream = MACHINE.clock, self._stream(device)
+        clock.wait(stream, clock.record(MACHINE.stream(device)))
+        wire = wire_time(MACHINE.device, name, size, self.members)
+        kernel = f"ncclDevKernel_{_KERNELS[name]}"
+        clock.collective(stream, kernel, wire, size, self.number, self.members, meet)
+        return clock.record(stream)
+
+    def _last_arrival(self, mine: int) -> int:
+        time = _time(mine)
+        self.gloo.allreduce([time], _reducing(dist.ReduceOp.MAX)).wait()
+        return int(time.item())
+
+    # the collectives
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        handle = Handle(tensors, -1, None)
+        for one in tensors:
+            handle = self.allreduce([one], opts)
+        return handle
+
+    def _reduced(self, tensors: list[Tensor], options: Any) -> None:
+        """Gloo has no average: a sum, divided."""
+        operation = dist.ReduceOp.SUM if options is None else options.reduceOp
+        average = operation == dist.ReduceOp.AVG
+        self.gloo.allreduce(tensors, _reducing(dist.ReduceOp.SUM if average else operation)).wait()
+        for one in tensors if average else ():
+            one.div_(self.members)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        opts = opts or dist.BroadcastOptions()
+        return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts))
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        opts = opts or dist.ReduceOptions()
+        return self._run("reduce", tensors, [tensors], lambda ones: self.gloo.reduce(ones, opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+        def gather(out: Tensor, mine: Tensor) -> Any:
+            return self.gloo.allgather([list(out.view(-1).chunk(self.members))], [mine.contiguous().view(-1)])
+
+        return self._run("all_gather", [output], [output, given], gather)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        handles = [self.all_gather_single(out, mine) for out, mine in zip(outputs, inputs, strict=True)]
+        return handles[-1]
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        def scatter(out: Any, parts: Any) -> None:
+            whole = torch.stack([one.contiguous() for one in parts[0]])
+            self._reduced([whole], opts)
+            out[0].copy_(whole[self.own].view(out[0].shape))
+
+        return self._run("reduce_scatter", outputs, [outputs, inputs], scatter)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+        return self.reduce_scatter([output], [list(given.view(self.members, -1).unbind())], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        handles = [self.reduce_scatter_single(out, whole, opts) for out, whole in zip(outputs, inputs, strict=True)]
+        return handles[-1]
+
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
+    ) -> Handle:
+        def exchange(out: Tensor, mine: Tensor) -> Any:
+            return self.gloo.alltoall_base(out, mine, out_sizes or [], in_sizes or [], dist.AllToAllOptions())
+
+        return self._run("all_to_all", [output], [output, given], exchange)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
+        def exchange(out: list[Tensor], mine: list[Tensor]) -> None:
+            flat = torch.cat([one.reshape(-1) for one in mine])
+            found = flat.new_empty(sum(one.numel() for one in out))
+            sizes = [[one.numel() for one in ones] for ones in (out, mine)]
+            self.gloo.alltoall_base(found, flat, *sizes, dist.AllToAllOptions()).wait()
+            for one, part in zip(out, found.split(sizes[0]), strict=True):
+                one.copy_(part.view(one.shape))
+
+        return self._run("all_to_all", outputs, [outputs, inputs], exchange)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        opts = opts or dist.GatherOptions()
+        return self._run("gather", outputs, [outputs, inputs], lambda out, mine: self.gloo.gather(out, mine, opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        opts = opts or dist.ScatterOptions()
+        return self._run("scatter", outputs, [outputs, inputs], lambda out, mine: self.gloo.scatter(out, mine, opts))
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
+        """It is gone once it is under way; the time goes with it."""
+
+        def tell(mine: int) -> int:
+            self.gloo.send([_time(mine)], peer, tag + _TIME_TAG).wait()
+            return mine
+
+        return self._run("send", tensors, [tensors], lambda ones: self.gloo.send(ones, peer, tag), tell)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
+        """It waits, on the device, for whoever sends."""
+
+        def hear(mine: int) -> int:
+            time = _time(mine)
+            self.gloo.recv([time], peer, tag + _TIME_TAG).wait()
+            return int(time.item())
+
+        return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear)
+
+    def barrier(self, opts: Any = None) -> Handle:
+        """A small all-reduce, and the host waits for it."""
+        token = torch.ones(1, device=torch.device("cuda", CURRENT.device))
+        self.allreduce([token]).wait()
+        MACHINE.begin("nccl:barrier")
+        try:
+            MACHINE.clock.sync_stream(MACHINE.stream(CURRENT.device))
+        finally:
+            MACHINE.end()
+        return Handle([], -1, None)
+
+
+def _time(value: int) -> Tensor:
+    return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
+
+
+def _reducing(operation: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = operation
+    return options
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return [_detached(one) for one in value]
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [one for part in value for one in _flat(part)]
+
+
+def _bytes(value: Any) -> int:
+    return sum(one.nbytes for one in _flat(value))

@@ -1,0 +1,260 @@
+"""The host's half of the clock: threads, the time they take, and what encloses it.
+
+A thread's own time goes on while the program runs, and stands still from `begin` to `end`, while
+we compute its values. In between it takes what PyTorch's dispatches cost the device's host: the
+device file says how long one takes, `dispatches.py` how many there are. With a real clock it takes
+what really passed, where that is more, less what our own part of these dispatches costs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from keepbusy.timeline.model import NONE, FrameKind, Kind, Lane, LinkKind
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
+from keepbusy.virtual.rows import Rows
+
+_STEPS = ("ProfilerStep#", "Optimizer.step#", "Forward#")
+_WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
+
+
+class Host:
+    """A host thread: how far it is, and what is open on it."""
+
+    __slots__ = (
+        "around", "backward", "base", "depth", "frame", "lane", "last", "left", "lines", "marks", "now", "place",
+        "released", "spent",
+    )  # fmt: skip
+
+    def __init__(self, lane: int, now: int, left: int) -> None:
+        self.lane = lane
+        self.now = now
+        self.left = left  # when it went back to the program, on the real clock
+        self.spent = 0  # host time that no row shows yet
+        self.last = NONE  # its last row
+        self.released: list[int] = []  # rows that its next row waits for
+        self.marks: list[str] = []  # what its next row begins
+        self.depth = 0  # of operators within operators
+        self.frame = NONE  # the innermost open frame
+        self.base = NONE  # the innermost that is no line
+        self.place = 0
+        self.lines: tuple[int, ...] = ()  # the open frames of its place, within `base`
+        self.around: list[tuple[int, int, tuple[int, ...], bool]] = []  # base, place, lines and pass to return to
+        self.backward = False  # whether the engine of autograd is at work
+
+
+class Program:
+    """Host threads and their frames."""
+
+    def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None, overhead: int = 0) -> None:
+        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our part of a dispatch."""
+        self.device, self.rank, self.overhead = device, rank, overhead
+        self.rows = Rows()
+        self.lock = threading.RLock()
+        self._real = real
+        self._hosts: dict[int, Host] = {}
+        self._numbers = 0
+        self._places: dict[tuple[str, ...], int] = {(): 0}
+        self._lines: list[tuple[int, ...]] = [()]
+        self._marks: dict[str, list[int]] = {prefix: [] for prefix in _STEPS}
+        self.host()
+
+    # threads
+
+    def host(self) -> Host:
+        """The calling thread. One that was never seen begins where the first one is now."""
+        host = self._hosts.get(threading.get_ident())
+        return host if host is not None else self._new_host()
+
+    def _new_host(self) -> Host:
+        with self.lock:
+            lane = self.rows.lane(Lane(self.rank, None, self._numbers, threading.current_thread().name))
+            self._numbers += 1
+            now = self._hosts[next(iter(self._hosts))].now if self._hosts else 0
+            host = self._hosts[threading.get_ident()] = Host(lane, now, self._real() if self._real else 0)
+            return host
+
+    def follow(self, other: Host) -> None:
+        """The calling thread goes on once `other` has done what it did so far: a backward pass, handed over or back."""
+        host = self.host()
+        with self.lock:
+            if other is host:
+                return
+            if other.last != NONE:
+                host.released.append(other.last)
+            host.now = max(host.now, other.now)
+            host.left = self._real() if self._real else 0
+
+    # time
+
+    def begin(self, name: str, place: int = 0) -> None:
+        """An operator of the device begins. Until `end`, real time is ours and does not count."""
+        host = self._hosts.get(threading.get_ident()) or self._new_host()
+        with self.lock:
+            if not host.depth:
+                if place != host.place:
+                    self._go_to(host, place)
+                self._work(host, self._since(host, name), "")
+            host.depth += 1
+            self._open(host, _OPERATOR, name)
+
+    def end(self) -> None:
+        """The operator is done, and the program goes on."""
+        host = self._hosts[threading.get_ident()]
+        with self.lock:
+            self._close(host)
+            host.depth -= 1
+            if not host.depth and self._real is not None:
+                host.left = self._real()
+
+    def enter(self, kind: FrameKind, name: str, place: int = 0) -> None:
+        """Something of the program's own begins, whose time counts: an annotation, a loader, an operator on the host.
+
+        Optimizer steps and profiler steps, named as PyTorch names them, are the marks of the run's steps.
+        """
+        host = self.host()
+        with self.lock:
+            if place != host.place:
+                self._go_to(host, place)
+            if not host.depth:
+                self._flush(host)
+            self._open(host, int(kind), name)
+            host.backward |= name == BACKWARD_PASS
+            host.marks += [prefix for prefix in _STEPS if name.startswith(prefix)]
+
+    def leave(self) -> None:
+        """The innermost frame that `enter` opened ends."""
+        host = self.host()
+        with self.lock:
+            if not host.depth:
+                self._flush(host)
+            if host.around:
+                self._close(host)
+
+    def work(self, duration: int, name: str = "", place: int = 0) -> None:
+        """Host work that the clock cannot see, or should not measure: a sleep, an operator of known cost."""
+        host = self.host()
+        with self.lock:
+            if place != host.place and not host.depth:
+                self._go_to(host, place)
+            if not host.depth:
+                self._flush(host)
+            self._work(host, duration, name)
+
+    def pass_by(self, place: int, until: int) -> None:
+        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there."""
+        host = self.host()
+        with self.lock:
+            if self._real is None or host.depth or until <= host.left:
+                return
+            if place != host.place:
+                self._go_to(host, place)
+            gap, host.spent = until - host.left + host.spent, 0
+            host.left = until
+            self._work(host, gap, "")
+
+    def spend(self, duration: int) -> None:
+        """A little host time that deserves no row of its own: a view, an event recorded."""
+        host = self.host()
+        with self.lock:
+            host.spent += duration
+
+    def now(self) -> int:
+        """The real clock, or 0 where there is none: what `Clock.operator` is told."""
+        return self._real() if self._real is not None else 0
+
+    def reached(self) -> int:
+        """How far the calling thread is, without the time that is not written down yet."""
+        return self.host().now
+
+    # places
+
+    def place(self, *lines: str) -> int:
+        """A number for a place in the program, for use with `begin`: its lines from the outside in.
+
+        Each is written like `train.py(41): main`, as Kineto writes functions, but with the line of the call.
+        """
+        number = self._places.get(lines)
+        if number is None:
+            with self.lock:
+                number = self._places[lines] = len(self._lines)
+                self._lines.append(tuple(self.rows.name(line) for line in lines))
+        return number
+
+    # rows and frames, with the lock held
+
+    def _since(self, host: Host, name: str, began: int = 0) -> int:
+        """What the program did since it was last seen, up to an operator of the device.
+
+        At least what dispatching it costs the device's own host, however quick this machine is.
+        """
+        spent, host.spent = host.spent, 0
+        if host.backward or host.lane:
+            count, each = BACKWARD.get(name, USUAL_BACKWARD), self.device.host.backward
+        else:
+            count, each = FORWARD.get(name, USUAL_FORWARD), self.device.host.operator
+        least = count * each
+        if self._real is not None:
+            least = max(least, (began or self._real()) - host.left - count * self.overhead)
+        return least + spent
+
+    def _flush(self, host: Host) -> None:
+        """What the program did since it was last seen, up to a border of its own."""
+        gap, host.spent = host.spent, 0
+        if self._real is not None:
+            now = self._real()
+            gap += now - host.left
+            host.left = now
+        if gap > 0:
+            self._work(host, gap, "")
+
+    def _work(self, host: Host, duration: int, name: str) -> None:
+        if duration > 0:
+            self._host_row(host, _WORK, name, host.now, host.now + duration, duration)
+
+    def _host_row(
+        self, host: Host, kind: int, name: str, start: int, end: int, work: int, awaits: int = NONE, size: int = 0
+    ) -> int:
+        rows = self.rows
+        row = rows.add(
+            (host.lane, kind, rows.name(name), host.frame, start, end, work, 0, awaits, NONE, size, 0, NONE, NONE, 0)
+        )
+        host.now, host.last = end, row
+        if host.released:
+            for source in host.released:
+                rows.link(source, row, LinkKind.HANDOFF)
+            host.released.clear()
+        if host.marks:
+            for prefix in host.marks:
+                self._marks[prefix].append(row)
+            host.marks.clear()
+        return row
+
+    def _open(self, host: Host, kind: int, name: str) -> None:
+        host.around.append((host.base, host.place, host.lines, host.backward))
+        host.base = host.frame = self.rows.open(host.lane, kind, self.rows.name(name), host.frame, host.now)
+        host.place, host.lines = 0, ()
+
+    def _close(self, host: Host) -> None:
+        """Close the innermost frame, and the lines within it."""
+        for frame in (*host.lines, host.base):
+            self.rows.close(frame, host.now)
+        host.base, host.place, host.lines, host.backward = host.around.pop()
+        host.frame = host.lines[-1] if host.lines else host.base
+
+    def _go_to(self, host: Host, place: int) -> None:
+        """Leave the lines that the new place is not within, and enter its own."""
+        old, new = self._lines[host.place], self._lines[place]
+        same = 0
+        while same < min(len(old), len(new)) and old[same] == new[same]:
+            same += 1
+        for line in host.lines[same:]:
+            self.rows.close(line, host.now)
+        lines = host.lines[:same]
+        for name in new[same:]:
+            parent = lines[-1] if lines else host.base
+            lines = (*lines, self.rows.open(host.lane, _LINE, name, parent, host.now))
+        host.lines, host.place = lines, place
+        host.frame = lines[-1] if lines else host.base

@@ -1,0 +1,163 @@
+"""The rows a clock writes down, and the `Timeline` they make.
+
+A clock writes a row or two for every operator, so a row is a plain tuple on a list; every so often
+the list is packed into numpy. What a row means is in `timeline/model.py`; here its launch stands in
+the row itself, because nearly every command has one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.timeline.model import NONE, Frames, Ints, Lane, LinkKind, Links, Spans, Timeline
+
+COLUMNS = (
+    "lane",
+    "kind",
+    "name",
+    "frame",
+    "start",
+    "end",
+    "work",
+    "lag",
+    "awaits",
+    "group",
+    "size",
+    "direction",
+    "pinned",
+)
+"""Of a row as the clock writes it; then its launch, and the lag after it."""
+_FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
+PACKED = 1 << 16
+
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]
+
+
+class Packed:
+    """Tuples of integers, many of them: a list that turns into numpy as it grows."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.fresh: list[tuple[int, ...]] = []
+        self.before = 0
+        self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
+
+    def __len__(self) -> int:
+        return self.before + len(self.fresh)
+
+    def pack(self) -> None:
+        """Called when `fresh` has grown; appending itself stays a plain `list.append`."""
+        self._blocks.append([_narrow(column) for column in self._unpacked()])
+        self.before += len(self.fresh)
+        self.fresh.clear()
+
+    def columns(self) -> Ints:
+        """A row a column: the transposed table."""
+        fresh = self._unpacked()
+        return np.stack(
+            [np.concatenate([*(block[index] for block in self._blocks), fresh[index]]) for index in range(self.width)]
+        )
+
+    def _unpacked(self) -> Ints:
+        flat = np.fromiter(chain.from_iterable(self.fresh), np.int64, len(self.fresh) * self.width)
+        return flat.reshape(-1, self.width).T
+
+
+def _narrow(column: Ints) -> npt.NDArray[np.signedinteger[Any]]:
+    """In as few bytes a number as they need: a long run has millions of rows, and most columns are small."""
+    low, high = int(column.min()), int(column.max())
+    fits = (kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return column.astype(next(fits, np.int64))
+
+
+class Rows:
+    """Spans, links, frames and names, as they come."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {"": 0}
+        self.lanes: list[Lane] = []
+        self.marks: list[int] = []
+        self.spans = Packed(len(COLUMNS) + 2)
+        self._links = Packed(4)
+        self.frames = Packed(len(_FRAME_COLUMNS))
+        self.frame_ends = array("q")
+
+    def name(self, text: str) -> int:
+        number = self.names.get(text)
+        if number is None:
+            number = self.names[text] = len(self.names)
+        return number
+
+    def lane(self, lane: Lane) -> int:
+        self.lanes.append(lane)
+        return len(self.lanes) - 1
+
+    def add(self, row: Row) -> int:
+        """Its number."""
+        spans = self.spans
+        if len(spans.fresh) >= PACKED:
+            spans.pack()
+        spans.fresh.append(row)
+        return spans.before + len(spans.fresh) - 1
+
+    def link(self, source: int, target: int, kind: LinkKind, lag: int = 0) -> None:
+        if len(self._links.fresh) >= PACKED:
+            self._links.pack()
+        self._links.fresh.append((source, target, kind, lag))
+
+    def open(self, lane: int, kind: int, name: int, parent: int, start: int) -> int:
+        """A frame; `close` it, or it lasts until the timeline is made."""
+        frames = self.frames
+        if len(frames.fresh) >= PACKED:
+            frames.pack()
+        frames.fresh.append((lane, kind, name, parent, start))
+        self.frame_ends.append(NONE)
+        return len(self.frame_ends) - 1
+
+    def close(self, frame: int, end: int) -> None:
+        self.frame_ends[frame] = end
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def timeline(self, now: Mapping[int, int], facts: Mapping[str, Any]) -> Timeline:
+        """All so far. Frames still open end `now`, at the time of their lane."""
+        columns = self.spans.columns()
+        launch, latency = columns[-2], columns[-1]
+        return Timeline(
+            lanes=tuple(self.lanes),
+            names=tuple(self.names),
+            spans=Spans.of(columns.shape[1], **dict(zip(COLUMNS, columns[:-2], strict=True))),
+            links=self._all_links(launch, latency),
+            frames=self._all_frames(now),
+            marks=np.array(self._sound_marks(), np.int64),
+            facts=facts,
+        )
+
+    def _all_links(self, launch: Ints, latency: Ints) -> Links:
+        launched = np.flatnonzero(launch != NONE)
+        source, target, kind, lag = self._links.columns()
+        return Links.of(
+            len(launched) + len(source),
+            source=np.concatenate([launch[launched], source]),
+            target=np.concatenate([launched, target]),
+            kind=np.concatenate([np.full(len(launched), LinkKind.LAUNCH), kind]),
+            lag=np.concatenate([latency[launched], lag]),
+        )
+
+    def _all_frames(self, now: Mapping[int, int]) -> Frames:
+        columns = self.frames.columns()
+        end = np.array(self.frame_ends, np.int64)
+        current = np.array([now.get(lane, 0) for lane in range(len(self.lanes))], np.int64)
+        end = np.where(end == NONE, current[columns[0]], end)
+        return Frames.of(len(end), **dict(zip(_FRAME_COLUMNS, columns, strict=True)), end=end)
+
+    def _sound_marks(self) -> list[int]:
+        """A mark stands at the next row of its thread; one at the very end has none yet."""
+        return sorted({row for row in self.marks if row < len(self)})

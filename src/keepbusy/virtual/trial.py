@@ -1,0 +1,97 @@
+"""What the self-test's child does: `python -m keepbusy.virtual.trial FD` tells a pipe how far it came."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+from collections.abc import Callable
+
+
+def main(pipe: int) -> None:
+    faulthandler.enable()
+    for stage in (_layout, _bring_up, _values, _autograd, _modules, _pinned, _natives):
+        stage()
+        _tell(pipe, stage)
+    gc.collect()
+    os.write(pipe, b"done\n")
+
+
+def _tell(pipe: int, stage: Callable[[], None]) -> None:
+    os.write(pipe, f"{stage.__name__[1:]}\n".encode())
+
+
+def _layout() -> None:
+    from keepbusy.virtual.abi import GUARD, HOOKS, slots
+
+    _must(len(slots(HOOKS)) > 20 and len(slots(GUARD)) > 10, "the headers declare too little")
+
+
+def _bring_up() -> None:
+    from keepbusy.virtual.bring_up import bring_up
+    from keepbusy.virtual.device import Device
+
+    bring_up(Device(), devices=8, measured=False)
+
+
+def _values() -> None:
+    import torch
+
+    for index in (0, 1, 7):  # each replaced method must answer with the right value, not just answer
+        with torch.cuda.device(index):
+            made = torch.arange(6.0, device="cuda").reshape(2, 3)
+            _must(made.device == torch.device("cuda", index), f"made on {made.device}, not on cuda:{index}")
+            _must(type(made) is torch.Tensor and made.sum().item() == 15, "a sum is wrong")
+    _must(torch.cuda.current_device() == 0, "the current device did not come back")
+    _must(torch._C._get_accelerator().type == "cuda", "the accelerator is not CUDA")
+
+
+def _autograd() -> None:
+    import torch
+
+    for index in (0, 3):
+        weight = torch.ones(3, 4, device=f"cuda:{index}", requires_grad=True)
+        (torch.ones(2, 3, device=weight.device) @ weight).relu().sum().backward()
+        gradient = weight.grad
+        _must(gradient is not None and gradient.device == weight.device, "a gradient is on another device")
+        _must(gradient is not None and gradient.sum().item() == 24, "a gradient is wrong")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        product = torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+    _must(product.dtype is torch.bfloat16, "autocast does nothing")
+
+
+def _modules() -> None:
+    import torch
+
+    recurrent = torch.nn.LSTM(4, 4).cuda()
+    recurrent(torch.ones(2, 1, 4, device="cuda"))[0].sum().backward()
+    _must(recurrent.weight_ih_l0.grad is not None, "a recurrent network has no gradient")
+
+
+def _pinned() -> None:
+    import torch
+
+    _must(torch.ones(3).pin_memory().is_pinned() and not torch.ones(3).is_pinned(), "pinned memory is not told apart")
+
+
+def _natives() -> None:
+    """On a CUDA build, no native kernel may be left where a program could reach it."""
+    import torch
+
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    left = [name for name in names if name.startswith("aten::") and _is_native(torch._C._dispatch_dump(name))]
+    _must(len(left) < 40, f"native kernels are left: {left[:5]}")
+
+
+def _is_native(dump: str) -> bool:
+    return any(line.startswith("CUDA:") and "RegisterCUDA" in line for line in dump.splitlines())
+
+
+def _must(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

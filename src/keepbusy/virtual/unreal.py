@@ -1,0 +1,98 @@
+"""Runs without values: shapes come from PyTorch's meta kernels, and memory is reserved but never touched.
+
+Whatever the device is asked for reads as zero. Where a shape depends on values, half of what is
+possible is taken: half of a mask is true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+META = torch.device("meta")
+
+
+class Values:
+    """Whether this process computes at all."""
+
+    real = True
+
+
+VALUES = Values()
+
+
+def outline(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides and type, with nothing in it."""
+    return _aten.empty_strided.default(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def reserved(outlined: Tensor) -> Tensor:
+    """Host memory for such a shape, which nobody touches."""
+    return _aten.empty_strided.default(outlined.shape, outlined.stride(), dtype=outlined.dtype)
+
+
+def computed(call: Callable[..., Any], short: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, as outlines or plain values."""
+    guess = _BY_VALUES.get(short)
+    if guess is not None:
+        return guess(*args, **kwargs)
+    return call(*[_without_masks(one) if short in _INDEX else one for one in args], **kwargs)
+
+
+def _half(count: int) -> int:
+    return max(1, count // 2)
+
+
+def _without_masks(value: Any) -> Any:
+    """Indices with a mask among them: as many places as half of the mask."""
+    if not isinstance(value, list):
+        return value
+    found: list[Any] = []
+    for one in value:
+        if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8):
+            found += [_outline((_half(one.numel()),)) for _ in range(one.dim())]
+        else:
+            found.append(one)
+    return found
+
+
+def _outline(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+    return _aten.empty.memory_format(shape, dtype=dtype, device=META)
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return _outline((_half(tensor.numel()), tensor.dim()))
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    count = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
+    return _outline((_half(count),), tensor.dtype)
+
+
+def _unique(tensor: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    count = _half(tensor.numel())
+    return _outline((count,), tensor.dtype), _outline(tuple(tensor.shape)), _outline((count,))
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    return _outline((output_size if output_size is not None else repeats.numel(),))
+
+
+def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return _outline((max(1, minlength),), torch.int64 if weights is None else torch.float64)
+
+
+_INDEX = ("index", "_unsafe_index")
+_BY_VALUES: dict[str, Callable[..., Any]] = {
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "_unique2": _unique,
+    "repeat_interleave": _repeat_interleave,
+    "bincount": _bincount,
+    "equal": lambda *_args: False,
+}

@@ -1,0 +1,76 @@
+"""Device files: those that come along, and one's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.virtual.device import Device
+from keepbusy.virtual.device_files import names, read
+
+
+def test_six_devices_come_along() -> None:
+    assert names() == ["a100", "b200", "h100", "h200", "l4", "rtx4090"]
+    for name in names():
+        device = read(name)
+        assert device.memory.size > 1 << 34
+        assert device.matrix["bfloat16"] > device.matrix["float32"]
+
+
+def test_the_defaults_are_the_h200() -> None:
+    h200 = read("h200")
+    default = Device(name=h200.name)
+    assert replace(h200, memory=default.memory) == default
+
+
+def test_a_device_of_ones_own_says_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "Mine"\n[memory]\nsize = "8 GiB"\nbandwidth = "500 GB/s"\n[matrix]\nbfloat16 = "2 PFLOP/s"\n'
+    )
+    device = read(str(path))
+    assert (device.name, device.memory.size, device.memory.bandwidth) == ("Mine", 8 << 30, 500.0)
+    assert device.rate("bfloat16") == 2e6
+    assert device.rate("float32") == Device().rate("float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "does not give the device a name"),
+        ("name = 3", "does not give the device a name"),
+        ("name = ", "is no TOML"),
+        ('name = "x"\nspeed = 3', "sets speed, which keepbusy does not know"),
+        ('name = "x"\n[memory]\nspeed = 3', "sets memory.speed, which keepbusy does not know"),
+        ('name = "x"\nmemory = 3', "has memory = 3, where a table"),
+        ('name = "x"\n[memory]\nsize = 80', "give a number and a unit, one of B, kB"),
+        ('name = "x"\n[memory]\nsize = "80 us"', "give a number and a unit, one of B, kB"),
+        ('name = "x"\n[memory]\nbandwidth = "-3 TB/s"', "has memory.bandwidth = '-3 TB/s'"),
+        ('name = "x"\n[host]\nlaunch = "e us"', "has host.launch = 'e us'"),
+        ('name = "x"\n[queue]\npending = 0', "give a whole number, at least 1"),
+        ('name = "x"\n[efficiency]\nmatrix = 1.5', "give a share of the peak"),
+        ('name = "x"\n[matrix]\nfloat16 = "3 GB/s"', "one of GFLOP/s"),
+        ('name = "x"\ncapability = "nine"', "compute capability"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(BadInput) as caught:
+        read(str(path))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="'h900' is no device; the devices are a100, b200"):
+        read("h900")
+    with pytest.raises(BadInput, match=r"cannot be read \(No such file"):
+        read(str(tmp_path / "none.toml"))
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(BadInput, match="is no TOML"):
+        read(str(binary))

@@ -1,0 +1,38 @@
+"""Small programs on a virtual device with round figures: what the tests of the clock begin with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepbusy.timeline.model import Kind, Timeline
+from keepbusy.virtual.clock import Clock
+from keepbusy.virtual.device import Copies, Device, HostCosts, Memory, Queue
+
+US = 1_000
+ROUND = Device(
+    name="round",
+    host=HostCosts(operator=5, backward=3, launch=10, event=1, sync=4, graph=20, graph_node=1, collective=10),
+    queue=Queue(pending=4, latency=20, gap=2),
+    copies=Copies(latency=5, call=10, pinned=10.0, to_device=1.0, to_host=2.0, to_fresh=0.5, staged=100, staging=5.0),
+    memory=Memory(size=1 << 30, malloc=70, free=60),
+)
+"""Nanoseconds that can be added up in the head."""
+
+
+def clock(**changes: object) -> Clock:
+    return Clock(replace(ROUND, **changes))  # type: ignore[arg-type]
+
+
+def operator(on: Clock, stream: int, work: int, name: str = "aten::mul", place: int = 0) -> None:
+    on.begin(name, place)
+    on.launch(stream, "kernel", work)
+    on.end()
+
+
+def rows(timeline: Timeline) -> list[tuple[str, str, int, int]]:
+    """Lane, kind, start and end of every row."""
+    short = {lane: "host" if lane.device is None else lane.name for lane in timeline.lanes}
+    return [
+        (short[timeline[row].lane], Kind(timeline[row].kind).name.lower(), timeline[row].start, timeline[row].end)
+        for row in range(len(timeline))
+    ]

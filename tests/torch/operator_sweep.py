@@ -1,0 +1,120 @@
+"""PyTorch's own operator database, forward and backward, on the virtual GPU against the CPU.
+
+    python tests/torch/operator_sweep.py [samples an operator]
+
+prints every sample that differs, and how many are right.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+DRAWS_FROM_NOWHERE = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided")
+"""Their values are whatever stood in memory."""
+
+
+def operators() -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return list(op_db)
+
+
+def name_of(operator: Any) -> str:
+    return f"{operator.name}.{operator.variant_test_name}" if operator.variant_test_name else str(operator.name)
+
+
+def samples(operator: Any, most: int) -> Iterator[Any]:
+    """Dense ones that the CPU itself can compute."""
+    dtype = torch.float32 if torch.float32 in operator.dtypes else next(iter(operator.dtypes), torch.float32)
+    grad = operator.supports_autograd and dtype.is_floating_point
+    given = iter(operator.sample_inputs("cpu", dtype, requires_grad=grad))
+    for sample in islice(given, most):
+        if all(one.layout is torch.strided for one in tensors((sample.input, sample.args, sample.kwargs))):
+            yield sample
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def on_device(value: Any) -> Any:
+    def move(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.detach().to("cuda").requires_grad_(one.requires_grad)
+        return "cuda" if one == "cpu" or isinstance(one, torch.device) else one
+
+    return pytree.tree_map(move, value)
+
+
+def difference(operator: Any, sample: Any) -> str | None:
+    """What is wrong with a sample; None if nothing is, "skipped" if the CPU cannot compute it."""
+    plain = (sample.input, sample.args, sample.kwargs)
+    try:
+        expected = _computed(operator, plain)
+    except Exception:
+        return "skipped"
+    try:
+        found = _computed(operator, on_device(plain))
+        _compare(operator, expected, found)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
+    return None
+
+
+def _computed(operator: Any, call: tuple[Any, Any, Any]) -> tuple[list[Tensor], list[Tensor | None]]:
+    torch.manual_seed(0)
+    value, args, kwargs = call
+    out = tensors(operator(value, *args, **kwargs))
+    leaves = [one for one in tensors(call) if one.requires_grad and one.is_leaf]
+    summed = [one.abs().sum() if one.is_complex() else one.sum() for one in out if one.requires_grad]
+    if not (leaves and summed):
+        return out, []
+    return out, list(torch.autograd.grad(sum(summed), leaves, allow_unused=True))  # type: ignore[arg-type]
+
+
+def _compare(operator: Any, expected: Any, found: Any) -> None:
+    for ones, others in zip(expected, found, strict=True):
+        for one, other in zip(ones, others, strict=True):
+            if one is None or other is None:
+                assert one is other, "only one of the two has a gradient"
+                continue
+            assert other.is_cuda, f"a result is on {other.device}"
+            if operator.name not in DRAWS_FROM_NOWHERE:
+                torch.testing.assert_close(other.detach().cpu(), one.detach().cpu(), equal_nan=True, rtol=0, atol=0)
+
+
+def main(most: int) -> int:
+    from keepbusy.virtual.run import Options, start
+
+    start(Options(measured=False, one_generator=True))
+    warnings.simplefilter("ignore")
+    right, wrong = 0, []
+    for operator in operators():
+        try:
+            chosen = list(samples(operator, most))
+        except Exception:
+            continue  # its samples need what this build lacks
+        for index, sample in enumerate(chosen):
+            sys.stderr.write(f"{name_of(operator)} {index}\n")
+            said = difference(operator, sample)
+            right += said is None
+            if said not in (None, "skipped"):
+                wrong.append((name_of(operator), index, said))
+    for row in wrong:
+        sys.stdout.write(" ".join(map(str, row)) + "\n")
+    total = right + len(wrong)
+    sys.stdout.write(f"{right} of {total} samples right ({right / max(1, total):.2%})\n")
+    return int(right < 0.99 * total)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))

@@ -1,0 +1,194 @@
+"""A program asks what it runs on, and hears what it would hear from a GPU."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+X = torch.arange(12.0).view(3, 4)
+
+
+def test_a_tensor_is_a_plain_tensor_of_the_device() -> None:
+    x = X.to("cuda")
+    assert type(x) is torch.Tensor
+    assert (x.device, x.is_cuda, x.get_device()) == (torch.device("cuda", 0), True, 0)
+    assert "device='cuda:0'" in repr(x)
+    assert x.tolist() == X.tolist()
+
+
+@pytest.mark.parametrize("make", ["zeros", "ones", "empty", "rand", "randn"])
+def test_factories(make: str) -> None:
+    assert getattr(torch, make)(3, device="cuda").is_cuda
+    with torch.device("cuda"):
+        assert getattr(torch, make)(3).is_cuda
+    assert not getattr(torch, make)(3).is_cuda
+
+
+def test_there_are_as_many_devices_as_were_asked_for() -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 8
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.cuda.get_device_name() == "NVIDIA H200"
+    assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.is_bf16_supported()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.ones(1, device="cuda:9")
+
+
+def test_the_current_device_is_the_threads_own() -> None:
+    seen = []
+    with torch.cuda.device(3):
+        assert torch.ones(1, device="cuda").device.index == 3
+        thread = threading.Thread(target=lambda: seen.append(torch.ones(1, device="cuda").device.index))
+        thread.start()
+        thread.join()
+    assert seen == [0]
+    assert torch.cuda.current_device() == 0
+
+
+def test_gradients_stay_on_their_device() -> None:
+    weight = torch.ones(3, device="cuda:5", requires_grad=True)
+    (weight * 2).sum().backward()
+    assert weight.grad.device.index == 5
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda: X.to("cuda") + X,
+        lambda: X.to("cuda") @ X.t(),
+        lambda: nn.Linear(4, 2)(X.to("cuda")),
+        lambda: X.to("cuda:0") + X.to("cuda:1"),
+        lambda: torch.cat([X, X.to("cuda")]),
+    ],
+)
+def test_mixed_devices_fail(mixed) -> None:
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        mixed()
+
+
+def test_a_scalar_of_the_host_may_join() -> None:
+    assert (X.to("cuda") + torch.tensor(1.0)).is_cuda
+
+
+def test_numpy_needs_a_copy_home() -> None:
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        X.to("cuda").numpy()
+
+
+def test_pinned_memory_is_told_apart() -> None:
+    pinned = X.pin_memory()
+    assert pinned.is_pinned()
+    assert not X.is_pinned()
+    assert torch.empty(3, pin_memory=True).is_pinned()
+    assert pinned.to("cuda").cpu().tolist() == X.tolist()
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        X.cuda().pin_memory()
+
+
+def test_saved_tensors_come_back_where_they_are_wanted() -> None:
+    buffer = io.BytesIO()
+    torch.save(nn.Linear(3, 3).to("cuda").state_dict(), buffer)
+    for wanted in ("cuda", "cpu"):
+        buffer.seek(0)
+        assert torch.load(buffer, map_location=wanted)["weight"].device.type == wanted
+    buffer.seek(0)
+    assert torch.load(buffer)["weight"].is_cuda
+
+
+def test_copies_of_python_objects() -> None:
+    module = nn.Linear(2, 2).to("cuda")
+    assert copy.deepcopy(module).weight.is_cuda
+    assert pickle.loads(pickle.dumps(module.weight)).is_cuda
+
+
+def test_streams_and_events() -> None:
+    side, start, end = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    with torch.cuda.stream(side):
+        assert torch.cuda.current_stream() == side
+        torch.ones(1 << 20, device="cuda").exp()
+    torch.cuda.current_stream().wait_stream(side)
+    end.record()
+    end.synchronize()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert 0 < start.elapsed_time(end) < 100
+    assert end.query()
+    assert side.query()
+    torch.ones(1, device="cuda").record_stream(side)
+
+
+def test_memory_is_counted() -> None:
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(1 << 20, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 4 << 20
+    view = x[:10]
+    del x
+    assert torch.cuda.memory_allocated() - before == 4 << 20
+    del view
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() >= before + (4 << 20)
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free <= total
+    assert "virtual" in torch.cuda.memory_summary()
+
+
+def test_a_full_device_says_so() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        [torch.empty(1 << 30, device="cuda") for _ in range(40)]
+
+
+def test_results_grow_where_they_are_written() -> None:
+    assert torch.add(X.cuda(), 1, out=torch.empty(0, device="cuda")).shape == X.shape
+    assert torch.empty(2, device="cuda").resize_(100).shape == (100,)
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: torch.sparse_coo_tensor([[0], [0]], [1.0], device="cuda"), "sparse"),
+        (lambda: X.cuda().to_sparse(), "sparse"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], device="cuda") * 2, "nested"),
+    ],
+)
+def test_other_layouts_are_refused_by_name(make, layout: str) -> None:
+    with pytest.raises(NotImplementedError, match=layout):
+        make()
+
+
+def test_a_forked_child_has_a_device_of_its_own() -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int((torch.ones(3, device="cuda") * 2).sum().item()))
+        except BaseException:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+
+
+def test_loader_workers_and_their_pinned_batches() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(16.0))
+    loader = torch.utils.data.DataLoader(data, 4, num_workers=1, pin_memory=True)
+    batches = [batch for (batch,) in loader]
+    assert all(batch.is_pinned() for batch in batches)
+    assert sum(batch.to("cuda", non_blocking=True).sum().item() for batch in batches) == 120
+
+
+def test_compiled_code_runs_eagerly_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    module = nn.Linear(4, 2).cuda()
+    assert torch.compile(module) is module
+    assert torch.compile(mode="reduce-overhead")(len) is len
+    module.compile()
+    assert capsys.readouterr().err.count("torch.compile runs eagerly") <= 1
+
+
+def test_graphs_are_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="does not capture CUDA graphs"):
+        torch.cuda.CUDAGraph()

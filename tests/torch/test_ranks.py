@@ -1,0 +1,139 @@
+"""Several ranks: real values, and one timeline of all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+COLLECTIVES = """\
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+mine = torch.full((4,), float(rank + 1), device="cuda")
+
+def check(name, found, expected):
+    assert found.is_cuda and found.tolist() == expected, (name, found.tolist())
+
+total = mine.clone()
+dist.all_reduce(total)
+check("all_reduce", total, [3.0] * 4)
+mean = mine.clone()
+work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
+work.wait()
+check("average", mean, [1.5] * 4)
+first = mine.clone()
+dist.broadcast(first, src=1)
+check("broadcast", first, [2.0] * 4)
+parts = [torch.empty_like(mine) for _ in range(world)]
+dist.all_gather(parts, mine)
+check("all_gather", torch.cat(parts), [1.0] * 4 + [2.0] * 4)
+whole = torch.empty(8, device="cuda")
+dist.all_gather_into_tensor(whole, mine)
+check("all_gather_into_tensor", whole, [1.0] * 4 + [2.0] * 4)
+shard = torch.empty(2, device="cuda")
+dist.reduce_scatter_tensor(shard, torch.arange(4.0, device="cuda"))
+check("reduce_scatter", shard, [[0.0, 2.0], [4.0, 6.0]][rank])
+turned = torch.empty(4, device="cuda")
+dist.all_to_all_single(turned, mine)
+check("all_to_all", turned, [1.0, 1.0, 2.0, 2.0])
+if rank == 0:
+    dist.send(mine * 5, dst=1)
+else:
+    other = torch.empty(4, device="cuda")
+    dist.recv(other, src=0)
+    check("recv", other, [5.0] * 4)
+dist.barrier()
+assert dist.get_backend() == "nccl"
+os.write(1, b"fine %d" % rank + bytes([10]))
+dist.destroy_process_group()
+"""
+
+LATE = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.ones(8, 64, device="cuda")
+for step in range(8):
+    if rank == 1:
+        sum(range(2_000_000))  # it comes late
+    loss = model(x * (rank + 1)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+same = [torch.empty_like(model.module.weight) for _ in range(2)]
+dist.all_gather(same, model.module.weight.detach())
+assert torch.equal(*same)
+dist.destroy_process_group()
+"""
+
+SHARDED = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+model.load_state_dict(plain.state_dict())
+model.cuda()
+for layer in (model[0], model[2]):
+    fully_shard(layer)
+fully_shard(model)
+x = torch.randn(4, 8)
+found = []
+for module, device in ((plain, "cpu"), (model, "cuda")):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = module(x.to(device)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found.append(losses)
+assert torch.allclose(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-5), found
+dist.destroy_process_group()
+"""
+
+
+def test_every_collective_moves_the_right_values(run) -> None:
+    done = run(COLLECTIVES, before=("--ranks", "2"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
+
+
+def test_a_late_rank_is_named_with_its_line(run) -> None:
+    done = run(LATE, before=("--ranks", "2", "--json"))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ranks"] == [0, 1]
+    assert "peer_late" in [cause["cause"] for cause in said["causes"]]
+    assert [late["rank"] for late in said["late"]] == [1]
+    assert said["late"][0]["place"]["line"] in (14, 15)
+
+
+def test_sharded_training_gives_the_losses_of_a_plain_run(run) -> None:
+    done = run(SHARDED, before=("--ranks", "2"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", ["raise ValueError('one died')\n"])
+def test_a_rank_that_dies_ends_the_others_with_its_message(run, script: str) -> None:
+    done = run(script, before=("--ranks", "2"))
+    assert done.returncode != 0
+    assert "ValueError: one died" in done.stderr

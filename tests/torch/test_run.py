@@ -1,0 +1,133 @@
+"""`keepbusy run`: the program's own output, end and lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+LOOP = """\
+import sys
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    x = torch.randn(512, 64)
+    loss = model(x.to("cuda")).pow(2).mean()  # a blocking copy
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if torch.isnan(loss):  # a sync
+        break
+"""
+
+
+def lines(said: dict, *causes: str) -> set[int]:
+    """The lines of train.py that the report names under these causes."""
+    places = [(one["cause"], site["place"]) for one in said["causes"] for site in one["sites"]]
+    places += [(one["cause"], one["place"]) for one in said["harmless"]]
+    return {place["line"] for cause, place in places if cause in causes and place["file"] == "train.py"}
+
+
+def test_the_report_names_exact_lines(run) -> None:
+    done = run(LOOP, before=("--clock", "modelled", "--json"))
+    said = json.loads(done.stdout)
+    assert lines(said, "host_sync") == {12}
+    assert lines(said, "blocking_copy") == {8}
+    assert said["device"] == "NVIDIA H200"
+    assert said["steps"] >= 4
+
+
+def test_the_program_is_untouched(run) -> None:
+    done = run(
+        "import sys, __main__\nfrom pathlib import Path\n"
+        "print(__name__, sys.argv, __main__.__file__, Path(sys.path[0]).samefile('.'), __doc__)\nsys.exit(7)\n",
+        "--epochs", "2",
+    )  # fmt: skip
+    assert done.stdout == "__main__ ['train.py', '--epochs', '2'] train.py True None\n"
+    assert done.returncode == 7
+    assert done.stderr == "keepbusy: train.py ran nothing on the GPU.\n"
+
+
+def test_an_error_is_the_programs_own(run) -> None:
+    done = run(LOOP + "raise ValueError('mine')\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[:2] == [
+        "Traceback (most recent call last):",
+        '  File "train.py", line 14, in <module>',
+    ]
+    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+    assert "A step takes" in done.stdout
+
+
+def test_an_interrupt_leaves_the_timeline_so_far(run, tmp_path: Path) -> None:
+    done = run(LOOP + "raise KeyboardInterrupt\n", before=("--clock", "modelled", "--save", "run.busy"))
+    assert done.returncode == 130
+    assert "A step takes" in done.stdout
+    assert (tmp_path / "run.busy").exists()
+
+
+def test_two_modelled_runs_are_the_same_byte_for_byte(run, tmp_path: Path) -> None:
+    runs = []
+    for name in ("one.busy", "other.busy"):
+        run(LOOP, before=("--clock", "modelled", "--save", name))
+        runs.append((tmp_path / name).read_bytes())
+    assert runs[0] == runs[1]
+
+
+def test_a_module_runs_too(run) -> None:
+    done = run("print(__name__, __spec__.name)\n", before=("-m",))
+    assert done.returncode == 1  # `train.py` is no module name: what Python says of it is said
+    assert "train.py" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        (("--on", "h300"), "'h300' is no device; the devices are"),
+        (("--gpus", "none"), "is not a number of GPUs"),
+        (("--save", "run.json"), "a saved run is named *.busy"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_sentence(run, before: tuple[str, ...], says: str) -> None:
+    done = run(LOOP, before=before)
+    assert done.returncode == 2
+    assert done.stderr.startswith("keepbusy: ")
+    assert says in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_script_that_is_not_there() -> None:
+    from keepbusy.cli import main
+
+    assert main(["run", "--clock", "modelled", "nowhere.py"]) == 2
+
+
+SPAWNED = """\
+import torch
+import torch.multiprocessing as mp
+
+def work(rank):
+    torch.cuda.set_device(rank)
+    assert torch.ones(2, device="cuda").sum().item() == 2
+    assert torch.cuda.current_device() == rank
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+    assert torch.cuda.device_count() == 2
+    print("fine")
+"""
+
+
+def test_spawned_children_have_their_devices(run) -> None:
+    done = run(SPAWNED, before=("--gpus", "2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fine\n"
+
+
+def test_host_work_stands_at_its_own_line(run) -> None:
+    source = LOOP.replace("    x = torch.randn(512, 64)\n", "    sum(range(2_000_000))\n    x = torch.zeros(512, 64)\n")
+    done = run(source, before=("--json",))
+    assert 7 in lines(json.loads(done.stdout), "host_work"), done.stdout

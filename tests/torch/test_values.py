@@ -1,0 +1,140 @@
+"""Whatever runs on the virtual GPU gives what a plain run on the CPU gives, bit for bit in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+LABELS = torch.tensor([1, 0, 2, 1, 2, 0, 1, 1])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(16, 48), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(self.norm(x)).view(2, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(8, 16)[:, :3]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(16, 3, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0].flatten(0, 1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 3)), (8, 6)),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(8 * 4 * 4, 3),
+        ),
+        (8, 3, 12, 12),
+    ),
+    "attention": (Attention, (2, 4, 16)),
+    "lstm": (lambda: Recurrent(nn.LSTM), (4, 2, 16)),
+    "gru": (lambda: Recurrent(nn.GRU), (4, 2, 16)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.3), nn.Linear(32, 3)), (8, 6)),
+    "encoder": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 3),
+                              nn.Flatten(0, 1)),
+        (2, 4, 16),
+    ),
+}  # fmt: skip
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def losses(device: str, model: str, optimizer: str = "sgd") -> list[float]:
+    torch.manual_seed(0)
+    make, shape = MODELS[model]
+    module = make().to(device)
+    steps, x = OPTIMIZERS[optimizer](module.parameters()), torch.randn(shape)
+    found = []
+    for _ in range(4):
+        loss = F.cross_entropy(module(x.to(device)), LABELS.to(device))
+        steps.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        steps.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_train_alike(model: str) -> None:
+    assert losses("cuda", model) == losses("cpu", model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_step_alike(optimizer: str) -> None:
+    assert losses("cuda", "mlp", optimizer) == losses("cpu", "mlp", optimizer)
+
+
+def test_a_masked_attention_is_alike() -> None:
+    def grads(device: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(1, 2, 5, 8).to(device).requires_grad_() for _ in range(3))
+        mask = torch.ones(5, 5, dtype=torch.bool).tril().to(device)
+        for dropout in (0.0, 0.2):
+            torch.manual_seed(2)
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout).pow(2).sum().backward()
+        return [one.grad.cpu() for one in (q, k, v)]
+
+    assert all(torch.equal(one, other) for one, other in zip(grads("cuda"), grads("cpu"), strict=True))
+
+
+def test_an_autocast_step_with_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cuda")
+    module = nn.Linear(3, 3).to("cuda")
+    steps = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = module.weight.detach().clone()
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = module(torch.ones(2, 3, device="cuda"))
+    scaler.scale(out.float().mean()).backward()
+    scaler.step(steps)
+    scaler.update()
+    assert out.dtype is torch.float16
+    assert not torch.equal(before, module.weight)
+    assert scaler.get_scale() == 65536.0
+
+
+def test_gradients_with_a_second_derivative() -> None:
+    def second(device: str) -> Tensor:
+        x = torch.linspace(0.1, 1, 5).to(device).requires_grad_()
+        (first,) = torch.autograd.grad((x.sin() * x.exp()).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0].cpu()
+
+    assert torch.equal(second("cuda"), second("cpu"))
+
+
+def test_checkpointing_draws_the_same_mask_again() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to("cuda")
+    x = torch.ones(4, 8, device="cuda", requires_grad=True)
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(module(x).sum(), x)[0]
+    torch.manual_seed(3)
+    again = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).sum(), x)[0]
+    assert torch.equal(plain, again)
+
+
+def test_functional_transforms() -> None:
+    x = torch.arange(6.0, device="cuda").view(2, 3)
+    assert torch.func.grad(lambda a: (a * a).sum())(x).tolist() == (2 * x).tolist()
+    assert torch.func.vmap(lambda a: a.sum())(x).tolist() == [3.0, 12.0]
