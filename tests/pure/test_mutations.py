@@ -66,13 +66,14 @@ VALUES: list[Any] = [
 ]
 
 
-def explain_bytes(data: bytes, path: Path) -> Diagnosis | None:
-    """What a person does with a file, with a plain step and without; None if it was refused."""
+def explain_bytes(data: bytes, path: Path, plain: bool = True) -> Diagnosis | None:
+    """What a person does with a file, and again with a plain step; None if it was refused."""
     path.write_bytes(data)
     try:
         timeline = read([path])
         diagnosis = explain(timeline)
-        render(explain(timeline, plain_step=max(1, diagnosis.plain_step * 4 // 5), mend=["host_sync"]))
+        if plain:
+            render(explain(timeline, plain_step=max(1, diagnosis.plain_step * 4 // 5), mend=["host_sync"]))
     except BadInput as error:
         message = str(error)
         assert message.startswith(str(path)), message
@@ -149,15 +150,12 @@ def damaged(kind: str, seed: int) -> bytes:
 def test_damage_never_ends_in_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, part: int
 ) -> None:
+    """And refusing everything would be no proof of anything."""
+    outcomes = []
     for seed in range(part * EACH, (part + 1) * EACH):
         monkeypatch.setattr(unzip, "BLOCK", [3_000, 1 << 18][seed % 2])
-        diagnosis = explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json")
-        if diagnosis is not None:
-            assert_sound(diagnosis)
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "swapped", "flipped"])
-def test_most_damage_is_survived(tmp_path: Path, kind: str) -> None:
-    """Refusing everything would be no proof of anything."""
-    outcomes = [explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json") for seed in range(40)]
-    assert sum(diagnosis is not None for diagnosis in outcomes) > 20
+        outcomes.append(explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json", plain=seed % 3 == 0))
+    survived = [diagnosis for diagnosis in outcomes if diagnosis is not None]
+    assert len(survived) > (EACH // 2 if kind in ("shuffled", "swapped", "flipped") else 0)
+    for diagnosis in survived:
+        assert_sound(diagnosis)

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from build import Run, loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import timelines
+from strategies import loops, timelines
 
-from keepbusy.timeline.model import NONE, Kind, Lane, LinkKind, Links, Meetings, Spans, Timeline
-from keepbusy.timeline.replay import replay
+from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
+from keepbusy.timeline.replay import replay, run, steady
 from keepbusy.timeline.settle import settle
-
-LANES = (Lane(0, None, 0, "main"), Lane(0, 0, 7), Lane(0, 0, 8))
-LAUNCH, ORDER = LinkKind.LAUNCH, LinkKind.ORDER
+from keepbusy.timeline.steps import whole_steps
 
 seldom = settings(max_examples=120, deadline=None)
-
-
-def settled(
-    rows: list[tuple[int, Kind, int, int]], links: list[tuple[int, int, LinkKind]], **columns: list[int]
-) -> Timeline:
-    """A timeline of rows (lane, kind, start, end), in microseconds."""
-    lane, kind, start, end = zip(*rows, strict=True)
-    source, target, link = zip(*links, strict=True) if links else ((), (), ())
-    times = {"start": np.array(start) * 1_000, "end": np.array(end) * 1_000}
-    spans = Spans.of(len(rows), lane=lane, kind=kind, **times, **columns)
-    return settle(Timeline(LANES, ("span",), spans, Links.of(len(links), source=source, target=target, kind=link)))
 
 
 @given(timelines())
@@ -60,7 +48,7 @@ def test_removing_a_wait_never_lengthens_a_run(timeline: Timeline, data: st.Data
 @seldom
 def test_removing_a_link_never_lengthens_a_run(timeline: Timeline, data: st.DataObject) -> None:
     timeline = settle(timeline)
-    gone = (timeline.links.kind == ORDER) & np.array(data.draw(some_of(len(timeline.links))), bool)
+    gone = (timeline.links.kind == LinkKind.ORDER) & np.array(data.draw(some_of(len(timeline.links))), bool)
     links = timeline.links.take(np.flatnonzero(~gone))
     assert (replay(timeline.change(links=links)).spans.end <= timeline.spans.end).all()
 
@@ -116,62 +104,64 @@ def test_rounds_follow_each_other(timeline: Timeline, rounds: int) -> None:
     assert (later.spans.end - later.spans.start >= 0).all()
 
 
+def faster(timeline: Timeline, names: str, times: int = 2) -> Timeline:
+    """Replayed with so much less work in all spans of that name."""
+    mine = timeline.spans.name == timeline.names.index(names)
+    return replay(timeline.change_spans(work=np.where(mine, timeline.spans.work // times, timeline.spans.work)))
+
+
+def end_of(timeline: Timeline, kind: Kind) -> int:
+    """Of the last span of that kind, in microseconds."""
+    return int(timeline.spans.end[timeline.spans.kind == kind][-1]) // 1_000
+
+
 def test_a_sync_waits_no_longer_than_its_stream() -> None:
-    """Launch, kernel of 100 µs, sync: a kernel half as long ends the sync 50 µs earlier."""
-    rows = [(0, Kind.LAUNCH, 0, 5), (1, Kind.KERNEL, 6, 106), (0, Kind.SYNC, 5, 108)]
-    timeline = settled(rows, [(0, 1, LAUNCH)], awaits=[NONE, NONE, 1])
-    assert timeline.spans.work.tolist() == [5_000, 100_000, 2_000]
-    shorter = replay(timeline.change_spans(work=timeline.spans.work // [1, 2, 1]))
-    assert shorter.spans.end.tolist() == [5_000, 56_000, 58_000]
+    """A kernel of 100 µs, awaited: half as long, it lets the host go 50 µs earlier."""
+    timeline = Run.of().launch(kernel=100, name="k").sync().timeline()
+    assert end_of(timeline, Kind.SYNC) - end_of(faster(timeline, "k"), Kind.SYNC) == 50
 
 
 def test_an_event_sync_waits_for_one_command_only() -> None:
-    """The same by an event: the wait is a consequence of the kernel, not work of the sync."""
-    rows = [
-        (0, Kind.LAUNCH, 0, 5),
-        (1, Kind.KERNEL, 6, 106),
-        (0, Kind.LAUNCH, 5, 10),
-        (1, Kind.KERNEL, 106, 900),
-        (0, Kind.SYNC, 10, 108),
-    ]
-    timeline = settled(rows, [(0, 1, LAUNCH), (2, 3, LAUNCH), (1, 4, ORDER)])
-    shorter = replay(timeline.change_spans(work=timeline.spans.work // [1, 2, 1, 1, 1]))
-    assert shorter.spans.end[4] == 58_000
+    timeline = Run.of().launch(kernel=100, name="k").launch(kernel=8).event_sync().launch(kernel=900).timeline()
+    assert end_of(timeline, Kind.SYNC) - end_of(faster(timeline, "k"), Kind.SYNC) == 50
 
 
 def test_a_command_waits_for_another_stream() -> None:
-    rows = [(0, Kind.LAUNCH, 0, 5), (1, Kind.KERNEL, 6, 106), (0, Kind.LAUNCH, 5, 10), (2, Kind.KERNEL, 107, 120)]
-    timeline = settled(rows, [(0, 1, LAUNCH), (2, 3, LAUNCH), (1, 3, ORDER)])
-    shorter = replay(timeline.change_spans(work=timeline.spans.work // [1, 2, 1, 1]))
-    assert shorter.spans.start[3] == 57_000
+    timeline = Run.of().launch(kernel=100, name="k").order(7, 8).launch(kernel=20, stream=8, name="late").timeline()
+    assert end_of(timeline, Kind.KERNEL) - end_of(faster(timeline, "k"), Kind.KERNEL) == 50
 
 
 def test_a_full_queue_holds_up_the_launch() -> None:
     """Two commands may be pending: the third launch waits for the first command."""
-    rows = [
-        (0, Kind.LAUNCH, 0, 5),
-        (1, Kind.KERNEL, 6, 106),
-        (0, Kind.LAUNCH, 5, 10),
-        (1, Kind.KERNEL, 106, 206),
-        (0, Kind.LAUNCH, 10, 109),
-        (1, Kind.KERNEL, 206, 306),
-    ]
-    links = [(0, 1, LAUNCH), (2, 3, LAUNCH), (4, 5, LAUNCH)]
-    unlimited = settled(rows, links)
-    timeline = settle(unlimited.change(facts={"pending_limit": 2}))
-    assert timeline.spans.work[4] == 3_000
-    assert replay(timeline).spans.end.tolist() == timeline.spans.end.tolist()
+    run = Run.of(pending=2)
+    for _ in range(3):
+        run.launch(kernel=100, name="k")
+    timeline = run.timeline()
+    assert end_of(timeline, Kind.LAUNCH) - end_of(faster(timeline, "k"), Kind.LAUNCH) == 50
 
 
 @pytest.mark.parametrize("late", [0, 30])
 def test_nobody_leaves_a_collective_before_the_last_has_come(late: int) -> None:
-    lanes = (Lane(0, None, 0), Lane(0, 0, 7), Lane(1, None, 0), Lane(1, 1, 7))
-    rows = [(0, 0, 5), (1, 6, 90), (2, 0, 45), (3, 46, 92)]
-    kinds = [Kind.LAUNCH, Kind.COLLECTIVE, Kind.LAUNCH, Kind.COLLECTIVE]
-    lane, start, end = (np.array(one) for one in zip(*rows, strict=True))
-    spans = Spans.of(4, lane=lane, kind=kinds, start=start * 1_000, end=end * 1_000, meeting=[NONE, 0, NONE, 0])
-    links = Links.of(2, source=[0, 2], target=[1, 3])
-    timeline = settle(Timeline(lanes, ("span",), spans, links, meetings=Meetings.of(1, members=2, present=2)))
-    assert timeline.spans.work.tolist() == [5_000, 44_000, 45_000, 46_000]
-    later = timeline.change_spans(start=timeline.spans.start + np.array([0, 0, late, 0]) * 1_000)
-    assert replay(later).spans.end.tolist() == [5_000, (90 + late) * 1_000, (45 + late) * 1_000, (92 + late) * 1_000]
+    """Rank 1 is 40 µs late as recorded, and `late` µs later still in the replay."""
+    run = Run.of(ranks=2).on(1).work(40).on(0).collective(wire=44)
+    timeline = run.timeline()
+    later = np.where(timeline.spans.kind == Kind.WORK, timeline.spans.work + late * 1_000, timeline.spans.work)
+    left = replay(timeline.change_spans(work=later)).spans.end[timeline.spans.kind == Kind.COLLECTIVE]
+    assert left.tolist() == [(40 + 6 + 44 + late) * 1_000] * 2
+
+
+@given(loops())
+@seldom
+def test_what_nothing_waits_for_may_be_joined(timeline: Timeline) -> None:
+    """The brief replay leaves out rows, and finds the same pace."""
+    whole = whole_steps(settle(timeline))
+    rounds = 6
+    assert run(whole, rounds, brief=True).pace == run(whole, rounds).pace
+
+
+def test_the_slowest_lane_sets_the_pace() -> None:
+    """The host needs 60 µs a step and the device 200: their pace is the device's, once its queue is full."""
+    whole = whole_steps(loop(lambda run: run.work(55).launch(kernel=199), pending_limit=20))
+    steady_run = steady(whole, 60)
+    assert steady_run.pace == 200_000
+    assert whole.lanes[steady_run.slowest].name == "stream 7"

@@ -57,7 +57,7 @@ def _lags(timeline: Timeline) -> Timeline:
     link_usual = np.where(to_start, latency, np.where(links.kind == LinkKind.ORDER, gap, 0))
     link_lag = np.where(on_link == bound[links.target], on_link, np.minimum(on_link, link_usual))
     link_lag = np.where(to_sync, 0, link_lag)
-    lag = np.where(before == NONE, 0, lag)
+    lag = np.where(before == NONE, usual, lag)
     return timeline.change_spans(lag=lag).change(links=links.change(lag=link_lag))
 
 
