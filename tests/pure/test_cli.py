@@ -104,7 +104,9 @@ def test_every_verb_is_frozen() -> None:
     assert list(verbs()) == list(FLAGS)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["run", "--help"], ["compare", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["explain", "--help"], ["run", "--help"], ["compare", "--help"], ["export", "--help"]]
+)
 def test_help_has_examples_and_fits_any_encoding(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)

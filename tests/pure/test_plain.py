@@ -129,6 +129,20 @@ def test_a_plain_step_shorter_than_the_device_needs_is_refused(plain_step: int) 
     assert message.endswith("measured on the same program.")
 
 
+@pytest.mark.parametrize("plain_step", [None, 1_000, MS])
+def test_a_run_in_which_no_time_passes_is_refused(plain_step: int | None) -> None:
+    """The device's commands run backwards, and the host's calls take no time at all."""
+    run = Run.of()
+    for _ in range(6):
+        run.step().launch(kernel=10, host=0)
+    recorded = run.recorded(source="rank0.json")
+    device = np.flatnonzero(recorded.on_device)
+    start, end = recorded.spans.start.copy(), recorded.spans.end.copy()
+    start[device], end[device] = start[device][::-1], end[device][::-1]
+    with pytest.raises(BadInput, match=r"^rank0.json shows steps in which no time passes, .* record it again\.$"):
+        explain(settle(recorded.change_spans(start=start, end=end)), plain_step)
+
+
 @given(st.floats(0.25, 1.5))
 @settings(max_examples=40, deadline=None)
 def test_any_plain_step_that_can_be_is_reached(plain_step: float) -> None:

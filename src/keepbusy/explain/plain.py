@@ -54,17 +54,19 @@ def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
 
 def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
-    if plain_step is None:
-        return Plain(timeline, round(pace(timeline)), 1.0, 0.0)
-    timeline = without_noise(timeline)
+    timeline = timeline if plain_step is None else without_noise(timeline)
     recorded = pace(timeline)
+    if recorded < 1:
+        raise BadInput(_damaged(timeline))
+    if plain_step is None:
+        return Plain(timeline, round(recorded), 1.0, 0.0)
     if plain_step > MOST_FASTER * recorded:
         raise BadInput(_too_long(timeline, plain_step, recorded))
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
     if factor == MOST:
         speed = _sought(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
     deflated = deflate(timeline, factor, speed)
-    reached = pace(deflated)
+    reached = max(1.0, pace(deflated))
     if plain_step < UNREACHABLE * reached:
         raise BadInput(_unreachable(timeline, plain_step, reached))
     return Plain(deflated, plain_step, plain_step / reached, factor)
@@ -114,6 +116,11 @@ def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: 
             low, below = middle, miss
             above, stayed = (above / 2, -1) if stayed == -1 else (above, -1)
     return middle
+
+
+def _damaged(timeline: Timeline) -> str:
+    source = timeline.facts.get("source") or "the recording"
+    return f"{source} shows steps in which no time passes, so its times are damaged; record it again."
 
 
 def _too_long(timeline: Timeline, plain_step: int, recorded: float) -> str:

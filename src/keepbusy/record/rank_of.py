@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from keepbusy.record.events import Trace
 from keepbusy.timeline.errors import BadInput
 
+MOST_NAMED = 8
 _IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 
 
@@ -62,10 +64,11 @@ def _refuse_other_runs(traces: Sequence[Trace], ranks: Sequence[int]) -> None:
             "give the traces of one run."
         )
     size = sizes.pop()
-    missing = sorted(set(range(size or len(ranks))) - set(ranks))
-    if missing and size is not None:
+    missing = list(islice((rank for rank in range(size or 0) if rank not in ranks), MOST_NAMED + 1))
+    if missing:
+        named = ", ".join(map(str, missing[:MOST_NAMED])) + (" and more" if len(missing) > MOST_NAMED else "")
         raise BadInput(
-            f"{traces[0].path} is of a run with {size} ranks, and the traces of rank {', '.join(map(str, missing))} "
+            f"{traces[0].path} is of a run with {size} ranks, and the traces of rank {named} "
             "are missing; give them all, or one rank alone."
         )
     start = max(int(trace.events.start.min()) for trace in traces)

@@ -33,7 +33,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
     if length > 1 or plain_step is None:
         return whole
-    ratio = plain_step / pace(whole)
+    ratio = plain_step / max(1.0, pace(whole))
     several = min((last - first) // 2, round(ratio))
     if several > 1 and abs(ratio - several) < 0.2 * several:
         whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
