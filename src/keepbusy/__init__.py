@@ -16,23 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepbusy.explain import explain as explain
-    from keepbusy.explain.compare import Comparison as Comparison
     from keepbusy.explain.compare import compare as compare
-    from keepbusy.explain.diagnosis import Diagnosis as Diagnosis
     from keepbusy.record import read as read
     from keepbusy.report.terminal import render as render
-    from keepbusy.timeline.errors import BadInput as BadInput
-    from keepbusy.timeline.model import Timeline as Timeline
     from keepbusy.timeline.store import load as load
     from keepbusy.timeline.store import save as save
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BadInput": "keepbusy.timeline.errors",
-    "Comparison": "keepbusy.explain.compare",
-    "Diagnosis": "keepbusy.explain.diagnosis",
-    "Timeline": "keepbusy.timeline.model",
     "compare": "keepbusy.explain.compare",
     "explain": "keepbusy.explain",
     "load": "keepbusy.timeline.store",
