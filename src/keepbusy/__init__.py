@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from keepbusy.explain.compare import compare as compare
     from keepbusy.record import read as read
     from keepbusy.report.terminal import render as render
+    from keepbusy.script.steps import step as step
     from keepbusy.timeline.store import load as load
     from keepbusy.timeline.store import save as save
 
@@ -31,6 +32,7 @@ _HOMES = {
     "read": "keepbusy.record",
     "render": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.store",
+    "step": "keepbusy.script.steps",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

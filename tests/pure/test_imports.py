@@ -17,12 +17,13 @@ MODULES = {str(path.relative_to(SOURCES)): path for path in FILES}
 # a room's own modules, the rooms it may import, and the packages from outside that it may use
 ROOMS = {
     "timeline": (set(), {"numpy"}),
-    "record": ({"timeline"}, {"numpy", "msgspec", "isal", "torch"}),
-    "virtual": ({"timeline"}, {"numpy", "torch"}),
+    "script": ({"timeline"}, {"torch"}),
+    "record": ({"timeline", "script"}, {"numpy", "msgspec", "isal", "torch"}),
+    "virtual": ({"timeline", "script"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),
     "report": ({"timeline", "explain.diagnosis", "explain.compare"}, {"numpy", "rich"}),
     "runtime": (set(), {"torch"}),
-    "cli": ({"timeline", "record", "virtual", "explain", "report", "runtime", "cli"}, {"rich"}),
+    "cli": ({"timeline", "script", "record", "virtual", "explain", "report", "runtime", "cli"}, {"rich"}),
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "helper", "misc"}
 FORBIDDEN_CLASSES = ("Manager", "Handler", "Analyzer")

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+SOURCES = Path(__file__).parents[2] / "src"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -48,7 +49,7 @@ def run(tmp_path: Path) -> Run:
             capture_output=True,
             text=True,
             timeout=120,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(tmp_path)])},
         )
 
     return run

@@ -131,3 +131,16 @@ def test_host_work_stands_at_its_own_line(run) -> None:
     source = LOOP.replace("    x = torch.randn(512, 64)\n", "    sum(range(2_000_000))\n    x = torch.zeros(512, 64)\n")
     done = run(source, before=("--json",))
     assert 7 in lines(json.loads(done.stdout), "host_work"), done.stdout
+
+
+def test_a_program_may_announce_its_own_steps(run) -> None:
+    done = run(
+        "import keepbusy, torch\n"
+        "x = torch.ones(8, device='cuda')\n"
+        "for _ in range(6):\n"
+        "    for _ in range(3):\n"
+        "        x = x * 2\n"
+        "    keepbusy.step()\n",
+        before=("--clock", "modelled", "--json"),
+    )
+    assert json.loads(done.stdout)["steps"] in (4, 5)

@@ -76,13 +76,13 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
-    from keepbusy.virtual import script
+    from keepbusy.script import main
     from keepbusy.virtual.run import Options, start
     from keepbusy.virtual.steady import steady
 
     if options.save:
         check_name(options.save)
-    path = None if options.module else script.find(options.script)
+    path = None if options.module else main.find(options.script)
     device = _device(options.on)
     if options.ranks > 1:
         sys.exit(ranks.launch(options.ranks, _command(options)))
@@ -91,9 +91,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     process = os.getpid()
     with _program_output(options.json):
         if path is None:
-            code = script.run_module(options.script, options.arguments)
+            code = main.run_module(options.script, options.arguments)
         else:
-            code = script.run_file(path, options.arguments)
+            code = main.run_file(path, options.arguments)
     if os.getpid() != process:  # a child that the program forked and let return has nothing to tell
         os._exit(code)
     whole = ranks.gathered(timeline(source=options.script))

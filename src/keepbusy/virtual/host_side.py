@@ -11,6 +11,7 @@ import torch
 import torch.utils._device
 from torch import Tensor
 
+from keepbusy.script import steps
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual import pinned
 from keepbusy.virtual.current import CURRENT
@@ -35,6 +36,7 @@ def patch() -> None:
     Tensor.record_stream = _record_stream
     _patch_annotations()
     _patch_forward()
+    _follow_steps()
     _patch_backward()
 
 
@@ -129,6 +131,16 @@ def _patch_forward() -> None:
             inside.module = False
 
     module.__call__ = called
+
+
+def _follow_steps() -> None:
+    """`keepbusy.step()` marks a step, whatever else does."""
+
+    def ended() -> None:
+        MACHINE.clock.enter(FrameKind.ANNOTATION, "keepbusy.step#", MACHINE.here())
+        MACHINE.clock.leave()
+
+    steps.ENDED.append(ended)
 
 
 def _patch_backward() -> None:

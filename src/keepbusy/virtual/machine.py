@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepbusy.script.lines import Places
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.clock import Clock
 from keepbusy.virtual.costs import Costs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.host_time import HostTime
-from keepbusy.virtual.lines import Places
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.onlooker import Onlooker
 from keepbusy.virtual.tensors import to_device

@@ -16,7 +16,7 @@ from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
 from keepbusy.virtual.rows import Rows
 
-_STEPS = ("ProfilerStep#", "Optimizer.step#", "Forward#")
+_STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
 
 
@@ -112,7 +112,8 @@ class Program:
     def enter(self, kind: FrameKind, name: str, place: int = 0) -> None:
         """Something of the program's own begins, whose time counts: an annotation, a loader, an operator on the host.
 
-        Optimizer steps and profiler steps, named as PyTorch names them, are the marks of the run's steps.
+        Steps that the program announces, optimizer steps and profiler steps, named as PyTorch names them, are the marks
+        of the run's steps.
         """
         host = self.host()
         with self.lock:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from keepbusy.script.children import follow
 from keepbusy.timeline.model import Timeline
 from keepbusy.virtual import selftest
-from keepbusy.virtual.children import follow
 from keepbusy.virtual.device_files import read
 
 
@@ -31,5 +32,10 @@ def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     from keepbusy.virtual.bring_up import bring_up
 
     machine = bring_up(device, options.devices, rank, options.measured, options.values, options.one_generator)
-    follow(asdict(options))
+    follow(be_child, asdict(options))
     return lambda **facts: machine.clock.timeline(**machine.facts(), values=options.values, **facts)
+
+
+def be_child(**options: Any) -> None:
+    """A process that the program spawned has the same virtual GPUs."""
+    start(Options(**options))

@@ -1,26 +1,29 @@
-"""Processes that the program spawns: each gets its virtual GPUs before it imports the program again."""
+"""Processes that the program spawns: each becomes what its parent is before it imports the program again."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing.spawn
 import os
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 CHILD = "KEEPBUSY_SPAWNED"
-"""How a spawned child is told what to be: the options of the run, and the script of its parent."""
+"""How a spawned child is told what to be: what to call first, with which options, and the script of its parent."""
 _FILE = __file__
 
 
-def follow(options: dict[str, Any]) -> None:
-    """From now on spawned children run on virtual GPUs too. A forked one inherits them anyway."""
+def follow(begin: Callable[..., object], options: dict[str, Any]) -> None:
+    """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway."""
     prepare = multiprocessing.spawn.get_preparation_data
+    told = {"module": begin.__module__, "function": begin.__qualname__, "options": options}
 
     def prepared(name: str) -> dict[str, Any]:
         data = prepare(name)
         script = data.get("init_main_from_path")
         if script is not None and script != _FILE:
-            os.environ[CHILD] = json.dumps({**options, "script": script})
+            os.environ[CHILD] = json.dumps({**told, "script": script})
             data["init_main_from_path"] = _FILE
         return data
 
@@ -29,10 +32,8 @@ def follow(options: dict[str, Any]) -> None:
 
 def _be_child(told: dict[str, Any], names: dict[str, Any]) -> None:
     """Python runs this file in place of the script: become what the parent is, then be the script."""
-    from keepbusy.virtual.run import Options, start
-
-    script = told.pop("script")
-    start(Options(**told))
+    getattr(import_module(told["module"]), told["function"])(**told["options"])
+    script = told["script"]
     names["__file__"] = script
     with open(script, "rb") as file:  # noqa: PTH123  # before the program may have changed anything
         exec(compile(file.read(), script, "exec"), names)
