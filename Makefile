@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
+CUDA_BUILDS := 2.13.0 2.11.0
 TRACES := tests/snapshots/traces
 
-.PHONY: demo test operators bench lint format snapshots picture clean
+.PHONY: demo test operators builds bench lint format snapshots picture clean
+.PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -24,6 +26,20 @@ test: $(READY)
 # all samples of PyTorch's own operator database on the virtual GPU; `make test` takes one of each operator
 operators: $(READY)
 	@$(BIN)/python tests/torch/operator_sweep.py 1000
+
+# the virtual GPU on PyPI's own builds of PyTorch, which have CUDA in them: each an environment of several gigabytes
+builds: $(CUDA_BUILDS:%=build-%)
+
+build-%: .venv-%/.ready
+	@echo "PyTorch $*, with CUDA:"
+	@.venv-$*/bin/python -m pytest tests/torch
+
+.venv-%/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install -qq "torch===$*"
+	@grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
+	@.venv-$*/bin/python -m pip install -qq -c .venv-$*/constraints.txt -e '.[dev]'
+	@touch $@
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/explain_speed.py
@@ -45,7 +61,7 @@ picture: $(READY)
 	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_BUILDS:%=.venv-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # PyTorch comes first and pinned: after other packages pip might take a build with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt

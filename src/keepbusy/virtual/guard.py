@@ -72,7 +72,7 @@ def _fill(vtable: Vtable) -> None:
     byte, pair = ctypes.c_int8, ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
     vtable.put("type", byte, (), lambda: CUDA)
     vtable.put("getDevice", pair, (), lambda: _device(CURRENT.device))
-    vtable.put("exchangeDevice", pair, (pair,), lambda device: _device(CURRENT.change(device >> 8)))
+    vtable.put("exchangeDevice", pair, (pair,), lambda device: _device(CURRENT.exchange(device >> 8)))
     vtable.put("setDevice", None, (pair,), _set)
     vtable.put("uncheckedSetDevice", None, (pair,), _set)
     vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
@@ -83,4 +83,4 @@ def _device(index: int) -> int:
 
 
 def _set(device: int) -> None:
-    CURRENT.change(device >> 8)
+    CURRENT.exchange(device >> 8)

@@ -150,12 +150,14 @@ def _patch_backward() -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = CURRENT.device
+        CURRENT.first_is(device)
         MACHINE.clock.enter(FrameKind.ANNOTATION, BACKWARD_PASS, MACHINE.here())
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)
         finally:
             MACHINE.clock.leave()
+            CURRENT.first_is(0)
             CURRENT.change(device)
 
     graph._engine_run_backward = torch.autograd._engine_run_backward = run
