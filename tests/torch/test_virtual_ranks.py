@@ -53,6 +53,104 @@ os.write(1, b"fine %d" % rank + bytes([10]))
 dist.destroy_process_group()
 """
 
+AMONG_FOUR = """\
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+mine = torch.full((4,), float(rank + 1), device="cuda")
+ranks = [float(one + 1) for one in range(world)]
+
+def check(name, found, expected):
+    assert found.is_cuda and found.tolist() == expected, (name, rank, found.tolist())
+
+total = mine.clone()
+dist.reduce(total, dst=2, op=dist.ReduceOp.MAX)
+if rank == 2:
+    check("reduce", total, [4.0] * 4)
+parts = [torch.empty_like(mine) for _ in range(world)] if rank == 1 else None
+dist.gather(mine, parts, dst=1)
+if rank == 1:
+    check("gather", torch.stack(parts)[:, 0], ranks)
+own = torch.empty(1, device="cuda")
+dist.scatter(own, list(mine.clone().mul_(10).split(1)) if rank == 3 else None, src=3)
+check("scatter", own, [40.0])
+objects = [None] * world
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": one} for one in range(world)]
+told = [rank, "x"] if rank == 0 else [None, None]
+dist.broadcast_object_list(told, src=0)
+assert told == [0, "x"]
+out = [torch.empty(1, device="cuda") for _ in range(world)]
+dist.all_to_all(out, list((torch.arange(4.0, device="cuda") + 10 * rank).split(1)))
+check("all_to_all", torch.cat(out), [10.0 * one + rank for one in range(world)])
+shard = torch.empty(2, device="cuda")
+dist.reduce_scatter(shard, [torch.full((2,), float(one), device="cuda") for one in range(world)])
+check("reduce_scatter", shard, [4.0 * rank] * 2)
+there, back = torch.empty(4, device="cuda"), (rank - 1) % world
+ops = [dist.P2POp(dist.isend, mine, (rank + 1) % world), dist.P2POp(dist.irecv, there, back)]
+for work in dist.batch_isend_irecv(ops):
+    work.wait()
+check("ring", there, [float(back + 1)] * 4)
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("rows", "columns"))
+row = mine.clone()
+dist.all_reduce(row, group=mesh.get_group("rows"))
+check("rows", row, [float((rank % 2) + 1 + (rank % 2) + 3)] * 4)
+pair = dist.new_group([0, 3])
+if rank in (0, 3):
+    both = mine.clone()
+    dist.all_reduce(both, group=pair)
+    check("pair", both, [5.0] * 4)
+flat = torch.ones(4, device="cuda", dtype=torch.bfloat16)
+dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+check("bfloat16", flat, [4.0] * 4)
+uneven = torch.empty(world * (rank + 1), device="cuda")
+dist.all_to_all_single(uneven, torch.ones(10, device="cuda") * rank, [rank + 1] * world, [1, 2, 3, 4])
+check("uneven", uneven[:: rank + 1], [0.0, 1.0, 2.0, 3.0])
+with dist._coalescing_manager(device=torch.device("cuda", rank)):
+    a, b = mine.clone(), mine.clone()
+    dist.all_reduce(a)
+    dist.all_reduce(b)
+check("coalesced", a, [10.0] * 4)
+dist.barrier()
+os.write(1, b"fine %d" % rank + bytes([10]))
+dist.destroy_process_group()
+"""
+
+TENSOR_PARALLEL = """\
+import os
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+split = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).cuda()
+split.load_state_dict(plain.state_dict())
+split = parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+x = torch.randn(4, 16)
+ours, theirs = torch.optim.AdamW(split.parameters(), lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01)
+for step in range(4):
+    for model, optimizer, data in ((split, ours, x.cuda()), (plain, theirs, x)):
+        loss = model(data).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+assert torch.allclose(split[0].weight.full_tensor().cpu(), plain[0].weight, atol=1e-6)
+os.write(1, b"same %d" % rank + bytes([10]))
+dist.destroy_process_group()
+"""
+
 LATE = """\
 import torch
 import torch.distributed as dist
@@ -115,6 +213,18 @@ def test_every_collective_moves_the_right_values(run) -> None:
     done = run(COLLECTIVES, before=("--ranks", "2"))
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
+
+
+def test_groups_messages_and_objects_among_four_ranks(run) -> None:
+    done = run(AMONG_FOUR, before=("--ranks", "4"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "fine" in line) == [f"fine {rank}" for rank in range(4)]
+
+
+def test_tensor_parallel_training_is_that_of_one_device(run) -> None:
+    done = run(TENSOR_PARALLEL, before=("--ranks", "2"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "same" in line) == ["same 0", "same 1"]
 
 
 def test_a_late_rank_is_named_with_its_line(run) -> None:

@@ -68,6 +68,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.own, self.members = rank, size
         self._streams: dict[int, int] = {}
+        self._posted: list[tuple[Any, Tensor]] = []
 
     def size(self) -> int:
         return self.members
@@ -221,13 +222,22 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("scatter", outputs, [outputs, inputs], lambda out, mine: self.gloo.scatter(out, mine, opts))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
-        """It is gone once it is under way; the time goes with it."""
+        """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
 
         def tell(mine: int) -> int:
-            self.gloo.send([_time(mine)], peer, tag + _TIME_TAG).wait()
+            self._post(_time(mine), peer, tag + _TIME_TAG)
             return mine
 
-        return self._run("send", tensors, [tensors], lambda ones: self.gloo.send(ones, peer, tag), tell)
+        def post(ones: list[Tensor]) -> None:
+            for one in ones:
+                self._post(one.clone(), peer, tag)
+
+        return self._run("send", tensors, [tensors], post, tell)
+
+    def _post(self, message: Tensor, peer: int, tag: int) -> None:
+        """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
+        self._posted = [one for one in self._posted if not one[0].is_completed()]
+        self._posted.append((self.gloo.send([message], peer, tag), message))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
@@ -238,6 +248,12 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             return int(time.item())
 
         return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear)
+
+    def _start_coalescing(self, device: Any) -> None:
+        """What is said as one goes one by one here: the values are the same."""
+
+    def _end_coalescing(self, device: Any) -> Handle:
+        return Handle([], CURRENT.index(device), MACHINE.clock.record(self._stream(CURRENT.index(device))))
 
     def barrier(self, opts: Any = None) -> Handle:
         """A small all-reduce, and the host waits for it."""
