@@ -23,7 +23,7 @@ ROOMS = {
     "explain": ({"timeline"}, {"numpy"}),
     "report": ({"timeline", "explain.diagnosis", "explain.compare"}, {"numpy", "rich"}),
     "runtime": (set(), {"torch"}),
-    "cli": ({"timeline", "script", "record", "virtual", "explain", "report", "runtime", "cli"}, {"rich"}),
+    "cli": ({"timeline", "script", "record", "virtual", "explain", "report", "runtime", "cli"}, {"rich", "torch"}),
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "helper", "misc"}
 FORBIDDEN_CLASSES = ("Manager", "Handler", "Analyzer")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from keepbusy import __version__
-from keepbusy.cli import compare, explain, export, run
+from keepbusy.cli import compare, doctor, explain, export, run
 from keepbusy.cli.output import HUNG_UP, show
 from keepbusy.timeline.errors import BadInput
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="keepbusy", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"keepbusy {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (explain, run, compare, export):
+    for verb in (explain, run, compare, export, doctor):
         name = verb.__name__.rpartition(".")[2]
         one = verbs.add_parser(
             name,

@@ -1,0 +1,152 @@
+"""Say what this machine can do, and what is set on it that makes a GPU wait.
+
+It takes a few seconds, in which the GPU should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepbusy.cli.output import replacing
+from keepbusy.report.words import duration
+from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.record.machine import Machine
+    from keepbusy.record.settings import Harm
+    from keepbusy.record.wires import Wires
+
+SUMMARY = "measure what this machine can do, and find settings that harm"
+EXAMPLES = """\
+examples:
+  keepbusy doctor
+  keepbusy doctor --save my-gpu.toml && keepbusy run --on my-gpu.toml train.py
+"""
+_SLOW_HOST = 15_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--save", metavar="GPU.toml", type=Path, help="write a device file, with which other machines can be this one"
+    )
+
+
+def run(options: argparse.Namespace) -> Iterable[str]:
+    from keepbusy.record import settings
+
+    if options.save and options.save.suffix != ".toml":
+        raise BadInput(f"{options.save} is no name for a device file; it ends in .toml.")
+    found = settings.harms(os.environ, len(os.sched_getaffinity(0)), settings.ask_driver())
+    missing = _missing()
+    if missing and options.save:
+        raise BadInput(f"there is nothing to write into {options.save}: {missing}")
+    if missing:
+        return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_told(found), ""])
+    return _examined(found, options.save)
+
+
+def _missing() -> str:
+    """Why nothing can be measured here, if so."""
+    try:
+        import torch
+    except ImportError:
+        return "PyTorch is not installed here: pip install 'keepbusy[torch]'. Traces can be explained without it."
+    if torch.cuda.is_available():
+        return ""
+    if not Path("/dev/nvidiactl").exists():
+        return "There is no GPU here. `keepbusy run` takes a virtual one: keepbusy run --on h200 train.py"
+    if torch.version.cuda is None:
+        return f"There is a GPU, but this PyTorch ({torch.__version__}) was built without CUDA; install one with it."
+    return f"There is a GPU, but PyTorch cannot use it: CUDA {torch.version.cuda} may want a newer driver."
+
+
+def _examined(found: list[Harm], path: Path | None) -> Iterator[str]:
+    import torch
+
+    from keepbusy.record import machine, wires
+
+    count = torch.cuda.device_count()
+    yield f"keepbusy doctor · {torch.cuda.get_device_name()} · {_software()}\n\n"
+    measured = machine.measure()
+    met = wires.measure(count) if count > 1 else None
+    yield "".join(f"  {name:<26}{value}\n" for name, value in _figures(measured, met, count))
+    yield "\n" + "\n".join([*_told([*found, *_slow(measured)]), ""])
+    if path:
+        from keepbusy.cli.device_file import written
+
+        with replacing(path) as part:
+            part.write_text(written(measured, met), encoding="utf-8")
+        yield f"\n{path} is this machine: keepbusy run --on {path} train.py\n"
+
+
+def _software() -> str:
+    versions = [f"Python {platform.python_version()}"]
+    if "torch" in sys.modules:
+        import torch
+
+        cuda = f" (CUDA {torch.version.cuda})" if torch.version.cuda else " (no CUDA)"
+        versions.insert(0, f"PyTorch {torch.__version__.partition('+')[0]}{cuda}")
+    return " · ".join([*_driver(), *versions])
+
+
+def _driver() -> list[str]:
+    """As its module says; none where it is not loaded."""
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", said)
+    return [f"driver {version[1]}"] if version else []
+
+
+def _figures(machine: Machine, met: Wires | None, count: int) -> Iterator[tuple[str, str]]:
+    yield "launching one kernel", f"{duration(machine.launch)} of the host"
+    yield ".item() on an idle GPU", duration(machine.read)
+    yield "copies, pinned", _ways(machine.to_device, machine.to_host)
+    yield "copies, pageable", _ways(machine.pageable_to_device, machine.pageable_to_host)
+    yield "pinning memory", f"{duration(round(machine.pinning * 1_000_000))} a megabyte, the first time"
+    yield "memory", f"{_rate(machine.bandwidth)}, {machine.memory / 2**30:.1f} GiB"
+    yield "memory from the driver", f"{duration(machine.malloc)}, and {duration(machine.free)} to give it back"
+    yield "matrix products", " · ".join(f"{dtype} {rate / 1e3:.0f} TFLOP/s" for dtype, rate in machine.products.items())
+    if count > 1:
+        yield f"{count} GPUs", _wires(met)
+
+
+def _ways(inward: float, home: float) -> str:
+    return f"{_rate(inward)} to the device, {_rate(home)} home"
+
+
+def _wires(met: Wires | None) -> str:
+    if met is None:
+        return "they could not meet in an all-reduce; torchrun's own output says why"
+    reach = "each reaches the others' memory" if met.peers else "not all reach each other's memory"
+    return f"{reach}; all-reduce {_rate(met.bandwidth)} a GPU, {duration(met.small)} for a small one"
+
+
+def _rate(bytes_a_nanosecond: float) -> str:
+    if bytes_a_nanosecond >= 1_000:
+        return f"{bytes_a_nanosecond / 1e3:.1f} TB/s"
+    return f"{bytes_a_nanosecond:.0f} GB/s" if bytes_a_nanosecond >= 10 else f"{bytes_a_nanosecond:.1f} GB/s"
+
+
+def _slow(machine: Machine) -> Iterator[Harm]:
+    from keepbusy.record.settings import Harm
+
+    if machine.launch > _SLOW_HOST:
+        yield Harm(
+            f"a launch takes {duration(machine.launch)}, three times what is common",
+            "look for other work on this host, a debugger or a power-saving governor",
+        )
+
+
+def _told(found: list[Harm]) -> list[str]:
+    if not found:
+        return ["Nothing is set here that makes a GPU wait."]
+    return [f"!  {harm.what}: {harm.remedy}." for harm in found]
