@@ -82,6 +82,7 @@ FLAGS = {
         "-o --output": ("OUT", None, None),
         "--quiet": (None, 0, False),
     },
+    "doctor": {"--save": ("GPU.toml", None, None)},
 }
 
 
@@ -105,7 +106,15 @@ def test_every_verb_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["explain", "--help"], ["run", "--help"], ["compare", "--help"], ["export", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["explain", "--help"],
+        ["run", "--help"],
+        ["compare", "--help"],
+        ["export", "--help"],
+        ["doctor", "--help"],
+    ],
 )
 def test_help_has_examples_and_fits_any_encoding(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

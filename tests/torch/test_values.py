@@ -138,3 +138,8 @@ def test_functional_transforms() -> None:
     x = torch.arange(6.0, device="cuda").view(2, 3)
     assert torch.func.grad(lambda a: (a * a).sum())(x).tolist() == (2 * x).tolist()
     assert torch.func.vmap(lambda a: a.sum())(x).tolist() == [3.0, 12.0]
+
+
+def test_a_dropout_that_keeps_nothing_passes_no_gradient_on() -> None:
+    gradient, mask = torch.ones(4, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda")
+    assert torch.ops.aten.native_dropout_backward(gradient, mask, 0.0).tolist() == [0.0] * 4

@@ -189,7 +189,9 @@ class _DropoutBackward(Kernel):
     __slots__ = ()
 
     def _call(self, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return gradient * mask.to(gradient.dtype).div_(1 / scale if scale else 1)
+        if not scale:
+            return self.raw(gradient, mask, scale)
+        return gradient * mask.to(gradient.dtype).div_(1 / scale)
 
 
 _dropout = _Dropout(_aten.native_dropout.default)
