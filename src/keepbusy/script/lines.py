@@ -11,17 +11,25 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
-
-import torch
 
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = str(Path(__file__).parents[1]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+def _folder(package: str) -> str:
+    """Where a package lies, found without importing it."""
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    return folders[0] + os.sep if folders else "<not installed>"
+
+
+_TORCH = _folder("torch")
 MOST = 24
 """User lines of one chain; recursion may go deeper, and what is further out is left off."""
 _USER, _LIBRARY, _HIDDEN = 0, 1, 2
@@ -34,6 +42,7 @@ class Places:
         self._number = number
         self._kinds: dict[CodeType, int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
+        self.in_library: set[int] = set()  # places whose last line is a library's
 
     def here(self, frame: FrameType | None = None) -> int:
         """The place of the caller's caller, or of `frame`."""
@@ -60,6 +69,8 @@ class Places:
         lines = [_line(chain[at], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
         lines += [_line(*library)] if library and lines else []
         number = self._known[key] = self._number(*lines)
+        if library and len(chain) > 0:
+            self.in_library.add(number)
         return number
 
 

@@ -1,0 +1,110 @@
+"""The marks of a run so far, in columns: a million steps take forty megabytes."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepbusy.record.device_marks import DeviceMarks
+from keepbusy.record.lead import leads
+from keepbusy.record.pauses import CHECKPOINT, COLLECTOR, INPUT, Pauses
+from keepbusy.record.rounds import ENDS
+from keepbusy.timeline.model import NONE, Ints, Mask
+
+MOST = 1 << 20
+"""Marks that are kept; of a longer run the older half goes."""
+ASIDE = 3
+"""What a mark says beside the verdicts of `Rounds`: a step ends that was looked at closely."""
+
+
+class Marked:
+    """Row by row: when the host set a mark, what it says of the step before it, and that step's pauses."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.host = array("q")
+        self.says = array("b")
+        self.input = array("q")
+        self.collector = array("q")
+        self.saves: dict[int, int] = {}  # what checkpoints took, by mark: they are rare
+        self.stalls = 0
+
+    @property
+    def count(self) -> int:
+        """Marks so far, with those that are not kept any more."""
+        return self.first + len(self.host)
+
+    @property
+    def last(self) -> int:
+        return self.host[-1] if self.host else 0
+
+    def add(self, now: int, says: int, pauses: Pauses) -> None:
+        saved = pauses.take(CHECKPOINT)
+        if saved:
+            self.saves[self.count] = saved
+        self.says.append(says)
+        self.input.append(pauses.take(INPUT))
+        self.collector.append(pauses.take(COLLECTOR))
+        self.host.append(now)
+
+    def halve(self) -> int:
+        """Forget the older half, once there are too many; returns how many."""
+        if len(self.host) < MOST:
+            return 0
+        count = MOST // 2
+        for column in (self.host, self.says, self.input, self.collector):
+            del column[:count]
+        self.first += count
+        return count
+
+    def recent(self, count: int) -> Ints:
+        """How long the last plain steps took, the newest last. Any thread may ask: only copies are looked at."""
+        host, says = array("q", self.host[-count - 1 :]), array("b", self.says[-count - 1 :])
+        rows = min(len(host), len(says))
+        took = np.diff(np.array(host[len(host) - rows :], np.int64))
+        return took[np.array(says[len(says) - rows :], np.int8)[1:] == ENDS]
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Steps of a run, a row each; it ends with the mark of that number. NONE where the device's part is not known."""
+
+    mark: Ints
+    took: Ints
+    plain: Mask  # else somebody looked closely
+    input: Ints
+    collector: Ints
+    on_device: Ints  # from the mark before it to its own
+    lead: Ints  # at its end
+    ended: Ints  # on the host's clock
+
+    def __len__(self) -> int:
+        return len(self.mark)
+
+    def take(self, rows: Ints | Mask) -> Steps:
+        return Steps(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+def steps_of(marked: Marked, device: DeviceMarks | None, last: int = 0) -> Steps:
+    """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end."""
+    host, says = np.array(marked.host[-last:], np.int64), np.array(marked.says[-last:], np.int8)
+    unknown = np.full(len(host), NONE, np.int64)
+    times, lead = unknown, unknown
+    if device is not None:
+        times, earliest, latest = (np.array(column[-last:], np.int64) for column in device.columns())
+        lead = leads(host, times, earliest, latest)
+    rows = np.flatnonzero((says == ENDS) | (says == ASIDE))
+    rows = rows[rows > 0]
+    known = (times[rows] != NONE) & (times[rows - 1] != NONE)
+    return Steps(
+        mark=rows + marked.count - len(host),
+        took=host[rows] - host[rows - 1],
+        plain=says[rows] == ENDS,
+        collector=np.array(marked.collector[-last:], np.int64)[rows],
+        input=np.array(marked.input[-last:], np.int64)[rows],
+        on_device=np.where(known, times[rows] - times[rows - 1], NONE),
+        lead=lead[rows],
+        ended=host[rows],
+    )

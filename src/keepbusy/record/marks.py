@@ -1,0 +1,176 @@
+"""Marks: where a running program's steps end, on the host's clock and on the device's.
+
+A mark is a look at the host's clock and an event in the device's stream. It never waits, and what it costs is lost in
+the noise of the shortest step (benchmarks/record_overhead.py), so marks are set from the first step to the last.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+
+from keepbusy.record.allocations import Allocations
+from keepbusy.record.device_marks import Cuda, Device, DeviceMarks
+from keepbusy.record.marked import ASIDE, Marked, Steps, steps_of
+from keepbusy.record.pauses import Pauses
+from keepbusy.record.plain_steps import plain_run, plain_step
+from keepbusy.record.rounds import BEGINS, ENDS
+from keepbusy.record.step_ends import StepEnds
+from keepbusy.record.usual import alike
+from keepbusy.record.watch import Watch, main_frame
+from keepbusy.timeline.model import NONE
+from keepbusy.timeline.plain_run import PlainRun
+
+NEAR = 256
+"""Plain steps on either side of a close look: enough to say what it is to be compared with."""
+RECENT, FEW = 16, 1024
+
+
+class Marks:
+    """From `begin` to `end` each step of the program is marked, and `on_step(count)` is told of each mark.
+
+    Nothing that goes wrong here reaches the program: it ends the marks, and `fault` says what it was.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[int], object] | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        device: Device | None = None,
+        frame: Callable[[], FrameType | None] = main_frame,
+    ) -> None:
+        self.fault = ""
+        self.marked = Marked()
+        self.watch = Watch(self.marked, clock, frame)
+        self.pauses = Pauses(clock)
+        self._on_step, self._clock, self._device = on_step, clock, device
+        self._ends = StepEnds(self._ended)
+        self._allocations = Allocations()
+        self._on_device: DeviceMarks | None = None
+        self._aside = False
+        self._running = False
+
+    def begin(self, watch: bool = True) -> None:
+        """Call it in the program's main thread, once torch can be imported. The device is left asleep."""
+        self._on_device = DeviceMarks(self._device or Cuda(), self._clock)
+        self._running = True
+        self._ends.begin()
+        self.pauses.begin()
+        os.register_at_fork(after_in_child=self._forked)
+        if watch:
+            self.watch.begin()
+
+    def end(self) -> None:
+        """Leave the program alone from now on; to do it twice does nothing."""
+        if not self._running:
+            return
+        self._running = False
+        self._ends.end()
+        self.pauses.end()
+        self.watch.end()
+        if self._on_device is not None and not self.fault:
+            self._guarded(self._on_device.read_all)
+
+    def look_closely(self, now: bool) -> None:
+        """While somebody looks closely at the program, its steps are counted, but they are not plain ones."""
+        self._aside = self.watch.paused = now
+
+    @property
+    def count(self) -> int:
+        """Marks so far: the first one begins a step, each further one ends one, too."""
+        return self.marked.count
+
+    @property
+    def stalls(self) -> int:
+        """Steps so far that took far longer than those before them."""
+        return self.marked.stalls
+
+    def times(self) -> array[int]:
+        """When the marks were set, by the host's clock."""
+        return self.marked.host
+
+    def steady(self, count: int = RECENT) -> bool:
+        """Whether the last plain steps are alike."""
+        took = self.marked.recent(count)
+        return len(took) == count and alike(took)
+
+    def lead(self) -> int | None:
+        """How far the host was ahead at the end of the last steps that the device has passed; None if nobody knows."""
+        steps = steps_of(self.marked, self._on_device, FEW)
+        lead = steps.lead[steps.lead != NONE][-RECENT:]
+        return round(float(np.median(lead))) if len(lead) else None
+
+    def plain_step(self) -> int | None:
+        """Nanoseconds; of the steps around the last close look, where there was one. None if there are too few."""
+        steps = self._steps()
+        closely = np.flatnonzero(~steps.plain)
+        if len(closely):
+            near = np.flatnonzero(steps.plain)
+            near = near[np.argsort(np.abs(near - closely[-1]), kind="stable")[: 2 * NEAR]]
+            steps = steps.take(np.sort(near))
+        return plain_step(steps)
+
+    def run(self) -> PlainRun:
+        """What the marks tell so far."""
+        steps = self._steps()
+        return plain_run(
+            steps,
+            marked_by=self._ends.source.name.lower(),
+            saves=dict(self.marked.saves),
+            seen=dict(self.watch.seen),
+            loop=self.watch.loop,
+            readings=tuple(self._allocations.readings),
+            fault=self.fault,
+        )
+
+    def facts(self) -> dict[str, object]:
+        """The same, for a timeline's facts."""
+        return self.run().as_fact()
+
+    def _steps(self) -> Steps:
+        return steps_of(self.marked, self._on_device)
+
+    # in the program's thread
+
+    def _ended(self, verdict: int) -> None:
+        if self._running:
+            self._guarded(lambda: self._mark(verdict))
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
+            self.end()
+
+    def _mark(self, verdict: int) -> None:
+        marked, now = self.marked, self._clock()
+        if self.watch.limit and verdict == ENDS and not self._aside:
+            marked.stalls += now - marked.last > self.watch.limit
+        marked.add(now, ASIDE if self._aside and verdict != BEGINS else verdict, self.pauses)
+        number = marked.count - 1
+        if self._on_device is not None:
+            self._on_device.set(number, now)
+            self._on_device.drop(marked.halve())
+        self._allocations.read(number, now)
+        if number == RECENT:
+            self.watch.find_loop()
+        if self._on_step is not None:
+            self._tell(number + 1)
+
+    def _tell(self, count: int) -> None:
+        try:
+            self._on_step(count)  # type: ignore[misc]  # there is one
+        except Exception as error:
+            self.fault, self._on_step = f"{type(error).__name__}: {error}", None
+
+    def _forked(self) -> None:
+        """A child of the program's is none of ours."""
+        self._running = False
+        self._ends.end()
+        self.pauses.end()

@@ -1,0 +1,43 @@
+"""Functions of PyTorch's that are replaced while a program is recorded, and put back afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+class Patches:
+    """What was replaced, in order. What somebody else has replaced since then is left to him."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def replace(self, owner: Any, name: str, made: Callable[[Function], Function]) -> None:
+        """`made` is given the original, and gives what stands in its place. What is not there needs nothing."""
+        original, own = getattr(owner, name, None), vars(owner).get(name)
+        if original is None:
+            return
+        ours = functools.wraps(original)(made(original))
+        setattr(owner, name, ours)
+        self.later(lambda: _put_back(owner, name, ours, own))
+
+    def later(self, undo: Callable[[], object]) -> None:
+        """Something else that is to be undone with the rest."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """The last one first. To do it twice does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _put_back(owner: Any, name: str, ours: Function, own: Any) -> None:
+    if vars(owner).get(name) is not ours:
+        return
+    if own is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)

@@ -1,0 +1,90 @@
+"""The plain run: what marks alone tell of a whole run, most of which nobody looked at closely. Plain data.
+
+A timeline keeps it among its facts, under `FACT`. Times are nanoseconds; NONE where the device's part is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FACT = "marks"
+NONE = -1
+
+
+@dataclass(frozen=True)
+class RareStall:
+    """What makes a step far longer than its neighbours, now and then, always at the same place."""
+
+    what: str  # "checkpoint", "garbage collection", "input", or "" where only the place is known
+    count: int
+    every: float  # steps from one to the next, typically; 0 where there was only one
+    regular: bool  # whether it comes after the same number of steps each time
+    time: int  # how much longer such a step takes than its neighbours, typically
+    total: int  # of all of them
+    share: float  # of the time of all plain steps
+    lines: tuple[str, ...] = ()  # of the program, from the outside in, as in "train.py(41): main"
+    library: str = ""  # the library's line that the innermost of them called
+
+
+@dataclass(frozen=True)
+class Course:
+    """How steps went over the run, a row for every `each` of them in a row."""
+
+    each: int = 1
+    step: tuple[int, ...] = ()  # the median
+    longest: tuple[int, ...] = ()
+    lead: tuple[int, ...] = ()  # the median, NONE where nobody knows
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """A rank's."""
+
+    marked_by: str  # "step", "optimizer", "forward" or "graph"; "nobody" where no step was announced
+    steps: int  # plain ones, without those of the warm-up
+    step: int  # what one takes, stalls left out
+    low: int  # nine in ten take longer
+    high: int  # one in ten takes longer
+    warm_up: int = 0  # steps at the beginning that are not like the others
+    warm_up_time: int = 0
+    on_device: int = NONE  # from one step's mark to the next one's, on the device, typically
+    lead: int = NONE  # of the host at the end of a step, typically
+    no_lead: float = 0.0  # share of the steps at whose end the host had none
+    input: int = 0  # what a step waits for its input
+    collector: int = 0  # what the garbage collector takes of a step
+    requests: float = 0.0  # for memory from the driver, a step, after the warm-up
+    retries: int = 0  # of allocations that found the memory full, after the warm-up
+    stalls: tuple[RareStall, ...] = ()  # by share, the largest first
+    course: Course = Course()
+    fault: str = ""  # why marks ended before the run did
+
+    def as_fact(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_fact(cls, fact: Mapping[str, Any] | None) -> PlainRun | None:
+        """What `as_fact` gave, also from a file; none for whatever else stands there."""
+        try:
+            known = _known(cls, fact or {})
+            known["stalls"] = tuple(_stall(one) for one in known.get("stalls", ()))
+            known["course"] = Course(**{name: _whole(value) for name, value in known.get("course", {}).items()})
+            return cls(**known)
+        except (TypeError, ValueError, AttributeError):
+            return None
+
+
+def _known(kind: type, fact: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the fields that a later version may have added."""
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in dict(fact).items() if name in names}
+
+
+def _stall(fact: Mapping[str, Any]) -> RareStall:
+    known = _known(RareStall, fact)
+    return RareStall(**{**known, "lines": tuple(map(str, known.get("lines", ())))})
+
+
+def _whole(value: Any) -> Any:
+    return value if isinstance(value, int) else tuple(map(int, value))
