@@ -1,4 +1,4 @@
-"""What recording costs the program that is recorded: `python record_overhead.py [--out FILE]` (needs a GPU, two minutes).
+"""What recording costs the program that is recorded: `python record_overhead.py [--out FILE]` (a GPU, two minutes).
 
 In one process, blocks of steps alternate: left alone, with marks, left alone, with marks … on a step that is bound by
 its launches and on a healthy one. After them come PyTorch's own profilers, for comparison, and what they leave behind.
@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 os.environ["TEARDOWN_CUPTI"] = "1"  # read when a profiler ends: CUPTI lets go of the process
@@ -63,7 +63,7 @@ def training(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-CASES = {"launch-bound": (launch_bound, 40), "healthy": (healthy, 30)}
+CASES = {"launch-bound": (launch_bound, 40), "healthy": (healthy, 20)}
 
 
 def milliseconds(step: Callable[[], None], count: int) -> float:
@@ -100,9 +100,9 @@ def compared(step: Callable[[], None], count: int, pairs: int) -> dict:
         took, facts = marked(step, count)
         with_marks.append(took)
         plain.append(milliseconds(step, count))
-    around = [(before + after) / 2 for before, after in zip(plain, plain[1:], strict=False)]
+    around = [(before + after) / 2 for before, after in pairwise(plain)]
     ratios = [took / usual - 1 for took, usual in zip(with_marks, around, strict=True)]
-    alone = [after / before - 1 for before, after in zip(plain, plain[1:], strict=False)]
+    alone = [after / before - 1 for before, after in pairwise(plain)]
     return {
         "plain_ms": statistics.median(plain),
         "marked_ms": statistics.median(with_marks),

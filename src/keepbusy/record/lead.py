@@ -12,8 +12,8 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Ints
 
-DRIFT = 20e-6
-"""The clocks of one machine do not drift apart faster than this."""
+DRIFT = 5e-6
+"""The clocks of one machine do not drift apart faster than this; on an H200's host it was 0.85 µs a second."""
 
 
 def offset(times: Ints, earliest: Ints, latest: Ints) -> Ints:

@@ -15,6 +15,8 @@ from keepbusy.timeline.model import NONE, Ints, Mask
 
 MOST = 1 << 20
 """Marks that are kept; of a longer run the older half goes."""
+MOSTLY = 0.8
+"""Where so many steps are known on the device, those that are not are passed over."""
 ASIDE = 3
 """What a mark says beside the verdicts of `Rounds`: a step ends that was looked at closely."""
 
@@ -29,7 +31,6 @@ class Marked:
         self.input = array("q")
         self.collector = array("q")
         self.saves: dict[int, int] = {}  # what checkpoints took, by mark: they are rare
-        self.stalls = 0
 
     @property
     def count(self) -> int:
@@ -69,16 +70,18 @@ class Marked:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Steps of a run, a row each; it ends with the mark of that number. NONE where the device's part is not known."""
+    """Steps of a run, a row each; it ends with the mark of that number.
+
+    A step takes what passes between its marks on the device, for there a host that is ahead loses nothing by a pause;
+    where the device's marks are not known, it takes what passes on the host.
+    """
 
     mark: Ints
     took: Ints
     plain: Mask  # else somebody looked closely
     input: Ints
     collector: Ints
-    on_device: Ints  # from the mark before it to its own
-    lead: Ints  # at its end
-    ended: Ints  # on the host's clock
+    lead: Ints  # at its end, NONE where nobody knows
 
     def __len__(self) -> int:
         return len(self.mark)
@@ -97,14 +100,13 @@ def steps_of(marked: Marked, device: DeviceMarks | None, last: int = 0) -> Steps
         lead = leads(host, times, earliest, latest)
     rows = np.flatnonzero((says == ENDS) | (says == ASIDE))
     rows = rows[rows > 0]
-    known = (times[rows] != NONE) & (times[rows - 1] != NONE)
+    known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
+    passed, rows = (times, known) if len(known) >= MOSTLY * len(rows) else (host, rows)
     return Steps(
         mark=rows + marked.count - len(host),
-        took=host[rows] - host[rows - 1],
+        took=passed[rows] - passed[rows - 1],
         plain=says[rows] == ENDS,
         collector=np.array(marked.collector[-last:], np.int64)[rows],
         input=np.array(marked.input[-last:], np.int64)[rows],
-        on_device=np.where(known, times[rows] - times[rows - 1], NONE),
         lead=lead[rows],
-        ended=host[rows],
     )

@@ -19,7 +19,7 @@ from keepbusy.record.device_marks import Cuda, Device, DeviceMarks
 from keepbusy.record.marked import ASIDE, Marked, Steps, steps_of
 from keepbusy.record.pauses import Pauses
 from keepbusy.record.plain_steps import plain_run, plain_step
-from keepbusy.record.rounds import BEGINS, ENDS
+from keepbusy.record.rounds import BEGINS
 from keepbusy.record.step_ends import StepEnds
 from keepbusy.record.usual import alike
 from keepbusy.record.watch import Watch, main_frame
@@ -85,18 +85,14 @@ class Marks:
         """Marks so far: the first one begins a step, each further one ends one, too."""
         return self.marked.count
 
-    @property
-    def stalls(self) -> int:
-        """Steps so far that took far longer than those before them."""
-        return self.marked.stalls
-
     def times(self) -> array[int]:
         """When the marks were set, by the host's clock."""
         return self.marked.host
 
     def steady(self, count: int = RECENT) -> bool:
         """Whether the last plain steps are alike."""
-        took = self.marked.recent(count)
+        steps = steps_of(self.marked, self._on_device, FEW)
+        took = steps.took[steps.plain][-count:]
         return len(took) == count and alike(took)
 
     def lead(self) -> int | None:
@@ -150,8 +146,6 @@ class Marks:
 
     def _mark(self, verdict: int) -> None:
         marked, now = self.marked, self._clock()
-        if self.watch.limit and verdict == ENDS and not self._aside:
-            marked.stalls += now - marked.last > self.watch.limit
         marked.add(now, ASIDE if self._aside and verdict != BEGINS else verdict, self.pauses)
         number = marked.count - 1
         if self._on_device is not None:

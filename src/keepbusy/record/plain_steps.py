@@ -46,7 +46,6 @@ def plain_run(
         high=round(high),
         warm_up=begun,
         warm_up_time=int(plain.took[:begun].sum()),
-        on_device=_median(ordinary.on_device[ordinary.on_device != NONE]),
         lead=_median(lead),
         no_lead=float((lead < NO_LEAD).mean()) if len(lead) else 0.0,
         input=mean(ordinary.input),

@@ -1,0 +1,115 @@
+"""Marks on the device and the lead they tell, on paper."""
+
+from __future__ import annotations
+
+import numpy as np
+from clocks import LAUNCH, PaperDevice
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepbusy.record.device_marks import RING, DeviceMarks
+from keepbusy.record.lead import DRIFT, leads
+from keepbusy.timeline.model import NONE
+
+MS = 1_000_000
+
+
+def loop(device: PaperDevice, steps: int, host: int, work: int, sync_every: int = 0) -> tuple[DeviceMarks, list[int]]:
+    """A program that launches `work` and takes `host` for it, a mark at the end of each step."""
+    marks, times = DeviceMarks(device, device.clock), []
+    for step in range(steps):
+        for _ in range(10):
+            device.work(host // 10)
+            device.launch(work // 10)
+        if sync_every and step % sync_every == sync_every - 1:
+            device.sync()
+        marks.set(step, device.now)
+        times.append(device.now)
+    return marks, times
+
+
+def told(marks: DeviceMarks, times: list[int]) -> np.ndarray:
+    return leads(np.array(times), *(np.array(column, np.int64) for column in marks.columns()))
+
+
+def test_where_the_device_waits_for_the_host_there_is_no_lead() -> None:
+    device = PaperDevice(ahead=12 * MS)
+    lead = told(*loop(device, 50, host=10 * MS, work=2 * MS))
+    assert lead[lead != NONE].max() < 1 * MS  # of which the last launch takes a fifth
+
+
+def test_where_the_device_is_slower_the_host_runs_ahead() -> None:
+    device = PaperDevice(ahead=-7 * MS)
+    marks, times = loop(device, 30, host=1 * MS, work=10 * MS)
+    device.now = device.done + LAUNCH
+    marks.read_all()
+    lead = told(marks, times)
+    assert lead[0] != NONE
+    assert np.abs(lead - np.array(device.true_lead)).max() <= 5 * LAUNCH + 1 * MS
+
+
+def test_no_event_is_made_a_step_and_none_is_waited_for() -> None:
+    device = PaperDevice()
+    marks, _ = loop(device, 2000, host=5 * MS, work=5 * MS)
+    assert device.made <= 4
+    assert device.asked < 2.5 * 2000
+    assert len(marks.times) == 2000
+
+
+def test_a_device_that_falls_far_behind_costs_marks_and_not_memory() -> None:
+    device = PaperDevice()
+    marks, times = loop(device, 2 * RING, host=1 * MS, work=100 * MS)
+    assert device.made == RING
+    device.now = device.done + LAUNCH
+    marks.read_all()
+    marks.read_all()
+    lead = told(marks, times)
+    assert (lead[:RING] != NONE).all()
+    assert (lead[RING + 10 : -10] == NONE).mean() > 0.9  # but for those set as one came free
+
+
+def test_nothing_gets_into_a_graph_that_is_captured() -> None:
+    device = PaperDevice(capturing=True)
+    marks, _ = loop(device, 5, host=1 * MS, work=1 * MS)
+    assert (device.made, device.asked) == (0, 0)
+    assert list(marks.times) == [NONE] * 5
+
+
+def test_a_device_that_sleeps_is_not_woken() -> None:
+    device = PaperDevice(awake=False)
+    loop(device, 5, host=1 * MS, work=1 * MS)
+    assert (device.made, device.asked) == (0, 0)
+
+
+@given(
+    host=st.integers(1, 30),
+    work=st.integers(1, 30),
+    sync_every=st.integers(0, 5),
+    ahead=st.integers(-(10**15), 10**15),
+    drift=st.floats(-0.5 * DRIFT, 0.5 * DRIFT),
+)
+def test_the_lead_is_what_it_was(host: int, work: int, sync_every: int, ahead: int, drift: float) -> None:
+    """But for the time from setting a mark to the device that is idle, and a tenth of a step where it never is."""
+    device = PaperDevice(ahead=ahead, drift=drift)
+    marks, times = loop(device, 60, host * MS, work * MS, sync_every)
+    device.now = max(device.now, device.done) + LAUNCH
+    marks.read_all()
+    lead, true = told(marks, times), np.array(device.true_lead)
+    assert (lead >= 0).all()
+    within = 2 * DRIFT * (times[-1] - times[0]) + 2 * LAUNCH + max(0, true.min())
+    assert np.abs(lead - true).max() <= within
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=80))
+def test_marks_never_decrease(work: list[int]) -> None:
+    device = PaperDevice()
+    marks = DeviceMarks(device, device.clock)
+    for step, time in enumerate(work):
+        device.work(10 * MS)
+        device.launch(time * MS)
+        marks.set(step, device.now)
+    device.now = device.done + LAUNCH
+    marks.read_all()
+    times = np.array(marks.times)
+    assert (np.diff(times) >= 0).all()
+    assert (times != NONE).all()

@@ -1,0 +1,57 @@
+"""The plain run as a fact of a timeline: through a file and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from build import loop
+from marked_runs import run, steps
+
+from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.store import from_bytes, to_bytes
+
+TOOK = np.tile([10.0] * 24 + [90.0], 40)
+RUN = run(steps(TOOK, lead=2.5), seen=dict.fromkeys(range(24, 1000, 25), ("a.py(1): f",)))
+
+
+def test_it_goes_through_json() -> None:
+    assert PlainRun.of_fact(json.loads(json.dumps(RUN.as_fact()))) == RUN
+
+
+def test_it_goes_through_a_file() -> None:
+    def body(run: object) -> None:
+        run.launch(5)  # type: ignore[attr-defined]
+
+    timeline: Timeline = loop(body, 3)
+    kept = timeline.change(facts={**timeline.facts, "marks": RUN.as_fact()})
+    assert PlainRun.of_fact(from_bytes(to_bytes(kept)).facts["marks"]) == RUN
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    fact = RUN.as_fact() | {"moon": "full"}
+    fact["stalls"] = [one | {"tide": 3} for one in fact["stalls"]]
+    assert PlainRun.of_fact(fact) == RUN
+
+
+@pytest.mark.parametrize("fact", [None, {}, {"steps": 3}, {"stalls": 3}, {"course": [1]}, 7, "seven"])
+def test_what_is_no_plain_run_is_none(fact: object) -> None:
+    assert PlainRun.of_fact(fact) is None  # type: ignore[arg-type]
+
+
+def test_the_course_has_few_rows_and_keeps_the_longest() -> None:
+    long = run(steps(np.tile(TOOK, 100)))
+    assert len(long.course.step) == len(long.course.longest) == len(long.course.lead) <= 512
+    assert max(long.course.longest) == 90_000_000
+    assert set(long.course.step) == {10_000_000}
+
+
+def test_the_lead_is_told_with_the_share_that_has_none() -> None:
+    assert RUN.lead == 2_500_000
+    assert RUN.no_lead == 0
+    assert run(steps(TOOK, lead=0.02)).no_lead == 1
+    assert run(steps(TOOK)).lead == -1
+    assert replace(RUN, lead=-1).as_fact()["lead"] == -1

@@ -1,0 +1,375 @@
+"""Marks of real programs on the virtual GPU: what is a step, what the lead is, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import keepbusy
+from keepbusy.record.marks import Marks
+from keepbusy.record.step_ends import SILENCE, Source
+from keepbusy.timeline.plain_run import PlainRun
+
+MS = 1_000_000
+
+
+class Program:
+    """Marks on the machine's own clock."""
+
+    def __init__(self, machine: object) -> None:
+        self.told: list[int] = []
+        self.program = machine.clock  # type: ignore[attr-defined]
+        self.marks = Marks(self.told.append, clock=self.program.reached)
+
+    def __enter__(self) -> Program:
+        self.marks.begin(watch=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.marks.end()
+
+    def works(self, time: int) -> None:
+        self.program.work(time)
+
+    def ended(self) -> PlainRun:
+        torch.cuda.synchronize()
+        self.marks.end()
+        return self.marks.run()
+
+
+@pytest.fixture
+def program(machine: object) -> Iterator[Program]:
+    with Program(machine) as running:
+        yield running
+
+
+def trainer(
+    width: int = 8, kind: type[torch.optim.Optimizer] = torch.optim.SGD
+) -> tuple[nn.Module, Callable[[], None]]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
+    optimizer = kind(model.parameters(), lr=0.01)
+    x = torch.ones(4, 8, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def test_each_optimizer_step_is_one(program: Program) -> None:
+    _, step = trainer()
+    for _ in range(10):
+        step()
+    assert program.told == list(range(1, 11))
+    run = program.ended()
+    assert run.marked_by == "optimizer"
+    assert run.steps + run.warm_up == 9  # between ten marks
+
+
+def test_gradient_accumulation_is_one_step(program: Program) -> None:
+    model, _ = trainer()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        for _ in range(4):
+            model(torch.ones(4, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    assert program.marks.count == 5
+
+
+def test_two_optimizers_take_one_step_together(program: Program) -> None:
+    steps = [trainer()[1], trainer()[1]]
+    for _ in range(10):
+        for step in steps:
+            step()
+    assert program.marks.count == 10
+
+
+def test_a_step_that_the_scaler_skips_has_ended_all_the_same(program: Program) -> None:
+    model, _ = trainer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.full((4, 8), float("inf") if step == 3 else 1.0, device="cuda")).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert program.marks.count == 8
+
+
+def test_without_an_optimizer_forward_passes_are_steps(program: Program) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).cuda(), torch.ones(4, 8, device="cuda")
+    with torch.no_grad():
+        for _ in range(100):
+            model(x)
+    assert program.marks.count == 100
+    assert program.ended().marked_by == "forward"
+    assert nn.ReLU.__call__ is nn.Linear.__call__  # only the outermost kind is looked at by now
+
+
+def test_forward_passes_of_a_training_run_are_none(program: Program) -> None:
+    plain = nn.Module.__call__
+    model, step = trainer()
+    assert nn.Module.__call__ is not plain  # it was put back as soon as an optimizer was made
+    model(torch.ones(4, 8, device="cuda"))
+    assert program.marks.count == 0
+    step()
+    assert program.marks.count == 1
+
+
+def test_the_programs_own_word_counts_for_more(program: Program) -> None:
+    _, step = trainer()
+    for _ in range(6):
+        step()
+        step()
+        keepbusy.step()
+    run = program.ended()
+    assert run.marked_by == "step"
+    assert program.marks.count == 2 + 6
+    assert run.steps + run.warm_up == 1 + 5  # one of the optimizer's, and then the program's own
+
+
+def test_who_falls_silent_gives_way(program: Program) -> None:
+    """As where a warmed-up step is captured whole: what goes on stands for what is heard no more."""
+    _, step = trainer()
+    for _ in range(3):
+        step()
+    graph = object()
+    for _ in range(SILENCE + 20):
+        program.marks._ends._heard(Source.GRAPH, id(graph))
+    assert program.marks.count == 3 + 21
+    assert program.ended().marked_by == "graph"
+
+
+def test_the_lead_is_what_the_timeline_says(machine: object) -> None:
+    """The host launches products faster than the device works them off, and reads nothing: it runs ahead ever more."""
+    big = torch.ones(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    began, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(41))
+    with Program(machine) as program:
+        began.record()
+        start, true = program.program.reached(), []
+        for end in ends:
+            big @ big
+            end.record()
+            true.append(start - program.program.reached())
+            keepbusy.step()
+        torch.cuda.synchronize()
+        keepbusy.step()
+    true = [since + 1e6 * began.elapsed_time(end) for since, end in zip(true, ends, strict=True)]
+    lead = program.marks._steps().lead
+    assert lead[:-1] == pytest.approx(true[1:], abs=10_000)
+    assert lead[-1] < 10_000  # the last one found the device idle
+    assert true[-1] > 300_000
+
+
+def test_a_device_that_waits_gives_no_lead(program: Program) -> None:
+    small = torch.ones(8, device="cuda")
+    for _ in range(40):
+        small = small + 1
+        program.works(2 * MS)
+        keepbusy.step()
+    run = program.ended()
+    assert run.no_lead == 1
+    assert run.lead < 50_000
+
+
+def test_input_waits_are_timed(program: Program) -> None:
+    class Slow(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            program.works(MS)
+            return torch.ones(8)
+
+    for batch in torch.utils.data.DataLoader(Slow(), batch_size=2):
+        batch.cuda()
+        program.works(3 * MS)
+        keepbusy.step()
+    run = program.ended()
+    assert run.input == pytest.approx(2 * MS, rel=0.1)
+    assert run.step == pytest.approx(5 * MS, rel=0.1)
+
+
+def test_input_that_another_thread_fetches_holds_up_nobody(program: Program) -> None:
+    loader = torch.utils.data.DataLoader(torch.ones(40, 8), batch_size=2)
+    fetched = threading.Thread(target=lambda: list(loader))
+    fetched.start()
+    fetched.join()
+    assert program.marks.pauses.take("input") == 0
+
+
+def test_checkpoints_are_timed(program: Program) -> None:
+    for step in range(60):
+        program.works(5 * MS)
+        if step % 20 == 19:
+            torch.save(torch.ones(4), Slowly(program))
+        keepbusy.step()
+    (stall,) = program.ended().stalls
+    assert (stall.what, stall.count, stall.every) == ("checkpoint", 3, 20.0)
+
+
+def test_the_collector_is_timed(program: Program) -> None:
+    gc.callbacks.insert(len(gc.callbacks) - 1, lambda *_: program.works(30 * MS))
+    gc.collect()
+    del gc.callbacks[-2]
+    assert program.marks.pauses.take("garbage collection") >= 30 * MS
+
+
+class Slowly(io.BytesIO):
+    """A disk that takes 50 ms for whatever is written."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def write(self, data: object) -> int:
+        self.program.works(50 * MS)
+        return super().write(data)  # type: ignore[arg-type]
+
+
+def test_everything_is_put_back(machine: object) -> None:
+    def touched() -> list[object]:
+        from torch.optim import optimizer
+        from torch.utils.data import dataloader
+
+        return [
+            nn.Module.__call__, torch.save, torch.amp.GradScaler.step, torch.optim.Optimizer.__init__,
+            dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__,
+            dict(optimizer._global_optimizer_post_hooks), list(gc.callbacks), list(keepbusy.script.steps.ENDED),
+        ]  # fmt: skip
+
+    before = touched()
+    with Program(machine) as program:
+        for _ in range(3):
+            trainer()[1]()
+        assert touched() != before
+    program.marks.end()
+    assert touched() == before
+
+
+def test_what_somebody_else_has_replaced_meanwhile_is_left_to_him(machine: object) -> None:
+    original = torch.save
+    with Program(machine):
+        ours = torch.save
+
+        def theirs(*args: object, **kwargs: object) -> None:
+            ours(*args, **kwargs)
+
+        torch.save = theirs
+    assert torch.save is theirs
+    torch.save = original
+
+
+def test_the_programs_random_numbers_and_results_are_its_own(machine: object) -> None:
+    def trained() -> tuple[list[float], torch.Tensor]:
+        torch.manual_seed(3)
+        model, step = trainer(kind=torch.optim.Adam)
+        for _ in range(5):
+            step()
+        return [one.detach().sum().item() for one in model.parameters()], torch.get_rng_state()
+
+    alone = trained()
+    with Program(machine):
+        marked = trained()
+    assert marked[0] == alone[0]
+    assert torch.equal(marked[1], alone[1])
+
+
+def test_modules_and_optimizers_are_pickled_without_us(program: Program) -> None:
+    model, step = trainer()
+    step()
+    bare = nn.Linear(4, 4)
+    bare(torch.ones(4))
+    for one in (model, bare, torch.optim.SGD(bare.parameters(), lr=0.1)):
+        assert b"keepbusy" not in pickle.dumps(copy.deepcopy(one))
+
+
+def test_what_goes_wrong_in_a_mark_does_not_reach_the_program(machine: object) -> None:
+    class Broken:
+        def ready(self) -> bool:
+            raise RuntimeError("out of order")
+
+    marks = Marks(device=Broken())  # type: ignore[arg-type]
+    marks.begin(watch=False)
+    _, step = trainer()
+    for _ in range(3):
+        step()
+    marks.end()
+    assert marks.run().fault == "RuntimeError: out of order"
+
+
+def test_what_goes_wrong_in_who_is_told_does_not_either(machine: object) -> None:
+    def bad(_count: int) -> None:
+        raise ValueError("mine")
+
+    marks = Marks(bad)
+    marks.begin(watch=False)
+    _, step = trainer()
+    for _ in range(3):
+        step()
+    marks.end()
+    assert marks.fault == "ValueError: mine"
+    assert marks.count == 3
+
+
+def test_an_interrupt_is_the_programs_own(machine: object) -> None:
+    def interrupted(_count: int) -> None:
+        raise KeyboardInterrupt
+
+    marks = Marks(interrupted)
+    marks.begin(watch=False)
+    _, step = trainer()
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    marks.end()
+
+
+def test_steps_looked_at_closely_are_no_plain_ones(program: Program) -> None:
+    for step in range(120):
+        program.works(25 * MS if 50 <= step < 60 else 10 * MS)
+        program.marks.look_closely(50 <= step < 60)
+        keepbusy.step()
+    run = program.ended()
+    assert program.marks.plain_step() == pytest.approx(10 * MS, rel=0.01)
+    assert run.steps + run.warm_up == 119 - 10
+
+
+def test_a_run_is_steady_or_it_is_not(program: Program) -> None:
+    assert not program.marks.steady()
+    for _ in range(20):
+        program.works(10 * MS)
+        keepbusy.step()
+    assert program.marks.steady()
+    for time in (40 * MS, 10 * MS):  # the device tells of a step once the next one has ended
+        program.works(time)
+        keepbusy.step()
+    assert not program.marks.steady()
+
+
+def test_a_compiled_module_is_compiled_as_ever(machine: object) -> None:
+    """The wrapper around the outermost call must not be seen by the compiler."""
+    with Program(machine) as program:
+        model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager", fullgraph=True)
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def calls(x: torch.Tensor) -> torch.Tensor:
+            return model(x) + 1
+
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        before = program.marks.count
+        for _ in range(3):
+            calls(torch.ones(2, 4))
+    assert before == 3
