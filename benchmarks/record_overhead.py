@@ -27,35 +27,31 @@ from models import TextClassifier, resnet
 from keepbusy.record.marks import Marks
 
 CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
-PROFILERS = {
-    "Kineto, CPU and CUDA": {"activities": [CPU, CUDA]},
-    "Kineto, with stacks": {"activities": [CPU, CUDA], "with_stack": True},
-}
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 
 
-def launch_bound() -> Callable[[], None]:
+Step = Callable[[], None]
+Block = Callable[[], float]
+
+
+def launch_bound() -> Step:
     """Many small kernels: the GPU waits for the host all the time."""
-    model = TextClassifier(width=256, layers=6, heads=4).to(DEVICE)
-    return training(model, torch.randint(0, 8192, (16, 128), device=DEVICE))
+    model = TextClassifier(width=256, layers=6, heads=4).cuda()
+    return training(model, torch.randint(0, 8192, (16, 128), device="cuda"))
 
 
-def healthy() -> Callable[[], None]:
+def healthy() -> Step:
     """The GPU is what sets the pace."""
-    model = resnet(96).to(DEVICE)
-    size = 176 if ON_GPU else 32
-    images = torch.randn(256 if ON_GPU else 8, 3, size, size, device=DEVICE).to(memory_format=torch.channels_last)
-    return training(model, images)
+    images = torch.randn(256, 3, 176, 176, device="cuda").to(memory_format=torch.channels_last)
+    return training(resnet(96), images)
 
 
-def training(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def training(model: torch.nn.Module, x: torch.Tensor) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    y = torch.randint(0, 20, (len(x),), device=DEVICE)
+    y = torch.randint(0, 20, (len(x),), device="cuda")
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -63,117 +59,102 @@ def training(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-CASES = {"launch-bound": (launch_bound, 40), "healthy": (healthy, 20)}
+CASES = {"launch-bound": (launch_bound, 40, 32), "healthy": (healthy, 24, 16)}
+"""How the step is made, steps a block, and pairs of blocks: the host of a virtual machine is noisy."""
 
 
-def milliseconds(step: Callable[[], None], count: int) -> float:
+def milliseconds(step: Step, count: int) -> float:
     """A step of a block, the device's end of it included."""
-    wait()
+    torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(count):
         step()
-    wait()
+    torch.cuda.synchronize()
     return (time.perf_counter() - start) / count * 1e3
 
 
-def wait() -> None:
-    if ON_GPU:
-        torch.cuda.synchronize()
+def compared(step: Step, count: int, pairs: int, recorded: Callable[[Block], float]) -> dict:
+    """Blocks in turn: one left alone, one recorded, one left alone … Each is measured against its neighbours."""
+    before = [milliseconds(step, count) for _ in range(3)]
+    plain, during = before[-1:], []
+    for _ in range(pairs):
+        during.append(recorded(lambda: milliseconds(step, count)))
+        plain.append(milliseconds(step, count))
+    return {
+        "plain_ms": statistics.median(plain),
+        "recorded_ms": statistics.median(during),
+        "added": spread([2 * took / (a + b) for took, (a, b) in zip(during, pairwise(plain), strict=True)]),
+        "after": spread([one / statistics.median(before) for one in plain[1:]]),
+    }
 
 
-def marked(step: Callable[[], None], count: int) -> tuple[float, dict]:
+def spread(ratios: list[float]) -> dict:
+    """In percent more than one: the median, and between what eight in ten lie."""
+    percent = [100 * (ratio - 1) for ratio in ratios]
+    tenths = statistics.quantiles(percent, n=10, method="inclusive")
+    return {"median": statistics.median(percent), "low": tenths[0], "high": tenths[-1]}
+
+
+def with_marks(block: Block) -> float:
     marks = Marks()
     marks.begin()
     try:
-        took = milliseconds(step, count)
+        return block()
     finally:
         marks.end()
-    facts = marks.facts()
-    facts.pop("course")
-    return took, facts
 
 
-def compared(step: Callable[[], None], count: int, pairs: int) -> dict:
-    """Alternating, each with marks against the mean of its neighbours without."""
-    plain, with_marks, facts = [milliseconds(step, count)], [], {}
-    for _ in range(pairs):
-        took, facts = marked(step, count)
-        with_marks.append(took)
-        plain.append(milliseconds(step, count))
-    around = [(before + after) / 2 for before, after in pairwise(plain)]
-    ratios = [took / usual - 1 for took, usual in zip(with_marks, around, strict=True)]
-    alone = [after / before - 1 for before, after in pairwise(plain)]
-    return {
-        "plain_ms": statistics.median(plain),
-        "marked_ms": statistics.median(with_marks),
-        "added": spread(ratios),
-        "noise": spread(alone),
-        "told": facts,
-    }
+def with_profiler(**options: object) -> Callable[[Block], float]:
+    def recorded(block: Block) -> float:
+        with profile(**options):
+            took = block()
+        gc.collect()
+        return took
+
+    return recorded
 
 
-def spread(values: list[float]) -> dict:
-    """In percent: the median, and between what nine and one in ten lie."""
-    tenths = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
-    return {"median": 100 * statistics.median(values), "low": 100 * tenths[0], "high": 100 * tenths[-1]}
+RECORDERS = {
+    "marks": (with_marks, 1, 1),
+    "Kineto, CPU and CUDA": (with_profiler(activities=[CPU, CUDA]), 4, 8),
+    "Kineto, with stacks": (with_profiler(activities=[CPU, CUDA], with_stack=True), 4, 8),
+}
+"""What records, a block how many times shorter, and how many times fewer of them."""
 
 
-def profiled(step: Callable[[], None], count: int, options: dict) -> dict:
-    """PyTorch's profiler over one block, and a block after it has ended."""
-    before = [milliseconds(step, count) for _ in range(3)]
-    with profile(**options):
-        step()
-        during = milliseconds(step, count)
-    gc.collect()
-    after = [milliseconds(step, count) for _ in range(3)]
-    plain = statistics.median(before)
-    return {
-        "plain_ms": plain,
-        "recorded_ms": during,
-        "added": 100 * (during / plain - 1),
-        "after": 100 * (statistics.median(after) / plain - 1),
-    }
-
-
-def measured(pairs: int) -> dict:
-    cases = {name: (make(), count) for name, (make, count) in CASES.items()}
-    found: dict = {}
-    for name, (step, count) in cases.items():
-        milliseconds(step, count)
-        found[name] = {"marks": compared(step, count, pairs)}
-    for recorder, options in PROFILERS.items():
-        for name, (step, count) in cases.items():
-            found[name][recorder] = profiled(step, max(4, count // 4), options)
+def measured() -> dict:
+    steps = {name: make() for name, (make, _, _) in CASES.items()}
+    found: dict = {name: {} for name in CASES}
+    for recorder, (recorded, shorter, fewer) in RECORDERS.items():
+        for name, (_, count, pairs) in CASES.items():
+            milliseconds(steps[name], count)
+            found[name][recorder] = compared(steps[name], count // shorter, pairs // fewer, recorded)
     return found
 
 
 def table(found: dict) -> str:
-    lines = [f"{'':14s}{'plain':>10s}{'recorded':>10s}{'added':>9s}   range / after it"]
+    lines = [f"{'':14s}{'plain':>10s}{'recorded':>10s}{'added':>9s}"]
     for name, case in found.items():
         for recorder, row in case.items():
-            recorded = row.get("marked_ms", row.get("recorded_ms"))
-            added = row["added"]
-            more = (
-                f"{added['median']:+8.1f}%   {added['low']:+.1f} to {added['high']:+.1f}%; "
-                f"noise {row['noise']['low']:+.1f} to {row['noise']['high']:+.1f}%; lead {row['told']['lead'] / 1e6:.2f} ms"
-                if isinstance(added, dict)
-                else f"{added:+8.1f}%   after it {row['after']:+.1f}%"
-            )
-            lines.append(f"{name:14s}{row['plain_ms']:7.2f} ms{recorded:7.2f} ms{more}   {recorder}")
+            times = f"{name:14s}{row['plain_ms']:7.2f} ms{row['recorded_ms']:7.2f} ms"
+            lines.append(f"{times}{row['added']['median']:+8.1f}%   {recorder}: {more(row)}")
     return "\n".join(lines)
+
+
+def more(row: dict) -> str:
+    """Between what nine in ten lie, and what is left once the recorder has ended."""
+    added, after = row["added"], row["after"]
+    return (
+        f"{added['low']:+.1f} to {added['high']:+.1f}%; after it {after['median']:+.1f}% "
+        f"({after['low']:+.1f} to {after['high']:+.1f}%)"
+    )
 
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--out", type=Path)
-    arguments.add_argument("--pairs", type=int, default=12)
     options = arguments.parse_args()
-    with nullcontext():
-        result = {
-            "gpu": torch.cuda.get_device_name() if ON_GPU else "none",
-            "torch": torch.__version__,
-            "cases": measured(options.pairs),
-        }
+    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": measured()}
     if options.out:
         options.out.write_text(json.dumps(result, indent=1))
     print(table(result["cases"]))
