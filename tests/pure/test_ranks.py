@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from strategies import loops
 
 from keepbusy.timeline.model import NONE, Kind, Timeline
+from keepbusy.timeline.plain_run import PlainRun, plain_runs
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
 from keepbusy.timeline.settle import settle
@@ -100,6 +101,14 @@ def test_wire_time_is_what_the_last_to_arrive_shows() -> None:
     lasted = (merged.spans.end - merged.spans.start)[large & (merged.rank_of_rows == 0)]
     assert set(merged.spans.work[large].tolist()) == {200 * US}
     assert lasted.min() >= 480 * US
+
+
+def test_each_rank_keeps_what_marks_told_of_it() -> None:
+    whole = steps_of_two().timeline()
+    runs = {rank: PlainRun("optimizer", 100 + rank, 10, 9, 11) for rank in (0, 1)}
+    ones = [alone(whole, rank) for rank in runs]
+    merged = merge([one.change(facts={**one.facts, "marks": runs[rank].as_fact()}) for rank, one in enumerate(ones)])
+    assert plain_runs(merged.facts) == runs
 
 
 def test_one_rank_is_left_as_it_is() -> None:

@@ -25,6 +25,7 @@ from keepbusy.explain.sentences import what_happened, why_harmless
 from keepbusy.explain.sites import gathered, sites_of
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import WORKERS, Timeline
+from keepbusy.timeline.plain_run import plain_runs
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
@@ -116,6 +117,7 @@ class _Story:
             device=str(timeline.facts.get("device", "")),
             sources=_sources(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *self._unseen()),
+            plain_runs=plain_runs(timeline.facts, timeline.ranks[0]),
         )
 
     def _unseen(self) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from keepbusy.timeline.plain_run import PlainRun
+
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
 CAUSES = (
@@ -123,6 +125,7 @@ class Diagnosis:
     device: str = ""  # "NVIDIA H200"
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
+    plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
 
     @property
     def waiting(self) -> int:

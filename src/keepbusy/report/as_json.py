@@ -6,6 +6,9 @@ import json
 from typing import Any
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Site, Where
+from keepbusy.report.plain_run import where_of
+from keepbusy.timeline.model import NONE
+from keepbusy.timeline.plain_run import PlainRun, RareStall
 
 VERSION = 1
 
@@ -36,6 +39,7 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "predicted_low": milliseconds(diagnosis.predicted.low),
         "predicted_high": milliseconds(diagnosis.predicted.high),
         "notes": list(diagnosis.notes),
+        "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
     }
 
 
@@ -104,6 +108,51 @@ def _late(one: Late) -> dict[str, Any]:
         "where": str(one.where),
         "place": place(one.where),
     }
+
+
+def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
+    return {
+        "rank": int(rank),
+        "marked_by": run.marked_by,
+        "steps": run.steps,
+        "step": milliseconds(run.step),
+        "low": milliseconds(run.low),
+        "high": milliseconds(run.high),
+        "warm_up": run.warm_up,
+        "warm_up_time": milliseconds(run.warm_up_time),
+        "lead": _known(run.lead),
+        "no_lead": round(run.no_lead, 3),
+        "input": milliseconds(run.input),
+        "collector": milliseconds(run.collector),
+        "requests": _count(run.requests),
+        "retries": run.retries,
+        "stalls": [_rare_stall(stall) for stall in run.stalls],
+        "course": {
+            "each": run.course.each,
+            "step": [_known(time) for time in run.course.step],
+            "longest": [_known(time) for time in run.course.longest],
+            "lead": [_known(time) for time in run.course.lead],
+        },
+        "fault": run.fault,
+    }
+
+
+def _rare_stall(stall: RareStall) -> dict[str, Any]:
+    where = where_of(stall)
+    return {
+        "what": stall.what,
+        "where": str(where) if where.file else "",
+        "place": place(where),
+        "count": stall.count,
+        "every": _count(stall.every),
+        "regular": stall.regular,
+        "time": milliseconds(stall.time),
+        "share": round(stall.share, 4),
+    }
+
+
+def _known(time: int) -> float | None:
+    return None if time == NONE else milliseconds(time)
 
 
 def _count(count: float) -> float:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, WIRE, Cause, Diagnosis, Harmless, Late, Prediction
-from keepbusy.report import words
+from keepbusy.report import plain_run, words
 from keepbusy.report.bar import bar, legend, rows_of
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line
 from keepbusy.report.places import look
@@ -212,9 +212,10 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
 
 
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """What is not worth touching, late ranks that no cause has shown, and what the reader should know."""
+    """The run as a whole, what is not worth touching, late ranks that no cause has shown, what one should know."""
     shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
-    asides = [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
+    asides = list(plain_run.asides(diagnosis.plain_runs))
+    asides += [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
     asides += [("late", _late(late)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
     rows = Table.grid()

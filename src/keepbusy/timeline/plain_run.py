@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-FACT = "marks"
+FACT, OF_RANKS = "marks", "marks_of_ranks"
 NONE = -1
 
 
@@ -72,6 +72,13 @@ class PlainRun:
             return cls(**known)
         except (TypeError, ValueError, AttributeError):
             return None
+
+
+def plain_runs(facts: Mapping[str, Any], rank: int = 0) -> dict[int, PlainRun]:
+    """Of each rank whose marks are among a timeline's facts; `rank` is whose they are where there is only one."""
+    given = {str(rank): facts.get(FACT), **(facts.get(OF_RANKS) or {})}
+    found = {int(number): PlainRun.of_fact(fact) for number, fact in given.items()}
+    return {number: run for number, run in found.items() if run is not None}
 
 
 def _known(kind: type, fact: Mapping[str, Any]) -> dict[str, Any]:

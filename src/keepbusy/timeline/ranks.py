@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, Spans, Timeline
+from keepbusy.timeline.plain_run import FACT, OF_RANKS
 from keepbusy.timeline.settle import last_arrival, settle
 
 MOST_SHIFT = 400
@@ -43,7 +44,11 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         frames.append(_shift_frames(one.frames, new, frame, lane))
         marks.append(one.marks + row)
         lanes.append(one.lanes)
-    facts = {**timelines[0].facts, "sources": [one.facts.get("source", "") for one in timelines]}
+    facts = {
+        **timelines[0].facts,
+        "sources": [one.facts.get("source", "") for one in timelines],
+        OF_RANKS: {str(one.ranks[0]): one.facts[FACT] for one in timelines if FACT in one.facts},
+    }
     return Timeline(
         lanes=tuple(lane for part in lanes for lane in part),
         names=tuple(names),

@@ -1,0 +1,106 @@
+"""What marks tell of the whole run, in a few lines: its steps, the host's lead, and what comes only now and then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from keepbusy.explain.diagnosis import Where
+from keepbusy.report import words
+from keepbusy.report.source import source_of
+from keepbusy.report.words import duration, share, tame
+from keepbusy.timeline.model import NONE
+from keepbusy.timeline.plain_run import PlainRun, RareStall
+
+MATTERS = 0.02
+"""Of a step: what takes less of it is not told."""
+RARE = 0.01
+"""Of the run."""
+MOST = 3
+ALWAYS, SOMETIMES = 0.9, 0.1
+"""Shares of the steps."""
+_WHATS = {"checkpoint": "a checkpoint", "garbage collection": "garbage collection", "input": "waiting for input"}
+_LINE = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
+
+
+def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
+    """A label and a sentence each. With several ranks: of the first one, and the rare stalls of all of them."""
+    if not runs:
+        return
+    run = runs[min(runs)]
+    if run.steps:
+        yield "plain", _steps(run)
+    if run.lead != NONE:
+        yield "lead", _lead(run)
+    for sentence in _of_each_step(run):
+        yield "plain", sentence
+    for rank, stall in _rare(runs):
+        yield "rarely", _stall(stall, rank if len(runs) > 1 else NONE)
+    if run.fault:
+        yield "note", tame(f"The marks ended before the run did ({run.fault}); report it, please.")
+
+
+def where_of(stall: RareStall) -> Where:
+    """The innermost of its lines."""
+    known = _LINE.fullmatch(stall.lines[-1]) if stall.lines else None
+    if known is None:
+        return Where(library=stall.library)
+    return Where(known["file"], int(known["line"]), known["function"], exact=True, library=stall.library)
+
+
+def _steps(run: PlainRun) -> str:
+    span = words.span_of(run.low, run.high, run.step)
+    unit = duration(run.step).partition(" ")[2]
+    begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in all." if run.warm_up else ""
+    return f"Eight in ten of {run.steps} plain steps take {span} {unit}.{begun}"
+
+
+def _lead(run: PlainRun) -> str:
+    if run.no_lead >= ALWAYS:
+        return "The host has no lead: when a step ends, the GPU has nothing left to do."
+    seldom = f", but in {share(round(1000 * run.no_lead), 1000)} of the steps it has no lead"
+    return f"When a step ends, the host is {duration(run.lead)} ahead{seldom if run.no_lead >= SOMETIMES else ''}."
+
+
+def _of_each_step(run: PlainRun) -> Iterator[str]:
+    """What the host does in every step and would be better without."""
+    for time, what in ((run.input, "waits for input"), (run.collector, "is held up by the garbage collector")):
+        if time >= max(1, MATTERS * run.step):
+            yield f"The host {what} for {duration(time)} of each step ({share(time, run.step)})."
+    if run.requests >= MATTERS:
+        yield f"PyTorch asks the driver for memory {words.count(run.requests)} times a step, also after the warm-up."
+    if run.retries:
+        yield f"The memory was full {run.retries} times: PyTorch gave back what it had cached and asked again."
+
+
+def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
+    """The largest first. Ranks wait for each other, so of those that stall together the one with a reason is told."""
+    every = [(rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= RARE]
+    every.sort(key=lambda one: (-bool(one[1].what), -one[1].share))
+    told: dict[tuple[int, int], tuple[int, RareStall]] = {}
+    for rank, stall in every:
+        told.setdefault((stall.count, round(stall.every)), (rank, stall))
+    return sorted(told.values(), key=lambda one: -one[1].share)[:MOST]
+
+
+def _stall(stall: RareStall, rank: int) -> str:
+    where = where_of(stall)
+    source = source_of(where) if where.file else None
+    place = f" at {words.spot(where, 50)}" if where.file else ""
+    place += f" ({tame(where.library, 50)})" if where.library else ""
+    text = f": {words.cut(source.text, 50)}" if source else ""
+    on = f" on rank {rank}" if rank != NONE else ""
+    what = f" of {_WHATS[stall.what]}" if stall.what in _WHATS else ""
+    return f"{_when(stall)} {duration(stall.time)}{what}{on}{place}{text} · {_of_the_run(stall)}"
+
+
+def _when(stall: RareStall) -> str:
+    if stall.count == 1:
+        return "Once"
+    if stall.regular:
+        return f"Every {words.count(stall.every)} steps"
+    return f"{stall.count} times"
+
+
+def _of_the_run(stall: RareStall) -> str:
+    return f"{share(round(1e6 * stall.share), 10**6)} of the run"

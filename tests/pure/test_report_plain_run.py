@@ -1,0 +1,123 @@
+"""The lines of the report that marks alone can tell."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from build import Run, loop
+from diagnoses import STALLED, ms
+from jsonschema import Draft202012Validator
+from marked_runs import run as marked
+from marked_runs import steps
+
+from keepbusy.explain import explain
+from keepbusy.report import as_json, terminal
+from keepbusy.report.plain_run import asides
+from keepbusy.timeline.model import NONE
+from keepbusy.timeline.plain_run import PlainRun, RareStall
+
+SAVE = RareStall(
+    "checkpoint", 24, 100.0, True, ms(812), ms(24 * 812), 0.14, ("train.py(90): <module>", "train.py(41): main")
+)
+RUN = PlainRun(
+    "optimizer", 2400, ms(25), ms(24.1), ms(26.3), warm_up=12, warm_up_time=ms(8100), lead=ms(3.2), stalls=(SAVE,)
+)
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json").read_text())
+
+
+def told(*runs: PlainRun) -> list[str]:
+    return [f"{label}: {text}" for label, text in asides(dict(enumerate(runs)))]
+
+
+def test_the_whole_run_is_told() -> None:
+    assert told(RUN) == [
+        "plain: Eight in ten of 2400 plain steps take 24.1–26.3 ms. The first 12 took 8.10 s in all.",
+        "lead: When a step ends, the host is 3.2 ms ahead.",
+        "rarely: Every 100 steps 812 ms of a checkpoint at train.py:41 · 14% of the run",
+    ]
+
+
+def test_it_stands_in_the_report_and_the_report_still_fits() -> None:
+    text = terminal.render(replace(STALLED, plain_runs={0: RUN}))
+    assert "rarely  Every 100 steps 812 ms of a checkpoint at train.py:41 · 14% of the run" in text
+    assert text.count("\n") < terminal.HEIGHT
+    assert "rarely" not in terminal.render(STALLED)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"no_lead": 1.0, "lead": 4}, "The host has no lead: when a step ends, the GPU has nothing left to do."),
+        ({"no_lead": 0.3}, "but in 30% of the steps it has no lead."),
+        ({"input": ms(5)}, "The host waits for input for 5.0 ms of each step (20%)."),
+        ({"collector": ms(1)}, "The host is held up by the garbage collector for 1.0 ms of each step (4%)."),
+        ({"requests": 2.25}, "PyTorch asks the driver for memory 2.2 times a step, also after the warm-up."),
+        ({"retries": 3}, "The memory was full 3 times"),
+        ({"fault": "RuntimeError: \x1b[2J"}, "The marks ended before the run did (RuntimeError: �[2J)"),
+    ],
+)
+def test_what_matters_is_said(change: dict[str, object], says: str) -> None:
+    assert says in "\n".join(told(replace(RUN, **change)))
+
+
+def test_what_does_not_matter_is_not() -> None:
+    quiet = replace(
+        RUN, lead=NONE, input=ms(0.1), collector=1, requests=0.001, warm_up=0, stalls=(replace(SAVE, share=0.004),)
+    )
+    assert told(quiet) == ["plain: Eight in ten of 2400 plain steps take 24.1–26.3 ms."]
+    assert told() == []
+    assert told(PlainRun("nobody", 0, 0, 0, 0)) == []
+
+
+def test_a_place_shows_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nscore = evaluate(model)\n")
+    stall = replace(SAVE, what="", regular=False, lines=(f"{script}(2): <module>",), library="lib/loop.py(7): run")
+    (line,) = [one for one in told(replace(RUN, stalls=(stall,))) if one.startswith("rarely")]
+    assert line.startswith("rarely: 24 times 812 ms at ")
+    assert line.endswith("train.py:2 (lib/loop.py(7): run): score = evaluate(model) · 14% of the run")
+    assert "Once 812 ms" in told(replace(RUN, stalls=(replace(stall, count=1),)))[-1]
+
+
+def test_a_stall_that_nobody_saw_is_told_without_a_place() -> None:
+    assert (
+        told(replace(RUN, stalls=(replace(SAVE, what="", lines=()),)))[-1]
+        == "rarely: Every 100 steps 812 ms · 14% of the run"
+    )
+
+
+def test_of_ranks_that_stall_together_the_one_with_a_reason_is_told() -> None:
+    waits = replace(RUN, stalls=(replace(SAVE, what="", share=0.15, lines=("train.py(33): main",)),))
+    assert (
+        told(waits, RUN)[-1]
+        == "rarely: Every 100 steps 812 ms of a checkpoint on rank 1 at train.py:41 · 14% of the run"
+    )
+    assert len([one for one in told(waits, RUN) if one.startswith("rarely")]) == 1
+
+
+def test_the_json_keeps_to_its_schema() -> None:
+    runs = {0: RUN, 1: marked(steps([10.0] * 50)), 2: PlainRun("nobody", 0, 0, 0, 0)}
+    said = json.loads(as_json.render(replace(STALLED, plain_runs=runs)))
+    Draft202012Validator(SCHEMA).validate(said)
+    assert said["plain_runs"][0]["stalls"][0] | {"place": 0} == {
+        "what": "checkpoint",
+        "where": "train.py:41",
+        "place": 0,
+        "count": 24,
+        "every": 100.0,
+        "regular": True,
+        "time": 812.0,
+        "share": 0.14,
+    }
+    assert said["plain_runs"][1]["lead"] is None
+
+
+def test_marks_go_with_the_timeline() -> None:
+    def body(run: Run) -> None:
+        run.launch(50).sync()
+
+    assert explain(loop(body, 8, device="NVIDIA H200", marks=RUN.as_fact())).plain_runs == {0: RUN}
+    assert explain(loop(body, 8, device="NVIDIA H200")).plain_runs == {}
