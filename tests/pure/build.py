@@ -64,7 +64,8 @@ class Paper:
     last: dict[Lane, int] = field(default_factory=dict)  # the row that each lane did last
     open: dict[Lane, list[int]] = field(default_factory=dict)  # the frames that each thread is in
     held: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)  # links that the lane's next row gets
-    ends: dict[Lane, list[int]] = field(default_factory=dict)  # when the commands of a stream ended
+    ends: dict[Lane, list[int]] = field(default_factory=dict)  # when what a stream's launches launched ended
+    launched: dict[Lane, int] = field(default_factory=dict)  # the launch of a stream's last command
     stepping: set[Lane] = field(default_factory=set)  # threads whose next row begins a step
 
     def add(self, lane: Lane, kind: Kind, start: int, end: int, name: str = "", **columns: int) -> int:
@@ -213,7 +214,11 @@ class Run:
         start = self.paper.released(lane, launch, lags)
         row = self.paper.add(lane, kind, start, start + round(time * US), **columns)
         self.paper.links.append((launch, row, LinkKind.LAUNCH))
-        self.paper.ends.setdefault(lane, []).append(self.paper.clocks[lane])
+        ends = self.paper.ends.setdefault(lane, [])
+        if self.paper.launched.get(lane) == launch:
+            ends.pop()  # all commands of a graph take one place in the queue
+        ends.append(self.paper.clocks[lane])
+        self.paper.launched[lane] = launch
         return row
 
     def sync(

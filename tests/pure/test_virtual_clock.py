@@ -9,7 +9,7 @@ from virtual_programs import clock, operator, rows
 
 from keepbusy.timeline.model import Direction, FrameKind, Kind, LinkKind
 from keepbusy.timeline.replay import replay
-from keepbusy.virtual.clock import BEGINNING, Clock, NotWhileCapturing
+from keepbusy.virtual.clock import BEGINNING, Clock
 from keepbusy.virtual.device import Device
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
@@ -216,27 +216,6 @@ def test_memory_calls_of_the_driver() -> None:
     on.allocate("cudaMalloc", 70)
     on.release("cudaFree", 60)
     assert rows(on.timeline())[-2:] == [("host", "allocate", 15, 85), ("host", "allocate", 85, 585)]
-
-
-def test_a_graph_is_one_launch() -> None:
-    on = clock()
-    stream, side = on.new_stream(), on.new_stream()
-    on.capture(stream)
-    operator(on, stream, 100)
-    on.wait(side, on.record(stream))  # joins the capture
-    operator(on, side, 50)
-    with pytest.raises(NotWhileCapturing, match="cudaStreamSynchronize"):
-        on.sync_stream(stream)
-    with pytest.raises(NotWhileCapturing, match="blocking copy"):
-        on.copy(stream, IN, 10)
-    graph = on.end_capture(stream)
-    assert not on.capturing(side)
-    begun = on.reached()
-    on.replay(graph, stream)
-    after = [row for row in rows(on.timeline()) if row[2] >= begun]
-    assert [row[1] for row in after] == ["launch", "kernel", "kernel"]
-    assert after[0][3] - after[0][2] == 22
-    assert after[2][2] == after[1][3] + 2
 
 
 def test_a_collective_ends_with_the_last_rank() -> None:

@@ -11,8 +11,19 @@ from keepbusy.virtual.device import Copies, Device, HostCosts, Memory, Queue
 US = 1_000
 ROUND = Device(
     name="round",
-    host=HostCosts(operator=5, backward=3, launch=10, event=1, sync=4, graph=20, graph_node=1, collective=10),
-    queue=Queue(pending=4, latency=20, gap=2),
+    host=HostCosts(
+        operator=5,
+        backward=3,
+        launch=10,
+        event=1,
+        sync=4,
+        collective=10,
+        graph=20,
+        graph_node=1,
+        graph_made=40,
+        graph_node_made=5,
+    ),
+    queue=Queue(pending=4, latency=20, gap=2, graph_gap=1),
     copies=Copies(latency=5, call=10, pinned=10.0, to_device=1.0, to_host=2.0, to_fresh=0.5, staged=100, staging=5.0),
     memory=Memory(size=1 << 30, malloc=70, free=60),
 )

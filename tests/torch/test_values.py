@@ -143,3 +143,9 @@ def test_functional_transforms() -> None:
 def test_a_dropout_that_keeps_nothing_passes_no_gradient_on() -> None:
     gradient, mask = torch.ones(4, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda")
     assert torch.ops.aten.native_dropout_backward(gradient, mask, 0.0).tolist() == [0.0] * 4
+
+
+def test_results_that_are_too_small_grow_and_the_others_are_written() -> None:
+    x, right, small = torch.tensor([[1.0, 5.0], [7.0, 2.0]]).cuda(), torch.zeros(2).cuda(), torch.empty(0).long().cuda()
+    torch.max(x, 1, out=(right, small))
+    assert (right.tolist(), small.tolist()) == ([5.0, 7.0], [1, 0])

@@ -20,6 +20,8 @@ PENDING_LIMIT = 1022
 STEPS = 12
 """So many steps a replay runs to find its pace; the first of them fill the queues."""
 NEVER = -(1 << 62)
+CONTINUED = -2
+"""Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
 _KERNEL, _COLLECTIVE, _SYNC = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
@@ -108,11 +110,11 @@ class _Engine:
             if kind >= _KERNEL:
                 start[index] = reached
                 if meeting >= 0:
-                    self._meet(meeting, index, lane, reached)
+                    self._meet(meeting, index, lane, reached, launches != CONTINUED)
                     continue
-                place = places[lane]
-                rings[lane][place] = reached + work
-                places[lane] = place + 1 if place + 1 < limit else 0
+                if launches != CONTINUED:
+                    places[lane] = places[lane] + 1 if places[lane] + 1 < limit else 0
+                rings[lane][places[lane] - 1] = reached + work
             elif kind == _SYNC or awaits != NONE:
                 start[index] = begin
                 if awaits >= 0 and clocks[awaits] > reached:
@@ -125,13 +127,13 @@ class _Engine:
                     reached = rings[launches][places[launches]]  # the queue of that stream is full
             end[index] = clocks[lane] = reached + work
 
-    def _meet(self, meeting: int, row: int, lane: int, when: int) -> None:
-        """A part has come; when it is the last one, all leave, in the order in which they came."""
+    def _meet(self, meeting: int, row: int, lane: int, when: int, queued: bool) -> None:
+        """A part has come, with a place of its own in the queue; after the last one all leave, as they came."""
+        self.places[lane] = (self.places[lane] + queued) % self.limit
         if self.meetings.arrive(meeting, row, lane, when):
             for part, its_lane, finish in self.meetings.leave(meeting):
-                place = self.places[its_lane]
+                place = self.places[its_lane] - 1
                 self.end[part] = self.clocks[its_lane] = self.rings[its_lane][place] = finish
-                self.places[its_lane] = (place + 1) % self.limit
 
 
 class _Meetings:
@@ -161,7 +163,8 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     spans, kept = timeline.spans, np.flatnonzero(~skipped)
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
     lag = spans.lag + _work_before(timeline, skipped)
-    columns = (np.arange(len(timeline)), spans.lane, spans.kind, spans.work, lag, spans.awaits, launched_lane(timeline))
+    launches = np.where(continued(timeline), CONTINUED, launched_lane(timeline))
+    columns = (np.arange(len(timeline)), spans.lane, spans.kind, spans.work, lag, spans.awaits, launches)
     releases = _releases(timeline)
     return list(
         zip(
@@ -216,6 +219,15 @@ def launched_lane(timeline: Timeline) -> Ints:
     lane = np.full(len(timeline), NONE, np.int64)
     lane[links.source[::-1]] = timeline.spans.lane[links.target[::-1]]
     return lane
+
+
+def continued(timeline: Timeline) -> Mask:
+    """The commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
+    links, count = timeline.links, len(timeline)
+    launch = np.full(count + 1, NONE, np.int64)  # the last place is for rows with none before
+    mine = links.kind == LinkKind.LAUNCH
+    launch[links.target[mine]] = links.source[mine]
+    return (launch[:count] != NONE) & (launch[:count] == launch[previous_on_lane(timeline.spans.lane)])
 
 
 def _first_clocks(timeline: Timeline) -> list[int]:

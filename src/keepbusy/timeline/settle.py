@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Timeline, previous_on_lane
-from keepbusy.timeline.replay import NEVER, PENDING_LIMIT, launched_lane
+from keepbusy.timeline.replay import NEVER, PENDING_LIMIT, continued, launched_lane
 
 TYPICAL_GAP = 1_000
 TYPICAL_LATENCY = 6_000
@@ -130,15 +130,17 @@ def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) 
 
 
 def _queues(timeline: Timeline) -> Iterator[Queue]:
-    launched = launched_lane(timeline)
+    launched, queued = launched_lane(timeline), ~continued(timeline)
     links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
     for lane in np.unique(launched[launched != NONE]).tolist():
-        commands = timeline.rows_of(lane)
+        rows = timeline.rows_of(lane)
+        ends = np.flatnonzero(np.append(queued[rows][1:], True))  # of a graph, its last command
+        commands, slot = rows[ends], np.cumsum(queued[rows]) - 1
         mine = links.take(
             np.flatnonzero((timeline.spans.lane[links.target] == lane) & (launched[links.source] == lane))
         )
         launch, first = np.unique(mine.source, return_index=True)
-        yield commands, launch, np.searchsorted(commands, mine.target[first])
+        yield commands, launch, slot[np.searchsorted(rows, mine.target[first])]
 
 
 def last_arrival(timeline: Timeline) -> Ints:

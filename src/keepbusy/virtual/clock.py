@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from keepbusy.timeline.model import NONE, Direction, Kind, Timeline
-from keepbusy.virtual.graphs import Graph, NotWhileCapturing
-from keepbusy.virtual.queues import Queues
+from keepbusy.virtual.captures import Captures
+from keepbusy.virtual.graphs import CaptureError, Graph
 from keepbusy.virtual.streams import BEGINNING, Moment
 
-__all__ = ["BEGINNING", "Clock", "Graph", "Moment", "NotWhileCapturing"]
+__all__ = ["BEGINNING", "CaptureError", "Clock", "Graph", "Moment"]
 
 _ALLOCATE = int(Kind.ALLOCATE)
 _KERNEL, _COLLECTIVE, _FILL, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.FILL), int(Kind.COPY)
 _DEVICE = int(Direction.DEVICE_TO_DEVICE)
+_PEERS = "Memcpy PtoP (Device -> Device)"
 
 
-class Clock(Queues):
+class Clock(Captures):
     """One process's view of its devices. What encloses the calls (`begin`, `enter`, …) is in `Program`."""
 
     # commands
@@ -64,7 +65,8 @@ class Clock(Queues):
             host, line = self._arrive(), self._streams[stream]
             self.groups[group] = members
             if stream in self._captures:
-                self._captures[stream].add(_COLLECTIVE, name, wire, size, group)
+                self._captured(stream).add(stream, _COLLECTIVE, name, wire, size, group, meet)
+                self._work(host, self.device.host.collective, "")
                 return NONE
             call = self._call(host, line, "cudaLaunchKernelExC", self.device.host.collective)
             start = self._ready(line, call)
@@ -92,9 +94,10 @@ class Clock(Queues):
         with self.lock:
             host, way = self._arrive(), self.device.copies.way(direction, size, pinned, fresh)
             if stream in self._captures:
-                self._refuse_capture("A blocking copy", not (non_blocking and way.returns))
-                self._captures[stream].add(_COPY, way.name, way.work, size)
+                self._capture_copy(host, stream, way, size, non_blocking)
                 return
+            if not (non_blocking and way.returns):
+                self._refuse("cudaStreamSynchronize")
             line = self._streams[stream]
             call = self._call(host, line, "cudaMemcpyAsync", way.call)
             self._await_engine(line, direction)
@@ -111,12 +114,13 @@ class Clock(Queues):
         """From one device to another: in the order of both streams."""
         with self.lock:
             host, line, other = self._arrive(), self._streams[source], self._streams[target]
+            if source in self._captures:
+                self._captured(source).add(source, _COPY, _PEERS, self.device.wire.time(size), size)
+                return
             call = self._call(host, line, "cudaMemcpyPeerAsync", self.device.host.launch)
             line.awaited += [(row, other.until()) for row in other.before()]
             work = self.device.wire.time(size)
-            self._command(
-                line, call, _COPY, "Memcpy PtoP (Device -> Device)", self._ready(line, call), work, size, _DEVICE
-            )
+            self._command(line, call, _COPY, _PEERS, self._ready(line, call), work, size, _DEVICE)
             other.awaited.append((line.last, line.tail))
             if not non_blocking:
                 self._sync(host, "cudaStreamSynchronize", line.lane, line.tail, ())
@@ -130,15 +134,16 @@ class Clock(Queues):
             host.spent += self.device.host.event
             until = line.until()
             reached = max(until, host.now + host.spent + self.device.queue.latency)
-            return Moment(reached, until, line.before(), self._captures.get(stream))
+            graph = self._captured(stream) if stream in self._captures else None
+            return Moment(reached, until, line.before(), graph, graph.reached(stream) if graph else {})
 
     def wait(self, stream: int, moment: Moment) -> None:
         """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
             host.spent += self.device.host.event
-            if moment.graph is not None and moment.graph in self._captures.values():
-                self._captures[stream] = moment.graph
+            if moment.graph is not None or (stream in self._captures and moment is not BEGINNING):
+                self._join(stream, moment)
                 return
             own = line.last
             line.awaited += [(row, moment.until) for row in moment.rows if row != own]
@@ -147,6 +152,7 @@ class Clock(Queues):
         """Whether the device has passed it."""
         with self.lock:
             host = self._arrive()
+            self._touch("cudaEventQuery", moment)
             host.spent += self.device.host.event
             return moment.time <= host.now + host.spent
 
@@ -158,10 +164,13 @@ class Clock(Queues):
         """Whether everything in the stream is done: `Stream.query`."""
         with self.lock:
             host = self._arrive()
+            self._refuse("cudaStreamQuery", self._captures.get(stream))
             host.spent += self.device.host.event
             return self._streams[stream].until() <= host.now + host.spent
 
     def elapsed(self, first: Moment, second: Moment) -> int:
+        for moment in (first, second):
+            self._touch("cudaEventElapsedTime", moment)
         return second.time - first.time
 
     # syncs: the host waits for the device
@@ -169,19 +178,19 @@ class Clock(Queues):
     def sync_moment(self, moment: Moment, name: str = "cudaEventSynchronize") -> None:
         with self.lock:
             host = self._arrive()
-            self._refuse_capture(name)
+            self._touch(name, moment)
             self._sync(host, name, NONE, moment.until, moment.rows)
 
     def sync_stream(self, stream: int, name: str = "cudaStreamSynchronize") -> None:
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
-            self._refuse_capture(name)
+            self._refuse(name, self._captures.get(stream))
             self._sync(host, name, line.lane, line.until(), [row for row, _ in line.awaited])
 
     def sync_device(self, device: int = 0, name: str = "cudaDeviceSynchronize") -> None:
         with self.lock:
             host = self._arrive()
-            self._refuse_capture(name)
+            self._refuse(name, *self._captures.values())
             awaits, until, rows = self._whole(device)
             self._sync(host, name, awaits, until, rows)
 
@@ -202,33 +211,6 @@ class Clock(Queues):
             else:
                 self._sync(host, name, awaits, until, rows, _ALLOCATE, work)
 
-    # CUDA graphs
-
-    def capture(self, stream: int) -> None:
-        """From now on what is launched on the stream is kept, not run."""
-        with self.lock:
-            self._captures[stream] = Graph()
-
-    def capturing(self, stream: int) -> bool:
-        return stream in self._captures
-
-    def end_capture(self, stream: int) -> Graph:
-        with self.lock:
-            graph = self._captures[stream]
-            for one in [lane for lane, held in self._captures.items() if held is graph]:
-                del self._captures[one]
-            return graph
-
-    def replay(self, graph: Graph, stream: int) -> None:
-        """One launch, all commands of the graph."""
-        with self.lock:
-            host, line, costs = self._arrive(), self._streams[stream], self.device.host
-            if not graph.nodes:
-                return
-            call = self._call(host, line, "cudaGraphLaunch", costs.graph + costs.graph_node * len(graph.nodes))
-            for kind, name, work, size, group in graph.nodes:
-                self._command(line, call, kind, name, self._ready(line, call), work, size, group=group)
-
     # the timeline
 
     def timeline(self, **facts: Any) -> Timeline:
@@ -237,7 +219,7 @@ class Clock(Queues):
             for host in self._hosts.values():
                 self._work(host, host.spent, "")
                 host.spent = 0
-            self.rows.marks = next((marks for marks in self._marks.values() if len(marks) > 1), [])
+            self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,
                 "stacks": True,

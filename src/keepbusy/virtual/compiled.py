@@ -1,4 +1,4 @@
-"""`torch.compile` and CUDA graphs: what the virtual GPU runs in another way, or not at all."""
+"""`torch.compile`, which the virtual GPU runs in another way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 def patch() -> None:
     torch.compile = _compile
     torch.nn.Module.compile = _compile_module
-    torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = _Graph
 
 
 _told: list[bool] = []
@@ -31,10 +30,3 @@ def _compile(model: Any = None, **_options: Any) -> Any:
 
 def _compile_module(_module: torch.nn.Module, *_args: Any, **_options: Any) -> None:
     _tell()
-
-
-class _Graph:
-    """Stands for `torch.cuda.CUDAGraph`."""
-
-    def __init__(self, *_args: Any, **_options: Any) -> None:
-        raise NotImplementedError("keepbusy's virtual GPU does not capture CUDA graphs; run the program without them.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from keepbusy.virtual import pinned
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.kernels import Kernel, adopt
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.tensors import CPU, to_host, to_host_as_seen
+from keepbusy.virtual.recording import Recording, lasting
+from keepbusy.virtual.tensors import CPU, as_seen, to_host, to_host_as_seen
 from keepbusy.virtual.unreal import VALUES, outline, reserved
 
 _aten = torch.ops.aten
@@ -24,14 +27,13 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
     MACHINE.begin("aten::copy_")
     try:
+        _refuse_pageable(target, source)
+        _write(target, source)
         if target.is_cuda and source.is_cuda:
-            _write(target, source)
             _copied_on_device(target, source)
         elif target.is_cuda:
-            _write(target, source)
             _copied_in(target.get_device(), _carried(source, target), source, non_blocking)
         else:
-            target.copy_(to_host_as_seen(source)) if VALUES.real else target.zero_()
             is_pinned = pinned.is_pinned(target)
             size = _carried(source, target)
             MACHINE.copy(source.get_device(), size, _OUT, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
@@ -40,9 +42,30 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         MACHINE.end()
 
 
+def _refuse_pageable(target: Tensor, source: Tensor) -> None:
+    if target.is_cuda != source.is_cuda:
+        device, host = (source, target) if source.is_cuda else (target, source)
+        MACHINE.needs_pinned(device.get_device(), pinned.is_pinned(host))
+
+
 def _write(target: Tensor, source: Tensor) -> None:
-    if VALUES.real:
-        to_host_as_seen(target).copy_(to_host_as_seen(source) if source.is_cuda else source)
+    if not VALUES.real:
+        if not target.is_cuda:
+            target.zero_()
+        return
+    recording = MACHINE.records((source if source.is_cuda else target).get_device())
+    into, values = _seen(target, recording), _seen(source, recording)
+    if recording is None:
+        into.copy_(values)
+    else:
+        recording.run(partial(into.copy_, values), into)
+
+
+def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
+    """As a host tensor, and as one that lasts where a graph will use it again."""
+    if not tensor.is_cuda:
+        return tensor
+    return to_host_as_seen(tensor) if recording is None else as_seen(lasting(tensor), tensor)
 
 
 def _carried(source: Tensor, target: Tensor) -> int:
@@ -77,48 +100,67 @@ def to_copy(
     try:
         if layout not in (None, torch.strided):
             raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
-        host = _cast_on_host(tensor, dtype, memory_format)
+        where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
         if not tensor.is_cuda:
-            return _brought_in(tensor, host, CURRENT.index(device), non_blocking)
+            MACHINE.needs_pinned(where, pinned.is_pinned(tensor))
+        cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
+        if not tensor.is_cuda:
+            return _brought_in(tensor, cast, where, non_blocking)
         if device is None or device.type == "cuda":
-            return _moved(tensor, host, device)
-        return _taken_home(tensor, host, device, non_blocking)
+            return _moved(tensor, cast, device)
+        return _taken_home(tensor, cast, device, non_blocking)
     finally:
         MACHINE.end()
 
 
-def _cast_on_host(tensor: Tensor, dtype: torch.dtype | None, memory_format: torch.memory_format | None) -> Tensor:
-    """The values in new host memory, in the type and layout asked for."""
+def _caster(
+    tensor: Tensor, dtype: torch.dtype | None, memory_format: torch.memory_format | None, recording: Recording | None
+) -> Callable[[], Tensor]:
+    """What makes the values in new host memory, in the type and layout asked for."""
     if VALUES.real:
-        return _cast(to_host_as_seen(tensor) if tensor.is_cuda else tensor, dtype=dtype, memory_format=memory_format)
-    return reserved(_cast(outline(tensor), dtype=dtype, memory_format=memory_format))
+        return partial(_cast, _seen(tensor, recording), dtype=dtype, memory_format=memory_format)
+    return lambda: reserved(_cast(outline(tensor), dtype=dtype, memory_format=memory_format))
 
 
-def _brought_in(tensor: Tensor, host: Tensor, device: int, non_blocking: bool) -> Tensor:
+def _brought_in(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
+    host = cast()
     result = MACHINE.place_on(host, device)
     _copied_in(device, host.numel() * tensor.element_size(), tensor, non_blocking)
+    _repeat(device, cast, host)
     return result
 
 
-def _moved(tensor: Tensor, host: Tensor, device: torch.device | None) -> Tensor:
+def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
+    """At each replay of a graph, compute it again."""
+    recording = MACHINE.records(device)
+    if recording is not None:
+        recording.repeat(compute, host)
+
+
+def _moved(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device | None) -> Tensor:
+    host = cast()
     target = tensor.get_device() if device is None or device.index is None else device.index
     result = MACHINE.place_on(host, target)
     _copied_on_device(result, tensor)
+    _repeat(tensor.get_device(), cast, host)
     return result
 
 
-def _taken_home(tensor: Tensor, host: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool) -> Tensor:
+    host = cast()
     if device.type not in ("cpu", "meta"):
         raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
     if device.type == "meta":
         return host.to("meta")
     if not VALUES.real:
         host.zero_()
+    MACHINE.needs_pinned(tensor.get_device(), non_blocking)
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
         pinned.pin(host)
     device_index, fresh = tensor.get_device(), not non_blocking
     MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
+    _repeat(device_index, lambda: host.copy_(cast()), host)
     return host
 
 
@@ -137,18 +179,26 @@ def read_scalar(tensor: Tensor) -> Any:
 def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Memory alone: no kernel runs."""
     options.update(pin_memory=False, layout=None)
-    return MACHINE.place_on(_aten.empty.memory_format(size, device=CPU, **options), CURRENT.index(device))
+    return _blank(_aten.empty.memory_format(size, device=CPU, **options), CURRENT.index(device))
+
+
+def _blank(host: Tensor, device: int) -> Tensor:
+    """What lies in a graph's memory must not stop the host's operators, which look at indices."""
+    return MACHINE.place_on(host if MACHINE.recording is None else host.zero_(), device)
 
 
 def empty_strided(size: Any, stride: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     options.update(pin_memory=False, layout=None)
-    return MACHINE.place_on(_aten.empty_strided.default(size, stride, device=CPU, **options), CURRENT.index(device))
+    return _blank(_aten.empty_strided.default(size, stride, device=CPU, **options), CURRENT.index(device))
 
 
 def efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Autograd's tensors of zeros, which nobody reads."""
-    make = _aten.zeros.default if VALUES.real else _aten.empty.memory_format
-    return MACHINE.place_on(make(size, dtype=options.get("dtype")), CURRENT.index(device))
+    make = partial(_aten.zeros.default if VALUES.real else _aten.empty.memory_format, size, dtype=options.get("dtype"))
+    host = make()
+    result = MACHINE.place_on(host, CURRENT.index(device))
+    _repeat(CURRENT.index(device), make, host)
+    return result
 
 
 def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
@@ -160,12 +210,20 @@ def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | N
             tensor, tensor.untyped_storage(), tensor.storage_offset(), list(size), list(shape.stride())
         )
         return tensor
-    grown = _new(size, tensor.dtype, "cpu")
-    if VALUES.real:
-        old = to_host(tensor).reshape(-1)
-        grown.view(-1)[: old.numel()] = old
-    adopt(tensor, MACHINE.place_on(grown, tensor.get_device()))
+    device = tensor.get_device()
+    old = _seen(tensor, MACHINE.records(device)) if VALUES.real else None
+    grow = partial(_grown, old, size, tensor.dtype)
+    grown = grow()
+    adopt(tensor, MACHINE.place_on(grown, device))
+    _repeat(device, grow, grown)
     return tensor
+
+
+def _grown(old: Tensor | None, size: Any, dtype: torch.dtype) -> Tensor:
+    grown = _new(size, dtype, "cpu")
+    if old is not None:
+        grown.view(-1)[: old.numel()] = old.reshape(-1)
+    return grown
 
 
 def _new(size: Any, dtype: torch.dtype, device: str) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from keepbusy.virtual import cuda_streams, driver
+from keepbusy.virtual.cuda_graphs import AcceleratorGraph, CUDAGraph
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.driver import constantly, own
 from keepbusy.virtual.machine import MACHINE
@@ -47,6 +48,9 @@ def _patch_classes() -> None:
         module.Event = cuda_streams.Event
     torch.Stream, torch.Event = cuda_streams.Stream, cuda_streams.Event
     torch.cuda.StreamContext, torch.cuda.stream = cuda_streams.StreamContext, cuda_streams.StreamContext
+    torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = CUDAGraph
+    if hasattr(torch.accelerator, "Graph"):
+        torch.accelerator.Graph = AcceleratorGraph
     torch.Generator = Generator
     # they go through what was replaced already, but slowly, and every training loop with a side stream calls them
     torch.cuda.current_stream, torch.cuda.set_stream = cuda_streams.current_stream, cuda_streams.set_stream

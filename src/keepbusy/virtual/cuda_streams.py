@@ -29,7 +29,7 @@ class Event:
             raise NotImplementedError("keepbusy's virtual GPU has no events that processes share.")
         self.moment = BEGINNING
         self.device: torch.device | None = None if device is None else torch.device("cuda", CURRENT.index(device))
-        self._has_timing = enable_timing
+        self._has_timing, self._is_external = enable_timing, external
 
     @property
     def cuda_event(self) -> int:
@@ -40,6 +40,8 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         stream = current_stream() if stream is None else stream
         self.device = stream.device
+        if self._is_external and stream.is_capturing():
+            raise NotImplementedError("keepbusy's virtual GPU records no external events within CUDA graphs.")
         self.moment = MACHINE.clock.record(stream.lane)
 
     def wait(self, stream: Stream | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -50,9 +51,9 @@ class Current:
 
     def _known(self, device: int) -> int:
         if device >= self.count:
-            raise _Invalid("CUDA error: invalid device ordinal")
+            raise ACCELERATOR_ERROR("CUDA error: invalid device ordinal")
         return device
 
 
-_Invalid: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", RuntimeError)
 CURRENT = Current()

@@ -34,8 +34,10 @@ class HostCosts:
     collective: int = 35_000
     event: int = 1_000
     sync: int = 6_000
-    graph: int = 10_000  # launching a CUDA graph, and for each of its commands
-    graph_node: int = 50
+    graph: int = 4_000  # launching a CUDA graph, and for each of its commands
+    graph_node: int = 2
+    graph_made: int = 33_000  # instantiating one at the end of its capture, and for each of its commands
+    graph_node_made: int = 7_000
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Queue:
     pending: int = 1022  # launches before the next one is held up
     latency: int = 6_000  # from the begin of a launch to the start of its command on an idle stream
     gap: int = 1_000  # between two commands that stood ready
+    graph_gap: int = 130  # the same within a CUDA graph
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from keepbusy.virtual import cuda_streams
+from keepbusy.virtual.cuda_graphs import graph_pool_handle
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.hooks import CUDNN
 from keepbusy.virtual.machine import MACHINE
@@ -147,6 +148,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_cuda_getDefaultStream": _default_stream,
     "_cuda_getCurrentRawStream": constantly(0),
     "_cuda_setStream": _set_stream,
+    "_graph_pool_handle": graph_pool_handle,
+    "_host_emptyCache": constantly(None),
     "_cuda_isCurrentStreamCapturing": lambda: cuda_streams.current_stream().is_capturing(),
     "_cuda_getCurrentBlasHandle": constantly(0),
     "_cuda_clearCublasWorkspaces": constantly(None),

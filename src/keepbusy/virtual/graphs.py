@@ -1,14 +1,32 @@
-"""CUDA graphs: what a capture keeps."""
+"""CUDA graphs: what a capture keeps, and what a GPU says to a program that asks too much of one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import NamedTuple
 
 from keepbusy.timeline.model import NONE
 
 
-class NotWhileCapturing(RuntimeError):  # noqa: N818 -- CUDA calls it so
-    """What a GPU refuses to do while one of its streams is capturing."""
+class CaptureError(RuntimeError):
+    """What CUDA says of a capture; `code` is its number for that."""
+
+    def __init__(self, text: str, code: int = 900) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+UNSUPPORTED = "CUDA error: operation not permitted when stream is capturing"
+INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
+UNJOINED = "CUDA error: capturing stream has unjoined work"
+ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
+CAPTURED_EVENT = "CUDA error: operation not permitted on an event last recorded in a capturing stream"
+INVALID = "CUDA error: invalid argument"
+CODES = {INVALID: 1, UNSUPPORTED: 900, INVALIDATED: 901, UNJOINED: 904, ISOLATION: 905, CAPTURED_EVENT: 907}
+
+
+_numbers = count(1)
 
 
 class Node(NamedTuple):
@@ -19,13 +37,48 @@ class Node(NamedTuple):
     work: int
     size: int
     group: int
+    meet: Callable[[int], int] | None  # of a collective: asks the other ranks, as in `Clock.collective`
 
 
 class Graph:
     """Commands in the order in which they were captured; at replay they run one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: int = NONE, mode: str = "global", thread: int = 0) -> None:
+        self.origin, self.mode, self.thread = origin, mode, thread
         self.nodes: list[Node] = []
+        self.failed = False
+        self.mark = f"Graph#{next(_numbers)}"  # what its replays begin, if they are the run's steps
+        self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
 
-    def add(self, kind: int, name: str, work: int, size: int = 0, group: int = NONE) -> None:
-        self.nodes.append(Node(kind, name, work, size, group))
+    def add(
+        self,
+        stream: int,
+        kind: int,
+        name: str,
+        work: int,
+        size: int = 0,
+        group: int = NONE,
+        meet: Callable[[int], int] | None = None,
+    ) -> None:
+        self.nodes.append(Node(kind, name, work, size, group, meet))
+        self._done[stream][stream] += 1
+
+    def reached(self, stream: int) -> dict[int, int]:
+        """How many commands of each stream come before what the stream runs next."""
+        return dict(self._done[stream])
+
+    def join(self, stream: int, reached: Mapping[int, int]) -> None:
+        """What the stream runs next comes after those, too."""
+        mine = self._done.setdefault(stream, {stream: 0})
+        for other, commands in reached.items():
+            mine[other] = max(mine.get(other, 0), commands)
+
+    def forbids(self, thread: int) -> bool:
+        """Whether unsafe calls of a thread break the capture, whatever stream they are for."""
+        return self.mode == "global" or (self.mode == "thread_local" and self.thread == thread)
+
+    @property
+    def joined(self) -> bool:
+        """Whether everything comes before what its first stream would run next."""
+        here = self._done[self.origin]
+        return all(here.get(stream, 0) == done[stream] for stream, done in self._done.items())

@@ -6,6 +6,7 @@ compute, shows the results as device tensors again, and tells the clock what a G
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from keepbusy.virtual import randomness, syncs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.recording import lasting
 from keepbusy.virtual.signature import Signature
 from keepbusy.virtual.tensors import CPU, map_tensors, to_host
 from keepbusy.virtual.unreal import META, VALUES, computed, outline, reserved
@@ -25,10 +27,11 @@ _NUMBERS = (bool, int, float, complex)
 class Operands:
     """One call's arguments on their way to the host."""
 
-    __slots__ = ("device", "inputs", "on_host", "signature")
+    __slots__ = ("device", "inputs", "on_host", "recorded", "signature")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
+        self.recorded = MACHINE.recording is not None  # whether a graph may be captured with them
         self.device = -1
         self.inputs: list[Tensor] = []
         self.on_host = False  # whether a host tensor with dimensions was among them
@@ -47,12 +50,14 @@ class Operands:
         device = tensor.get_device()
         if device < 0:
             self.on_host = self.on_host or tensor.dim() > 0
+            if self.recorded:
+                return tensor.clone()  # a captured kernel takes the host's numbers along
             return tensor if VALUES.real or not tensor.dim() else outline(tensor)
         if device != self.device:
             if self.device >= 0 and not self.signature.takes_host_tensors:
                 raise _apart(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
             self.device = device
-        host = to_host(tensor) if VALUES.real else outline(tensor)
+        host = lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else outline(tensor)
         self.inputs.append(host)
         return host
 
@@ -62,6 +67,8 @@ class Operands:
             return CURRENT.device
         if self.on_host and self.inputs and not self.signature.takes_host_tensors:
             raise _apart(self.signature.name, f"cuda:{self.device}", "cpu")
+        if self.on_host and self.signature.short in syncs.INDEX:
+            MACHINE.needs_pinned(self.device, is_pinned=False)
         return self.device
 
 
@@ -90,13 +97,19 @@ class Kernel:
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
         device = operands.check()
+        recording = MACHINE.records(device)
+        if recording is not None:
+            recording.about_to_write(*signature.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
         asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
         kernels = MACHINE.kernels(signature.short, operands.inputs, _new(signature, out), asked)
         MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels, began)
         if syncs.learns(signature.short, host_args):
             MACHINE.wait_for_result(device, syncs.shown(signature))
-        return self._on_device(device, out, args, kwargs)
+        result = self._on_device(device, out, args, kwargs)
+        if recording is not None:
+            recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
+        return result
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """On the host, with PyTorch's own kernel."""
@@ -123,9 +136,9 @@ class Kernel:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "not resizable" not in str(error):
+            if "not resizable" not in str(error) or not _made_resizable(self.signature, kwargs):
                 raise
-            return call(*args, **_fresh_results(self.signature, kwargs))
+            return self._call(*args, **kwargs)
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
         """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
@@ -177,14 +190,17 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
     )
 
 
-def _fresh_results(signature: Signature, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Results to write into that have another shape than what is written: new ones, which may grow."""
-    return {
-        name: torch.ops.aten.empty.memory_format([0], dtype=one.dtype)
-        if name in signature.written and isinstance(one, Tensor)
-        else one
-        for name, one in kwargs.items()
-    }
+def _made_resizable(signature: Signature, kwargs: dict[str, Any]) -> bool:
+    """Results that are too small for what is written into them get memory of their own, which may grow."""
+    small = [one for name, one in kwargs.items() if name in signature.written and _too_small(one)]
+    for one in small:
+        one.set_()
+    return bool(small)
+
+
+def _too_small(result: Any) -> bool:
+    """The shape was changed already when the memory could not grow."""
+    return isinstance(result, Tensor) and result.nbytes > result.untyped_storage().nbytes()
 
 
 def _scalar_variant(overload: torch._ops.OpOverload) -> Any:

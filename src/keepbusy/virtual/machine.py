@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import current_thread, main_thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,15 @@ from keepbusy.script.lines import Places
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.clock import Clock
 from keepbusy.virtual.costs import Costs
-from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.current import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.onlooker import Onlooker
 from keepbusy.virtual.tensors import to_device
+
+if TYPE_CHECKING:
+    from keepbusy.virtual.recording import Recording
 
 _size = torch._C.StorageBase.nbytes
 _NATIVE = 1_500
@@ -43,6 +46,13 @@ class _Dtypes(dict[torch.dtype, str]):
 _DTYPES = _Dtypes()
 
 
+def _accelerator_error(text: str, code: int) -> Exception:
+    """As PyTorch raises what CUDA returns."""
+    error = ACCELERATOR_ERROR(text)
+    error.error_code = code
+    return error
+
+
 class _Streams(threading.local):
     """Of each device, the stream that this thread has chosen."""
 
@@ -53,9 +63,10 @@ class _Streams(threading.local):
 class _Held(weakref.ref["Tensor"]):
     """Memory of the device, given back when the tensor that holds it goes."""
 
-    __slots__ = ("address", "block")
+    __slots__ = ("address", "block", "returns")
     address: int
     block: Block
+    returns: Callable[[], None] | None  # gives memory of a graph back to it
 
 
 class Machine:
@@ -70,7 +81,8 @@ class Machine:
     def __init__(self) -> None:
         self._streams = _Streams()
         self._held: dict[int, _Held] = {}
-        self._blocks: dict[int, Block] = {}
+        self._at: dict[int, _Held] = {}  # by address
+        self.recording: Recording | None = None  # of the capture under way, where values are computed
 
     def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
         CURRENT.count = devices
@@ -88,8 +100,10 @@ class Machine:
         self.clock = Clock(device, rank, devices, self._time, self._overhead)
         self.memory = Memory(self.clock, devices)
         self.costs = Costs(device)
+        self.clock.raises = _accelerator_error
         self.places = Places(self.clock.place)
         self._streams = _Streams()
+        self.recording = None
 
     def calibrate(self) -> None:
         """Learn what our own part of an operator takes after its kernels are launched, to leave it out of host time."""
@@ -175,32 +189,60 @@ class Machine:
 
     # memory
 
+    def needs_pinned(self, device: int, is_pinned: bool) -> None:
+        """A capture takes no copy from or to memory of the host that may move."""
+        if not is_pinned and self.clock.capturing(self.stream(device)):
+            raise RuntimeError(
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
+                "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+            )
+
     def place_on(self, tensor: Tensor, device: int) -> Tensor:
-        """A new tensor of the device, over the host tensor's memory."""
+        """A new tensor of the device, over the host tensor's memory, or over a graph's while one is captured."""
+        size, recording = _size(tensor.untyped_storage()), self.records(device)
+        if recording is not None:
+            # the graph holds the memory, and the program what it sees of it
+            tensor = recording.keep(tensor).detach()
         seen = to_device(tensor, device)
-        storage = tensor.untyped_storage()
         try:
-            block = self.memory.allocate(device, _size(storage), self.stream(device))
+            block = self.memory.allocate(device, size, self.stream(device))
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(str(error)) from None
         if block is not None:
             # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
             held = _Held(tensor, self._release)
-            held.block, held.address = block, storage.data_ptr()
+            held.block, held.address = block, tensor.untyped_storage().data_ptr()
+            held.returns = None if recording is None else recording.returns(tensor)
             self._held[id(held)] = held
-            self._blocks[held.address] = block
+            self._at[held.address] = held
         return seen
 
     def _release(self, held: _Held) -> None:
         del self._held[id(held)]
-        if self._blocks.get(held.address) is held.block:
-            del self._blocks[held.address]
+        if self._at.get(held.address) is held:
+            del self._at[held.address]
+        if held.returns is not None:
+            held.returns()
         self.memory.free(held.block)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        block = self._blocks.get(tensor.untyped_storage().data_ptr())
-        if block is not None:
-            self.memory.record_stream(block, stream)
+        held = self._at.get(tensor.untyped_storage().data_ptr())
+        if held is not None:
+            self.memory.record_stream(held.block, stream)
+
+    # CUDA graphs
+
+    def records(self, device: int) -> Recording | None:
+        """What takes note of the device's operators, while its stream captures."""
+        if self.recording is None or not self.clock.capturing(self.stream(device)):
+            return None
+        return self.recording
+
+    def host_memory(self, tensor: Tensor) -> Any:
+        """The host's storage behind a device tensor; None if another library made the tensor."""
+        held = self._at.get(tensor.untyped_storage().data_ptr())
+        host = None if held is None else held()
+        return None if host is None else host.untyped_storage()
 
     def facts(self) -> dict[str, Any]:
         return {"torch": torch.__version__, "device": self.device.name}

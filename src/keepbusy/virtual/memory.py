@@ -9,9 +9,11 @@ a call of ours, so `free` only queues, and the next call does the work.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
+from keepbusy.virtual.blocks import Block, Pools, merged, split
 from keepbusy.virtual.clock import Clock, Moment
 from keepbusy.virtual.memory_stats import Figures, Tally, flat_stats, out_of_memory_text
 
@@ -26,54 +28,12 @@ CONTEXT = 600 << 20
 """What the driver and its libraries take for themselves; an H200's process has about this much."""
 
 
+PoolId: TypeAlias = tuple[int, int]
+"""What PyTorch names a pool of graphs by."""
+
+
 class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
     """The device is full; the text is PyTorch's."""
-
-
-class Block:
-    """A part of a segment. Free ones lie in their pool's list."""
-
-    __slots__ = ("address", "after", "before", "device", "free", "requested", "size", "small", "stream", "users")
-
-    def __init__(self, device: int, stream: int, address: int, size: int, small: bool) -> None:
-        self.device, self.stream, self.address, self.size, self.small = device, stream, address, size, small
-        self.requested = 0
-        self.free = True
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.users: set[int] | None = None  # other streams that use it
-
-    def __lt__(self, other: Block) -> bool:
-        return self.address < other.address
-
-    @property
-    def split(self) -> bool:
-        return self.before is not None or self.after is not None
-
-
-class _Pool:
-    """Free blocks, of a stream each, by size and address."""
-
-    def __init__(self) -> None:
-        self.free: dict[int, list[tuple[int, int, Block]]] = {}
-
-    def take(self, stream: int, size: int) -> Block | None:
-        """The smallest that is large enough."""
-        blocks = self.free.get(stream)
-        if not blocks:
-            return None
-        place = bisect_left(blocks, (size,))
-        return blocks.pop(place)[2] if place < len(blocks) else None
-
-    def add(self, block: Block) -> None:
-        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
-
-    def remove(self, block: Block) -> None:
-        blocks = self.free[block.stream]
-        del blocks[bisect_left(blocks, (block.size, block.address))]
-
-    def whole_segments(self) -> list[Block]:
-        return [block for blocks in self.free.values() for _, _, block in blocks if not block.split]
 
 
 class _One:
@@ -81,8 +41,9 @@ class _One:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.small, self.large = _Pool(), _Pool()
-        self.pools = (self.large, self.small)
+        self.own = Pools()
+        self.graphs: dict[PoolId, Pools] = {}
+        self.routes: dict[PoolId, Callable[[int], bool]] = {}  # whose streams are capturing now
         self.reserved = 0
         self.address = 0x7F00_0000_0000
         self.tally = Tally()
@@ -92,11 +53,19 @@ class _One:
     def waiting(self, block: Block) -> tuple[Figures, Figures]:
         return self.tally.waiting[0 if block.small else 1], self.tally.waiting[2]
 
+    def pools(self, stream: int) -> Pools:
+        """Whose blocks serve a stream."""
+        for name, covers in self.routes.items():
+            if covers(stream):
+                return self.graphs[name]
+        return self.own
+
     def rests(self) -> list[list[int]]:
-        """Sizes of the free parts of segments that are in use: of the small pool, and of the large one."""
+        """Sizes of the free parts of segments that are in use: of small pools, and of large ones."""
+        both = (self.own, *self.graphs.values())
         return [
-            [block.size for blocks in pool.free.values() for _, _, block in blocks if block.split]
-            for pool in (self.small, self.large)
+            [block.size for pool in pools for blocks in pool.free.values() for _, _, block in blocks if block.split]
+            for pools in ([one.small for one in both], [one.large for one in both])
         ]
 
 
@@ -122,12 +91,12 @@ class Memory:
                 self._return_unused(one)
             rounded = (size + LEAST - 1) & -LEAST
             small = rounded <= SMALL
-            pool = one.small if small else one.large
-            block = pool.take(stream, rounded)
+            pools = one.pools(stream) if one.routes else one.own
+            block = (pools.small if small else pools.large).take(stream, rounded)
             if block is None:
-                block = self._segment(device, one, rounded, stream, small)
+                block = self._segment(device, one, rounded, stream, pools)
             if block.size - rounded >= (LEAST if small else SMALL + 1):
-                _split(pool, block, rounded)
+                split(block, rounded)
             block.free = False
             block.requested = size
             one.used[0 if small else 1].add(block.size, size)
@@ -149,9 +118,24 @@ class Memory:
         with self._lock:
             self._free_queued()
             for number, one in enumerate(self._devices):
-                if device in (None, number):
+                if device in (None, number) and not one.routes:  # a capture goes without
                     self._return_unused(one)
                     self._release(number, one)
+
+    def capture(self, device: int, pool: PoolId, covers: Callable[[int], bool]) -> None:
+        """From now on the streams that are `covers`ed take their memory from a graph's pool, which may be new."""
+        with self._lock:
+            one = self._devices[device]
+            one.graphs.setdefault(pool, Pools()).graphs += 1
+            one.routes[pool] = covers
+
+    def end_capture(self, device: int, pool: PoolId) -> None:
+        """The pool is kept for the graph's replays."""
+        self._devices[device].routes.pop(pool, None)
+
+    def forget(self, device: int, pool: PoolId) -> None:
+        """One of its graphs is gone. After the last one, free segments may go back to the driver."""
+        self._devices[device].graphs[pool].graphs -= 1
 
     def info(self, device: int = 0) -> tuple[int, int]:
         """Free and total bytes, as `torch.cuda.mem_get_info` has them."""
@@ -181,10 +165,11 @@ class Memory:
 
     # with the lock held
 
-    def _segment(self, device: int, one: _One, size: int, stream: int, small: bool) -> Block:
+    def _segment(self, device: int, one: _One, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
+        small = size <= SMALL
         wanted = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LEAST_LARGE else -(-size // ROUNDED) * ROUNDED
-        if one.reserved + wanted > one.limit:
+        if one.reserved + wanted > one.limit and not one.routes:  # nothing may be freed during a capture
             one.tally.retries += 1
             self._wait_for_users(one)
             self._release(device, one)
@@ -194,7 +179,8 @@ class Memory:
                 out_of_memory_text(device, size, self.size, self.size - CONTEXT - one.reserved, one.tally)
             )
         self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
-        block = Block(device, stream, one.address, wanted, small)
+        block = Block(device, stream, one.address, wanted, pools.small if small else pools.large)
+        pools.segments += 1
         one.address += -(-wanted // ROUNDED) * ROUNDED
         one.reserved += wanted
         for figures in (one.tally.segments[0 if small else 1], one.tally.segments[2]):
@@ -214,7 +200,7 @@ class Memory:
                 one.busy.append((block, [self.clock.record(stream) for stream in sorted(block.users)]))
                 block.users = None
             else:
-                self._return(one, block)
+                self._return(block)
 
     def _return_unused(self, one: _One) -> None:
         """Blocks whose other streams are done with them."""
@@ -223,7 +209,7 @@ class Memory:
             if all(map(self.clock.passed, moments)):
                 for figures in one.waiting(block):
                     figures.remove(block.size, 0)
-                self._return(one, block)
+                self._return(block)
             else:
                 one.busy.append((block, moments))
 
@@ -233,45 +219,25 @@ class Memory:
                 self.clock.sync_moment(moment)
             for figures in one.waiting(block):
                 figures.remove(block.size, 0)
-            self._return(one, block)
+            self._return(block)
         one.busy.clear()
 
-    def _return(self, one: _One, block: Block) -> None:
+    def _return(self, block: Block) -> None:
         """To its pool, together with its free neighbours."""
-        pool = one.small if block.small else one.large
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
-                pool.remove(other)
-                block = _merged(block, other)
-        pool.add(block)
+                block.pool.remove(other)
+                block = merged(block, other)
+        block.pool.add(block)
 
     def _release(self, device: int, one: _One) -> None:
-        for pool in one.pools:
-            for block in pool.whole_segments():
-                pool.remove(block)
+        for pools in (one.own, *(kept for kept in one.graphs.values() if not kept.graphs)):
+            for block in [block for pool in pools.both for block in pool.whole_segments()]:
                 self.clock.release("cudaFree", self.clock.device.memory.free, device)
+                block.pool.remove(block)
+                pools.segments -= 1
                 one.reserved -= block.size
                 for figures in (one.tally.segments[0 if block.small else 1], one.tally.segments[2]):
                     figures.remove(block.size, block.size)
-
-
-def _split(pool: _Pool, block: Block, size: int) -> None:
-    """Keep so much of it, and give the rest to the pool."""
-    rest = Block(block.device, block.stream, block.address + size, block.size - size, block.small)
-    rest.before, rest.after = block, block.after
-    if rest.after is not None:
-        rest.after.before = rest
-    block.after, block.size = rest, size
-    pool.add(rest)
-
-
-def _merged(block: Block, other: Block) -> Block:
-    """One block of two neighbours: the first of them, grown."""
-    first, second = (other, block) if other.address < block.address else (block, other)
-    first.size += second.size
-    first.after = second.after
-    if first.after is not None:
-        first.after.before = first
-    first.free = True
-    return first
+        one.graphs = {name: pools for name, pools in one.graphs.items() if pools.graphs or pools.segments}

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.handles import Handle
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.recording import lasting
 from keepbusy.virtual.streams import Moment
-from keepbusy.virtual.tensors import host_of
+from keepbusy.virtual.tensors import host_of, map_tensors
 from keepbusy.virtual.wires import wire_time
 
 _TIME_TAG = 1 << 20
@@ -27,37 +28,6 @@ _KERNELS = {
     "reduce_scatter": "ReduceScatter", "all_to_all": "SendRecv", "gather": "SendRecv", "scatter": "SendRecv",
     "send": "SendRecv", "recv": "SendRecv",
 }  # fmt: skip
-
-
-class Handle(Work):
-    """A collective on its way: who waits for it makes its stream wait, and the host goes on."""
-
-    def __init__(self, result: Any, device: int, moment: Moment | None) -> None:
-        super().__init__()
-        self.device, self.moment = device, moment
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
-        self.future.set_result(result)
-
-    def wait(self, timeout: Any = None) -> bool:
-        if self.moment is not None:
-            MACHINE.clock.wait(MACHINE.stream(self.device), self.moment)
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self.moment is None or MACHINE.clock.query(self.moment)
-
-    def is_success(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        self.wait()
-        return self.future
 
 
 class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
@@ -109,15 +79,16 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """`does` gets the tensors as host tensors and moves their values."""
         MACHINE.begin(f"nccl:{name}")
         try:
-            flat = _flat(tensors)
-            done = does(*host_of([_detached(one) for one in tensors]))
-            if done is not None:
-                done.wait()
-            device = next((one.get_device() for one in flat if one.is_cuda), -1)
+            device = next((one.get_device() for one in _flat(tensors) if one.is_cuda), -1)
+            meet = meet or self._last_arrival
+            if device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
+                meet = _at_replay(does, tensors, meet)
+            else:
+                _exchange(does, host_of([_detached(one) for one in tensors]))
             if device < 0:
                 return Handle(result, device, None)
             size = max([_bytes(one) for one in tensors], default=0)
-            return Handle(result, device, self._on_clock(name, device, size, meet or self._last_arrival))
+            return Handle(result, device, self._on_clock(name, device, size, meet))
         finally:
             MACHINE.end()
 
@@ -265,6 +236,28 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         finally:
             MACHINE.end()
         return Handle([], -1, None)
+
+
+def _exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
+    done = does(*tensors)
+    if done is not None:
+        done.wait()
+
+
+def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
+    """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
+    held = [map_tensors(lasting, _detached(one)) for one in tensors]
+
+    def exchange() -> None:
+        _exchange(does, held)
+
+    exchange_then = exchange if MACHINE.recording is None else MACHINE.recording.later(exchange)
+
+    def meet_later(mine: int) -> int:
+        exchange_then()
+        return meet(mine)
+
+    return meet_later
 
 
 def _time(value: int) -> Tensor:

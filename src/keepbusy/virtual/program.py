@@ -170,6 +170,15 @@ class Program:
         """How far the calling thread is, without the time that is not written down yet."""
         return self.host().now
 
+    def steps(self) -> list[int]:
+        """The rows that begin the run's steps.
+
+        Of the first kind of mark that there is, unless it was only a warm-up: another kind came after
+        it, at least as often. So are steps marked that a graph replays whole.
+        """
+        known = [marks for marks in self._marks.values() if len(marks) > 1]
+        return next((one for one in known if not any(_overtakes(other, one) for other in known)), [])
+
     # places
 
     def place(self, *lines: str) -> int:
@@ -259,3 +268,7 @@ class Program:
             lines = (*lines, self.rows.open(host.lane, _LINE, name, parent, host.now))
         host.lines, host.place = lines, place
         host.frame = lines[-1] if lines else host.base
+
+
+def _overtakes(other: list[int], one: list[int]) -> bool:
+    return other[0] > one[-1] and len(other) >= len(one)

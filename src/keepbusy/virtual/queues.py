@@ -11,7 +11,7 @@ from threading import get_ident
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
-from keepbusy.virtual.graphs import Graph, NotWhileCapturing
+from keepbusy.virtual.graphs import CODES, INVALIDATED, UNSUPPORTED, CaptureError, Graph
 from keepbusy.virtual.program import Host, Program
 from keepbusy.virtual.rows import PACKED
 from keepbusy.virtual.streams import Stream
@@ -24,6 +24,9 @@ _FIRST_NUMBER = 7
 
 class Queues(Program):
     """Streams, and how commands get into and out of them."""
+
+    raises: Callable[[str, int], Exception] = CaptureError
+    """Makes what is raised where CUDA would return an error of this text and number."""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class Queues(Program):
     ) -> int:
         line = self._streams[stream]
         if stream in self._captures:
-            self._captures[stream].add(kind, name, work, size)
+            self._captured(stream).add(stream, kind, name, work, size)
             self._work(host, self.device.host.launch, "")
             return NONE
         launch = self._call(host, line, call, self.device.host.launch)
@@ -151,10 +154,10 @@ class Queues(Program):
         end = (oldest if oldest > start else start) + work
         return self._host_row(host, _LAUNCH, name, start, end, work, NONE, size), start
 
-    def _ready(self, line: Stream, call: tuple[int, int]) -> int:
+    def _ready(self, line: Stream, call: tuple[int, int], gap: int | None = None) -> int:
         """When a command launched so may start."""
         start = call[1] + self.device.queue.latency
-        free = line.tail + self.device.queue.gap
+        free = line.tail + (self.device.queue.gap if gap is None else gap)
         if free > start:
             start = free
         for _, end in line.awaited:
@@ -173,11 +176,13 @@ class Queues(Program):
         direction: int = 0,
         pinned: int = NONE,
         group: int = NONE,
+        gap: int | None = None,
     ) -> int:
         rows, queue, end = self.rows, self.device.queue, start + work
+        gap = queue.gap if gap is None else gap
         row = rows.add(
             (
-                line.lane, kind, rows.name(name), NONE, start, end, work, queue.gap, NONE, group, size, direction,
+                line.lane, kind, rows.name(name), NONE, start, end, work, gap, NONE, group, size, direction,
                 pinned, call[0], queue.latency,
             )
         )  # fmt: skip
@@ -185,7 +190,7 @@ class Queues(Program):
             for source, _ in line.awaited:
                 rows.link(source, row, LinkKind.ORDER, queue.gap)
             line.awaited.clear()
-        line.append(row, end)
+        line.append(row, end, call[0])
         return row
 
     def _sync(
@@ -221,6 +226,24 @@ class Queues(Program):
         if lane != line.lane and end > line.tail:
             line.awaited.append((row, end))
 
-    def _refuse_capture(self, name: str, refuse: bool = True) -> None:
-        if self._captures and refuse:
-            raise NotWhileCapturing(f"{name} cannot be called while a stream is capturing.")
+    def _captured(self, stream: int) -> Graph:
+        """The capture that a stream takes part in; after an error it takes nothing more."""
+        graph = self._captures[stream]
+        if graph.failed:
+            raise self._error(INVALIDATED)
+        return graph
+
+    def _refuse(self, call: str, *graphs: Graph | None, unsafe: bool = True) -> None:
+        """Refuse a call that touches these captures, or that a capture forbids anywhere: then it is `unsafe`."""
+        if not self._captures:
+            return
+        broken = {one for one in graphs if one is not None}
+        if unsafe:
+            broken |= {one for one in self._captures.values() if one.forbids(get_ident())}
+        for one in broken:
+            one.failed = True
+        if broken:
+            raise self._error(UNSUPPORTED, call)
+
+    def _error(self, text: str, call: str = "") -> Exception:
+        return self.raises(f"{text}\nThe call was {call}." if call else text, CODES[text])

@@ -9,10 +9,11 @@ import torch
 from torch._C import Generator as HostGenerator
 
 from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.machine import MACHINE
 
 
 class DeviceGenerator(HostGenerator):
-    """Draws on the host, and says that it is a device's."""
+    """Draws on the host, and says that it is a device's. A capture allows little of it, as on a GPU."""
 
     _index: int
 
@@ -21,7 +22,48 @@ class DeviceGenerator(HostGenerator):
         return torch.device("cuda", self._index)
 
     def clone_state(self) -> DeviceGenerator:
-        return _made(self._index, self.get_state())
+        return _made(self._index, HostGenerator.get_state(self))
+
+    def manual_seed(self, seed: int) -> DeviceGenerator:
+        if not self._captures():
+            super().manual_seed(seed)
+        elif seed != self.initial_seed():
+            raise RuntimeError(
+                "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
+                "as the original seed."
+            )
+        return self
+
+    def seed(self) -> int:
+        if self._captures():
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::seed during CUDA graph capture.")
+        return int(super().seed())
+
+    def get_state(self) -> torch.Tensor:
+        state, recording = super().get_state(), MACHINE.records(self._index)
+        if recording is not None:
+            recording.note_state(self, state)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> DeviceGenerator:
+        recording = MACHINE.records(self._index)
+        if recording is not None:
+            recording.put_back(self, state)
+        else:
+            super().set_state(state)
+        return self
+
+    def graphsafe_get_state(self) -> Any:
+        raise NotImplementedError(_NOT_GRAPHSAFE)
+
+    def graphsafe_set_state(self, state: Any) -> Any:
+        raise NotImplementedError(_NOT_GRAPHSAFE)
+
+    def _captures(self) -> bool:
+        return MACHINE.clock.capturing(MACHINE.stream(self._index))
+
+
+_NOT_GRAPHSAFE = "keepbusy's virtual GPU has no graph-safe random states; use get_state and set_state instead."
 
 
 def generator_of(device: int) -> DeviceGenerator:
@@ -79,11 +121,15 @@ DEFAULTS = Defaults()
 
 def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
     """Call an operator that draws, with the device's generator unless one was given."""
-    if kwargs.get("generator") is not None or any(isinstance(one, HostGenerator) for one in args):
+    given = next((one for one in (*args, *kwargs.values()) if isinstance(one, HostGenerator)), None)
+    generator, recording = given or DEFAULTS(device), MACHINE.records(device)
+    if recording is not None:
+        recording.draws_from(generator)
+    if given is not None:
         return call(*args, **kwargs)
     if takes_generator:
-        return call(*args, **{**kwargs, "generator": DEFAULTS(device)})
-    return _instead_of_the_hosts(call, DEFAULTS(device), args, kwargs)
+        return call(*args, **{**kwargs, "generator": generator})
+    return _instead_of_the_hosts(call, generator, args, kwargs)
 
 
 def _instead_of_the_hosts(
@@ -94,9 +140,9 @@ def _instead_of_the_hosts(
     if generator is host:
         return call(*args, **kwargs)
     before = host.get_state()
-    host.set_state(generator.get_state())
+    host.set_state(HostGenerator.get_state(generator))
     try:
         return call(*args, **kwargs)
     finally:
-        generator.set_state(host.get_state())
+        HostGenerator.set_state(generator, host.get_state())
         host.set_state(before)

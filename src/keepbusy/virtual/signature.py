@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from keepbusy.virtual.costs import ASKS
+from keepbusy.virtual.tensors import map_tensors
 
 # They take indices, lengths or step counts on the host beside tensors on the device, as CUDA's kernels do.
 _TAKE_HOST_TENSORS = frozenset(
@@ -43,8 +44,17 @@ class Signature:
     """One overload: where tensors stand, what it writes, and what it returns."""
 
     __slots__ = (
-        "arguments", "asks", "has_generator", "is_random",
-        "many", "name", "returned", "short", "takes_host_tensors", "tensors",
+        "_writes",
+        "arguments",
+        "asks",
+        "has_generator",
+        "is_random",
+        "many",
+        "name",
+        "returned",
+        "short",
+        "takes_host_tensors",
+        "tensors",
         "written",
     )  # fmt: skip
 
@@ -56,6 +66,7 @@ class Signature:
         self.arguments = [one.name for one in schema.arguments]
         self.tensors = frozenset(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor")
         self.written = frozenset(one.name for one in schema.arguments if _writes(one))
+        self._writes = tuple((one.name, at) for at, one in enumerate(schema.arguments) if _writes(one, True))
         self.returned = tuple(_returned(schema, one) for one in schema.returns)
         self.takes_host_tensors = name in _TAKE_HOST_TENSORS or name.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
@@ -76,9 +87,18 @@ class Signature:
             if at < len(args) or name in kwargs
         }
 
+    def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes into, also those of which the schema does not tell."""
+        found: list[torch.Tensor] = []
+        for name, at in self._writes:
+            map_tensors(found.append, args[at] if at < len(args) else kwargs.get(name))
+        return found
 
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+
+def _writes(argument: Any, silently: bool = False) -> bool:
+    """`silently`: running means are also written by operators that do not say so."""
+    said = argument.alias_info is not None and argument.alias_info.is_write
+    return said or (silently and argument.name.startswith("running_"))
 
 
 def _returned(schema: Any, result: Any) -> tuple[int, str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from keepbusy.timeline.model import NONE
@@ -16,6 +18,7 @@ class Moment(NamedTuple):
     until: int  # when the last command before it ends
     rows: tuple[int, ...]  # the commands that it waits for
     graph: Graph | None = None  # the capture that it belongs to
+    reached: Mapping[int, int] = MappingProxyType({})  # how many of its commands come before
 
 
 BEGINNING = Moment(NEVER, NEVER, ())
@@ -25,7 +28,7 @@ BEGINNING = Moment(NEVER, NEVER, ())
 class Stream:
     """An in-order queue of commands."""
 
-    __slots__ = ("awaited", "device", "ends", "lane", "last", "number", "place", "tail")
+    __slots__ = ("awaited", "device", "ends", "lane", "last", "launch", "number", "place", "tail")
 
     def __init__(self, lane: int, device: int, number: int, limit: int) -> None:
         self.lane, self.device, self.number = lane, device, number
@@ -33,7 +36,8 @@ class Stream:
         self.last = NONE  # that command's row
         self.awaited: list[tuple[int, int]] = []  # row and end of what its next command waits for
         self.ends = [NEVER] * limit  # of the last so many commands, as `timeline/replay.py` keeps them
-        self.place = 0
+        self.place = 0  # of the next one
+        self.launch = NONE  # that came last with commands of its own
 
     def until(self) -> int:
         """When everything that stands in it now, or that it waits for, has ended."""
@@ -44,9 +48,9 @@ class Stream:
         own = () if self.last == NONE else (self.last,)
         return (*own, *(row for row, _ in self.awaited))
 
-    def append(self, row: int, end: int) -> None:
-        """A command at its end."""
+    def append(self, row: int, end: int, launch: int) -> None:
+        """A command at its end. All commands of one launch, a graph's, take one place in the queue."""
         self.tail, self.last = end, row
-        place = self.place
-        self.ends[place] = end
-        self.place = place + 1 if place + 1 < len(self.ends) else 0
+        if launch != self.launch:
+            self.place, self.launch = (self.place + 1) % len(self.ends), launch
+        self.ends[self.place - 1] = end

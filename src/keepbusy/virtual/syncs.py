@@ -13,18 +13,18 @@ _LEARN = (
     "equal", "bincount", "repeat_interleave", "linalg_eig", "_linalg_eigh", "_linalg_svd", "histogram", "histc",
     "linalg_lstsq",
 )  # fmt: skip
-_INDEX = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+INDEX = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 _MASKS = (torch.bool, torch.uint8)
 
 
 def learns(name: str, args: list[Any]) -> bool:
     """Whether the host waits within this call."""
-    return name in _LEARN or (name in _INDEX and indexes_with_mask(name, args))
+    return name in _LEARN or (name in INDEX and indexes_with_mask(name, args))
 
 
 def shown(signature: Signature) -> str:
     """The operator that waits: indexing with a mask looks for the ones first."""
-    return "aten::nonzero" if signature.short in _INDEX else signature.name
+    return "aten::nonzero" if signature.short in INDEX else signature.name
 
 
 def indexes_with_mask(name: str, args: list[Any]) -> bool:

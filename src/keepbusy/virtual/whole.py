@@ -6,15 +6,18 @@ and to the clock it is one operator forward and one backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from keepbusy.virtual import randomness
 from keepbusy.virtual.kernels import Kernel
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.recording import lasting
 from keepbusy.virtual.signature import overload_named
 from keepbusy.virtual.tensors import map_tensors, to_host
 from keepbusy.virtual.unreal import VALUES, outline, reserved
@@ -22,6 +25,60 @@ from keepbusy.virtual.unreal import VALUES, outline, reserved
 _aten = torch.ops.aten
 _TAKEN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
           "rnn_relu.data", "rms_norm")  # fmt: skip
+_DROPOUT = ("dropout_p", "dropout")
+
+
+class _Run:
+    """One call: what it computed on the host, and from what. A graph that is replayed computes it anew."""
+
+    def __init__(self, kernel: Kernel, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        self.kernel, self.device = kernel, tensors[0].get_device()
+        self.leaves = [self.seen(one).requires_grad_(one.requires_grad) for one in tensors]
+        waiting = iter(self.leaves)
+        self.args, self.kwargs = _placed(args, waiting), {name: _placed(one, waiting) for name, one in kwargs.items()}
+        self.parts: list[Tensor] = []
+        self.draws = any(self._argument(name) for name in _DROPOUT)
+
+    def _argument(self, name: str) -> Any:
+        known = self.kernel.signature.arguments
+        at = known.index(name) if name in known else len(self.args)
+        return self.args[at] if at < len(self.args) else self.kwargs.get(name)
+
+    def forward(self) -> list[Tensor]:
+        with torch.enable_grad():
+            if self.draws:
+                out = randomness.draw(self.kernel.raw, self.device, list(self.args), self.kwargs, takes_generator=False)
+            else:
+                out = self.kernel.raw(*self.args, **self.kwargs)
+        self.parts = list(out) if isinstance(out, list | tuple) else [out]
+        return [one.detach() for one in self.parts]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        needed = [one for one in self.leaves if one.requires_grad]
+        known = [
+            (part, one)
+            for part, one in zip(self.parts, gradients, strict=True)
+            if one is not None and part.requires_grad
+        ]
+        ends, given = [part for part, _ in known], [one for _, one in known]
+        return list(torch.autograd.grad(ends, needed, given, allow_unused=True, retain_graph=True))
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        if not VALUES.real:
+            return outline(tensor)
+        return to_host(tensor.detach()) if MACHINE.recording is None else lasting(tensor.detach())
+
+    def launch(self, suffix: str, inputs: Any, outputs: Sequence[Tensor | None]) -> None:
+        signature = self.kernel.signature
+        known = [one for one in outputs if one is not None]
+        MACHINE.launch(self.device, signature.short + suffix, inputs, known, signature.asked(self.args, self.kwargs))
+
+    def results(self, compute: Callable[[], Any], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What was found, on the device, and computed again by each replay of a graph that is captured now."""
+        made = [None if one is None else _placed_on(one, self.device) for one in found]
+        if (recording := MACHINE.records(self.device)) is not None:
+            recording.repeat(compute, found)
+        return made
 
 
 class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
@@ -29,18 +86,12 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
     def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
         MACHINE.begin(kernel.signature.name)
         try:
-            with torch.enable_grad():
-                leaves = [_seen(one).requires_grad_(one.requires_grad) for one in tensors]
-                waiting = iter(leaves)
-                host_args, host_kwargs = _placed(args, waiting), {k: _placed(v, waiting) for k, v in kwargs.items()}
-                out = kernel.raw(*host_args, **host_kwargs)
-            parts = list(out) if isinstance(out, list | tuple) else [out]
-            device = tensors[0].get_device()
-            _launch(kernel, device, "", leaves, parts, host_args, host_kwargs)
-            ctx.recorded = (kernel, device, leaves, parts, host_args, host_kwargs)
+            ctx.run = run = _Run(kernel, args, kwargs, tensors)
+            found = run.forward()
+            run.launch("", run.leaves, run.parts)
             ctx.save_for_backward(*tensors)
-            results = tuple(_placed_on(one.detach(), device) for one in parts)
-            return results if isinstance(out, list | tuple) else results[0]
+            results = tuple(run.results(run.forward, found))
+            return results if len(kernel.signature.returned) > 1 else results[0]
         finally:
             MACHINE.end()
 
@@ -48,35 +99,21 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  # says so if they are freed already
-        kernel, device, leaves, parts, args, kwargs = ctx.recorded
-        MACHINE.begin(f"{kernel.signature.name}_backward")
+        run = ctx.run
+        MACHINE.begin(f"{run.kernel.signature.name}_backward")
         try:
-            needed = [one for one in leaves if one.requires_grad]
-            known = [
-                (one, _seen(g)) for one, g in zip(parts, gradients, strict=True) if g is not None and one.requires_grad
-            ]
-            found = torch.autograd.grad(
-                [one for one, _ in known], needed, [g for _, g in known], allow_unused=True, retain_graph=True
-            )
-            _launch(kernel, device, "_backward", [*leaves, *(g for _, g in known)], found, args, kwargs)
-            results = iter([None if one is None else _placed_on(one, device) for one in found])
-            return None, None, None, *[next(results) if one.requires_grad else None for one in leaves]
+            seen = [None if one is None else run.seen(one) for one in gradients]
+            found = run.backward(seen)
+            known = [g for part, g in zip(run.parts, seen, strict=True) if g is not None and part.requires_grad]
+            run.launch("_backward", [*run.leaves, *known], found)
+            results = iter(run.results(partial(run.backward, seen), found))
+            return None, None, None, *[next(results) if one.requires_grad else None for one in run.leaves]
         finally:
             MACHINE.end()
 
 
-def _seen(tensor: Tensor) -> Tensor:
-    return to_host(tensor.detach()) if VALUES.real else outline(tensor)
-
-
 def _placed_on(tensor: Tensor, device: int) -> Tensor:
     return MACHINE.place_on(tensor if VALUES.real else reserved(tensor), device)
-
-
-def _launch(kernel: Kernel, device: int, suffix: str, inputs: Any, outputs: Any, args: Any, kwargs: Any) -> None:
-    signature = kernel.signature
-    known = [one for one in outputs if one is not None]
-    MACHINE.launch(device, signature.short + suffix, inputs, known, signature.asked(args, kwargs))
 
 
 def _placed(value: Any, waiting: Iterator[Tensor]) -> Any:

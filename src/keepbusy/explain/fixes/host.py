@@ -127,10 +127,17 @@ def find_launches(scene: Scene) -> Finding:
     rows = np.flatnonzero(host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE))
     draft.edit.work[rows] = 0
     draft.blame(rows, scene.last_launch[rows])
-    commands = np.flatnonzero(scene.launch != NONE)
+    commands = _launched_alone(scene)
     draft.edit.captured[commands] = True
     draft.blame(commands, scene.launch[commands])
     return draft.done()
+
+
+def _launched_alone(scene: Scene) -> Ints:
+    """The commands that no graph launches yet: of a graph's launch there are many."""
+    commands = np.flatnonzero(scene.launch != NONE)
+    launches = scene.launch[commands]
+    return commands[np.bincount(launches)[launches] == 1]
 
 
 def find_allocations(scene: Scene) -> Finding:

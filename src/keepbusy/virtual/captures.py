@@ -1,0 +1,93 @@
+"""The clock's CUDA graphs: what is launched on a capturing stream is kept, and runs at each replay."""
+
+from __future__ import annotations
+
+from threading import get_ident
+
+from keepbusy.timeline.model import Kind
+from keepbusy.virtual.device import Way
+from keepbusy.virtual.graphs import CAPTURED_EVENT, INVALID, INVALIDATED, ISOLATION, UNJOINED, Graph
+from keepbusy.virtual.program import Host
+from keepbusy.virtual.queues import Queues
+from keepbusy.virtual.streams import Moment
+
+_WORK_OF_COPY = int(Kind.COPY)
+
+
+class Captures(Queues):
+    """Beginning, joining and ending a capture, and running what came of it."""
+
+    def capture(self, stream: int, mode: str = "global") -> None:
+        """From now on what is launched on the stream is kept, not run."""
+        with self.lock:
+            self._refuse("cudaStreamBeginCapture", self._captures.get(stream), unsafe=False)
+            self._captures[stream] = Graph(stream, mode, get_ident())
+
+    def capturing(self, stream: int) -> bool:
+        return stream in self._captures
+
+    def end_capture(self, stream: int) -> Graph:
+        """Also of the streams that joined. Raises if the capture is not whole, and it has ended all the same."""
+        with self.lock:
+            graph = self._captures[stream]
+            for one in [lane for lane, held in self._captures.items() if held is graph]:
+                del self._captures[one]
+            if graph.failed:
+                raise self._error(INVALIDATED)
+            if not graph.joined:
+                raise self._error(UNJOINED)
+            return graph
+
+    def instantiate(self, graph: Graph) -> None:
+        """Make it ready to be launched."""
+        with self.lock:
+            costs = self.device.host
+            self._work(self._arrive(), costs.graph_made + costs.graph_node_made * len(graph.nodes), "")
+
+    def replay(self, graph: Graph, stream: int) -> None:
+        """One launch, all commands of the graph."""
+        with self.lock:
+            host, line, costs = self._arrive(), self._streams[stream], self.device.host
+            self._refuse("cudaGraphLaunch", self._captures.get(stream), unsafe=False)
+            if not graph.nodes:
+                return
+            self._marks.setdefault(graph.mark, [])
+            host.marks.append(graph.mark)
+            call = self._call(host, line, "cudaGraphLaunch", costs.graph + costs.graph_node * len(graph.nodes))
+        gap = self.device.queue.gap
+        for kind, name, work, size, group, meet in graph.nodes:
+            start = self._ready(line, call, gap)
+            last = start if meet is None else max(start, meet(start))  # the other ranks are asked without the lock
+            with self.lock:
+                self._command(line, call, kind, name, start, last + work - start, size, group=group, gap=gap)
+            gap = self.device.queue.graph_gap
+
+    # with the lock held
+
+    def _capture_copy(self, host: Host, stream: int, way: Way, size: int, non_blocking: bool) -> None:
+        graph = self._captured(stream)
+        if not (non_blocking and way.returns):
+            self._refuse("cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize", graph)
+        graph.add(stream, _WORK_OF_COPY, way.name, way.work, size)
+        self._work(host, way.call, "")
+
+    def _touch(self, call: str, moment: Moment, unsafe: bool = True) -> None:
+        """An event of a capture may not be asked for, and after the capture it may not be used at all."""
+        if moment.graph is not None and moment.graph not in self._captures.values():
+            raise self._error(INVALID, call)
+        if unsafe and moment.graph is not None:
+            moment.graph.failed = True
+            raise self._error(CAPTURED_EVENT, call)
+        if unsafe:
+            self._refuse(call)
+
+    def _join(self, stream: int, moment: Moment) -> None:
+        """The stream takes part in the capture that the moment belongs to; nothing else may be waited for in one."""
+        self._touch("cudaStreamWaitEvent", moment, unsafe=False)
+        mine = self._captures.get(stream)
+        if moment.graph is None or mine not in (None, moment.graph):
+            if mine is not None:
+                mine.failed = True
+            raise self._error(ISOLATION)
+        self._captures[stream] = moment.graph
+        moment.graph.join(stream, moment.reached)

@@ -1,0 +1,232 @@
+"""`torch.cuda.CUDAGraph` on the virtual GPU. What PyTorch builds on it in Python works unchanged."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn, Self
+from weakref import WeakValueDictionary
+
+import torch
+
+from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.graphs import Graph
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.memory import PoolId
+from keepbusy.virtual.randomness import DEFAULTS
+from keepbusy.virtual.recording import Arena, Recording
+from keepbusy.virtual.unreal import VALUES
+
+_MODES = ("global", "thread_local", "relaxed")
+_own_pools, _handles = count(1), count(1)
+_arenas: WeakValueDictionary[PoolId, Arena] = WeakValueDictionary()
+_dumping: list[bool] = []
+
+
+def graph_pool_handle() -> PoolId:
+    """A name for memory that several graphs share."""
+    return 0, next(_handles)
+
+
+class CUDAGraph:
+    """What a stream was asked to do between `capture_begin` and `capture_end`, to be done again."""
+
+    _keep_graph: bool
+    _generators: list[Any]
+    _graph: Graph | None = None
+    _recording: Recording | None = None
+    _stream: int | None = None
+    _ready = False
+    _tracker: Any = None
+
+    def __new__(cls, keep_graph: bool = False) -> Self:
+        self = super().__new__(cls)
+        self._keep_graph, self._generators = keep_graph, []
+        return self
+
+    # capture
+
+    def register_generator_state(self, generator: Any) -> None:
+        self._generators.append(generator)
+
+    def capture_begin(
+        self, pool: PoolId | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
+    ) -> None:
+        if self._ready:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        if capture_error_mode not in _MODES:
+            raise RuntimeError(
+                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got " + capture_error_mode
+            )
+        self._device, self._stream = CURRENT.device, MACHINE.stream(CURRENT.device)
+        if self._stream == MACHINE.clock.default_stream(self._device):
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them "
+                "on the default stream.)"
+            )
+        MACHINE.clock.capture(self._stream, capture_error_mode)
+        self._begin(pool, check_input_liveness)
+
+    def _begin(self, pool: PoolId | None, tracks: bool) -> None:
+        self._pool = pool if pool and any(pool) else (next(_own_pools), 0)
+        MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
+        if VALUES.real:
+            arena = _arenas.setdefault(self._pool, Arena())
+            MACHINE.recording = Recording(arena, [DEFAULTS(self._device), *self._generators])
+        self._recording = MACHINE.recording
+        if tracks:
+            from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker
+
+            self._tracker = _CUDAGraphInputLivenessTracker()
+            self._tracker.start()
+
+    def capture_end(self) -> None:
+        if self._tracker is not None:
+            self._tracker.stop()
+        if MACHINE.stream(CURRENT.device) != self._stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        try:
+            self._graph = MACHINE.clock.end_capture(self._stream)
+        except RuntimeError:
+            self._stop()
+            MACHINE.memory.forget(self._device, self._pool)
+            self._recording = None
+            raise
+        self._stop()
+        if not self._graph.nodes:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+                "device or stream.",
+                stacklevel=2,
+            )
+        if not self._keep_graph:
+            self._instantiate(self._graph)
+
+    def _stop(self) -> None:
+        MACHINE.memory.end_capture(self._device, self._pool)
+        if self._recording is not None:
+            self._recording.end()
+        MACHINE.recording = None
+
+    # what came of it
+
+    def _captured(self, otherwise: str) -> Graph:
+        if self._graph is None:
+            raise RuntimeError(otherwise)
+        return self._graph
+
+    def instantiate(self) -> None:
+        graph = self._captured("capture_end() must have been called before calling instantiate")
+        if self._ready and not self._keep_graph:
+            raise RuntimeError("instantiate() is intended to be called by the user only when keep_graph=true")
+        self._instantiate(graph)
+
+    def _instantiate(self, graph: Graph) -> None:
+        self._ready = True
+        MACHINE.clock.instantiate(graph)
+
+    def replay(self) -> None:
+        graph = self._captured("Called CUDAGraph::replay without a preceding successful capture.")
+        if MACHINE.clock.capturing(MACHINE.stream(self._device)):
+            raise RuntimeError(
+                "Cannot prepare for replay during capturing stage. during CUDA graph capture. If you need this call to "
+                "be captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+            )
+        if self._tracker is not None:
+            self._tracker.check_alive(self.pool())
+        if not self._ready:
+            self._instantiate(graph)
+        MACHINE.begin("cudaGraphLaunch")
+        try:
+            self._replay(graph)
+        finally:
+            MACHINE.end()
+
+    def _replay(self, graph: Graph) -> None:
+        recording = self._recording
+        if recording is not None:
+            recording.begin()
+        MACHINE.clock.replay(graph, MACHINE.stream(self._device))
+        if recording is not None:
+            recording.finish()
+
+    def reset(self) -> None:
+        if self._graph is not None:
+            MACHINE.memory.forget(self._device, self._pool)
+        self._graph = None
+        self._recording = self._tracker = None
+        self._ready = False
+        self._generators.clear()
+
+    def __del__(self) -> None:
+        self.reset()
+
+    def pool(self) -> PoolId:
+        self._captured("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    # looking into it
+
+    def enable_debug_mode(self) -> None:
+        _dumping.append(True)
+
+    def debug_dump(self, debug_path: str) -> None:
+        """The kernels by their names, for Graphviz."""
+        if not _dumping and not self._keep_graph:
+            warnings.warn("CUDA Graphs debug not enabled, set with [graph].enable_debug_mode()", stacklevel=2)
+        elif self._graph is not None:
+            names = [f'  n{at} [label="{node.name}"];' for at, node in enumerate(self._graph.nodes)]
+            order = [f"  n{at} -> n{at + 1};" for at in range(len(names) - 1)]
+            Path(debug_path).write_text("\n".join(["digraph dot {", *names, *order, "}", ""]), encoding="utf-8")
+
+    def raw_cuda_graph(self) -> NoReturn:
+        if not self._keep_graph:
+            raise RuntimeError(
+                "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with keep_graph=true"
+            )
+        raise _missing("cudaGraph_t behind a CUDAGraph")
+
+    def raw_cuda_graph_exec(self) -> NoReturn:
+        raise _missing("cudaGraphExec_t behind a CUDAGraph")
+
+    def get_graph_data(self) -> NoReturn:
+        raise _missing("cudaGraph_t behind a CUDAGraph")
+
+    def begin_capture_to_if_node(self, scalar_cuda_pred_tensor: Any) -> NoReturn:
+        raise _missing("conditional nodes in CUDA graphs")
+
+    def end_capture_to_conditional_node(self) -> NoReturn:
+        raise _missing("conditional nodes in CUDA graphs")
+
+
+def _missing(what: str) -> NotImplementedError:
+    return NotImplementedError(f"keepbusy's virtual GPU has no {what}.")
+
+
+class AcceleratorGraph(CUDAGraph):
+    """Stands for `torch.accelerator.Graph`: the same, and what captures is its own `with`."""
+
+    def __new__(
+        cls, keep_graph: bool = False, *, pool: PoolId | None = None, capture_error_mode: str = "default"
+    ) -> Self:
+        self = super().__new__(cls, keep_graph)
+        self.graph_pool, self.capture_error_mode = pool, capture_error_mode
+        return self
+
+    graph_pool: PoolId | None
+    capture_error_mode: str
+
+    def capture_begin(self) -> None:  # type: ignore[override]
+        mode = self.capture_error_mode
+        super().capture_begin(self.graph_pool, "global" if mode == "default" else mode)
+
+    def __enter__(self) -> None:
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        self.capture_begin()
+
+    def __exit__(self, *error: object) -> None:
+        self.capture_end()
