@@ -138,6 +138,15 @@ def test_a_blocking_copy_is_a_sync_and_forbidden() -> None:
         on.copy(stream, IN, 10, pinned=True)
 
 
+def test_a_capture_is_ended_once_and_is_the_only_one() -> None:
+    on, stream = captured(100)
+    with pytest.raises(NotImplementedError, match="one CUDA graph at a time"):
+        on.capture(on.new_stream())
+    on.end_capture(stream)
+    with pytest.raises(CaptureError, match="cannot be performed in the present state"):
+        on.end_capture(stream)
+
+
 def test_a_capture_waits_for_nothing_from_outside() -> None:
     on = clock()
     stream, side = on.new_stream(), on.new_stream()

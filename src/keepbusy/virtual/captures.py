@@ -6,7 +6,7 @@ from threading import get_ident
 
 from keepbusy.timeline.model import Kind
 from keepbusy.virtual.device import Way
-from keepbusy.virtual.graphs import CAPTURED_EVENT, INVALID, INVALIDATED, ISOLATION, UNJOINED, Graph
+from keepbusy.virtual.graphs import CAPTURED_EVENT, ILLEGAL, INVALID, INVALIDATED, ISOLATION, UNJOINED, Graph
 from keepbusy.virtual.program import Host
 from keepbusy.virtual.queues import Queues
 from keepbusy.virtual.streams import Moment
@@ -21,6 +21,8 @@ class Captures(Queues):
         """From now on what is launched on the stream is kept, not run."""
         with self.lock:
             self._refuse("cudaStreamBeginCapture", self._captures.get(stream), unsafe=False)
+            if self._captures:
+                raise NotImplementedError("keepbusy's virtual GPU captures one CUDA graph at a time.")
             self._captures[stream] = Graph(stream, mode, get_ident())
 
     def capturing(self, stream: int) -> bool:
@@ -29,6 +31,8 @@ class Captures(Queues):
     def end_capture(self, stream: int) -> Graph:
         """Also of the streams that joined. Raises if the capture is not whole, and it has ended all the same."""
         with self.lock:
+            if stream not in self._captures:
+                raise self._error(ILLEGAL, "cudaStreamEndCapture")
             graph = self._captures[stream]
             for one in [lane for lane, held in self._captures.items() if held is graph]:
                 del self._captures[one]

@@ -19,6 +19,22 @@ from keepbusy.virtual.recording import Arena, Recording
 from keepbusy.virtual.unreal import VALUES
 
 _MODES = ("global", "thread_local", "relaxed")
+# PyTorch's own words
+_OWNS_A_GRAPH = "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+_UNKNOWN_MODE = "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got "
+_DEFAULT_STREAM = (
+    "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on the "
+    "default stream.)"
+)
+_EMPTY = (
+    "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."
+)
+_REPLAYED_WITHIN = (
+    "Cannot prepare for replay during capturing stage. during CUDA graph capture. If you need this call to be "
+    "captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+)
+_NOT_KEPT = "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with keep_graph=true"
+
 _own_pools, _handles = count(1), count(1)
 _arenas: WeakValueDictionary[PoolId, Arena] = WeakValueDictionary()
 _dumping: list[bool] = []
@@ -53,63 +69,52 @@ class CUDAGraph:
     def capture_begin(
         self, pool: PoolId | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
-        if self._ready:
-            raise RuntimeError(
-                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
-            )
-        if capture_error_mode not in _MODES:
-            raise RuntimeError(
-                "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got " + capture_error_mode
-            )
         self._device, self._stream = CURRENT.device, MACHINE.stream(CURRENT.device)
+        if self._ready:
+            raise RuntimeError(_OWNS_A_GRAPH)
+        if capture_error_mode not in _MODES:
+            raise RuntimeError(_UNKNOWN_MODE + capture_error_mode)
         if self._stream == MACHINE.clock.default_stream(self._device):
-            raise RuntimeError(
-                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them "
-                "on the default stream.)"
-            )
+            raise RuntimeError(_DEFAULT_STREAM)
         MACHINE.clock.capture(self._stream, capture_error_mode)
-        self._begin(pool, check_input_liveness)
+        self._begin(pool)
+        if check_input_liveness:
+            from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker
 
-    def _begin(self, pool: PoolId | None, tracks: bool) -> None:
+            self._tracker = _CUDAGraphInputLivenessTracker()
+            self._tracker.start()
+
+    def _begin(self, pool: PoolId | None) -> None:
         self._pool = pool if pool and any(pool) else (next(_own_pools), 0)
         MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
             arena = _arenas.setdefault(self._pool, Arena())
             MACHINE.recording = Recording(arena, [DEFAULTS(self._device), *self._generators])
         self._recording = MACHINE.recording
-        if tracks:
-            from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker
-
-            self._tracker = _CUDAGraphInputLivenessTracker()
-            self._tracker.start()
 
     def capture_end(self) -> None:
         if self._tracker is not None:
             self._tracker.stop()
         if MACHINE.stream(CURRENT.device) != self._stream:
             raise RuntimeError("Capture must end on the same stream it began on.")
-        try:
-            self._graph = MACHINE.clock.end_capture(self._stream)
-        except RuntimeError:
-            self._stop()
-            MACHINE.memory.forget(self._device, self._pool)
-            self._recording = None
-            raise
-        self._stop()
+        self._graph = self._ended(self._stream)
         if not self._graph.nodes:
-            warnings.warn(
-                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
-                "device or stream.",
-                stacklevel=2,
-            )
+            warnings.warn(_EMPTY, stacklevel=2)
         if not self._keep_graph:
             self._instantiate(self._graph)
 
-    def _stop(self) -> None:
-        MACHINE.memory.end_capture(self._device, self._pool)
-        if self._recording is not None:
-            self._recording.end()
-        MACHINE.recording = None
+    def _ended(self, stream: int) -> Graph:
+        """Whatever comes of the capture, it is over."""
+        try:
+            return MACHINE.clock.end_capture(stream)
+        except RuntimeError:
+            MACHINE.memory.forget(self._device, self._pool)
+            raise
+        finally:
+            MACHINE.memory.end_capture(self._device, self._pool)
+            MACHINE.recording = None
+            if self._recording is not None:
+                self._recording.end()
 
     # what came of it
 
@@ -131,10 +136,7 @@ class CUDAGraph:
     def replay(self) -> None:
         graph = self._captured("Called CUDAGraph::replay without a preceding successful capture.")
         if MACHINE.clock.capturing(MACHINE.stream(self._device)):
-            raise RuntimeError(
-                "Cannot prepare for replay during capturing stage. during CUDA graph capture. If you need this call to "
-                "be captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
-            )
+            raise RuntimeError(_REPLAYED_WITHIN)
         if self._tracker is not None:
             self._tracker.check_alive(self.pool())
         if not self._ready:
@@ -184,9 +186,7 @@ class CUDAGraph:
 
     def raw_cuda_graph(self) -> NoReturn:
         if not self._keep_graph:
-            raise RuntimeError(
-                "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with keep_graph=true"
-            )
+            raise RuntimeError(_NOT_KEPT)
         raise _missing("cudaGraph_t behind a CUDAGraph")
 
     def raw_cuda_graph_exec(self) -> NoReturn:

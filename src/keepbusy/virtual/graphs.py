@@ -22,8 +22,17 @@ INVALIDATED = "CUDA error: operation failed due to a previous error during captu
 UNJOINED = "CUDA error: capturing stream has unjoined work"
 ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
 CAPTURED_EVENT = "CUDA error: operation not permitted on an event last recorded in a capturing stream"
+ILLEGAL = "CUDA error: the operation cannot be performed in the present state"
 INVALID = "CUDA error: invalid argument"
-CODES = {INVALID: 1, UNSUPPORTED: 900, INVALIDATED: 901, UNJOINED: 904, ISOLATION: 905, CAPTURED_EVENT: 907}
+CODES = {
+    INVALID: 1,
+    ILLEGAL: 401,
+    UNSUPPORTED: 900,
+    INVALIDATED: 901,
+    UNJOINED: 904,
+    ISOLATION: 905,
+    CAPTURED_EVENT: 907,
+}
 
 
 _numbers = count(1)

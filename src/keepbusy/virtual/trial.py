@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 def main(pipe: int) -> None:
     faulthandler.enable()
-    for stage in (_layout, _bring_up, _values, _autograd, _modules, _pinned, _natives):
+    for stage in (_layout, _bring_up, _values, _autograd, _modules, _graphs, _pinned, _natives):
         stage()
         _tell(pipe, stage)
     gc.collect()
@@ -67,6 +67,20 @@ def _modules() -> None:
     recurrent = torch.nn.LSTM(4, 4).cuda()
     recurrent(torch.ones(2, 1, 4, device="cuda"))[0].sum().backward()
     _must(recurrent.weight_ih_l0.grad is not None, "a recurrent network has no gradient")
+
+
+def _graphs() -> None:
+    import torch
+
+    x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        drawn = torch.rand(3, device="cuda")
+    _must(x.sum().item() == 3, "a capture has run what it captured")
+    graph.replay()
+    first = drawn.tolist()
+    graph.replay()
+    _must(x.sum().item() == 9 and drawn.tolist() != first, "a replay computes nothing new")
 
 
 def _pinned() -> None:
