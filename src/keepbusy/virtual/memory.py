@@ -197,7 +197,8 @@ class Memory:
             if block.users:
                 for figures in one.waiting(block):
                     figures.add(block.size, 0)
-                one.busy.append((block, [self.clock.record(stream) for stream in sorted(block.users)]))
+                moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
+                one.busy.append((block, moments))
                 block.users = None
             else:
                 self._return(block)
