@@ -132,6 +132,20 @@ def test_what_a_capture_forbids_ends_it(call: str) -> None:
     on.sync_stream(stream)
 
 
+def test_an_operator_that_a_failed_capture_refuses_leaves_no_frame_open() -> None:
+    """Else the time between later operators would not count."""
+    on, stream = captured(100)
+    with pytest.raises(CaptureError):
+        on.sync_stream(stream)
+    with pytest.raises(CaptureError):
+        on.operator("aten::mul", 0, stream, [("kernel", 10)])
+    with pytest.raises(CaptureError):
+        on.end_capture(stream)
+    begun = on.reached()
+    on.operator("aten::mul", 0, stream, [("kernel", 10)])
+    assert on.reached() - begun == 5 + 10  # dispatched, and launched
+
+
 def test_a_blocking_copy_is_a_sync_and_forbidden() -> None:
     on, stream = captured()
     with pytest.raises(CaptureError, match="cudaStreamSynchronize"):

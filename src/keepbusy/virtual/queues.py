@@ -88,11 +88,13 @@ class Queues(Program):
             self._work(host, self._since(host, name, began), "")
         self._open(host, _OPERATOR, name)
         host.depth += 1
-        self._arrive()
-        for kernel, work in kernels:
-            self._enqueue(host, stream, _KERNEL, kernel, work)
-        host.depth -= 1
-        self._close(host)
+        try:
+            self._arrive()
+            for kernel, work in kernels:
+                self._enqueue(host, stream, _KERNEL, kernel, work)
+        finally:  # a capture that has failed refuses them
+            host.depth -= 1
+            self._close(host)
 
     def _launch_plainly(
         self, host: Host, line: Stream, name: str, kernels: Sequence[tuple[str, int]], spent: int
