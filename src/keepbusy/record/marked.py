@@ -50,12 +50,16 @@ class Marked:
         self.collector.append(pauses.take(COLLECTOR))
         self.host.append(now)
 
+    def columns(self) -> tuple[array[int], ...]:
+        """A row a mark: when it was set, what it says, the input and the collector before it."""
+        return self.host, self.says, self.input, self.collector
+
     def halve(self) -> int:
         """Forget the older half, once there are too many; returns how many."""
         if len(self.host) < MOST:
             return 0
         count = MOST // 2
-        for column in (self.host, self.says, self.input, self.collector):
+        for column in self.columns():
             del column[:count]
         self.first += count
         return count
@@ -91,22 +95,27 @@ class Steps:
 
 
 def steps_of(marked: Marked, device: DeviceMarks | None, last: int = 0) -> Steps:
-    """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end."""
-    host, says = np.array(marked.host[-last:], np.int64), np.array(marked.says[-last:], np.int8)
-    unknown = np.full(len(host), NONE, np.int64)
-    times, lead = unknown, unknown
-    if device is not None:
-        times, earliest, latest = (np.array(column[-last:], np.int64) for column in device.columns())
+    """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end.
+
+    Any thread may ask: only copies are looked at, and a mark that is being set meanwhile is left out.
+    """
+    on_device = device.columns() if device is not None else ()
+    end = min(len(column) for column in (*marked.columns(), *on_device))
+    part = slice(max(0, end - last) if last else 0, end)
+    host, says, waited, collector = (np.array(column[part], np.int64) for column in marked.columns())
+    times = lead = np.full(len(host), NONE, np.int64)
+    if on_device:
+        times, earliest, latest = (np.array(column[part], np.int64) for column in on_device)
         lead = leads(host, times, earliest, latest)
     rows = np.flatnonzero((says == ENDS) | (says == ASIDE))
     rows = rows[rows > 0]
     known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
     passed, rows = (times, known) if len(known) >= MOSTLY * len(rows) else (host, rows)
     return Steps(
-        mark=rows + marked.count - len(host),
+        mark=rows + marked.first + part.start,
         took=passed[rows] - passed[rows - 1],
         plain=says[rows] == ENDS,
-        collector=np.array(marked.collector[-last:], np.int64)[rows],
-        input=np.array(marked.input[-last:], np.int64)[rows],
+        input=waited[rows],
+        collector=collector[rows],
         lead=lead[rows],
     )

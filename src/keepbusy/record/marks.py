@@ -52,7 +52,7 @@ class Marks:
         self._ends = StepEnds(self._ended)
         self._allocations = Allocations()
         self._on_device: DeviceMarks | None = None
-        self._aside = False
+        self._aside = self._aside_next = False
         self._running = False
 
     def begin(self, watch: bool = True) -> None:
@@ -77,8 +77,12 @@ class Marks:
             self._guarded(self._on_device.read_all)
 
     def look_closely(self, now: bool) -> None:
-        """While somebody looks closely at the program, its steps are counted, but they are not plain ones."""
-        self._aside = self.watch.paused = now
+        """While somebody looks closely at the program, its steps are counted, but they are not plain ones.
+
+        Neither is the step that goes on when the look ends.
+        """
+        self._aside, self._aside_next = self._aside or now, now
+        self.watch.paused = now
 
     @property
     def count(self) -> int:
@@ -147,6 +151,7 @@ class Marks:
     def _mark(self, verdict: int) -> None:
         marked, now = self.marked, self._clock()
         marked.add(now, ASIDE if self._aside and verdict != BEGINS else verdict, self.pauses)
+        self._aside = self._aside_next
         number = marked.count - 1
         if self._on_device is not None:
             self._on_device.set(number, now)

@@ -18,20 +18,29 @@ ALIKE = 0.15
 
 def limit(took: Ints) -> int:
     """A step that takes longer than this is a stall."""
-    median = float(np.median(took))
-    deviation = float(np.median(np.abs(took - median)))
-    return round(median + max(SPREADS * deviation, LEAST * median))
+    return int(_limits(took[None])[0, 0])
 
 
 def stalled(took: Ints) -> tuple[Mask, Ints]:
     """Which steps are stalls, and what usual ones near each take."""
     found, usual = np.zeros(len(took), bool), np.zeros(len(took), np.int64)
     blocks = max(1, len(took) // BLOCK)
-    for block in np.array_split(np.arange(len(took)), blocks):
-        mine = took[block]
-        found[block] = mine > limit(mine) if len(mine) else False
-        usual[block] = np.median(mine) if len(mine) else 0
+    each = len(took) // blocks
+    longer = len(took) - each * blocks  # so many blocks have one step more
+    for begin, count, length in ((0, longer, each + 1), (longer * (each + 1), blocks - longer, each)):
+        part = slice(begin, begin + count * length)
+        rows = took[part].reshape(count, length)
+        if rows.size:
+            found[part] = (rows > _limits(rows)).ravel()
+            usual[part] = np.repeat(np.median(rows, axis=1), length)
     return found, usual
+
+
+def _limits(rows: Ints) -> npt.NDArray[np.float64]:
+    """Of each row of steps, from which length on one of them is a stall."""
+    median = np.median(rows, axis=1, keepdims=True)
+    deviation = np.median(np.abs(rows - median), axis=1, keepdims=True)
+    return np.asarray(median + np.maximum(SPREADS * deviation, LEAST * median))
 
 
 def warm_up(took: Ints) -> int:
