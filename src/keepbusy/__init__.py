@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from keepbusy.explain.compare import compare as compare
     from keepbusy.record import read as read
     from keepbusy.report.terminal import render as render
+    from keepbusy.runtime.prefetch import prefetch as prefetch
     from keepbusy.script.steps import step as step
     from keepbusy.timeline.store import load as load
     from keepbusy.timeline.store import save as save
@@ -29,6 +30,7 @@ _HOMES = {
     "compare": "keepbusy.explain.compare",
     "explain": "keepbusy.explain",
     "load": "keepbusy.timeline.store",
+    "prefetch": "keepbusy.runtime.prefetch",
     "read": "keepbusy.record",
     "render": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.store",

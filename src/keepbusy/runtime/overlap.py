@@ -1,0 +1,140 @@
+"""How much of the copies ran beside the loop's own work, from events that the device has passed: nothing waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_WORTH_SAYING = 0.01
+"""Of the time of a step: what is less is noise."""
+_OUTLAST = 0.95
+"""Copies that fill this much of the time leave none to hide the rest in."""
+
+
+class Trip(NamedTuple):
+    """The copies of a batch: events of their stream, and how many bytes."""
+
+    begun: Any
+    copied: Any
+    ready: Any  # what follows the copies is done as well
+    size: int
+    packed: int  # bytes that the host packed first
+    took: int  # nanoseconds of the host, to pack and to issue
+
+
+class Handover(NamedTuple):
+    """A batch given to the loop."""
+
+    entered: Any  # an event of the loop's stream: the loop asked for the batch
+    asked: Any  # and another: what the loop launches next comes after this
+    loading: int  # nanoseconds that the host waited for the loader in between
+    packing: int  # and those that it took to pack and to issue copies
+    trip: Trip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What prefetching did so far. Times are nanoseconds of the device, sizes are bytes; `print` it."""
+
+    depth: int
+    batches: int = 0
+    time: int = 0
+    size: int = 0
+    packed: int = 0
+    copies: int = 0
+    exposed: int = 0
+    loader_late: int = 0
+    packing: int = 0
+
+    @property
+    def hidden(self) -> float:
+        """The share of the copies that the loop did not wait for."""
+        return 1 - min(self.exposed, self.copies) / self.copies if self.copies else 1.0
+
+    def __str__(self) -> str:
+        if not self.batches:
+            return "Nothing was measured yet: no second batch has come from a CUDA device."
+        copied = f"{self._each(self.copies)} ms for {self.size / self.batches / 1e6:.3g} MB"
+        first = f"{self.hidden:.1%} of the copies were hidden ({self.batches} batches, {copied} each)."
+        return "\n".join([first, *self._reasons()])
+
+    def _reasons(self) -> Iterator[str]:
+        if self._matters(self.exposed):
+            yield f"The GPU waited {self._each(self.exposed)} ms a batch for copies, {self._why_exposed()}"
+        if self._matters(self.packing):
+            yield (
+                f"The GPU waited {self._each(self.packing)} ms a batch while the host packed "
+                f"{self.packed / self.batches / 1e6:.3g} MB: let the loader pin its memory (pin_memory=True)."
+            )
+        if self._matters(self.loader_late):
+            yield (
+                f"The GPU waited {self._each(self.loader_late)} ms a batch for the loader, which is late: "
+                "give it more workers."
+            )
+
+    def _why_exposed(self) -> str:
+        if self.copies > _OUTLAST * self.time:
+            return "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
+        return f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
+
+    def _matters(self, time: int) -> bool:
+        return time > _WORTH_SAYING * self.time
+
+    def _each(self, time: int) -> str:
+        return f"{time / self.batches / 1e6:.3g}"
+
+
+class Overlap:
+    """The sums of a report, brought up to what the device has passed."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._sums = dict.fromkeys(
+            ("batches", "time", "size", "packed", "copies", "exposed", "loader_late", "packing"), 0
+        )
+        self._pending: deque[Handover] = deque()
+        self._before: Any = None  # when the loop got the batch before
+
+    def note(self, handover: Handover) -> None:
+        self._pending.append(handover)
+        self._settle()
+
+    def begin(self) -> None:
+        """A pass over the loader begins: nothing could hide its first copy, and it is not counted."""
+        self._settle()
+        self._pending.clear()
+        self._before = None
+
+    def report(self) -> Report:
+        self._settle()
+        return Report(self._depth, **self._sums)
+
+    def _settle(self) -> None:
+        while self._pending and self._pending[0].asked.query() and self._pending[0].trip.ready.query():
+            one = self._pending.popleft()
+            if self._before is not None:
+                self._add(one, self._before)
+            self._before = one.asked
+
+    def _add(self, one: Handover, before: Any) -> None:
+        idle = _between(one.entered, one.asked)
+        packing = min(idle, one.packing)  # the host packs last, and it is the end of its call that the GPU waited
+        added = {
+            "batches": 1,
+            "time": _between(before, one.asked),
+            "size": one.trip.size,
+            "packed": one.trip.packed,
+            "copies": _between(one.trip.begun, one.trip.copied),
+            "exposed": _between(one.asked, one.trip.ready),
+            "loader_late": min(idle - packing, one.loading),
+            "packing": packing,
+        }
+        for name, value in added.items():
+            self._sums[name] += value
+
+
+def _between(first: Any, second: Any) -> int:
+    """Nanoseconds from an event to a later one; 0 if it was the earlier one."""
+    return max(0, round(first.elapsed_time(second) * 1e6))

@@ -1,0 +1,129 @@
+"""Any tree of tensors arrives bit for bit, laid out as `Tensor.to` lays it out, and aligned."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import keepbusy
+from keepbusy.runtime.staging import ALIGNMENT, DIRECT, layout_of, pieces
+
+Pair = namedtuple("Pair", "first second")
+DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+@dataclass
+class Record:
+    value: Any
+    note: str = "note"
+
+
+def raw(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits, NaNs of all kinds among them."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    noise = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), generator=torch.Generator().manual_seed(seed))
+    return noise.to(torch.uint8).view(dtype).reshape(shape)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "turned": lambda x: x.permute(tuple(reversed(range(x.ndim)))),
+    "with gaps": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2] if x.ndim else x,
+    "expanded": lambda x: x.unsqueeze(0).expand(3, *x.shape),
+    "from the middle": lambda x: x[1:] if x.ndim and len(x) else x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last) if x.ndim == 4 else x,
+}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    tensor = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](
+        raw(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+    )
+    return tensor.pin_memory() if draw(st.booleans()) else tensor
+
+
+LEAVES = tensors() | st.none() | st.integers() | st.text(max_size=3)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Record, inner)
+    ),
+    max_leaves=12,
+)
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Those that matter."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()]
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same structure, types, layouts and bits."""
+    if isinstance(one, Record):
+        return type(other) is Record and other.note == one.note and same(one.value, other.value)
+    if isinstance(one, Tensor):
+        facts = [(x.dtype, x.shape, strides(x)) for x in (one.to("cuda"), other)]
+        bits = [x.cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other)]
+        return other.is_cuda and facts[0] == facts[1] and torch.equal(*bits)
+    if isinstance(one, dict):
+        return type(other) is dict and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    return one == other
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(TREES, max_size=4))
+def test_any_tree_arrives_bit_for_bit(batches: list[Any]) -> None:
+    got = list(keepbusy.prefetch(batches))
+    assert same(batches, got)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(tensors(), min_size=1, max_size=20))
+def test_tensors_are_aligned_and_do_not_touch(found: list[Tensor]) -> None:
+    layout = layout_of(found)
+    memory = torch.empty(layout.size, dtype=torch.uint8)
+    placed = pieces(memory, layout.places)
+    bounds = sorted((one.data_ptr() - memory.data_ptr(), one.nbytes) for one in placed if one.numel())
+    assert all(start % ALIGNMENT == 0 for start, _ in bounds)
+    ends = [start + size for start, size in bounds]
+    assert all(end <= start for end, (start, _) in zip(ends, bounds[1:], strict=False))
+    assert not ends or ends[-1] <= layout.size
+
+
+def test_large_pinned_tensors_stand_behind_what_is_packed() -> None:
+    small, large = torch.zeros(3), torch.zeros(DIRECT // 4).pin_memory()
+    turned = torch.zeros(512, 512)[:, ::2].pin_memory()
+    layout = layout_of([large, small, turned, large.clone()])
+    assert layout.alone == (0, 2)  # pinning closed the gaps of the third; the copy of the fourth is pageable
+    assert layout.together == (1, 3)
+    assert layout.packed == ALIGNMENT + DIRECT
+
+
+def test_batches_that_look_the_same_share_their_layout() -> None:
+    assert layout_of([torch.zeros(3), torch.ones(2)]) is layout_of([torch.ones(3), torch.zeros(2)])
+    assert layout_of([torch.zeros(3)]) is not layout_of([torch.zeros(3, dtype=torch.float64)])
+
+
+def test_a_tree_without_tensors_stays_what_it_is() -> None:
+    batch = {"a": [1, None], "b": ("c", Record(3))}
+    (got,) = keepbusy.prefetch([batch])
+    assert got == batch
+    assert tree_leaves(got)[0] == 1
