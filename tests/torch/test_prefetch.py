@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import keepbusy
@@ -109,6 +110,28 @@ def test_what_moves_itself_does_so() -> None:
     assert sequence.data.is_cuda
     assert sequence.sorted_indices.is_cuda
     assert not sequence.batch_sizes.is_cuda  # its rule, which a plain walk over the tuple would break
+
+
+class Table:
+    """PyTorch can open it, and it knows its device, like a TensorDict."""
+
+    def __init__(self, columns: dict[str, Tensor], device: str = "cpu") -> None:
+        self.columns, self.device = columns, device
+
+    def to(self, device: Any) -> Table:
+        return Table({name: column.to(device) for name, column in self.columns.items()}, str(device))
+
+
+register_pytree_node(Table, lambda table: ([table.columns], table.device), lambda parts, device: Table(*parts, device))
+
+
+def test_what_pytorch_can_open_travels_as_one_and_knows_its_device(machine: Any) -> None:
+    table = Table({str(index): torch.ones(9) for index in range(50)})
+    with Watched(machine) as watched:
+        got, _ = next(iter(keepbusy.prefetch([(table, "text")])))
+    assert len(watched.copies()) == 1
+    assert got.device == "cuda:0"
+    assert all(column.is_cuda for column in got.columns.values())
 
 
 def test_tensors_of_unusual_kinds() -> None:
@@ -410,7 +433,7 @@ LOADERS = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stop" in metafunc.fixturenames:
         metafunc.parametrize("loader", LOADERS.values(), ids=LOADERS)
-        metafunc.parametrize(("stop", "depth"), [(0, 2), (1, 2), (3, 1), (3, 4), (7, 2)])
+        metafunc.parametrize(("stop", "depth"), [(0, 2), (1, 2), (3, 1), (3, 4), (7, 2), (8, 2)])
 
 
 def test_state_within_the_loop_and_after_it() -> None:

@@ -79,7 +79,9 @@ def same(one: Any, other: Any) -> bool:
         return type(other) is Record and other.note == one.note and same(one.value, other.value)
     if isinstance(one, Tensor):
         facts = [(x.dtype, x.shape, strides(x)) for x in (one.to("cuda"), other)]
-        bits = [x.cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other)]
+        bits = [
+            x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for x in (one, other)
+        ]
         return other.is_cuda and facts[0] == facts[1] and torch.equal(*bits)
     if isinstance(one, dict):
         return type(other) is dict and list(one) == list(other) and all(same(one[key], other[key]) for key in one)

@@ -102,9 +102,12 @@ class Copies:
             for leaf in leaves
         ]
 
+    def _settle(self, value: Any) -> Any:
+        return value.to(self.device)
+
     def _finished(self, close: Any, leaves: list[Any], targets: list[Tensor], moving: Moving) -> Any:
         """The batch, with all that follows the copies on their stream."""
-        batch = close(iter([moving.move(leaf) if moves_itself(leaf) else leaf for leaf in leaves]))
+        batch = close(iter([moving.move(leaf) if moves_itself(leaf) else leaf for leaf in leaves]), self._settle)
         if self._then is not None:
             batch = self._then(batch)
             moving.note(batch, targets)

@@ -27,11 +27,12 @@ class Pulls:
         self._count = resume["delivered"] if resume else 0
         self._skip = 0 if resume and "loader" in resume else self._count
         self._batches: Iterator[Any] | None = None
+        self._end: Place | None = None
         self.ended = False
 
     def place(self) -> Place:
         """What resumes at the batch that the loop gets next."""
-        return self._here() if self.next_for_loop is None else self.next_for_loop
+        return self.next_for_loop or self._end or self._here()
 
     def pull(self) -> Pulled | None:
         """The next batch, or the error in its place; None at the end."""
@@ -43,6 +44,7 @@ class Pulls:
         place = self._here()
         batch, error = self._next()
         if self.ended:
+            self._end = place  # a loader that was asked once more than the loop may think of its next pass by now
             return None
         self._count += 1
         return Pulled(batch, error, place, perf_counter_ns() - began)
@@ -50,7 +52,7 @@ class Pulls:
     def finish(self) -> None:
         """The loop had everything: the next pass begins at the beginning."""
         self.close()
-        self._count, self.next_for_loop = 0, None
+        self._count, self.next_for_loop, self._end = 0, None, None
 
     def close(self) -> None:
         """Let go of the loader's iterator: with it go its workers, and a generator runs its `finally`."""
