@@ -29,9 +29,9 @@ def handover(
     asked: float, *, idle: float = 0, copied: tuple[float, float] = (0, 0), then: float = 0, **options: Any
 ) -> Handover:
     """The loop got its batch at `asked`; until then its stream had had nothing to do for `idle`."""
-    loading, packing, packed = (options.get(name, 0) for name in ("loading", "packing", "packed"))
+    loading, packing, packed, pageable = (options.get(name, 0) for name in ("loading", "packing", "packed", "pageable"))
     begun, ended = (Passed(time) for time in copied)
-    trip = Trip(begun, ended, Passed(ended.time + then), 8 * MB, packed * MB, 0)
+    trip = Trip(begun, ended, Passed(ended.time + then), 8 * MB, packed * MB, pageable * MB)
     return Handover(Passed(asked - idle), Passed(asked), round(loading * MS), round(packing * MS), trip)
 
 
@@ -75,10 +75,18 @@ def test_steps_too_uneven_for_the_depth() -> None:
 
 def test_a_late_loader_and_a_host_that_packs() -> None:
     """The GPU fell idle at the end of the call, and packing is what the host does last."""
-    late = handover(10, idle=6, copied=(2, 3), loading=20, packing=2, packed=8)
+    late = handover(10, idle=6, copied=(2, 3), loading=20, packing=2, packed=8, pageable=7)
     assert said(handover(0), late).splitlines()[1:] == [
         "The GPU waited 2 ms a batch while the host packed 8 MB: let the loader pin its memory (pin_memory=True).",
         "The GPU waited 4 ms a batch for the loader, which is late: give it more workers.",
+    ]
+
+
+def test_small_tensors_are_no_matter_of_pinning() -> None:
+    packing = handover(10, idle=6, copied=(2, 3), packing=9, packed=8)
+    assert said(handover(0), packing).splitlines()[1:] == [
+        "The GPU waited 6 ms a batch while the host packed 8 MB: "
+        "let the loader's workers join small tensors into large ones."
     ]
 
 

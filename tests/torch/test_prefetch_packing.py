@@ -102,7 +102,7 @@ def test_any_tree_arrives_bit_for_bit(batches: list[Any]) -> None:
 def test_tensors_are_aligned_and_do_not_touch(found: list[Tensor]) -> None:
     layout = layout_of(found)
     memory = torch.empty(layout.size, dtype=torch.uint8)
-    placed = pieces(memory, layout.places)
+    placed = pieces(memory, layout)
     bounds = sorted((one.data_ptr() - memory.data_ptr(), one.nbytes) for one in placed if one.numel())
     assert all(start % ALIGNMENT == 0 for start, _ in bounds)
     ends = [start + size for start, size in bounds]
@@ -114,9 +114,8 @@ def test_large_pinned_tensors_stand_behind_what_is_packed() -> None:
     small, large = torch.zeros(3), torch.zeros(DIRECT // 4).pin_memory()
     turned = torch.zeros(512, 512)[:, ::2].pin_memory()
     layout = layout_of([large, small, turned, large.clone()])
-    assert layout.alone == (0, 2)  # pinning closed the gaps of the third; the copy of the fourth is pageable
-    assert layout.together == (1, 3)
-    assert layout.packed == ALIGNMENT + DIRECT
+    assert layout.order == [1, 3, 0, 2]  # pinning closed the gaps of the third; the fourth is pageable
+    assert (layout.together, layout.packed, layout.pageable) == (2, ALIGNMENT + DIRECT, DIRECT)
 
 
 def test_batches_that_look_the_same_share_their_layout() -> None:

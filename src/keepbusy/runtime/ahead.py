@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from time import perf_counter_ns
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from keepbusy.runtime.copies import Copies, Staged, Then, timed
+from keepbusy.runtime.copies import Apart, Copies, Staged, Then, timed
 from keepbusy.runtime.overlap import Handover, Overlap
-from keepbusy.runtime.pulls import Place, Pulled, Pulls
+from keepbusy.runtime.pulls import Place, Pulls
 
 
 class InTurn:
@@ -38,30 +39,39 @@ class InTurn:
         self.close()
 
 
-class _Waiting(NamedTuple):
-    """A batch whose turn has not come, or the error in its place."""
+class _Packing(NamedTuple):
+    """A batch that is being packed, or the error in its place."""
 
     place: Place
-    loading: int  # nanoseconds that the host waited for the loader
+    apart: Apart | None
+    error: Exception | None
+
+
+class _Waiting(NamedTuple):
+    """A batch whose copies are issued and whose turn has not come, or the error in its place."""
+
+    place: Place
     staged: Staged | None
     error: Exception | None
 
 
 class Ahead:
-    """On a device, with batches staged that the loop has not had yet."""
+    """On a device: `depth` batches that the loop has not had yet are there or on their way, and one is being packed."""
 
     def __init__(self, pulls: Pulls, copies: Copies, depth: int, overlap: Overlap) -> None:
         self._pulls, self._copies, self._depth, self._overlap = pulls, copies, depth, overlap
+        self._packing: _Packing | None = None
         self._waiting: deque[_Waiting] = deque()
+        self._loading = 0
         overlap.begin()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        stream = torch.cuda.current_stream(self._copies.device)
+        stream, began = torch.cuda.current_stream(self._copies.device), perf_counter_ns()
         entered = timed(stream)
-        added = self._fill()
+        self._fill()
         if not self._waiting:
             self._pulls.finish()
             self.close()
@@ -69,52 +79,63 @@ class Ahead:
         staged, error = self._first()
         if staged is None:
             _raise(error)
-        self._hand_over(staged, stream, entered, added)
+        packing = perf_counter_ns() - began - self._loading
+        self._overlap.note(Handover(entered, timed(stream), self._loading, packing, staged.trip))
+        staged.admit(stream)
         return staged.batch
 
     def close(self) -> None:
-        """Let the loader and the pinned memory go. Batches on their way arrive before their memory is used again."""
+        """Let the loader go, and the pinned memory. Batches on their way arrive before their memory is used again."""
         self._pulls.close()
+        self._copies.close()
         for waiting in self._waiting:
             if waiting.staged is not None:
                 waiting.staged.admit(waiting.staged.home)
         self._waiting.clear()
-        self._copies.release()
+        self._packing = None
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.close()
 
-    def _fill(self) -> list[_Waiting]:
-        """Stage what is missing, two batches at most: the first step begins while the lead still grows."""
-        added: list[_Waiting] = []
-        while len(self._waiting) <= self._depth and len(added) < 2:
-            pulled = self._pulls.pull()
-            if pulled is None:
+    def _fill(self) -> None:
+        """Send what was packed meanwhile, and pack the next. Twice at most: the lead grows while the loop works."""
+        self._loading = 0
+        for _ in range(2):
+            if len(self._waiting) > self._depth:
                 break
-            added.append(self._stage(pulled))
-            self._waiting.append(added[-1])
-        return added
+            if self._packing is None:
+                self._packing = self._pull()
+            if self._packing is not None:
+                self._waiting.append(self._send(self._packing))
+                self._packing = self._pull()
 
-    def _stage(self, pulled: Pulled) -> _Waiting:
+    def _pull(self) -> _Packing | None:
+        """All that the loader gave before is packed or on its way: it may use its own memory again."""
+        pulled = self._pulls.pull()
+        if pulled is None:
+            return None
+        self._loading += pulled.took
         if pulled.error is not None:
-            return _Waiting(pulled.place, pulled.took, None, pulled.error)
+            return _Packing(pulled.place, None, pulled.error)
         try:
-            return _Waiting(pulled.place, pulled.took, self._copies.stage(pulled.batch), None)
+            return _Packing(pulled.place, self._copies.pack(pulled.batch), None)
         except Exception as error:
-            return _Waiting(pulled.place, pulled.took, None, error)
+            return _Packing(pulled.place, None, error)
+
+    def _send(self, packing: _Packing) -> _Waiting:
+        if packing.apart is None:
+            return _Waiting(packing.place, None, packing.error)
+        try:
+            return _Waiting(packing.place, self._copies.send(packing.apart), None)
+        except Exception as error:
+            return _Waiting(packing.place, None, error)
 
     def _first(self) -> tuple[Staged | None, list[Exception]]:
-        _, _, staged, error = self._waiting.popleft()
-        self._pulls.next_for_loop = self._waiting[0].place if self._waiting else None
+        _, staged, error = self._waiting.popleft()
+        after = self._waiting[0] if self._waiting else self._packing
+        self._pulls.next_for_loop = after.place if after is not None else None
         return staged, [error] if error is not None else []
-
-    def _hand_over(self, staged: Staged, stream: Any, entered: Any, added: list[_Waiting]) -> None:
-        asked = timed(stream)
-        staged.admit(stream)
-        loading = sum(one.loading for one in added)
-        packing = sum(one.staged.trip.took for one in added if one.staged is not None)
-        self._overlap.note(Handover(entered, asked, loading, packing, staged.trip))
 
 
 def _raise(error: list[Exception]) -> NoReturn:

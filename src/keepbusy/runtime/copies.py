@@ -8,20 +8,34 @@ memory was taken.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import Any
+from threading import current_thread
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from keepbusy.runtime.moving import Moving, is_plain
+from keepbusy.runtime.moving import Moving, plain
 from keepbusy.runtime.overlap import Trip
-from keepbusy.runtime.staging import Slot, layout_of, pieces
-from keepbusy.runtime.trees import moves_itself, opened
+from keepbusy.runtime.staging import PACKERS, Layout, Slot, layout_of, pieces
+from keepbusy.runtime.trees import Close, moves_itself, opened
 
 Then = Callable[[Any], Any]
+_THREADS = "keepbusy.prefetch"
+
+
+class Apart(NamedTuple):
+    """A batch taken apart, while its bytes are packed."""
+
+    leaves: list[Any]
+    close: Close
+    places: list[int]  # of the leaves that travel as bytes
+    others: list[int]
+    layout: Layout
+    slot: Slot
 
 
 @dataclass
@@ -43,75 +57,87 @@ class Staged:
 
 
 class Copies:
-    """The way to a device: a stream, and pinned memory for as many batches as may be on it."""
+    """The way to a device: pinned memory for the batches that are on it, threads that fill it, and a stream.
 
-    def __init__(self, device: torch.device, depth: int, then: Then | None) -> None:
-        self.device, self._depth, self._then = device, depth, then
-        self._side = torch.cuda.Stream(device)
-        self.release()
+    The threads copy from host memory to host memory and do nothing else. The rest happens in the loop's thread,
+    so a program does the same things in the same order every time.
+    """
 
-    def release(self) -> None:
-        """Give the pinned memory back. PyTorch keeps it until the copies out of it are done."""
-        self._slots = [Slot() for _ in range(self._depth + 1)]
+    def __init__(self, device: torch.device, side: Any, depth: int, then: Then | None) -> None:
+        self.device, self._side, self._then = device, side, then
+        self._slots = deque(Slot() for _ in range(depth + 2))  # the batches ahead, the loop's, and one being packed
+        self._threads = ThreadPoolExecutor(PACKERS, _THREADS)
 
-    def stage(self, batch: Any) -> Staged:
-        """Issue its copies. The host waits only for pinned memory, when it is more than `depth` batches ahead."""
-        slot = self._slots.pop(0)
-        self._slots.append(slot)
+    def pack(self, batch: Any) -> Apart:
+        """Take it apart and begin to pack it. The host waits for pinned memory if it is too far ahead of the device."""
+        self._slots.rotate()
+        slot = self._slots[0]
         slot.free()
-        home = torch.cuda.current_stream(self.device)
+        leaves, close = opened(batch)
+        places = plain(leaves)
+        others = sorted(set(range(len(leaves))).difference(places)) if len(places) < len(leaves) else []
+        sources = [leaves[place] for place in places]
+        layout = layout_of(sources)
+        slot.pack(layout, sources, self._threads)
+        return Apart(leaves, close, places, others, layout, slot)
+
+    def send(self, apart: Apart) -> Staged:
+        """Issue its copies, once it is packed."""
+        packed, home = apart.slot.packed(), torch.cuda.current_stream(self.device)
+        memory = torch.empty(apart.layout.size, dtype=torch.uint8, device=self.device)
         try:
-            return self._send(batch, slot, home)
+            return self._send(apart, packed, memory, home)
         except Exception:
-            home.wait_stream(self._side)  # what was taken of its memory goes back now
+            home.wait_stream(self._side)  # the memory goes back to it now
             raise
 
-    def _send(self, batch: Any, slot: Slot, home: Any) -> Staged:
-        began = perf_counter_ns()
-        leaves, close = opened(batch)
-        sources = [leaf for leaf in leaves if is_plain(leaf)]
-        layout = layout_of(sources)
-        packed = slot.pack(layout, sources)
-        memory = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
-        targets = pieces(memory, layout.places)
-        leaves = self._on_device(leaves, targets)
-        moving = Moving(self.device, self._side, home)
+    def close(self) -> None:
+        """End the threads. PyTorch keeps pinned memory until the copies out of it are done."""
+        self._threads.shutdown(wait=not current_thread().name.startswith(_THREADS), cancel_futures=True)
+        self._slots.clear()
+
+    def _send(self, apart: Apart, packed: Tensor, memory: Tensor, home: Any) -> Staged:
+        layout, targets = apart.layout, pieces(memory, apart.layout)
+        alone = [apart.leaves[apart.places[index]] for index in layout.order[layout.together :]]
+        leaves = self._replaced(apart, targets)
         self._side.wait_stream(home)
         with torch.cuda.stream(self._side):
             begun = timed(self._side)
             if layout.packed:
-                memory[: layout.packed].copy_(packed, non_blocking=True)
-            for index in layout.alone:
-                targets[index].copy_(sources[index], non_blocking=True)
+                memory[: layout.packed].copy_(packed[: layout.packed], non_blocking=True)
+            for target, source in zip(targets[layout.together :], alone, strict=True):
+                target.copy_(source, non_blocking=True)
             copied = timed(self._side)
-            slot.hold([sources[index] for index in layout.alone], copied)
-            batch = self._finished(close, leaves, targets, moving)
-            ready = timed(self._side)
-        trip = Trip(begun, copied, ready, layout.size, layout.packed, perf_counter_ns() - began)
-        return Staged(batch, [memory, *moving.made], home, trip)
+            apart.slot.hold(alone, copied)
+            batch, made = self._finished(apart, leaves, targets, home)
+            ready = timed(self._side) if apart.others or self._then else copied
+        trip = Trip(begun, copied, ready, layout.size, layout.packed, layout.pageable)
+        return Staged(batch, [memory, *made], home, trip)
 
-    def _on_device(self, leaves: list[Any], targets: list[Tensor]) -> list[Any]:
-        """The leaves with what is copied in its place. Tensors of unusual kinds move at once, on the loop's stream."""
-        arriving = iter(targets)
-        return [
-            next(arriving)
-            if is_plain(leaf)
-            else leaf.to(self.device, non_blocking=True)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
+    def _replaced(self, apart: Apart, targets: list[Tensor]) -> list[Any]:
+        """The leaves with their copies in place. Tensors of unusual kinds move at once, on the loop's stream."""
+        leaves = list(apart.leaves)
+        for index, target in zip(apart.layout.order, targets, strict=True):
+            leaves[apart.places[index]] = target
+        for place in apart.others:
+            if isinstance(leaves[place], Tensor):
+                leaves[place] = leaves[place].to(self.device, non_blocking=True)
+        return leaves
 
-    def _settle(self, value: Any) -> Any:
-        return value.to(self.device)
-
-    def _finished(self, close: Any, leaves: list[Any], targets: list[Tensor], moving: Moving) -> Any:
-        """The batch, with all that follows the copies on their stream."""
-        batch = close(iter([moving.move(leaf) if moves_itself(leaf) else leaf for leaf in leaves]), self._settle)
+    def _finished(self, apart: Apart, leaves: list[Any], targets: list[Tensor], home: Any) -> tuple[Any, list[Tensor]]:
+        """The batch after all that follows its copies on their stream, and what lies in memory of that stream."""
+        moving = Moving(self.device, self._side, home)
+        for place in apart.others:
+            if moves_itself(leaves[place]):
+                leaves[place] = moving.move(leaves[place])
+        batch = apart.close(iter(leaves), self._settle)
         if self._then is not None:
             batch = self._then(batch)
             moving.note(batch, targets)
-        return batch
+        return batch, moving.made
+
+    def _settle(self, value: Any) -> Any:
+        return value.to(self.device)
 
 
 def timed(stream: Any) -> Any:

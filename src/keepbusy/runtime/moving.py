@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,18 @@ from torch.utils._pytree import tree_leaves
 from keepbusy.runtime.trees import moves_itself, opened
 
 
-def is_plain(leaf: Any) -> bool:
-    """Whether it is a tensor of the host that is nothing but its bytes."""
-    return (
-        leaf.__class__ is Tensor
+def plain(leaves: Sequence[Any]) -> list[int]:
+    """Which of them are tensors of the host that are nothing but their bytes. In one loop: there may be hundreds."""
+    strided = torch.strided
+    return [
+        place
+        for place, leaf in enumerate(leaves)
+        if leaf.__class__ is Tensor
         and leaf.is_cpu
-        and leaf.layout is torch.strided
-        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_conj() or leaf.is_neg())
-    )
+        and leaf.layout is strided
+        and not leaf.requires_grad
+        and not leaf.is_quantized
+    ]
 
 
 class Moving(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
@@ -55,7 +59,7 @@ class Moving(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed h
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is not Tensor.to or args[0].is_cuda:
             return function(*args, **kwargs)
-        if is_plain(args[0]):
+        if plain(args[:1]):
             device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
             layout = torch.preserve_format if layout is None else layout
             return args[0].pin_memory().to(device, dtype, non_blocking=True, memory_format=layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Trip(NamedTuple):
     ready: Any  # what follows the copies is done as well
     size: int
     packed: int  # bytes that the host packed first
-    took: int  # nanoseconds of the host, to pack and to issue
+    pageable: int  # of which these it would not have had to pack, had they been pinned
 
 
 class Handover(NamedTuple):
@@ -43,6 +43,7 @@ class Report:
     time: int = 0
     size: int = 0
     packed: int = 0
+    pageable: int = 0
     copies: int = 0
     exposed: int = 0
     loader_late: int = 0
@@ -64,10 +65,8 @@ class Report:
         if self._matters(self.exposed):
             yield f"The GPU waited {self._each(self.exposed)} ms a batch for copies, {self._why_exposed()}"
         if self._matters(self.packing):
-            yield (
-                f"The GPU waited {self._each(self.packing)} ms a batch while the host packed "
-                f"{self.packed / self.batches / 1e6:.3g} MB: let the loader pin its memory (pin_memory=True)."
-            )
+            packed = f"while the host packed {self.packed / self.batches / 1e6:.3g} MB"
+            yield f"The GPU waited {self._each(self.packing)} ms a batch {packed}: {self._less_to_pack()}"
         if self._matters(self.loader_late):
             yield (
                 f"The GPU waited {self._each(self.loader_late)} ms a batch for the loader, which is late: "
@@ -78,6 +77,11 @@ class Report:
         if self.copies > _OUTLAST * self.time:
             return "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
         return f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
+
+    def _less_to_pack(self) -> str:
+        if 2 * self.pageable > self.packed:
+            return "let the loader pin its memory (pin_memory=True)."
+        return "let the loader's workers join small tensors into large ones."
 
     def _matters(self, time: int) -> bool:
         return time > _WORTH_SAYING * self.time
@@ -91,9 +95,7 @@ class Overlap:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._sums = dict.fromkeys(
-            ("batches", "time", "size", "packed", "copies", "exposed", "loader_late", "packing"), 0
-        )
+        self._sums: Counter[str] = Counter()
         self._pending: deque[Handover] = deque()
         self._before: Any = None  # when the loop got the batch before
 
@@ -126,13 +128,13 @@ class Overlap:
             "time": _between(before, one.asked),
             "size": one.trip.size,
             "packed": one.trip.packed,
+            "pageable": one.trip.pageable,
             "copies": _between(one.trip.begun, one.trip.copied),
             "exposed": _between(one.asked, one.trip.ready),
             "loader_late": min(idle - packing, one.loading),
             "packing": packing,
         }
-        for name, value in added.items():
-            self._sums[name] += value
+        self._sums.update(added)
 
 
 def _between(first: Any, second: Any) -> int:

@@ -41,7 +41,7 @@ class Prefetch:
     def __init__(self, loader: Any, depth: int, device: torch.device | None, then: Then | None) -> None:
         self._loader, self._depth, self._device, self._then = loader, depth, device, then
         self._overlap = Overlap(depth)
-        self._copies: Copies | None = None
+        self._sides: dict[torch.device, Any] = {}
         self._pulls = Pulls(loader)
         self._resume: Place | None = None
 
@@ -49,7 +49,9 @@ class Prefetch:
         self._pulls, self._resume = Pulls(self._loader, self._resume), None
         if not torch.cuda.is_available():
             return InTurn(self._pulls, self._then)
-        return Ahead(self._pulls, self._copies_to(self._current_device()), self._depth, self._overlap)
+        device = self._current_device()
+        copies = Copies(device, self._side(device), self._depth, self._then)
+        return Ahead(self._pulls, copies, self._depth, self._overlap)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -78,7 +80,8 @@ class Prefetch:
             return torch.device("cuda", torch.cuda.current_device())
         return self._device
 
-    def _copies_to(self, device: torch.device) -> Copies:
-        if self._copies is None or self._copies.device != device:
-            self._copies = Copies(device, self._depth, self._then)
-        return self._copies
+    def _side(self, device: torch.device) -> Any:
+        """One stream for all passes: memory that `then` takes from one stream is of no use to another."""
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)
+        return self._sides[device]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,8 @@ def opened(batch: Any) -> tuple[list[Any], Close]:
         leaves = nodes
 
     def close(found: Iterator[Any], settle: Settle) -> Any:
+        if not inner:
+            return tree_unflatten(list(islice(found, len(nodes))), spec)
         closed = [inner[place][1](found, settle) if place in inner else next(found) for place in range(len(nodes))]
         return tree_unflatten(closed, spec)
 
