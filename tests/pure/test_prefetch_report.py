@@ -77,7 +77,7 @@ def test_a_late_loader_and_a_host_that_packs() -> None:
     """The GPU fell idle at the end of the call, and packing is what the host does last."""
     late = handover(10, idle=6, copied=(2, 3), loading=20, packing=2, packed=8, pageable=7)
     assert said(handover(0), late).splitlines()[1:] == [
-        "The GPU waited 2 ms a batch while the host packed 8 MB: let the loader pin its memory (pin_memory=True).",
+        "The GPU waited 2 ms a batch for the host, which packed 8 MB: let the loader pin its memory (pin_memory=True).",
         "The GPU waited 4 ms a batch for the loader, which is late: give it more workers.",
     ]
 
@@ -85,8 +85,16 @@ def test_a_late_loader_and_a_host_that_packs() -> None:
 def test_small_tensors_are_no_matter_of_pinning() -> None:
     packing = handover(10, idle=6, copied=(2, 3), packing=9, packed=8)
     assert said(handover(0), packing).splitlines()[1:] == [
-        "The GPU waited 6 ms a batch while the host packed 8 MB: "
+        "The GPU waited 6 ms a batch for the host, which packed 8 MB: "
         "let the loader's workers join small tensors into large ones."
+    ]
+
+
+def test_a_host_without_a_lead() -> None:
+    issuing = handover(1, idle=0.1, copied=(0.2, 0.3), packing=0.2)
+    assert said(handover(0), issuing).splitlines()[1:] == [
+        "The GPU waited 0.1 ms a batch for the host, which has no lead over it: "
+        "every call counts, also those that issue copies."
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
+import threading
 import traceback
 import weakref
 from collections import OrderedDict, namedtuple
@@ -173,6 +174,18 @@ def test_another_device() -> None:
 def test_the_last_batch_may_be_smaller() -> None:
     loader = DataLoader(torch.arange(10), batch_size=4)
     assert [batch.tolist() for batch in keepbusy.prefetch(loader)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_loader_may_use_the_memory_of_its_batches_again() -> None:
+    """As soon as it is asked for the next one, like any iterator."""
+
+    def loader(size: int) -> Iterator[Tensor]:
+        buffer = torch.zeros(size, dtype=torch.int64)
+        for index in range(9):
+            yield buffer.fill_(index)
+
+    for size in (9, 1 << 18):
+        assert read(keepbusy.prefetch(loader(size))) == list(range(9))
 
 
 def test_batches_of_any_size_in_any_order() -> None:
@@ -366,6 +379,21 @@ def test_leaving_gives_pinned_memory_back(how: str, monkeypatch: pytest.MonkeyPa
         assert [one() for one in made if one() is not None] == []
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("how", ["break", "del", "error", "end"])
+def test_leaving_ends_the_threads(how: str) -> None:
+    before = threading.active_count()
+    seen: list[int] = []
+
+    def loader() -> Iterator[Tensor]:
+        for index in range(9):
+            seen.append(threading.active_count())
+            yield torch.full((1 << 18,), index)
+
+    left_by(how, loader())
+    assert max(seen) > before
+    assert threading.active_count() == before
 
 
 def test_leaving_ends_the_workers() -> None:

@@ -13,6 +13,10 @@ _OUTLAST = 0.95
 """Copies that fill this much of the time leave none to hide the rest in."""
 
 
+_WORTH_PACKING = 1.0
+"""Megabytes of a batch below which packing takes the host no longer than a few calls."""
+
+
 class Trip(NamedTuple):
     """The copies of a batch: events of their stream, and how many bytes."""
 
@@ -65,8 +69,7 @@ class Report:
         if self._matters(self.exposed):
             yield f"The GPU waited {self._each(self.exposed)} ms a batch for copies, {self._why_exposed()}"
         if self._matters(self.packing):
-            packed = f"while the host packed {self.packed / self.batches / 1e6:.3g} MB"
-            yield f"The GPU waited {self._each(self.packing)} ms a batch {packed}: {self._less_to_pack()}"
+            yield f"The GPU waited {self._each(self.packing)} ms a batch for the host, which {self._why_packing()}"
         if self._matters(self.loader_late):
             yield (
                 f"The GPU waited {self._each(self.loader_late)} ms a batch for the loader, which is late: "
@@ -78,10 +81,13 @@ class Report:
             return "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
         return f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
 
-    def _less_to_pack(self) -> str:
+    def _why_packing(self) -> str:
+        packed = self.packed / self.batches / 1e6
+        if packed < _WORTH_PACKING:
+            return "has no lead over it: every call counts, also those that issue copies."
         if 2 * self.pageable > self.packed:
-            return "let the loader pin its memory (pin_memory=True)."
-        return "let the loader's workers join small tensors into large ones."
+            return f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
+        return f"packed {packed:.3g} MB: let the loader's workers join small tensors into large ones."
 
     def _matters(self, time: int) -> bool:
         return time > _WORTH_SAYING * self.time

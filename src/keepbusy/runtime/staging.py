@@ -21,6 +21,8 @@ PACKERS = 4
 """Threads that pack, if there are many tensors; a large one PyTorch copies with all of its own."""
 FEW = 32
 """Tensors that are not worth another thread."""
+LITTLE = 256 << 10
+"""Bytes that are packed before a thread is awake."""
 
 Look = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
 """Type, shape, and stride unless the tensor is contiguous."""
@@ -142,20 +144,23 @@ class Slot:
         wait(self._packing)
         if self._read is not None:
             self._read.synchronize()
-        self._read = self._held = None
+        self._packing, self._read, self._held = [], None, None
 
     def hold(self, sources: Any, read: torch.cuda.Event) -> None:
         """Until `read` has passed, what is copied from stays: pinned memory that is let go may be given out again."""
         self._held, self._read = sources, read
 
     def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: Executor) -> None:
-        """Begin to write what travels together."""
+        """Write what travels together, or let threads begin to."""
         if layout is not self._layout:
             self._arrange(layout)
         sources = [tensors[index] for index in layout.order[: layout.together]]
-        step = min(PACKERS, -(-len(sources) // FEW)) or 1
-        parts = [(self._pieces[first::step], sources[first::step]) for first in range(min(step, len(sources)))]
-        self._packing = [threads.submit(torch._foreach_copy_, *part) for part in parts]
+        if layout.packed > LITTLE:
+            step = min(PACKERS, -(-len(sources) // FEW))
+            parts = [(self._pieces[first::step], sources[first::step]) for first in range(step)]
+            self._packing = [threads.submit(torch._foreach_copy_, *part) for part in parts]
+        elif sources:
+            torch._foreach_copy_(self._pieces, sources)
 
     def packed(self) -> Tensor:
         """The pinned memory, once all is written."""
