@@ -45,7 +45,7 @@ def lives(machine: Any, batches: Any, use: Callable[[Tensor], Any]) -> list[Life
     """Of the batches of a loop that reads late: its host is far ahead of its device."""
     clock, found, begin = machine.clock, [], len(machine.clock.rows)
     for batch in batches:
-        block = machine._blocks[batch.untyped_storage().data_ptr()]
+        block = machine._at[batch.untyped_storage().data_ptr()].block
         torch.cuda._sleep(LATE)
         use(batch)
         found.append((block.address, block.address + block.size, len(clock.rows)))
@@ -100,7 +100,7 @@ def test_the_same_look_finds_what_is_wrong_with_a_naive_one(machine: Any, then: 
 
 def test_batches_that_were_kept_keep_their_memory(machine: Any) -> None:
     kept = list(keepbusy.prefetch(batches(), depth=1))
-    blocks = [machine._blocks[batch.untyped_storage().data_ptr()] for batch in kept]
+    blocks = [machine._at[batch.untyped_storage().data_ptr()].block for batch in kept]
     places = sorted((block.address, block.address + block.size) for block in blocks)
     assert all(one[1] <= two[0] for one, two in pairwise(places))
 
@@ -111,7 +111,7 @@ def test_memory_of_the_loop_is_not_written_while_the_loop_reads_it(machine: Any)
     iterator = iter(keepbusy.prefetch(batches(8), depth=1))
     for _ in range(7):
         held = torch.zeros(1 << 16, device="cuda")
-        block = machine._blocks[held.untyped_storage().data_ptr()]
+        block = machine._at[held.untyped_storage().data_ptr()].block
         torch.cuda._sleep(LATE)
         held.sum()
         found.append((block.address, block.address + block.size, len(clock.rows)))
@@ -147,7 +147,7 @@ def test_a_loop_may_change_its_stream(machine: Any) -> None:
     for index in range(12):
         with torch.cuda.stream(other if index % 3 else torch.cuda.default_stream()):
             batch = next(iterator)
-            block = machine._blocks[batch.untyped_storage().data_ptr()]
+            block = machine._at[batch.untyped_storage().data_ptr()].block
             torch.cuda._sleep(LATE)
             batch.sum()
         found.append((block.address, len(machine.clock.rows), machine.clock.rows.spans.fresh[-1]))
