@@ -34,15 +34,15 @@ REMEDIES = {
     ),
     "blocking_copy": Remedy(
         "prefetch_input",
-        "Pin the memory and copy one step ahead on a stream of its own.",
-        'DataLoader(..., pin_memory=True); with torch.cuda.stream(side): x = batch.to("cuda", non_blocking=True)',
-        "torch.cuda.stream",
+        "Let batches be fetched ahead, through pinned memory, so that the copy runs beside the compute.",
+        "for batch in keepbusy.prefetch(loader):  # DataLoader(..., pin_memory=True)",
+        "keepbusy.prefetch",
     ),
     "copy_not_overlapped": Remedy(
         "prefetch_input",
-        "Copy one step ahead on a stream of its own, so that the copy runs beside the compute.",
-        'with torch.cuda.stream(side): ahead = batch.to("cuda", non_blocking=True)',
-        "torch.cuda.stream",
+        "Fetch batches ahead on a stream of its own, so that the copy runs beside the compute.",
+        "for batch in keepbusy.prefetch(loader):  # on the device already",
+        "keepbusy.prefetch",
     ),
     "input_late": Remedy(
         "prepare_in_workers",
