@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from keepbusy.explain.compare import compare as compare
     from keepbusy.record import read as read
     from keepbusy.report.terminal import render as render
+    from keepbusy.runtime.agreement import agree as agree
     from keepbusy.runtime.prefetch import prefetch as prefetch
+    from keepbusy.runtime.reading import readback as readback
+    from keepbusy.runtime.saving import save_later as save_later
     from keepbusy.script.steps import step as step
     from keepbusy.timeline.store import load as load
     from keepbusy.timeline.store import save as save
@@ -27,13 +30,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "agree": "keepbusy.runtime.agreement",
     "compare": "keepbusy.explain.compare",
     "explain": "keepbusy.explain",
     "load": "keepbusy.timeline.store",
     "prefetch": "keepbusy.runtime.prefetch",
     "read": "keepbusy.record",
+    "readback": "keepbusy.runtime.reading",
     "render": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.store",
+    "save_later": "keepbusy.runtime.saving",
     "step": "keepbusy.script.steps",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
