@@ -115,10 +115,13 @@ def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _unpacked(homes: Sequence[Tensor], looks: Sequence[_Look]) -> Iterator[Tensor]:
     """Small ones go into memory of their own: the pinned memory is for what is still on its way."""
     remaining, start = iter(homes), 0
-    pack = next(remaining).reshape(-1).view(torch.uint8) if any(look.size < _SMALL for look in looks) else None
+    small = [look for look in looks if look.size < _SMALL]
+    pack = next(remaining) if small else None
     for look in looks:
         if pack is None or look.size >= _SMALL:
             yield next(remaining)
+        elif len(small) == 1:
+            yield pack.clone()
         else:
             yield pack[start : start + look.size].clone().view(look.dtype).view(look.shape)
             start += look.size

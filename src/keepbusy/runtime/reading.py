@@ -27,6 +27,8 @@ def readback(value: Any) -> Any:
     was launched after it. Read a step later, it is usually there. Tensors of the host are read at once; numbers stay
     as they are. While a CUDA graph is being captured nothing can be read: return the tensor, read it after the replay.
     """
+    if isinstance(value, Tensor):
+        return Reading(send([_whole(value)]))
     leaves, structure = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not places and not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
@@ -125,7 +127,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def refuse_capture(who: str, remedy: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{who} was called while a CUDA graph is being captured, where nothing can be read; {remedy}."
         )

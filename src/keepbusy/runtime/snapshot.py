@@ -49,12 +49,11 @@ class Snapshot:
         self.sharded |= hasattr(tensor, "placements")
         kind, look = type(tensor), (tensor.shape, tensor.stride())
         names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
-        parts = {name: self._take(part) for name, part in inner.items() if isinstance(part, Tensor)}
-        others = {name: part for name, part in inner.items() if name not in parts}
-        return lambda: kind.__tensor_unflatten__(
-            {**others, **{name: one() for name, one in parts.items()}}, context, *look
-        )
+        parts = {name: self._take_part(getattr(tensor, name)) for name in names}
+        return lambda: kind.__tensor_unflatten__({name: part() for name, part in parts.items()}, context, *look)
+
+    def _take_part(self, part: Any) -> Callable[[], Any]:
+        return self._take(part) if isinstance(part, Tensor) else lambda: part
 
 
 class _Memory:
@@ -74,7 +73,7 @@ class _Memory:
     def set_aside(self) -> None:
         self._sent = []
         for device in dict.fromkeys(device for device, *_ in self._noted):
-            ones = {key: bytes for key, bytes in self._noted.items() if key[0] == device}
+            ones = {key: whole for key, whole in self._noted.items() if key[0] == device}
             kind = Parcel if device.type == "cuda" else Arrived
             self._sent.append((list(ones), kind(list(ones.values()))))
         self._noted.clear()
