@@ -20,7 +20,7 @@ from keepbusy.runtime import gather_later
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import TextClassifier, size
 
-STEPS = size(20, 3)
+STEPS = size(15, 3)
 Asks = Callable[[Tensor], object]
 
 
@@ -75,7 +75,7 @@ class Training:
     def _steps(self, asks: Asks) -> None:
         for _ in range(STEPS):
             if self.prepares:
-                torch.randn(size(64, 2), size(512, 16), size(48, 8)).argmax(-1)
+                torch.randn(size(16, 2), size(512, 16), size(48, 8)).argmax(-1)
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = cross_entropy(self.model(self.tokens).float(), self.target)
             self.optimizer.zero_grad()
@@ -106,9 +106,9 @@ def main() -> None:
         "gather_later, a step late": Gathered(),
     }
     trainings = {
-        "the host prepares batches": Training(True, 64, 512, width=768, layers=8, heads=12),
+        "the host prepares batches": Training(True, 16, 512, width=768, layers=8, heads=12),
         "launch-bound": Training(False, 8, 64, width=64, layers=8, heads=4),
-        "GPU-bound": Training(False, 64, 512, width=768, layers=8, heads=12),
+        "GPU-bound": Training(False, 16, 512, width=768, layers=8, heads=12),
     }
     found: dict[str, object] = {"stopped_at": stops_together()}
     for title, training in trainings.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rounds import milliseconds, show, take_turns, write
+from rounds import REPEATS, milliseconds, show, take_turns, write
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -27,25 +27,25 @@ try:
 except ImportError:
     MeanMetric = None
 
-STEPS = size(20, 3)
 Log = Callable[[Tensor], object]
 
 
 class Loop:
     """Training steps of one model, the loss of each handed to whoever logs it."""
 
-    def __init__(self, batches: Callable[[], Iterator[Tensor]], **shape: int) -> None:
+    def __init__(self, steps: int, batches: Callable[[], Iterator[Tensor]], **shape: int) -> None:
         torch.manual_seed(0)
+        self.steps = size(steps, 3)
         self.model = TextClassifier(**shape).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.batches = batches
         self.target = torch.zeros(next(batches()).shape[0], dtype=torch.int64, device="cuda")
 
     def run(self, log: Log) -> float:
-        return milliseconds(lambda: self._steps(log), STEPS)
+        return milliseconds(lambda: self._steps(log), self.steps)
 
     def _steps(self, log: Log) -> None:
-        for _, batch in zip(range(STEPS), self.batches(), strict=False):
+        for _, batch in zip(range(self.steps), self.batches(), strict=False):
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = cross_entropy(self.model(batch.to("cuda", non_blocking=True)).float(), self.target)
             self.optimizer.zero_grad()
@@ -120,9 +120,9 @@ def readings() -> Log:
 def loops() -> dict[str, Loop]:
     large = {"width": 768, "layers": 8, "heads": 12}
     return {
-        "the host prepares batches": Loop(prepared, **large),
-        "launch-bound": Loop(on_the_device(8, 64), width=64, layers=8, heads=4),
-        "GPU-bound": Loop(on_the_device(64, 512), **large),
+        "the host prepares batches": Loop(10, prepared, **large),
+        "launch-bound": Loop(40, on_the_device(8, 64), width=64, layers=8, heads=4),
+        "GPU-bound": Loop(10, on_the_device(64, 512), **large),
     }
 
 
@@ -168,6 +168,7 @@ def beside_a_large_copy() -> dict[str, dict[str, float]]:
         "readback": keepbusy.readback,
     }
     rows = {}
+    torch.cuda._sleep(1)  # its first call loads it, and waits for the device
     for pieces in (1, 16):
         for name, read in ways.items():
             torch.cuda.synchronize()
@@ -196,7 +197,9 @@ def main() -> None:
     logs |= {"readback, a step late": readback, "Readings, every step": readings}
     found: dict[str, object] = {}
     for title, loop in loops().items():
-        rows = take_turns({name: lambda make=make, loop=loop: loop.run(make()) for name, make in logs.items()})
+        repeats = 2 * REPEATS if title == "launch-bound" else REPEATS  # its host is the noisiest
+        ways = {name: lambda make=make, loop=loop: loop.run(make()) for name, make in logs.items()}
+        rows = take_turns(ways, repeats)
         show(f"{title}: milliseconds a step", rows, "no reads")
         found[title] = rows
         if SMALL:

@@ -22,22 +22,16 @@ def milliseconds(work: Callable[[], object], count: int = 1) -> float:
 
 
 def take_turns(variants: dict[str, Callable[[], float]], repeats: int = REPEATS) -> dict[str, list[float]]:
-    """Each variant once to warm up, then all of them `repeats` times, one after the other."""
-    found: dict[str, list[float]] = {name: [] for name, measure in variants.items() if _warms_up(name, measure)}
-    for _ in range(repeats):
-        for name, times in found.items():
-            times.append(variants[name]())
-    return found
-
-
-def _warms_up(name: str, measure: Callable[[], float]) -> bool:
-    """Whether it works with this build of PyTorch; if not, that is said."""
-    try:
-        measure()
-    except Exception as error:
-        print(f"left out: {name}: {type(error).__name__}: {error}")
-        return False
-    return True
+    """All variants `repeats` times, one after the other, after a round to warm up. One that fails is left out."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(1 + repeats):
+        for name in list(found):
+            try:
+                found[name].append(variants[name]())
+            except Exception as error:
+                print(f"left out: {name}: {type(error).__name__}: {error}")
+                del found[name]
+    return {name: times[1:] for name, times in found.items()}
 
 
 def show(title: str, found: dict[str, list[float]], bound: str) -> None:

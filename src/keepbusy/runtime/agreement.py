@@ -124,8 +124,11 @@ class _Gathered:
     def ready(self) -> bool:
         return bool(self._work.is_completed())
 
-    def open(self) -> list[Tensor]:
+    def land(self) -> None:
         _wait(self._work)
+
+    def open(self) -> list[Tensor]:
+        self.land()
         return [self._all]
 
 

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from keepbusy.runtime.slots import WORDS, Slot, give_back, take
+
+_TINY = 8 * WORDS
+"""Bytes. A slot holds so much."""
 _SMALL = 1 << 20
 """Bytes. Tensors below travel as one."""
 _UNASKED = 64 << 20
 """So many bytes are set aside without asking how much room there is."""
+_LANDING = Lock()
 
 
 class Sent(Protocol):
     """Values that arrive on the host."""
 
     @property
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether they are there."""
+        ...
 
-    def open(self) -> list[Tensor]: ...
+    def land(self) -> None:
+        """Wait for them, if it must, and leave the memory that they travelled in to others."""
+        ...
+
+    def open(self) -> list[Tensor]:
+        """The values, on the host."""
+        ...
 
 
 class Arrived:
@@ -34,6 +48,8 @@ class Arrived:
 
     def send(self) -> Arrived:
         return self
+
+    def land(self) -> None: ...
 
     def open(self) -> list[Tensor]:
         return self._tensors
@@ -56,6 +72,7 @@ class Parcel:
         self._pieces = [*small, *self._set_aside([tensor for tensor in plain if tensor.nbytes >= _SMALL])]
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self._device))
+        self._slots: list[Slot] = []
         self._tensors: list[Tensor] | None = None
 
     def _set_aside(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -78,25 +95,38 @@ class Parcel:
         """Bring them home, on a stream of their own."""
         with torch.cuda.stream(self._side):
             self._side.wait_event(self._event)
-            # asked not to wait, PyTorch takes pinned memory, which its caching allocator keeps for the next time
-            self._homes = [piece.to("cpu", non_blocking=True) for piece in self._pieces]
+            self._homes = [self._sent(piece) for piece in self._pieces]
             self._event = self._side.record_event()
         return self
+
+    def _sent(self, piece: Tensor) -> Tensor:
+        if piece.nbytes > _TINY:
+            # asked not to wait, PyTorch takes pinned memory, which its caching allocator keeps for the next time
+            return piece.to("cpu", non_blocking=True)
+        self._slots.append(take(self._device))
+        home = self._slots[-1].bytes[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        return home.copy_(piece, non_blocking=True)
 
     @property
     def ready(self) -> bool:
         """Whether they are all there."""
         return self._tensors is not None or bool(self._event.query())
 
+    def land(self) -> None:
+        """Wait if it must: for them, and for nothing that was launched after them."""
+        if self._tensors is None and not self._event.query():
+            self._event.synchronize()
+        with _LANDING:
+            if self._tensors is None:
+                self._tensors = list(_unpacked(self._homes, self._looks))
+                for slot in self._slots:
+                    give_back(self._device, slot)
+                self._pieces, self._homes, self._slots = [], [], []
+
     def open(self) -> list[Tensor]:
-        """The tensors on the host. Waits if it must: for them, and for nothing that was launched after them."""
-        homes = self._homes  # first: another thread may open it too
-        if self._tensors is None:
-            if not self._event.query():
-                self._event.synchronize()
-            self._tensors = list(_unpacked(homes, self._looks))
-            self._pieces, self._homes = [], []
-        return self._tensors
+        """The tensors, on the host."""
+        self.land()
+        return self._tensors or []
 
 
 class _Look(NamedTuple):
@@ -108,7 +138,7 @@ class _Look(NamedTuple):
 def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Small tensors of any types as one tensor of bytes, in a single launch; a single one keeps its type."""
     if len(tensors) < 2:
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from keepbusy.runtime.note import note
 from keepbusy.runtime.parcel import Arrived, Parcel, Sent
 
 _NUMBERS = (int, float, complex)
@@ -89,7 +90,7 @@ class Reading:
         return f"Reading({self})" if self.ready else "Reading(on its way)"
 
 
-_UNDER_WAY: dict[torch.device, deque[Parcel]] = {}
+_UNDER_WAY: dict[torch.device, deque[Sent]] = {}
 """Of each device what has not arrived as far as anybody looked, in the order in which it was sent."""
 _LOCK = threading.Lock()
 
@@ -100,14 +101,14 @@ def send(tensors: list[Tensor]) -> Sent:
     if device.type != "cuda":
         return Arrived(tensors)
     refuse_capture("readback()", "return the tensor from what is captured, and read it back after the replay")
-    parcel = Parcel(tensors).send()
+    sent = note(tensors) or Parcel(tensors).send()
     with _LOCK:
         under_way = _UNDER_WAY.setdefault(device, deque())
-        under_way.append(parcel)
-        # readings may be kept for long: what has arrived gives its memory of the device, and its pinned memory, back
+        under_way.append(sent)
+        # readings may be kept for long: what has arrived leaves its memory to others
         while under_way and under_way[0].ready:
-            under_way.popleft().open()
-    return parcel
+            under_way.popleft().land()
+    return sent
 
 
 def _sent(tensors: list[Tensor]) -> Iterable[Reading]:

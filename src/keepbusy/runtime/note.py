@@ -1,0 +1,87 @@
+"""Single numbers on their way home: the device writes them straight into pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from keepbusy.runtime.slots import WORDS, Slot, give_back, take
+
+_NARROW = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int16, torch.int8, torch.uint8)
+)
+"""A double holds each of their values."""
+_WIDE = frozenset((torch.int64, torch.float64))
+"""Two doubles hold their halves."""
+_LANDING = Lock()
+
+
+def note(tensors: Sequence[Tensor]) -> Note | None:
+    """The numbers of one CUDA device, on their way; None where they are no numbers, or the device cannot write home."""
+    if sum(map(_words, tensors)) > WORDS:
+        return None
+    slot = take(tensors[0].device)
+    if slot.there is None:
+        give_back(tensors[0].device, slot)
+        return None
+    return Note(tensors, slot, slot.there)
+
+
+class Note:
+    """Numbers as they are now, brought home by no copy: a kernel writes them into the host's memory.
+
+    It runs in the order of the current stream, so it reads what the program meant, whatever happens to the tensors
+    afterwards. Converting to double is what makes it a kernel: a plain copy, and the stream with it, would wait for
+    the copy engine whenever something large is on its way home.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], slot: Slot, there: Tensor) -> None:
+        self._device = tensors[0].device
+        self._looks = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._words: list[float] | None = None
+        self._slot, place = slot, 0
+        for tensor in tensors:
+            if tensor.dtype in _NARROW:
+                slot.words[place].copy_(tensor.detach().view(()) if tensor.ndim else tensor.detach())
+                place += 1
+            else:
+                there[place : place + 2].copy_(tensor.detach().view(1).view(torch.int32))
+                place += 2
+        slot.event.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are there."""
+        return self._words is not None or bool(self._slot.event.query())
+
+    def land(self) -> None:
+        """Wait for them, if it must, and leave the pinned memory to others."""
+        if self._words is None and not self._slot.event.query():
+            self._slot.event.synchronize()
+        with _LANDING:
+            if self._words is None:
+                self._words = self._slot.home.tolist()
+                give_back(self._device, self._slot)
+
+    def open(self) -> list[Tensor]:
+        """The numbers, as tensors of the host."""
+        self.land()
+        return list(self._tensors(self._words or []))
+
+    def _tensors(self, words: list[float]) -> Iterator[Tensor]:
+        remaining = iter(words)
+        for dtype, shape in self._looks:
+            if dtype in _NARROW:
+                yield torch.tensor(next(remaining), dtype=dtype, device="cpu").view(shape)
+            else:
+                halves = [int(next(remaining)), int(next(remaining))]
+                yield torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
+
+
+def _words(tensor: Tensor) -> int:
+    if tensor.numel() == 1 and tensor.dtype in _NARROW:
+        return 1
+    return 2 if tensor.numel() == 1 and tensor.dtype in _WIDE and not tensor.is_neg() else WORDS + 1
