@@ -20,7 +20,7 @@ from keepbusy.runtime import gather_later
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import TextClassifier, size
 
-STEPS = size(15, 3)
+STEPS = size(10, 3)
 Asks = Callable[[Tensor], object]
 
 

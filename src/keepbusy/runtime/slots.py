@@ -1,14 +1,18 @@
-"""Pinned memory for small values, a page at a time: pinning more of it can make the host wait for the device."""
+"""Pinned memory for small values, a page at a time: pinning more of it makes the host wait for the device."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 WORDS = 32
 """Doubles in a slot."""
-_PAGE = 64
-"""Slots that are pinned at once."""
+_PAGE = 1024
+"""Slots that are pinned at once: about as many values as can be under way before a launch has to wait anyway."""
+_LOCK = Lock()
 
 
 class Slot:
@@ -23,24 +27,6 @@ class Slot:
         self.event = torch.cuda.Event()
 
 
-_FREE: dict[torch.device, list[Slot]] = {}
-
-
-def take(device: torch.device) -> Slot:
-    """A slot that nothing travels to."""
-    free = _FREE.setdefault(device, [])
-    try:
-        return free.pop()
-    except IndexError:
-        first, *others = _new_page(device)
-        free += others
-        return first
-
-
-def give_back(device: torch.device, slot: Slot) -> None:
-    _FREE[device].append(slot)
-
-
 class _Mapped:
     """Pinned memory, said to be an array of the device: CUDA lets kernels write there."""
 
@@ -50,13 +36,36 @@ class _Mapped:
         self.__cuda_array_interface__ = {"data": place, "shape": shape, "typestr": "<f8", "version": 2}
 
 
-def _new_page(device: torch.device) -> list[Slot]:
+_FREE: dict[torch.device, list[Slot]] = {}
+_NEW: dict[torch.device, Iterator[Slot]] = {}
+
+
+def take(device: torch.device) -> Slot:
+    """A slot that nothing travels to."""
+    try:
+        return _FREE[device].pop()
+    except (KeyError, IndexError):
+        with _LOCK:
+            _FREE.setdefault(device, [])
+            return next(_NEW.setdefault(device, _new(device)))
+
+
+def give_back(device: torch.device, slot: Slot) -> None:
+    _FREE[device].append(slot)
+
+
+def _new(device: torch.device) -> Iterator[Slot]:
+    while True:
+        page, there = _page(device)
+        for start in range(0, len(page), WORDS):
+            yield Slot(page[start : start + WORDS], None if there is None else there[start : start + WORDS])
+
+
+def _page(device: torch.device) -> tuple[Tensor, Tensor | None]:
     # whoever reads first during an evaluation will read during the next training
     with torch.inference_mode(False), torch.cuda.device(device):
         page = torch.zeros(_PAGE * WORDS, dtype=torch.float64, device="cpu", pin_memory=True)
-        there = _as_the_device_sees_it(page, device)
-        theirs = [None] * _PAGE if there is None else there.split(WORDS)
-        return [Slot(home, its) for home, its in zip(page.split(WORDS), theirs, strict=True)]
+        return page, _as_the_device_sees_it(page, device)
 
 
 def _as_the_device_sees_it(page: Tensor, device: torch.device) -> Tensor | None:
