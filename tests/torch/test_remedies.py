@@ -7,10 +7,27 @@ import importlib
 import pytest
 
 from keepbusy.explain.fixes import FINDERS
-from keepbusy.explain.remedies import EQUAL_SHARES, MORE_WORKERS, REMEDIES, SYNCS, Remedy
+from keepbusy.explain.remedies import (
+    BRING_LATER,
+    EQUAL_SHARES,
+    MORE_WORKERS,
+    REMEDIES,
+    SCALER,
+    STAYS_SMALL,
+    SYNCS,
+    Remedy,
+)
 
 pytest.importorskip("torch")
-ALL = [*REMEDIES.values(), *(remedy for _, remedy in SYNCS), MORE_WORKERS, EQUAL_SHARES]
+ALL = [
+    *REMEDIES.values(),
+    *(remedy for _, remedy in SYNCS),
+    MORE_WORKERS,
+    EQUAL_SHARES,
+    BRING_LATER,
+    STAYS_SMALL,
+    SCALER,
+]
 
 
 def resolve(dotted: str) -> object:

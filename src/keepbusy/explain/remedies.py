@@ -28,9 +28,9 @@ class Remedy(NamedTuple):
 REMEDIES = {
     "host_sync": Remedy(
         "read_later",
-        "Keep the value on the device and read it later, or once every hundred steps.",
-        "running += loss.detach()  # and running.item() once in a while",
-        "torch.Tensor.detach",
+        "Let the value come home while the host goes on, and read it a step later.",
+        "log.append(keepbusy.readback(loss))  # float(log[-2]) a step later",
+        "keepbusy.readback",
     ),
     "blocking_copy": Remedy(
         "prefetch_input",
@@ -77,8 +77,8 @@ REMEDIES = {
     "peer_late": Remedy(
         "align_ranks",
         "Take this off the late rank's loop, or let a thread do it: all other ranks wait for it.",
-        "threading.Thread(target=save, args=(snapshot,)).start()  # or the same share on every rank",
-        "torch.distributed",
+        "keepbusy.save_later(state, path)  # a checkpoint; else the same share on every rank",
+        "keepbusy.save_later",
     ),
     "exposed_collective": Remedy(
         "overlap_collectives",
@@ -137,9 +137,9 @@ EQUAL_SHARES = Remedy(
 
 BRING_LATER = Remedy(
     "bring_home_later",
-    "Copy into pinned memory without waiting, and use what came home a step later; or compute on the device.",
-    "home.copy_(out, non_blocking=True); done.record()  # pinned home; done.synchronize() a step later",
-    "torch.cuda.Event",
+    "Let it come home beside the compute, and use it a step later; or compute on the device.",
+    "home = keepbusy.readback(out)  # and home.tensor a step later",
+    "keepbusy.readback",
 )
 STAYS_SMALL = Remedy(
     "keep_on_device",
