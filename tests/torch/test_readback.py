@@ -68,8 +68,8 @@ def test_trees_keep_their_shape_and_travel_as_one() -> None:
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6))
 def test_whatever_travels_together_arrives_bit_for_bit(looks: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [torch.randn(shape).mul(100).to(dtype) for dtype, shape in looks]
-    arrived = Parcel([tensor.cuda() for tensor in tensors]).send().open()
-    for tensor, home in zip(tensors, arrived, strict=True):
+    parcel = Parcel([tensor.cuda() for tensor in tensors]).send()
+    for tensor, home in zip(tensors, map(parcel.open, range(len(tensors))), strict=True):
         assert (home.dtype, home.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(home, tensor)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepbusy.runtime.parcel import side_stream
-from keepbusy.runtime.reading import Reading, refuse_capture, send
+from keepbusy.runtime.reading import Reading, refuse_capture, send, whole
 
 T = TypeVar("T")
 _END: Any = object()
@@ -47,7 +47,7 @@ def together(batches: Iterable[T]) -> Iterator[T]:
     early, or whose data fails, ends it for the others after the step that they are in.
     """
     ranks = _ranks("together()")
-    return iter(batches) if ranks is None else _together(iter(batches), ranks)
+    return iter(batches) if ranks is None else _together(iter(batches), ranks.loops)
 
 
 def gather_later(value: Any) -> Reading:
@@ -57,13 +57,15 @@ def gather_later(value: Any) -> Reading:
     them may read what comes of it, or none. A tensor of the device is gathered by the process group's own collective,
     beside the compute; a number or a tensor of the host by gloo, beside everything. It is the same kind on all ranks.
     """
+    if not isinstance(value, Tensor | int | float):
+        raise TypeError(f"gather_later() takes a tensor or a number, but was given a {type(value).__name__}.")
     ranks = _ranks("gather_later()")
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    tensor = whole(value).detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     if ranks is None:
-        return Reading(send([tensor.detach()[None]]))
+        return Reading(send([tensor[None]]))
     if tensor.device.type == "cuda" and dist.get_backend() != "gloo":
-        return _gathered_on_device(tensor.detach())
-    return Reading(_Gathered(tensor.detach().cpu(), ranks))
+        return _gathered_on_device(tensor)
+    return Reading(_Gathered(tensor.cpu(), ranks))
 
 
 class _Own:
@@ -82,19 +84,17 @@ _ALONE = _Own()
 
 
 class _Ranks(_Own):
-    """What the ranks tell each other from host to host, by a process group of their own."""
+    """What the ranks tell each other from host to host, by process groups of their own."""
 
     def __init__(self, world: Any) -> None:
         super().__init__()
         self.world = world
         self.group = dist.new_group(backend="gloo")
+        self.loops = dist.new_group(backend="gloo")  # loops may be run ahead by a thread of their own
         self.before: _Answer | None = None
 
-    def ask(self, flag: bool) -> _Answer:
-        return _Answer(flag, self.group)
-
     def agreed(self, flag: Any) -> bool:
-        before, self.before = self.before, self.ask(self.own(flag))
+        before, self.before = self.before, _Answer(self.own(flag), self.group)
         said = before is not None and before.yes()
         if said:
             self.before = self.late = None
@@ -127,9 +127,9 @@ class _Gathered:
     def land(self) -> None:
         _wait(self._work)
 
-    def open(self) -> list[Tensor]:
+    def open(self, place: int) -> Tensor:
         self.land()
-        return [self._all]
+        return (self._all,)[place]
 
 
 def _gathered_on_device(value: Tensor) -> Reading:
@@ -144,17 +144,17 @@ def _gathered_on_device(value: Tensor) -> Reading:
         return Reading(send([every]))
 
 
-def _together(source: Iterator[T], ranks: _Ranks) -> Iterator[T]:
+def _together(source: Iterator[T], group: Any) -> Iterator[T]:
     batch, failure = _next(source)
-    answer = ranks.ask(batch is _END)
+    answer = _Answer(batch is _END, group)
     while not answer.yes():
         ahead, failure = _next(source)
-        answer = ranks.ask(ahead is _END)
+        answer = _Answer(ahead is _END, group)
         try:
             yield batch
         except GeneratorExit:
             if not answer.yes():
-                ranks.ask(True)
+                _Answer(True, group)
             raise
         batch = ahead
     if failure is not None:

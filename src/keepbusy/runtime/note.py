@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from threading import Lock
 
 import torch
@@ -21,13 +22,14 @@ _LANDING = Lock()
 
 def note(tensors: Sequence[Tensor]) -> Note | None:
     """The numbers of one CUDA device, on their way; None where they are no numbers, or the device cannot write home."""
-    if sum(map(_words, tensors)) > WORDS:
+    sizes = [_words(tensor) for tensor in tensors]
+    if sum(sizes) > WORDS:
         return None
     slot = take(tensors[0].device)
     if slot.there is None:
         give_back(tensors[0].device, slot)
         return None
-    return Note(tensors, slot, slot.there)
+    return Note(tensors, list(accumulate(sizes, initial=0)), slot, slot.there)
 
 
 class Note:
@@ -38,47 +40,40 @@ class Note:
     the copy engine whenever something large is on its way home.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], slot: Slot, there: Tensor) -> None:
-        self._device = tensors[0].device
+    def __init__(self, tensors: Sequence[Tensor], starts: Sequence[int], slot: Slot, there: Tensor) -> None:
+        self._device, self._slot, self._starts = tensors[0].device, slot, starts
         self._looks = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._words: list[float] | None = None
-        self._slot, place = slot, 0
-        for tensor in tensors:
+        self._words: list[float] = []
+        for start, tensor in zip(starts, tensors, strict=False):
+            bare = tensor.detach()
             if tensor.dtype in _NARROW:
-                slot.words[place].copy_(tensor.detach().view(()) if tensor.ndim else tensor.detach())
-                place += 1
+                slot.words[start].copy_(bare.view(()) if bare.ndim else bare)
             else:
-                there[place : place + 2].copy_(tensor.detach().view(1).view(torch.int32))
-                place += 2
+                there[start : start + 2].copy_(bare.view(1).view(torch.int32))
         slot.event.record(torch.cuda.current_stream(self._device))
 
     @property
     def ready(self) -> bool:
         """Whether they are there."""
-        return self._words is not None or bool(self._slot.event.query())
+        return bool(self._words) or bool(self._slot.event.query())
 
     def land(self) -> None:
         """Wait for them, if it must, and leave the pinned memory to others."""
-        if self._words is None and not self._slot.event.query():
+        if not self._words and not self._slot.event.query():
             self._slot.event.synchronize()
         with _LANDING:
-            if self._words is None:
+            if not self._words:
                 self._words = self._slot.home.tolist()
                 give_back(self._device, self._slot)
 
-    def open(self) -> list[Tensor]:
-        """The numbers, as tensors of the host."""
+    def open(self, place: int) -> Tensor:
+        """One of the numbers, as a tensor of the host."""
         self.land()
-        return list(self._tensors(self._words or []))
-
-    def _tensors(self, words: list[float]) -> Iterator[Tensor]:
-        remaining = iter(words)
-        for dtype, shape in self._looks:
-            if dtype in _NARROW:
-                yield torch.tensor(next(remaining), dtype=dtype, device="cpu").view(shape)
-            else:
-                halves = [int(next(remaining)), int(next(remaining))]
-                yield torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
+        start, (dtype, shape) = self._starts[place], self._looks[place]
+        if dtype in _NARROW:
+            return torch.tensor(self._words[start], dtype=dtype, device="cpu").view(shape)
+        halves = [int(word) for word in self._words[start : start + 2]]
+        return torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
 
 
 def _words(tensor: Tensor) -> int:

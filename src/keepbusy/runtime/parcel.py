@@ -33,8 +33,8 @@ class Sent(Protocol):
         """Wait for them, if it must, and leave the memory that they travelled in to others."""
         ...
 
-    def open(self) -> list[Tensor]:
-        """The values, on the host."""
+    def open(self, place: int) -> Tensor:
+        """One of the values, on the host."""
         ...
 
 
@@ -51,8 +51,8 @@ class Arrived:
 
     def land(self) -> None: ...
 
-    def open(self) -> list[Tensor]:
-        return self._tensors
+    def open(self, place: int) -> Tensor:
+        return self._tensors[place]
 
 
 class Parcel:
@@ -73,7 +73,7 @@ class Parcel:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self._device))
         self._slots: list[Slot] = []
-        self._tensors: list[Tensor] | None = None
+        self._tensors: list[Tensor] = []
 
     def _set_aside(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         room = _room(self._device, sum(tensor.nbytes for tensor in tensors))
@@ -110,23 +110,23 @@ class Parcel:
     @property
     def ready(self) -> bool:
         """Whether they are all there."""
-        return self._tensors is not None or bool(self._event.query())
+        return bool(self._tensors) or bool(self._event.query())
 
     def land(self) -> None:
         """Wait if it must: for them, and for nothing that was launched after them."""
-        if self._tensors is None and not self._event.query():
+        if not self._tensors and not self._event.query():
             self._event.synchronize()
         with _LANDING:
-            if self._tensors is None:
+            if not self._tensors:
                 self._tensors = list(_unpacked(self._homes, self._looks))
                 for slot in self._slots:
                     give_back(self._device, slot)
                 self._pieces, self._homes, self._slots = [], [], []
 
-    def open(self) -> list[Tensor]:
-        """The tensors, on the host."""
+    def open(self, place: int) -> Tensor:
+        """One of the tensors, on the host."""
         self.land()
-        return self._tensors or []
+        return self._tensors[place]
 
 
 class _Look(NamedTuple):

@@ -29,7 +29,7 @@ def readback(value: Any) -> Any:
     as they are. While a CUDA graph is being captured nothing can be read: return the tensor, read it after the replay.
     """
     if isinstance(value, Tensor):
-        return Reading(send([_whole(value)]))
+        return Reading(send([whole(value)]))
     leaves, structure = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not places and not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
@@ -58,7 +58,7 @@ class Reading:
     @property
     def tensor(self) -> Tensor:
         """The value as a tensor of the host."""
-        return self._sent.open()[self._place]
+        return self._sent.open(self._place)
 
     def item(self) -> Any:
         """The value as a Python number."""
@@ -113,7 +113,7 @@ def send(tensors: list[Tensor]) -> Sent:
 
 def _sent(tensors: list[Tensor]) -> Iterable[Reading]:
     """A reading each; those of one device travel together."""
-    tensors = [_whole(tensor) for tensor in tensors]
+    tensors = [whole(tensor) for tensor in tensors]
     devices = dict.fromkeys(tensor.device for tensor in tensors)
     together = {device: [one for one in tensors if one.device == device] for device in devices}
     parcels = {device: (send(ones), iter(range(len(ones)))) for device, ones in together.items()}
@@ -122,7 +122,7 @@ def _sent(tensors: list[Tensor]) -> Iterable[Reading]:
         yield Reading(parcel, next(places))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Of a tensor that ranks share the value of the whole: all of them read it, as all of them hold a part."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

@@ -82,7 +82,8 @@ class _Memory:
         for _, parcel in self._sent:
             parcel.send()
         for keys, parcel in self._sent:
-            self.homes |= zip(keys, (home.untyped_storage() for home in parcel.open()), strict=True)
+            for place, key in enumerate(keys):
+                self.homes[key] = parcel.open(place).untyped_storage()
 
 
 class _Structure(pickle.Pickler):
