@@ -1,5 +1,6 @@
 """What the benchmarks of this folder share: variants take turns, and what they found is written down."""
 
+import gc
 import json
 import os
 import statistics
@@ -14,6 +15,7 @@ REPEATS = int(os.environ.get("BENCH_REPEATS", "5"))
 
 def milliseconds(work: Callable[[], object], count: int = 1) -> float:
     """Of one of `count` steps that `work` does, to the moment when the device has done them too."""
+    gc.collect()  # nobody pays for what the one before left behind
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()

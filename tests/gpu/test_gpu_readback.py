@@ -69,7 +69,7 @@ def test_a_reading_keeps_its_value_when_the_source_is_overwritten_and_freed(shap
 def test_reading_back_does_not_wait_for_the_device() -> None:
     loss = torch.ones((), device=DEVICE)
     keepbusy.readback(loss).item()
-    torch.cuda._sleep(SPIN)
+    torch.cuda._sleep(4 * SPIN)
     readings = [keepbusy.readback(loss + step) for step in range(200)]
     assert not readings[0].ready
     assert [int(reading) for reading in readings] == list(range(1, 201))

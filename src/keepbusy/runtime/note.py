@@ -47,7 +47,7 @@ class Note:
         for start, tensor in zip(starts, tensors, strict=False):
             bare = tensor.detach()
             if tensor.dtype in _NARROW:
-                slot.words[start].copy_(bare.view(()) if bare.ndim else bare)
+                slot.word(start).copy_(bare.view(()) if bare.ndim else bare)
             else:
                 there[start : start + 2].copy_(bare.view(1).view(torch.int32))
         slot.event.record(torch.cuda.current_stream(self._device))

@@ -18,13 +18,20 @@ _LOCK = Lock()
 class Slot:
     """A piece of pinned memory as the host sees it, and as the device does where it can write there itself."""
 
-    __slots__ = ("bytes", "event", "home", "there", "words")
+    __slots__ = ("_words", "bytes", "event", "home", "there")
 
     def __init__(self, home: Tensor, there: Tensor | None) -> None:
         self.home, self.bytes = home, home.view(torch.uint8)
         self.there = there
-        self.words = () if there is None else there.unbind()
         self.event = torch.cuda.Event()
+        self._words: dict[int, Tensor] = {}
+
+    def word(self, place: int) -> Tensor:
+        """One double, as the device sees it."""
+        if place not in self._words:
+            assert self.there is not None
+            self._words[place] = self.there[place]
+        return self._words[place]
 
 
 class _Mapped:
