@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from keepbusy.explain.compare import compare as compare
     from keepbusy.record import read as read
     from keepbusy.report.terminal import render as render
+    from keepbusy.runtime.accumulate import accumulate as accumulate
     from keepbusy.runtime.agreement import agree as agree
+    from keepbusy.runtime.graph import graph as graph
     from keepbusy.runtime.prefetch import prefetch as prefetch
     from keepbusy.runtime.reading import readback as readback
     from keepbusy.runtime.saving import save_later as save_later
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "accumulate": "keepbusy.runtime.accumulate",
     "agree": "keepbusy.runtime.agreement",
     "compare": "keepbusy.explain.compare",
     "explain": "keepbusy.explain",
+    "graph": "keepbusy.runtime.graph",
     "load": "keepbusy.timeline.store",
     "prefetch": "keepbusy.runtime.prefetch",
     "read": "keepbusy.record",

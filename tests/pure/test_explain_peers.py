@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from build import MB, WIRE, Run
 from told import cause, names, near, told
 
@@ -101,6 +102,22 @@ def test_a_collective_after_the_compute_is_exposed() -> None:
     assert names(found) == ["exposed_collective"]
     assert cause(found, "exposed_collective").predicted.step == near(4_000)
     assert found.ledger["exposed_collective"] == near(3_000)
+
+
+@pytest.mark.parametrize(
+    ("passes", "api"), [(1, "torch.nn.parallel.DistributedDataParallel"), (3, "keepbusy.accumulate")]
+)
+def test_gradients_that_travel_several_times_a_step_are_to_be_accumulated(passes: int, api: str) -> None:
+    def body(run: Run) -> None:
+        for _ in range(passes):
+            for rank in run.ranks:
+                run.on(rank).launch([1_000] * 4).order(7, WIRE)
+            for size in (100 * MB, 30 * MB):
+                run.collective(2_000, size, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+            for rank in run.ranks:
+                run.on(rank).order(WIRE, 7)
+
+    assert cause(told(body, ranks=2), "exposed_collective").api == api
 
 
 def test_no_collective_is_faster_than_its_wire() -> None:

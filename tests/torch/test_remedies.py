@@ -9,10 +9,12 @@ import pytest
 from keepbusy.explain.fixes import FINDERS
 from keepbusy.explain.remedies import (
     BRING_LATER,
+    COMPILED,
     EQUAL_SHARES,
     MORE_WORKERS,
     REMEDIES,
     SCALER,
+    SEND_ONCE,
     STAYS_SMALL,
     SYNCS,
     Remedy,
@@ -27,6 +29,8 @@ ALL = [
     BRING_LATER,
     STAYS_SMALL,
     SCALER,
+    SEND_ONCE,
+    COMPILED,
 ]
 
 

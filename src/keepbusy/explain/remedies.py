@@ -14,6 +14,8 @@ class Seen(NamedTuple):
     unequal: bool = False  # the late rank's device has more to do than its peers'
     homeward: bool = False  # most bytes come from the device
     small: bool = False  # no copy is worth calling one
+    again: bool = False  # the same gradients travel several times a step
+    peers: bool = False  # other ranks take part
 
 
 class Remedy(NamedTuple):
@@ -59,8 +61,8 @@ REMEDIES = {
     "launch_bound": Remedy(
         "capture_graph",
         "Capture the step once and replay it: one launch in place of many.",
-        'torch.compile(step, mode="reduce-overhead")  # or torch.cuda.graph; fused=True for the optimizer',
-        "torch.compile",
+        "step = keepbusy.graph(train_step)  # or torch.compile(step, mode='reduce-overhead')",
+        "keepbusy.graph",
     ),
     "allocator": Remedy(
         "keep_memory",
@@ -83,7 +85,7 @@ REMEDIES = {
     "exposed_collective": Remedy(
         "overlap_collectives",
         "Let the gradients travel during the backward pass.",
-        "DistributedDataParallel(model, gradient_as_bucket_view=True)  # no_sync() while accumulating",
+        "DistributedDataParallel(model, gradient_as_bucket_view=True)  # in place of an all_reduce afterwards",
         "torch.nn.parallel.DistributedDataParallel",
     ),
 }
@@ -127,6 +129,22 @@ MORE_WORKERS = Remedy(
 )
 
 
+COMPILED = Remedy(
+    "capture_graph",
+    "Compile the model: fewer launches, and those between collectives replayed as graphs.",
+    'torch.compile(model, mode="reduce-overhead")  # and fused=True for the optimizer',
+    "torch.compile",
+)
+
+
+SEND_ONCE = Remedy(
+    "send_once",
+    "Accumulate the gradients of all micro-batches, and let them travel with the last one.",
+    "for micro in keepbusy.accumulate(model, loader, count=4): ...  # if micro.last: optimizer.step()",
+    "keepbusy.accumulate",
+)
+
+
 EQUAL_SHARES = Remedy(
     "align_ranks",
     "Give every rank the same work: the others wait for the late one at each collective.",
@@ -160,6 +178,10 @@ def remedy_for(cause: str, where: Where, seen: Seen) -> Remedy:
     match cause:
         case "peer_late" if seen.unequal:
             return EQUAL_SHARES
+        case "launch_bound" if seen.peers:
+            return COMPILED
+        case "exposed_collective" if seen.again:
+            return SEND_ONCE
         case "input_late" if "_MultiProcessing" in where.operator:
             return MORE_WORKERS
         case "blocking_copy" if seen.homeward:

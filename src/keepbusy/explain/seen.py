@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from keepbusy.explain.edit import Beside
 from keepbusy.explain.fixes.finding import Finding
 from keepbusy.explain.remedies import Seen
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.timeline.model import Direction
+from keepbusy.timeline.model import Direction, Ints, Kind
 
 
 def seen(scene: Scene, finding: Finding) -> Seen:
@@ -20,4 +21,15 @@ def seen(scene: Scene, finding: Finding) -> Seen:
         unequal=bool(device_excess > host_excess),
         homeward=bool(spans.work[home].sum() > spans.work[copies & ~home].sum()),
         small=bool(spans.size[copies].max(initial=0) <= LARGE),
+        peers=bool((spans.kind == Kind.COLLECTIVE).any()),
+        again=_again(scene, np.flatnonzero(edit.beside == Beside.WIRE)),
     )
+
+
+def _again(scene: Scene, rows: Ints) -> bool:
+    """Each of several buckets of gradients travels more than once a step. Of a single one that could not be told."""
+    spans, rank = scene.timeline.spans, scene.timeline.rank_of_rows
+    reducing = np.array(["AllReduce" in name or "ReduceScatter" in name for name in scene.timeline.names], bool)
+    mine = rows[reducing[spans.name[rows]] & (rank[rows] == scene.timeline.ranks[0])]
+    times = np.unique(spans.size[mine], return_counts=True)[1] / scene.steps
+    return len(times) > 1 and bool(times.min() > 1.5)

@@ -157,6 +157,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_cuda_getArchFlags": lambda: "sm_{}{}".format(*MACHINE.device.capability),
     "_cuda_set_sync_debug_mode": _set_sync_debug_mode,
     "_cuda_get_sync_debug_mode": lambda: _sync_debug_mode[0],
+    "_cuda_endAllocateToPool": constantly(None),  # a capture that ends, well or not, has told the allocator
+    "_cuda_releasePool": constantly(None),
     "_cuda_sleep": _sleep,
     "_cuda_emptyCache": empty_cache,
     "_cuda_memoryStats": _memory_stats,

@@ -1,0 +1,92 @@
+"""`keepbusy.graph` on a real GPU: values to the last bit over a hundred steps; failed captures leave no trace."""
+
+from __future__ import annotations
+
+import warnings
+
+import graph_flaws
+import pytest
+import torch
+from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
+from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
+
+from keepbusy.runtime.graph import graph
+
+
+@pytest.mark.parametrize("loop", DRAWING + LOOPS, ids=lambda loop: loop.__name__)
+def test_the_same_values_as_the_plain_loop(loop: Loop) -> None:
+    kept = Kept()
+    assert outcome(loop, kept, 100) == outcome(loop, lambda step: step, 100)
+    assert kept.graphed.replays > 80
+
+
+def test_a_schedule_of_floats_takes_effect_at_each_replay() -> None:
+    kept = Kept()
+    found, expected = outcome(schedule_of_floats, kept, 100), outcome(schedule_of_floats, lambda step: step, 100)
+    assert found[:100] == pytest.approx(expected[:100], rel=1e-4)
+    assert kept.graphed.replays > 80
+
+
+@pytest.mark.parametrize("flaw", IN_CAPTURE + ON_THE_HOST, ids=lambda flaw: flaw.__name__)
+def test_the_line_is_named_and_the_training_goes_on_as_it_was(flaw: Flaw) -> None:
+    step, state = flawed(flaw)
+    expected = losses(step, 20), state()
+    step, state = flawed(flaw)
+    with pytest.warns(UserWarning, match="keepbusy.graph runs train eagerly: at ") as told:
+        found = losses(graph(step), 20)
+    (warning,) = told
+    assert place_of(flaw) in str(warning.message)
+    assert warning.filename == graph_flaws.__file__
+    assert (found, state()) == expected
+
+
+@pytest.mark.parametrize("flaw", IN_CAPTURE, ids=lambda flaw: flaw.__name__)
+def test_other_graphs_and_the_allocator_survive_a_capture_that_fails(flaw: Flaw) -> None:
+    """Graphs that draw random numbers are what an invalid capture used to break."""
+    model = net(dropout=0.3)
+    step = graph(whole(model, adam(model)))
+    before, after = [*batches(8)], [*batches(8)]
+    for x, y in before:
+        step(x, y)
+    reserved = []
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses(graph(flawed(flaw)[0]))
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[1:])) == 1
+    kept = [(loss, loss.item()) for loss in (step(x, y) for x, y in after)]
+    assert [loss.item() for loss, _ in kept] == [value for _, value in kept]
+    assert step.report() == "step: 12 replayed, 1 captured, 3 eager"
+
+
+def test_memory_stays_flat() -> None:
+    model = net(dropout=0.1)
+    step = graph(whole(model, adam(model)))
+    levels = []
+    for x, y in batches(300):
+        step(x, y)
+        levels.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(set(levels[10:])) == 1
+
+
+def test_a_batch_of_the_host_travels_beside_the_replay() -> None:
+    """Copies stand in a stream of their own, so a trace shows them while kernels of the step before still run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    big = torch.randn(4096, 4096, device="cuda")
+    step = graph(lambda x: (big @ big @ big).sum() + x.sum())
+    host = torch.randn(64 << 20).pin_memory()
+    for _ in range(5):
+        step(host)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(6):
+            step(host)
+        torch.cuda.synchronize()
+    spans = [(one.name, one.time_range.start, one.time_range.end) for one in recorded.events()]
+    copies = [one for one in spans if "HtoD" in one[0] and one[2] - one[1] > 100]
+    kernels = [one for one in spans if "gemm" in one[0].lower() or "nvjet" in one[0].lower()]
+    beside = [one for one in copies if any(begin < one[2] and end > one[1] for _, begin, end in kernels)]
+    assert len(beside) >= 4, (len(copies), len(kernels))

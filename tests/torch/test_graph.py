@@ -1,0 +1,134 @@
+"""`keepbusy.graph`: what it replays is what the plain loop does."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import graph_loops
+import pytest
+from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
+
+from keepbusy.runtime.graph import graph
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_same_values_as_the_plain_loop(loop: Loop) -> None:
+    kept = Kept()
+    assert outcome(loop, kept, 16) == outcome(loop, lambda step: step, 16)
+    assert kept.graphed.replays > 5
+
+
+def test_the_same_random_numbers_as_the_plain_loop(run) -> None:
+    """In a process of its own: the GPU of this one draws the host's random numbers."""
+    finished = run(f"""
+import sys
+sys.path.insert(0, {str(Path(graph_loops.__file__).parent)!r})
+from graph_loops import DRAWING, Kept, outcome
+for loop in DRAWING:
+    kept = Kept()
+    assert outcome(loop, kept, 16) == outcome(loop, lambda step: step, 16), loop
+    assert kept.graphed.replays > 5, kept.graphed.report()
+print("all", len(DRAWING))
+""")
+    assert f"all {len(DRAWING)}" in finished.stdout, finished.stderr
+
+
+def test_a_schedule_of_floats_takes_effect_at_each_replay() -> None:
+    """The rate is rounded to float32 on its way to the device, and its schedule goes on in float64."""
+    kept = Kept()
+    found, expected = outcome(schedule_of_floats, kept, 24), outcome(schedule_of_floats, lambda step: step, 24)
+    assert found[:24] == pytest.approx(expected[:24], rel=1e-5)
+    assert kept.graphed.replays > 12
+
+
+def test_what_a_caller_keeps_never_changes() -> None:
+    model = net()
+    step = graph(whole(model, adam(model)))
+    kept = [(loss, loss.item()) for loss in (step(x, y) for x, y in batches(12))]
+    assert [loss.item() for loss, _ in kept] == [value for _, value in kept]
+
+
+def test_memory_stays_flat() -> None:
+    model = net()
+    step = graph(whole(model, adam(model)))
+    levels = []
+    for x, y in batches(40):
+        step(x, y)
+        levels.append(torch.cuda.memory_allocated())
+    assert len(set(levels[10:])) == 1
+
+
+def test_weights_that_moved_are_trained_where_they_are() -> None:
+    model = net()
+    step = graph(whole(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    for number, (x, y) in enumerate(batches(12)):
+        if number == 6:
+            for one in model.parameters():
+                one.data = one.data.clone()
+        before = model.first.weight.clone()
+        step(x, y)
+        assert not torch.equal(model.first.weight, before)
+
+
+def test_another_model_under_the_same_name_gets_a_graph_of_its_own() -> None:
+    models = [net(), net(dropout=0.5)]
+    model = models[0]
+
+    def evaluate(x):
+        with torch.no_grad():
+            return model(x)
+
+    step, (x, _) = graph(evaluate), next(batches(1))
+    for _ in range(6):
+        step(x)
+    model = net(norm=True).eval()
+    torch.testing.assert_close(step(x), evaluate(x), rtol=0, atol=0)
+
+
+def test_what_is_made_when_it_is_first_needed_does_not_count() -> None:
+    made: list[int] = []
+    calls = iter(range(100))
+
+    def evaluate(x):
+        if next(calls) == 1:
+            made.append(1)
+        return x * 2
+
+    step, x = graph(evaluate), torch.ones(3, device="cuda")
+    for _ in range(10):
+        step(x)
+    assert step.replays > 3
+
+
+def test_a_call_from_another_stream_comes_after_the_one_before() -> None:
+    model = net()
+    step = graph(whole(model, adam(model)))
+    losses = []
+    for number, (x, y) in enumerate(batches(10)):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream() if number % 2 else torch.cuda.default_stream()):
+            losses.append(step(x, y))
+    model = net()
+    plain = whole(model, adam(model))
+    assert [one.item() for one in losses] == [plain(x, y).item() for x, y in batches(10)]
+
+
+def test_the_report_counts_calls() -> None:
+    model = net()
+    step = graph(whole(model, adam(model)))
+    for x, y in batches(10):
+        step(x, y)
+    assert step.report() == "step: 6 replayed, 1 captured, 3 eager"
+
+
+def test_without_a_gpu_it_is_the_step_itself(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    x = torch.ones(3, requires_grad=True)
+    step = graph(lambda x: x * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step(x).requires_grad
+    assert step.report() == "<lambda>: 0 replayed, 0 captured, 1 eager"

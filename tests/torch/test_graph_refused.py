@@ -1,0 +1,166 @@
+"""What `keepbusy.graph` cannot capture: named by its line, run eagerly, and nothing of the state is lost over it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import graph_flaws
+import pytest
+from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
+from graph_loops import adam, batches, net, whole
+
+from keepbusy.runtime.graph import graph
+
+torch = pytest.importorskip("torch")
+cross_entropy = torch.nn.functional.cross_entropy
+
+
+@pytest.mark.parametrize("flaw", IN_CAPTURE + ON_THE_HOST, ids=lambda flaw: flaw.__name__)
+def test_the_line_is_named_and_the_training_goes_on_as_it_was(flaw: Flaw) -> None:
+    step, state = flawed(flaw)
+    expected = losses(step), state()
+    step, state = flawed(flaw)
+    graphed = graph(step)
+    with pytest.warns(UserWarning, match="keepbusy.graph runs train eagerly: at ") as told:
+        found = losses(graphed)
+    (warning,) = told
+    assert place_of(flaw) in str(warning.message)
+    assert warning.filename == graph_flaws.__file__
+    assert (found, state()) == expected
+    assert graphed.report().startswith("train: 0 replayed, 0 captured, 8 eager; ")
+
+
+def refusal(step: Callable[..., Any], inputs: list[Any], after: Callable[[], object] = lambda: None) -> str:
+    """The one warning that a loop brings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for one in inputs:
+            step(*one)
+            after()
+    (warning,) = [one for one in told if "keepbusy" in str(one.message)]
+    return str(warning.message)
+
+
+def test_a_schedule_inside_the_step_is_named() -> None:
+    model = net()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+
+    @graph
+    def train(x, y):
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+
+    told = refusal(train, [*batches(4)])
+    assert "it changes the epoch of StepLR on the host" in told
+    assert "(schedule.step())" in told
+
+
+def test_an_optimizer_that_counts_on_the_host_is_named() -> None:
+    model = net()
+    told = refusal(graph(whole(model, torch.optim.Adagrad(model.parameters()))), [*batches(4)])
+    assert "it changes the step count of Adagrad on the host" in told
+
+
+def test_settings_that_change_at_each_step_are_named() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    told = refusal(graph(whole(model, optimizer)), [*batches(20)], schedule.step)
+    assert "it keeps 8 graphs, and the settings of SGD would need another" in told
+
+
+def test_too_many_shapes_are_named() -> None:
+    model = net()
+    step = graph(whole(model, adam(model)))
+    told = refusal(step, [next(batches(1, size=size)) for _ in range(3) for size in range(2, 12)])
+    assert "it keeps 8 graphs, and an input of shape (2, 8) would need another; pad inputs" in told
+    assert step.report().startswith("step: 8 replayed, 8 captured, 14 eager; ")
+
+
+weight = 1.0
+
+
+def test_a_global_that_changes_gets_a_graph_of_its_own(monkeypatch) -> None:
+    def trained(wrap) -> list[float]:
+        model = net()
+        optimizer = adam(model)
+
+        def train(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y) * weight
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step, found = wrap(train), []
+        for number, (x, y) in enumerate(batches(12)):
+            monkeypatch.setitem(globals(), "weight", 2.0 if number > 6 else 1.0)
+            found.append(step(x, y))
+        return [one.item() for one in found]
+
+    assert trained(graph) == trained(lambda step: step)
+
+
+def test_a_backward_pass_outside_stays_possible_and_is_named() -> None:
+    model = net()
+
+    def forward(x, y):
+        return cross_entropy(model(x), y)
+
+    step = graph(forward)
+    with pytest.warns(UserWarning, match="its backward pass comes later, where a replay has no part"):
+        loss = step(*next(batches(1)))
+    loss.backward()
+    assert model.first.weight.grad is not None
+
+
+def test_a_tensor_of_the_host_among_the_results_is_named() -> None:
+    train = graph(lambda x, y: (x.sum(), torch.ones(3)))
+    assert "it returns a tensor of the host" in refusal(train, [*batches(5)])
+
+
+def test_a_number_that_changes_among_the_results_is_named() -> None:
+    numbers = iter(range(100))
+    train = graph(lambda x, y: next(numbers))
+    assert "it returned [0] first and [1] then" in refusal(train, [*batches(5)])
+
+
+class Batch:
+    def __init__(self, x) -> None:
+        self.x = x
+
+
+def test_an_object_that_holds_tensors_is_named() -> None:
+    train = graph(lambda batch: batch.x.sum())
+    same = Batch(torch.ones(3, device="cuda"))
+    assert "an argument is a Batch that holds tensors" in refusal(train, [(same,)] * 5)
+
+
+def test_an_argument_that_requires_a_gradient_is_named() -> None:
+    train = graph(lambda x: (x * 2).sum().backward())
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    assert "an argument requires a gradient" in refusal(train, [(x,)] * 5)
+
+
+def test_distributed_modules_run_eagerly(tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+        told = refusal(graph(lambda x: model(x).sum()), [(torch.ones(2, 3),)] * 3)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "it runs DistributedDataParallel, whose collectives are not captured" in told
+
+
+def test_an_error_of_the_step_is_its_own() -> None:
+    def train(x):
+        raise ValueError("not today")
+
+    step = graph(train)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="not today"):
+            step(torch.ones(1))
