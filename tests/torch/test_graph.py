@@ -10,6 +10,7 @@ import pytest
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
 from keepbusy.runtime.graph import graph
+from keepbusy.runtime.prefetch import prefetch
 
 torch = pytest.importorskip("torch")
 
@@ -114,6 +115,18 @@ def test_a_call_from_another_stream_comes_after_the_one_before() -> None:
     model = net()
     plain = whole(model, adam(model))
     assert [one.item() for one in losses] == [plain(x, y).item() for x, y in batches(10)]
+
+
+def test_batches_that_prefetch_brings() -> None:
+    """It needs to know nothing of graphs: its batches are copied on the device, in the order of the stream."""
+
+    def trained(wrap, fetch) -> list[float]:
+        model = net()
+        step = wrap(whole(model, adam(model)))
+        return [one.item() for one in [step(x, y) for x, y in fetch([*batches(12, device="cpu")])]]
+
+    by_hand = trained(lambda step: step, lambda loader: ((x.cuda(), y.cuda()) for x, y in loader))
+    assert trained(graph, lambda loader: prefetch(loader, depth=2)) == by_hand
 
 
 def test_the_report_counts_calls() -> None:
