@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import keepbusy
 
 RATIOS = (0.1, 0.5, 1.0, 1.5)
 REPEATS = 5
-WARM_UP = 4
+WARM_UP, AHEAD = 4, 8
 SECONDS = 0.15
 """About what one measurement takes."""
 LATE = 400_000
@@ -148,14 +149,14 @@ def timed(does: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def step_time(batches: Iterable[Any], work: Work) -> float:
-    start = steps = 0.0
-    for index, batch in enumerate(batches):
+def step_time(batches: Iterable[Any], work: Work, steps: int) -> float:
+    """The loader has more batches than these: what is fetched ahead at the end was fetched ahead at the start."""
+    start = 0.0
+    for index, batch in enumerate(islice(batches, WARM_UP + steps)):
         if index == WARM_UP:
             torch.cuda.synchronize()
             start = time.perf_counter()
         work(batch)
-        steps = index + 1 - WARM_UP
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps
 
@@ -175,15 +176,16 @@ def compare(ways: dict[str, Way], batches: list[Any], ratio: float, work: Work, 
     resident = [tree_map(lambda one: one.cuda(), batch) for batch in batches]
     expected = copy_time(batches[0]) / ratio
     work.lasting(expected)
-    count = WARM_UP + (2 if small else max(10, min(30, round(SECONDS / expected))))
+    steps = 2 if small else max(10, min(30, round(SECONDS / expected)))
+    count = WARM_UP + steps + AHEAD
     times: dict[str, list[float]] = {"copy": [], "compute": [], **{name: [] for name in ways}}
     failed: dict[str, str] = {}
     for _ in range(1 if small else REPEATS):
         times["copy"].append(copy_time(batches[0]))
-        times["compute"].append(step_time(loader(resident, count), work))
+        times["compute"].append(step_time(loader(resident, count), work, steps))
         for name, (way, wants_pinned) in ways.items():
             try:
-                times[name].append(step_time(way(loader(pinned if wants_pinned else batches, count)), work))
+                times[name].append(step_time(way(loader(pinned if wants_pinned else batches, count)), work, steps))
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
     bound = max(statistics.median(times["copy"]), statistics.median(times["compute"]))
