@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from keepbusy.explain import explain as explain
     from keepbusy.explain.compare import compare as compare
     from keepbusy.record import read as read
+    from keepbusy.record import record as record
     from keepbusy.report.terminal import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
     from keepbusy.runtime.agreement import agree as agree
@@ -41,6 +42,7 @@ _HOMES = {
     "prefetch": "keepbusy.runtime.prefetch",
     "read": "keepbusy.record",
     "readback": "keepbusy.runtime.reading",
+    "record": "keepbusy.record",
     "render": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.store",
     "save_later": "keepbusy.runtime.saving",

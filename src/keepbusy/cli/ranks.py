@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,11 +45,20 @@ def gathered(timeline: Timeline) -> Timeline | None:
     """On the first rank the timeline of all of them, on the others nothing."""
     if world() == 1:
         return timeline
+    from keepbusy.timeline.ranks import merge
+
+    timelines, _ = shared([timeline], [])
+    return merge([one for one in timelines if len(one)] or timelines[:1]) if timelines else None
+
+
+def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
+    """Leave this rank's for the first, which gets those of all ranks of this host, and why any are missing."""
     folder = _folder()
-    _leave(timeline, folder / f"rank{rank()}.busy")
-    if rank() != 0:
-        return None
-    return _merged(folder)
+    for one in timelines[:1]:
+        _leave(one, folder / f"rank{rank()}.busy")
+    if not timelines:
+        _say(why, folder / f"rank{rank()}.txt")
+    return ([], []) if rank() != 0 else _collected(folder)
 
 
 def _folder() -> Path:
@@ -68,19 +78,31 @@ def _leave(timeline: Timeline, path: Path) -> None:
     part.replace(path)
 
 
-def _merged(folder: Path) -> Timeline:
-    """Of all ranks that came to an end; one that crashed before it could say anything is missing."""
-    from keepbusy.timeline.ranks import merge
+def _say(why: Sequence[str], path: Path) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
+    part.replace(path)
+
+
+def _collected(folder: Path) -> tuple[list[Timeline], list[str]]:
+    """Of the ranks of this host; one that was killed together with its supervisor says nothing at all."""
     from keepbusy.timeline.store import load
 
-    paths = [folder / f"rank{one}.busy" for one in range(world())]
+    mine = range(int(os.environ.get("LOCAL_WORLD_SIZE", world())))
     until = time.monotonic() + PATIENCE
-    while time.monotonic() < until and not all(path.exists() for path in paths):
+    while time.monotonic() < until and not all(_has_spoken(folder, one) for one in mine):
         time.sleep(_POLL)
-    there = [path for path in paths if path.exists()]
-    timelines = [load(path) for path in there]
-    for path in there:
-        path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()
-    return merge([one for one in timelines if len(one)] or timelines[:1])
+    timelines = [load(path) for one in mine if (path := folder / f"rank{one}.busy").exists()]
+    why = [_why_missing(folder, one) for one in mine if not (folder / f"rank{one}.busy").exists()]
+    shutil.rmtree(folder, ignore_errors=True)
+    return timelines, why
+
+
+def _has_spoken(folder: Path, one: int) -> bool:
+    return (folder / f"rank{one}.busy").exists() or (folder / f"rank{one}.txt").exists()
+
+
+def _why_missing(folder: Path, one: int) -> str:
+    said = folder / f"rank{one}.txt"
+    why = said.read_text(encoding="utf-8") if said.exists() else "It was killed before it could write anything."
+    return f"rank {one} is missing from this report: {why}"

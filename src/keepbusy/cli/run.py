@@ -1,4 +1,4 @@
-"""Run a PyTorch program on a virtual GPU, and say which line would make a real one wait."""
+"""Run a PyTorch program, on the GPU there is or on a virtual one, and say which line makes it wait."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from keepbusy.cli import ranks, values
+from keepbusy.cli import ranks, recorded, values
 from keepbusy.cli.explain import check_name, explained, rendered, save
 from keepbusy.cli.output import show
 from keepbusy.timeline.errors import BadInput
@@ -18,7 +18,7 @@ from keepbusy.timeline.errors import BadInput
 if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
 
-SUMMARY = "run a program that asks for a GPU on a virtual one, and explain the run"
+SUMMARY = "run a program and explain the run: on the GPU there is, or else on a virtual one"
 EXAMPLES = """\
 examples:
   keepbusy run train.py --epochs 1
@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--on",
         metavar="DEVICE",
         default="auto",
-        help="the GPU to be: h200, h100, a100, b200, l4, rtx4090, or a .toml file (default: h200 where there is none)",
+        help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
+        "(default: the real GPU where there is one, else h200)",
+    )
+    parser.add_argument(
+        "--after", type=_steps, metavar="N", help="record after N steps (default: after 8, once they are steady)"
     )
     parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
     parser.add_argument(
@@ -74,26 +78,45 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 1 or more")
+    return int(text)
+
+
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
     from keepbusy.script import main
-    from keepbusy.virtual.run import Options, start
-    from keepbusy.virtual.steady import steady
 
     if options.save:
         check_name(options.save)
     path = None if options.module else main.find(options.script)
-    device = _device(options.on)
+    real = options.on == "auto" and recorded.is_possible()
     if options.ranks > 1:
         sys.exit(ranks.launch(options.ranks, _command(options)))
+    if real:
+        recorded.run(options, lambda: _program(options, path), lambda timeline: _report(timeline, options))
+    return _virtual(options, path)
+
+
+def _program(options: argparse.Namespace, path: Path | None) -> int:
+    from keepbusy.script import main
+
+    with _program_output(options.json):
+        if path is None:
+            return main.run_module(options.script, options.arguments)
+        return main.run_file(path, options.arguments)
+
+
+def _virtual(options: argparse.Namespace, path: Path | None) -> NoReturn:
+    from keepbusy.virtual.run import Options, start
+    from keepbusy.virtual.steady import steady
+
+    device = "h200" if options.on == "auto" else options.on
     asked = Options(device, ranks.devices(options.gpus), options.clock == "measured", options.values == "real")
     timeline = start(asked, ranks.rank())
     process = os.getpid()
-    with _program_output(options.json):
-        if path is None:
-            code = main.run_module(options.script, options.arguments)
-        else:
-            code = main.run_file(path, options.arguments)
+    code = _program(options, path)
     if os.getpid() != process:  # a child that the program forked and let return has nothing to tell
         os._exit(code)
     whole = ranks.gathered(timeline(source=options.script))
@@ -105,6 +128,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 def _command(options: argparse.Namespace) -> list[str]:
     """What each rank is started with: the same, without `--ranks`."""
     given = [] if options.on == "auto" else ["--on", options.on]
+    given += [] if options.after is None else ["--after", str(options.after)]
     given += [] if options.clock == "measured" else ["--clock", options.clock]
     given += [] if options.values == "real" else ["--values", options.values]
     given += ["--mend", ",".join(options.mend)] if options.mend else []
@@ -112,17 +136,6 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += ["--save", str(options.save)] if options.save else []
     given += ["-m"] if options.module else []
     return [*given, options.script, *options.arguments]
-
-
-def _device(on: str) -> str:
-    """`auto` takes the virtual device where there is no GPU; where there is one, the user must say what is meant."""
-    if on != "auto":
-        return on
-    if Path("/dev/nvidiactl").exists():
-        raise BadInput(
-            "this machine has a GPU, which `keepbusy run` cannot record yet; give --on h200 for a virtual one."
-        )
-    return "h200"
 
 
 class _program_output:  # noqa: N801  # reads as a word: with _program_output(...)

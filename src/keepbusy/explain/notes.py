@@ -10,8 +10,8 @@ from keepbusy.timeline.model import Kind, Timeline
 
 
 def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
-    notes = []
-    if not plain_given:
+    notes = [*map(str, whole.facts.get("notes", ()))]  # what the recorder has to say itself
+    if not plain_given and "recorded" not in whole.facts:
         notes.append(
             "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
             "Time a step without the profiler and give it with --plain-step."

@@ -27,6 +27,7 @@ class Category(IntEnum):
     OVERHEAD = 8  # overhead
     SYNC = 9  # cuda_sync, of traces with enable_cuda_sync_events
     RECORD = 10  # cuda_event, beside them: an event recorded on a stream, where Kineto is new enough
+    LINE = 11  # not Kineto's: a line of the program, from our own window
 
 
 @dataclass(frozen=True, eq=False)

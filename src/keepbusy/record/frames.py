@@ -13,6 +13,7 @@ _KINDS = {
     Category.OPERATOR: FrameKind.OPERATOR,
     Category.PYTHON: FrameKind.PYTHON,
     Category.ANNOTATION: FrameKind.ANNOTATION,
+    Category.LINE: FrameKind.LINE,
 }
 SIGNIFICANT = 100_000
 """A frame that launches nothing is told apart from its surroundings when it lasts this long."""

@@ -7,7 +7,13 @@ import numpy as np
 from keepbusy.record.events import Category, Trace
 from keepbusy.timeline.model import Ints, Kind, Spans
 
-COST = {Category.OPERATOR: 1_200, Category.PYTHON: 800, Category.RUNTIME: 2_200, Category.DRIVER: 2_200}
+COST = {
+    Category.OPERATOR: 1_200,
+    Category.PYTHON: 800,
+    Category.RUNTIME: 2_200,
+    Category.DRIVER: 2_200,
+    Category.LINE: 800,
+}
 """Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter."""
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from keepbusy.record.events import Category, Trace
 from keepbusy.timeline.model import Ints
 
-_MARKS = ("ProfilerStep#", "Optimizer.step#")
+_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
 
 
 def step_marks(trace: Trace, main: int) -> Ints:
@@ -20,5 +20,5 @@ def step_marks(trace: Trace, main: int) -> Ints:
         marks = np.unique(events.start[these])
         if len(marks) >= 2:
             # a profiler step is a whole one, so the last one's end is a mark, too
-            return np.append(marks, events.end[these].max()) if prefix == _MARKS[0] else marks
+            return np.append(marks, events.end[these].max()) if prefix == _MARKS[1] else marks
     return np.zeros(0, np.int64)

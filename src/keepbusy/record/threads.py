@@ -15,7 +15,7 @@ from keepbusy.record.calls import Calls
 from keepbusy.record.events import Category, Trace
 from keepbusy.timeline.model import NONE, Ints
 
-STEP_MARK = ("ProfilerStep#", "Optimizer.step#")
+STEP_MARK = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
 
 
 @dataclass(frozen=True)

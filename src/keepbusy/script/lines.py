@@ -32,7 +32,9 @@ def _folder(package: str) -> str:
 _TORCH = _folder("torch")
 MOST = 24
 """User lines of one chain; recursion may go deeper, and what is further out is left off."""
-_USER, _LIBRARY, _HIDDEN = 0, 1, 2
+USER, LIBRARY, TORCH, PYTHON, HIDDEN = range(5)
+"""Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
+is PyTorch's way from a call to an operator, machinery, and ours."""
 
 
 class Places:
@@ -54,10 +56,10 @@ class Places:
             code = frame.f_code
             kind = kinds.get(code)
             if kind is None:
-                kind = kinds[code] = _kind(code.co_filename)
-            if kind == _USER:
+                kind = kinds[code] = kind_of(code.co_filename)
+            if kind == USER:
                 key += (code, frame.f_lasti)
-            elif kind == _LIBRARY and library is None and not key:
+            elif kind != HIDDEN and library is None and not key:
                 library = (code, frame.f_lasti)
             frame = frame.f_back
         whole = (*key[: 2 * MOST], library)
@@ -74,13 +76,15 @@ class Places:
         return number
 
 
-def _kind(file: str) -> int:
-    """The user's own; a library's; or hidden: PyTorch's way from a call to an operator, Python's machinery, ours."""
-    if file.startswith((_OURS, "<")) or (file.startswith(_TORCH) and not _speaks_for_itself(file)):
-        return _HIDDEN
-    if file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED):
-        return _LIBRARY
-    return _USER
+def kind_of(file: str) -> int:
+    """Whose code a file holds."""
+    if file.startswith((_OURS, "<")):
+        return HIDDEN
+    if file.startswith(_TORCH):
+        return TORCH if _speaks_for_itself(file) else HIDDEN
+    if any(part in file for part in _INSTALLED):
+        return LIBRARY
+    return PYTHON if file.startswith(_LIBRARIES) else USER
 
 
 def _speaks_for_itself(file: str) -> bool:
@@ -91,7 +95,7 @@ def _speaks_for_itself(file: str) -> bool:
 
 def _line(code: CodeType, instruction: int) -> str:
     line = _line_number(code, instruction)
-    return f"{_shown(code.co_filename)}({line}): {code.co_name}"
+    return f"{shown(code.co_filename)}({line}): {code.co_name}"
 
 
 def _line_number(code: CodeType, instruction: int) -> int:
@@ -101,7 +105,7 @@ def _line_number(code: CodeType, instruction: int) -> int:
     return code.co_firstlineno
 
 
-def _shown(file: str) -> str:
+def shown(file: str) -> str:
     """As Kineto writes it: below site-packages from the package on, else relative to where the program runs."""
     for part in _INSTALLED:
         if part in file:

@@ -1,0 +1,90 @@
+"""`keepbusy run` where there is a GPU: the program in a child process, and the report of what it left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from keepbusy.cli import ranks
+from keepbusy.cli.supervised import end_as, supervise
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Timeline
+
+DRIVER = Path("/dev/nvidiactl")
+KEEP = "KEEPBUSY_KEEP"
+"""Names a folder in which the profiler's traces are to stay."""
+_CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
+
+
+def is_possible() -> bool:
+    """Whether there is a GPU for PyTorch to use. Asking PyTorch itself would wake the driver in this process."""
+    return DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _speaks_cuda()
+
+
+def _speaks_cuda() -> bool:
+    """PyTorch's own word on what it was built for, read and not imported."""
+    torch = find_spec("torch")
+    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    return version is not None and version.exists() and bool(_CUDA.search(version.read_text(encoding="utf-8")))
+
+
+def run(options: argparse.Namespace, program: Callable[[], int], report: Callable[[Timeline], None]) -> None:
+    """Does not come back: it ends as the program ended."""
+    kept = os.environ.get(KEEP)
+    folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept))
+    status = supervise(lambda: _watched(program, folder, options.after))
+    try:
+        whole = _whole(folder, options.script)
+        if whole is not None:
+            report(whole)
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    end_as(status)
+
+
+def _watched(program: Callable[[], int], folder: Path, after: int | None) -> int:
+    from keepbusy.record.run import Options, start
+
+    watched = start(Options(str(folder), after))
+    try:
+        return program()
+    finally:
+        watched.end()
+
+
+def _whole(folder: Path, source: str) -> Timeline | None:
+    """What all processes of this rank left, and on the first rank what all ranks did."""
+    timelines, why = _left(folder, source)
+    if ranks.world() > 1:
+        timelines, why = ranks.shared(timelines, why)
+    for sentence in why:
+        sys.stderr.write(f"keepbusy: {sentence}\n")
+    if not timelines:
+        return None
+    from keepbusy.record.together import together
+
+    return together(timelines)
+
+
+def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
+    """Of the processes that took steps, each rank's; and else why there is none."""
+    from keepbusy.record.folder import facts_in
+    from keepbusy.record.left import timeline_in
+
+    found, why = dict[int, Timeline](), list[str]()
+    left = {one: facts_in(one) for one in folder.iterdir() if one.is_dir()}
+    for one in sorted(left, key=lambda one: -left[one].get("steps", 0)):
+        if left[one].get("steps", 0) or len(left) == 1:
+            try:
+                found.setdefault(left[one].get("rank", ranks.rank()), timeline_in(one, {"source": source}))
+            except BadInput as error:
+                why.append(str(error))
+    return [found[rank] for rank in sorted(found)], [] if found else why[:1]

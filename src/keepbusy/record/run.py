@@ -1,0 +1,177 @@
+"""A program on a real GPU, from its first step on: marks throughout, a window once it is warm, and what both leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keepbusy.record.folder import write_facts
+from keepbusy.record.others import Others
+from keepbusy.record.window import Window
+from keepbusy.script.children import follow
+from keepbusy.timeline.model import Timeline
+
+AFTER = 8
+"""Steps before the window opens: memory, kernels and states are made in the first ones."""
+LATEST = 16
+"""A run whose steps are not alike by then is looked at as it is."""
+ALIKE = 5
+_LEFT_EVERY = 10_000_000_000
+_QUIET = "99"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to look at a program."""
+
+    folder: str = ""  # where each process leaves what it saw, in a folder of its own
+    after: int | None = None  # steps before the window opens
+
+
+class Run:
+    """One process that is looked at."""
+
+    def __init__(self, options: Options) -> None:
+        from keepbusy.record.counted import Marks
+
+        self.options = options
+        self.folder = Path(options.folder or tempfile.mkdtemp(prefix="keepbusy-")) / str(os.getpid())
+        self.folder.mkdir(parents=True)
+        self.process = os.getpid()
+        self.is_going_on = False
+        self.notes: list[str] = []
+        self.window = Window(self.folder)
+        self.marks = Marks(self._on_step)
+        self.others = Others(self._give_way)
+        self._steps = self._opened = self._left = 0
+
+    def begin(self) -> None:
+        self.is_going_on = True
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")  # without it every launch stays slow when the window has closed
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # it tells of its beginning and end on standard error
+        self.others.begin()
+        self.marks.begin()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def end(self) -> None:
+        """Take everything out again, and leave what there is."""
+        if os.getpid() != self.process or not self.is_going_on:
+            return
+        self.is_going_on = False
+        self._give_way()
+        self.marks.end()
+        self.others.end()
+        self.leave()
+
+    def timeline(self, **facts: Any) -> Timeline:
+        """The run so far."""
+        from keepbusy.record.left import timeline_in
+
+        return timeline_in(self.folder, facts)
+
+    def leave(self) -> None:
+        """Write down what is known by now."""
+        write_facts(self.folder, self._facts())
+        self._left = self.window.clock()
+
+    def _facts(self) -> dict[str, Any]:
+        rank, world = _place()
+        return {
+            "rank": rank,
+            "world": world,
+            "steps": self._steps,
+            "opened": self._opened,
+            "closed": self._opened > 0 and not self.window.is_open,
+            "ticks": self.window.ticks,
+            "cost": self.window.cost,
+            "plain_step": self.marks.plain_step(),
+            "marks": self.marks.facts(),
+            "after": self._after,
+            "notes": [*self.notes, *self._seen()],
+        }
+
+    def _seen(self) -> list[str]:
+        said = []
+        if self.window.no_lines:
+            said.append(f"Places are operators, not lines: {self.window.no_lines}.")
+        if self.others.seen and not self._opened:
+            said.append("The program runs PyTorch's profiler itself, so keepbusy's window stayed closed.")
+        return said
+
+    @property
+    def _after(self) -> int:
+        return AFTER if self.options.after is None else self.options.after
+
+    def _on_step(self, count: int) -> None:
+        """Called by the marks. Whatever goes wrong here is ours, and no business of the program's."""
+        if os.getpid() != self.process:
+            return
+        self._steps = count
+        try:
+            self._step(count)
+        except Exception as error:
+            self._failed(error)
+
+    def _step(self, count: int) -> None:
+        if self.window.is_open:
+            with self.others.ourselves():
+                self.window.step(count)
+            if not self.window.is_open:
+                self.marks.look_closely(False)
+                self.leave()
+        elif not self._opened and self._is_due(count):
+            self._opened = count
+            self.marks.look_closely(True)
+            with self.others.ourselves():
+                self.window.open()
+        elif self.window.clock() - self._left > _LEFT_EVERY:
+            self.leave()
+
+    def _is_due(self, count: int) -> bool:
+        """Ranks open theirs at the same step, and cannot ask each other; a single one waits until it is steady."""
+        if self.others.at_work or count < self._after:
+            return False
+        return _place()[1] > 1 or self.options.after is not None or count >= LATEST or self.marks.steady(ALIKE)
+
+    def _give_way(self) -> None:
+        if self.window.is_open:
+            self.marks.look_closely(False)
+            with self.others.ourselves():
+                self.window.close()
+
+    def _failed(self, error: Exception) -> None:
+        self.notes.append(f"Recording failed ({type(error).__name__}: {error}), so it was given up.")
+        self.window.is_open = False
+        self._opened = self._opened or -1
+        self.marks.look_closely(False)
+
+    def _forked(self) -> None:
+        """A child that is forked is none of ours."""
+        self.window.forget()
+
+
+def start(options: Options) -> Run:
+    """Look at this process, and at those it spawns, from now on."""
+    run = Run(options)
+    run.begin()
+    follow(be_child, asdict(options))
+    return run
+
+
+def be_child(**options: Any) -> None:
+    """A process that the program spawned is looked at, too."""
+    import atexit
+
+    atexit.register(start(Options(**options)).end)
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks, as PyTorch or else the launcher knows them."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,26 @@
+"""The ranks of one recorded run in one timeline, the same steps of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+
+from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.ranks import merge
+
+
+def together(timelines: Sequence[Timeline]) -> Timeline:
+    """A rank that ended early has fewer steps than the others: what is told of all are the steps that all took."""
+    numbers = [list(one.facts.get("recorded", ())) for one in timelines]
+    shared = sorted(reduce(set.intersection, map(set, numbers)))
+    notes = dict.fromkeys(note for one in timelines for note in one.facts.get("notes", ()))
+    whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
+    return whole.change(facts={**whole.facts, "recorded": shared, "notes": list(notes)})
+
+
+def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int]) -> Timeline:
+    if len(numbers) != len(timeline.marks) or len(wanted) < 3:
+        return timeline
+    return timeline.change(marks=timeline.marks[np.isin(numbers, wanted)])
