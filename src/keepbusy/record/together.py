@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from keepbusy.timeline.ranks import merge
 def together(timelines: Sequence[Timeline]) -> Timeline:
     """A rank that ended early has fewer steps than the others: what is told of all are the steps that all took."""
     numbers = [list(one.facts.get("recorded", ())) for one in timelines]
-    shared = sorted(reduce(set.intersection, map(set, numbers)))
+    shared = sorted(set.intersection(*map(set, numbers)))
     notes = dict.fromkeys(note for one in timelines for note in one.facts.get("notes", ()))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
     return whole.change(facts={**whole.facts, "recorded": shared, "notes": list(notes)})

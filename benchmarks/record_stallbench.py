@@ -1,0 +1,211 @@
+"""Programs with a known stall, recorded live on a real GPU, against what mending them really gains in the same job.
+
+    python benchmarks/record_stallbench.py record --cases DIR --out DIR [--only CASE...] [--ranks N] [--repeat N]
+    python benchmarks/record_stallbench.py score --out DIR --planted FILE
+
+DIR of cases holds ordinary scripts, `main(tick, fixed)` in each; FILE says which causes, mended together, make the
+mended variant. `record` needs the GPU: it times each case plain, stalled and mended in turns, runs the stalled script
+under `keepbusy run --json --save`, and writes it all to DIR. `score` needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WARM = 12
+BLAME = ("host_sync", "blocking_copy", "copy_not_overlapped", "input_late", "made_on_host", "allocator", "peer_late")
+
+
+def timed(path: Path, fixed: bool) -> float:
+    """Milliseconds a step; the device is drained before the first and after the last."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    case: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(case)
+    steps, begin = 0, 0.0
+
+    def tick() -> None:
+        nonlocal steps, begin
+        steps += 1
+        if steps == WARM:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+
+    case.main(tick, fixed)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / (steps - WARM) * 1e3
+
+
+def measure(path: Path, repeat: int) -> dict[str, Any]:
+    timed(path, False), timed(path, True)
+    pairs = [(timed(path, False), timed(path, True)) for _ in range(repeat)]
+    stalled, fixed = (statistics.median(column) for column in zip(*pairs, strict=True))
+    gains = [1 - after / before for before, after in pairs]
+    return {
+        "case": path.stem,
+        "stalled_ms": stalled,
+        "fixed_ms": fixed,
+        "gain": 1 - fixed / stalled,
+        "gain_low": min(gains),
+        "gain_high": max(gains),
+        "pairs": pairs,
+    }
+
+
+def truth_of(options: argparse.Namespace) -> None:
+    """In a process of its own, or in each of several ranks."""
+    import torch
+
+    rank = int(os.environ.get("RANK", "0"))
+    sys.path.insert(0, str(options.cases))
+    if "WORLD_SIZE" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    for path in paths_of(options):
+        began = time.perf_counter()
+        try:
+            found = measure(path, options.repeat)
+        except Exception as error:
+            print(f"{path.stem}: {type(error).__name__}: {error}", flush=True)
+            continue
+        found["world"] = int(os.environ.get("WORLD_SIZE", "1"))
+        found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        if rank == 0:
+            (options.out / f"{path.stem}.json").write_text(json.dumps(found, indent=1))
+            print(f"{path.stem:24s} {found['stalled_ms']:8.2f} -> {found['fixed_ms']:8.2f} ms", end="")
+            print(f"  ({time.perf_counter() - began:.1f} s)", flush=True)
+
+
+def paths_of(options: argparse.Namespace) -> list[Path]:
+    found = {path.stem: path for path in sorted(options.cases.parent.glob(f"{options.cases.name}/*.py"))}
+    return [found[name] for name in options.only or found]
+
+
+def record(options: argparse.Namespace) -> None:
+    """The live runs first, then the plain ones: what keepbusy said cannot know what is measured."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(options.cases.parent), os.environ.get("PYTHONPATH", "")])
+    if options.ranks == 1:
+        import torch  # noqa: F401  # once, for all that are forked from here
+        import torch.utils.data
+
+        sys.path.insert(0, str(options.cases.parent))
+    for path in paths_of(options):
+        began = time.perf_counter()
+        code = live(path, options) if options.ranks == 1 else live_ranks(path, options)
+        print(f"{path.stem:24s} live: exit code {code}, {time.perf_counter() - began:.1f} s", flush=True)
+    again = [sys.executable, __file__, "truth", "--cases", str(options.cases), "--out", str(options.out)]
+    again += ["--repeat", str(options.repeat), *(["--only", *options.only] if options.only else [])]
+    if options.ranks > 1:
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        again = [sys.executable, *agent, *again[1:]]
+    subprocess.run(again, check=False)
+
+
+def live(path: Path, options: argparse.Namespace) -> int:
+    """`keepbusy run --json --save` of the script, without the second it takes to import PyTorch."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        out = os.open(options.out / f"{path.stem}.said.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        err = os.open(options.out / f"{path.stem}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(err, 2)
+        code = keepbusy_run(path, options)
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def keepbusy_run(path: Path, options: argparse.Namespace) -> int:
+    from keepbusy.cli import main
+
+    try:
+        return main(["run", "--json", "--save", str(options.out / f"{path.stem}.busy"), str(path)])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def live_ranks(path: Path, options: argparse.Namespace) -> int:
+    call = [sys.executable, "-m", "keepbusy", "run", "--ranks", str(options.ranks), "--json"]
+    call += ["--save", str(options.out / f"{path.stem}.busy"), str(path)]
+    with (
+        (options.out / f"{path.stem}.said.json").open("w") as out,
+        (options.out / f"{path.stem}.log").open("w") as err,
+    ):
+        return subprocess.run(call, stdout=out, stderr=err, check=False, timeout=120).returncode
+
+
+def score(options: argparse.Namespace) -> None:
+    import keepbusy
+
+    planted = json.loads(options.planted.read_text())
+    errors, right = [], 0
+    for path in sorted(options.out.glob("*.busy")):
+        truth = json.loads(path.with_suffix(".json").read_text())
+        timeline = keepbusy.load(path)
+        row = judged(timeline, truth, planted[path.stem])
+        errors.append(row["error"])
+        right += row["right"]
+        print(
+            f"{path.stem:20s} {'right' if row['right'] else 'WRONG'}  {row['named']:34s} "
+            f"plain {row['plain']:7.2f} ({truth['stalled_ms']:7.2f} by stopwatch)  mended {truth['fixed_ms']:7.2f}  "
+            f"predicted {row['predicted']:7.2f}  error {row['error']:6.1%}  {row['place']}"
+        )
+    errors.sort()
+    print(
+        f"{right} of {len(errors)} right; error: median {statistics.median(errors):.1%}, "
+        f"90th percentile {errors[min(len(errors) - 1, int(0.9 * len(errors)))]:.1%}"
+    )
+
+
+def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str, Any]:
+    """As shares of the plain step that keepbusy knows: what it predicts against what mending really gains."""
+    import keepbusy
+
+    said = keepbusy.explain(timeline, plain_step=timeline.facts.get("plain_step"), mend=planted)
+    stalled, fixed = truth["stalled_ms"], truth["fixed_ms"]
+    lines = [one.predicted.step / 1e6 for one in said.causes if one.cause in BLAME]
+    predicted = said.predicted.step / 1e6 if planted else min([stalled, *lines])
+    gained = stalled - fixed
+    right = stalled - predicted >= 0.5 * gained if planted else predicted >= 0.95 * stalled
+    first = next((one for one in said.causes if one.cause in planted), None) or next(iter(said.causes), None)
+    return {
+        "right": right,
+        "named": ",".join(one.cause for one in said.causes) or "silent",
+        "plain": said.plain_step / 1e6,
+        "predicted": predicted,
+        "error": abs(predicted - fixed) / stalled,
+        "place": str(first.sites[0].where) if first else "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("record", "truth", "score"))
+    parser.add_argument("--cases", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--planted", type=Path)
+    options = parser.parse_args()
+    {"record": record, "truth": truth_of, "score": score}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
