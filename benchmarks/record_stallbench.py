@@ -11,12 +11,9 @@ under `keepbusy run --json --save`, and writes it all to DIR. `score` needs none
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -99,9 +96,7 @@ def record(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(options.cases.parent), os.environ.get("PYTHONPATH", "")])
     if options.ranks == 1:
-        import torch  # noqa: F401  # once, for all that are forked from here
-        import torch.utils.data
-
+        importlib.import_module("torch.utils.data")  # once, for all that are forked from here
         sys.path.insert(0, str(options.cases.parent))
     for path in paths_of(options):
         began = time.perf_counter()
