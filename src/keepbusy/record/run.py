@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from keepbusy.record.folder import write_facts
+from keepbusy.record.marks import Marks
 from keepbusy.record.others import Others
 from keepbusy.record.window import Window
 from keepbusy.script.children import follow
+from keepbusy.script.imports import when_imported
 from keepbusy.timeline.model import Timeline
 
 AFTER = 8
@@ -36,8 +38,6 @@ class Run:
     """One process that is looked at."""
 
     def __init__(self, options: Options) -> None:
-        from keepbusy.record.counted import Marks
-
         self.options = options
         self.folder = Path(options.folder or tempfile.mkdtemp(prefix="keepbusy-")) / str(os.getpid())
         self.folder.mkdir(parents=True)
@@ -53,9 +53,14 @@ class Run:
         self.is_going_on = True
         os.environ.setdefault("TEARDOWN_CUPTI", "1")  # without it every launch stays slow when the window has closed
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # it tells of its beginning and end on standard error
-        self.others.begin()
-        self.marks.begin()
         os.register_at_fork(after_in_child=self._forked)
+        when_imported("torch", self._hook_in)
+
+    def _hook_in(self) -> None:
+        """PyTorch is there: not before the program itself has imported it, and set what it sets before."""
+        if self.is_going_on:
+            self.others.begin()
+            self.marks.begin()
 
     def end(self) -> None:
         """Take everything out again, and leave what there is."""
@@ -88,8 +93,8 @@ class Run:
             "closed": self._opened > 0 and not self.window.is_open,
             "ticks": self.window.ticks,
             "cost": self.window.cost,
-            "plain_step": self.marks.plain_step(),
-            "marks": self.marks.facts(),
+            "plain_step": self.marks.plain_step() if self._steps else None,
+            "marks": self.marks.facts() if self._steps else {},
             "after": self._after,
             "notes": [*self.notes, *self._seen()],
         }
