@@ -16,6 +16,7 @@ from keepbusy.cli.output import show
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
 
 SUMMARY = "run a program and explain the run: on the GPU there is, or else on a virtual one"
@@ -163,11 +164,25 @@ def _report(timeline: Timeline, options: argparse.Namespace) -> None:
     try:
         if not timeline.on_device.any():
             raise BadInput(f"{options.script} ran nothing on the GPU.")
-        diagnosis = explained(timeline, None, options.mend, options.workers)
+        diagnosis = _diagnosis(timeline, options)
     except BadInput as error:
         sys.stderr.write(f"keepbusy: {error}\n")
         return
     show(("" if options.json else "\n", rendered(diagnosis, options.json, _again(options)), "\n"))
+
+
+def _diagnosis(timeline: Timeline, options: argparse.Namespace) -> Diagnosis:
+    """A recording that its plain step does not fit is told as it is: better than nothing."""
+    try:
+        return explained(timeline, None, options.mend, options.workers)
+    except BadInput as misfit:
+        plain = timeline.facts.get("plain_step")
+        if plain is None:
+            raise
+        note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
+        facts = {key: value for key, value in timeline.facts.items() if key != "plain_step"}
+        told = timeline.change(facts=facts | {"notes": [*facts.get("notes", ()), note]})
+        return explained(told, None, options.mend, options.workers)
 
 
 def _again(options: argparse.Namespace) -> str:

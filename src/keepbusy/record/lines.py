@@ -65,6 +65,7 @@ class Log:
     def open_frames(self) -> dict[int, list[FrameType]]:
         """Where every thread stands, from the outside in; noted as if it had just come there."""
         self.threads.update({one.ident: one.native_id for one in threading.enumerate() if one.ident and one.native_id})
+        self.threads[threading.get_ident()] = threading.get_native_id()  # a child that was forked has another number
         found = {thread: self._followed_of(top) for thread, top in sys._current_frames().items()}
         for thread, frames in found.items():
             for frame in frames:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import FrameType
+from collections import Counter
+from types import CodeType, FrameType
 from typing import Any
 
 from keepbusy.record.lines import ENTER, LEAVE, LINE, LINES, MOST, Log
+
+OFTEN = 2_000
+"""Calls of one function, or turns of a generator, beyond which it is no longer told apart from who calls it."""
 
 
 class Traced:
@@ -17,6 +21,7 @@ class Traced:
         self.log = log
         self._frames: list[FrameType] = []
         self._follows = False
+        self._calls: Counter[CodeType] = Counter()
 
     def begin(self) -> str:
         """Returns why not, if it cannot."""
@@ -41,6 +46,9 @@ class Traced:
 
     def _entered(self, frame: FrameType, _: str, __: object) -> Any:
         if not self._follows or len(self.log.entries) > MOST or not self.log.detail(frame.f_code):
+            return None
+        self._calls[frame.f_code] += 1
+        if self._calls[frame.f_code] > OFTEN:
             return None
         self.log.add(ENTER, frame.f_code)
         frame.f_trace_lines = self.log.detail(frame.f_code) == LINES
