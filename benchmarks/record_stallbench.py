@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 WARM = 8
+GAIN = 0.05
+"""A smaller gain is none."""
 SLOW = 80.0
 """Milliseconds beyond which one look at a case is enough."""
 BLAME = ("host_sync", "blocking_copy", "copy_not_overlapped", "input_late", "made_on_host", "allocator", "peer_late")
@@ -191,9 +193,10 @@ def score(options: argparse.Namespace) -> None:
 
 
 def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str, Any]:
-    """As shares of the plain step that keepbusy knows: what it predicts against what mending really gains."""
+    """What keepbusy predicts against what mending really gains. Where that is nothing, no line may be blamed."""
     import keepbusy
 
+    planted = planted if truth["gain"] >= GAIN else []
     said = keepbusy.explain(timeline, plain_step=timeline.facts.get("plain_step"), mend=planted)
     stalled, fixed = truth["stalled_ms"], truth["fixed_ms"]
     lines = [one.predicted.step / 1e6 for one in said.causes if one.cause in BLAME]

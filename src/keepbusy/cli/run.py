@@ -172,17 +172,14 @@ def _report(timeline: Timeline, options: argparse.Namespace) -> None:
 
 
 def _diagnosis(timeline: Timeline, options: argparse.Namespace) -> Diagnosis:
-    """A recording that its plain step does not fit is told as it is: better than nothing."""
     try:
         return explained(timeline, None, options.mend, options.workers)
     except BadInput as misfit:
-        plain = timeline.facts.get("plain_step")
-        if plain is None:
+        if timeline.facts.get("plain_step") is None:
             raise
-        note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
-        facts = {key: value for key, value in timeline.facts.items() if key != "plain_step"}
-        told = timeline.change(facts=facts | {"notes": [*facts.get("notes", ()), note]})
-        return explained(told, None, options.mend, options.workers)
+        from keepbusy.record.left import as_recorded
+
+        return explained(as_recorded(timeline, misfit), None, options.mend, options.workers)
 
 
 def _again(options: argparse.Namespace) -> str:

@@ -44,14 +44,14 @@ class Log:
         self.entries: list[Entry] = []
         self.threads: dict[int, int] = {}
         """The system's number of each thread, by Python's own."""
-        self._detail: dict[CodeType, int] = {}
+        self._detail: dict[int, tuple[int, CodeType]] = {}  # by identity: the same words in two files are equal
 
     def detail(self, code: CodeType) -> int:
         """How closely this code is followed."""
-        detail = self._detail.get(code)
-        if detail is None:
-            detail = self._detail[code] = _DETAIL.get(kind_of(code.co_filename), NOTHING)
-        return detail
+        known = self._detail.get(id(code))
+        if known is None:
+            known = self._detail[id(code)] = _DETAIL.get(kind_of(code.co_filename), NOTHING), code
+        return known[0]
 
     def add(self, what: int, code: CodeType, line: int = 0) -> None:
         self.entries.append((self.clock(), threading.get_ident(), what, code, line))

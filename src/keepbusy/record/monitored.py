@@ -30,10 +30,10 @@ class Monitored:
         self.log = log
         self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
         self._tool: int | None = None
-        self._codes: set[CodeType] = set()
-        self._hot: set[tuple[CodeType, int]] = set()
-        self._silent: set[CodeType] = set()
-        self._left_out: set[CodeType] = set()
+        self._codes: dict[int, CodeType] = {}  # by identity: the same words in two files are equal
+        self._hot: set[tuple[int, int]] = set()
+        self._silent: set[int] = set()
+        self._left_out: set[int] = set()
         self._looked = 0
 
     def begin(self) -> str:
@@ -57,7 +57,7 @@ class Monitored:
             return
         tool, self._tool = self._tool, None
         self._api.set_events(tool, 0)
-        for code in self._codes:
+        for code in self._codes.values():
             self._api.set_local_events(tool, code, 0)
         for event in self._callbacks():
             self._api.register_callback(tool, event, None)
@@ -75,14 +75,14 @@ class Monitored:
 
     def _follow(self, code: CodeType) -> None:
         events = self._api.events
-        self._codes.add(code)
+        self._codes[id(code)] = code
         lines = events.LINE if self.log.detail(code) == LINES else 0
         self._api.set_local_events(self._tool, code, lines | events.PY_RETURN | events.PY_YIELD)
 
     def _enter(self, code: CodeType, _: int) -> Any:
-        if not self.log.detail(code) or code in self._left_out:
+        if not self.log.detail(code) or id(code) in self._left_out:
             return self._api.DISABLE
-        if code not in self._codes and self._tool is not None:
+        if id(code) not in self._codes and self._tool is not None:
             self._follow(code)
         self.log.meet()
         self._add(ENTER, code, 0)
@@ -95,10 +95,10 @@ class Monitored:
         self._add(LINE, code, line)
         if not self._hot:
             return None
-        if (code, line) in self._hot:
-            self._silent.add(code)
+        if (id(code), line) in self._hot:
+            self._silent.add(id(code))
             return self._api.DISABLE
-        if code in self._silent:
+        if id(code) in self._silent:
             self._wake(code)
         return None
 
@@ -115,19 +115,19 @@ class Monitored:
         if self._looked > MOST:
             self.end()
         elif last[-1][0] - last[0][0] < QUICK * len(last):
-            counts = Counter((code, what, line) for _, _, what, code, line in last)
+            counts = Counter((id(code), what, line) for _, _, what, code, line in last)
             often = [place for place, count in counts.items() if count > _HOT]
             self._hot |= {(code, line) for code, what, line in often if what == LINE}
             self._leave_out({code for code, what, _ in often if what == ENTER})
 
-    def _leave_out(self, codes: set[CodeType]) -> None:
+    def _leave_out(self, codes: set[int]) -> None:
         self._left_out |= codes
         for code in codes:
-            self._api.set_local_events(self._tool, code, 0)
+            self._api.set_local_events(self._tool, self._codes[code], 0)
 
     def _wake(self, code: CodeType) -> None:
         """Another line of it runs, so the program has left the loop."""
-        self._silent.discard(code)
+        self._silent.discard(id(code))
         if self._tool is not None:
             self._api.set_local_events(self._tool, code, 0)
             self._follow(code)

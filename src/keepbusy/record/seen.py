@@ -36,13 +36,14 @@ class Seen:
     @staticmethod
     def of(log: Log) -> Seen:
         """What stands in a log that is closed; threads that nobody can name are left out."""
-        number = {code: index for index, code in enumerate(dict.fromkeys(entry[3] for entry in log.entries))}
-        rows = [(time, thread, what, number[code], line) for time, thread, what, code, line in log.entries]
+        codes = {id(entry[3]): entry[3] for entry in log.entries}
+        number = {one: index for index, one in enumerate(codes)}
+        rows = [(time, thread, what, number[id(code)], line) for time, thread, what, code, line in log.entries]
         columns = np.array(rows, np.int64).reshape(-1, 5)
         known = np.isin(columns[:, 1], list(log.threads))
         columns = columns[known]
         columns[:, 1] = [log.threads[one] for one in columns[:, 1].tolist()]
-        return Seen(columns.T.copy(), tuple(_about(code, log) for code in number), log.clock())
+        return Seen(columns.T.copy(), tuple(_about(code, log) for code in codes.values()), log.clock())
 
     @staticmethod
     def nothing() -> Seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from keepbusy.record.lines import ENTER, LEAVE, LINE, LINES, MOST, Log
@@ -21,7 +21,7 @@ class Traced:
         self.log = log
         self._frames: list[FrameType] = []
         self._follows = False
-        self._calls: Counter[CodeType] = Counter()
+        self._calls: Counter[int] = Counter()
 
     def begin(self) -> str:
         """Returns why not, if it cannot."""
@@ -47,14 +47,16 @@ class Traced:
     def _entered(self, frame: FrameType, _: str, __: object) -> Any:
         if not self._follows or len(self.log.entries) > MOST or not self.log.detail(frame.f_code):
             return None
-        self._calls[frame.f_code] += 1
-        if self._calls[frame.f_code] > OFTEN:
+        self._calls[id(frame.f_code)] += 1
+        if self._calls[id(frame.f_code)] > OFTEN:
             return None
         self.log.add(ENTER, frame.f_code)
         frame.f_trace_lines = self.log.detail(frame.f_code) == LINES
         return self._within
 
     def _within(self, frame: FrameType, event: str, _: object) -> Any:
+        if self._calls[id(frame.f_code)] > OFTEN:
+            return self._within
         if event == "line":
             self.log.add(LINE, frame.f_code, frame.f_lineno)
         elif event == "return":

@@ -1,0 +1,204 @@
+"""`keepbusy run` where there is a GPU: everything but the GPU, whose part of the trace is made up (pretended.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src"
+
+PRETENCE = """\
+import sys
+import keepbusy.cli.recorded as recorded
+import keepbusy.record.left as left
+recorded.is_possible = lambda: True
+real = left._trace
+
+def pretended(folder, *rest):
+    sys.path.insert(1, HERE)
+    from pretended import pretend
+    if (folder / "window.json").exists():
+        pretend(folder / "window.json")
+    return real(folder, *rest)
+
+left._trace = pretended
+"""
+
+LOOP = """\
+import sys
+import torch
+
+def loss_of(model, x):
+    return model(x).pow(2).mean()
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(STEPS):
+    x = torch.randn(32, 64)
+    loss = loss_of(model, x)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    if loss > 1e9:  # a sync
+        break
+"""
+LONG, SHORT = LOOP.replace("STEPS", "40"), LOOP.replace("STEPS", "5")
+
+
+@pytest.fixture
+def record(tmp_path: Path):
+    """Run a script with `keepbusy run`, on a machine that seems to have a GPU."""
+    (tmp_path / "sitecustomize.py").write_text(PRETENCE.replace("HERE", repr(str(HERE))))
+
+    def record(source: str, *before: str, name: str = "train.py", **more) -> subprocess.CompletedProcess[str]:
+        (tmp_path / name).write_text(source)
+        return subprocess.run(
+            [sys.executable, "-m", "keepbusy", "run", *before, name],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCES)]), "OMP_NUM_THREADS": "1"},
+            **more,
+        )  # fmt: skip
+
+    return record
+
+
+def places(said: dict) -> set[tuple[str, int]]:
+    found = [site["place"] for one in said["causes"] for site in one["sites"]]
+    found += [one["place"] for one in said["harmless"]]
+    return {(one["file"], one["line"]) for one in found}
+
+
+def test_the_report_names_exact_lines_and_says_what_was_recorded(record) -> None:
+    done = record(LONG, "--json", "--save", "run.busy")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["steps"] == 5
+    assert places(said) <= {("train.py", line) for line in (5, 11, 12, 13, 14, 15, 16, 17)}
+    assert ("train.py", 17) in places(said)
+    assert any(note.startswith("Recorded were steps ") for note in said["notes"])
+    assert done.stderr == ""
+    assert "torch/nn/utils/clip_grad.py" in done.stdout or "torch/optim/adam" in done.stdout
+
+
+def test_the_program_computes_what_it_computes_alone(record, tmp_path: Path) -> None:
+    source = LONG + "print(loss.item(), torch.rand(3).tolist(), sys.gettrace())\n"
+    (tmp_path / "alone.py").write_text(source)
+    alone = subprocess.run(
+        [sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert record(source).stdout.splitlines()[0] == alone.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(7)", 7),
+        ("raise KeyboardInterrupt", 130),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(record, end: str, code: int) -> None:
+    done = record(LONG + end + "\n")
+    assert done.returncode == code
+    assert "A step takes" in done.stdout
+
+
+def test_a_program_that_ends_too_early_is_told_how_many_steps_it_takes(record) -> None:
+    done = record(SHORT)
+    assert done.returncode == 0
+    assert done.stderr == (
+        "keepbusy: train.py ended after 5 steps, and recording begins after 8; "
+        "let it take 20 steps, or give --after with a smaller number.\n"
+    )
+
+
+def test_a_program_without_steps_is_told_what_to_call(record) -> None:
+    done = record("import torch\nprint(torch.ones(2).sum().item())\n")
+    assert done.stdout == "2.0\n"
+    assert "keepbusy.step()" in done.stderr
+
+
+def test_the_window_opens_when_it_is_told_to(record) -> None:
+    done = record(LONG, "--json", "--after", "20")
+    assert "Recorded were steps 22 to 26 of 40" in json.loads(done.stdout)["notes"][0]
+
+
+OWN_PROFILER = """\
+from torch.profiler import profile
+with profile() as own:
+    exec(compile(LOOP, "inner.py", "exec"))
+print(len(own.events()) > 10)
+"""
+
+
+def test_the_programs_own_profiler_goes_first(record) -> None:
+    done = record(f"LOOP = {LONG!r}\n" + OWN_PROFILER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+    assert "runs PyTorch's profiler itself" in done.stderr
+
+
+def test_workers_that_are_forked_while_the_window_is_open_do_not_break(record) -> None:
+    source = LONG.replace("    x = torch.randn(32, 64)\n", "    x = next(iter(loader))\n").replace(
+        "for step", "loader = torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=32, num_workers=1)\nfor step"
+    ).replace("range(40)", "range(24)")  # fmt: skip
+    done = record(source)
+    assert done.returncode == 0
+    assert "A step takes" in done.stdout
+
+
+RANKS = LONG.replace("import sys\n", "import os\nimport sys\nimport torch.distributed as dist\n").replace(
+    "torch.manual_seed(0)\n", "dist.init_process_group('gloo')\n"
+).replace("    optimizer.zero_grad()\n", "    optimizer.zero_grad()\n    DIES\n")  # fmt: skip
+
+
+def test_ranks_look_at_the_same_steps_and_make_one_report(record) -> None:
+    done = record(RANKS.replace("DIES", "pass") + "dist.destroy_process_group()\n", "--ranks", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ranks"] == [0, 1]
+    assert said["steps"] == 5
+
+
+def test_a_rank_that_dies_leaves_what_it_had(record) -> None:
+    dies = "if step == 30 and dist.get_rank() == 1: os.kill(os.getpid(), 9)"
+    done = record(RANKS.replace("DIES", dies).replace("range(40)", "range(4000)"), "--ranks", "2")
+    assert done.returncode != 0
+    assert "2 ranks" in done.stdout
+
+
+SESSION = """\
+import torch, keepbusy, sys
+sys.path.insert(1, HERE)
+from pretended import pretend
+loop = LOOP
+with keepbusy.record(after=4) as run:
+    exec(compile(loop, "cell.py", "exec"))
+folder = run._run.folder
+pretend(folder / "window.json")
+said = run.explain()
+print(said.steps, any(name == "cell.py(11): <module>" for name in run.timeline.names))
+print(folder.exists(), run.explain().plain_step == said.plain_step)
+"""
+
+
+def test_a_stretch_of_a_program_is_recorded_from_within(tmp_path: Path) -> None:
+    source = SESSION.replace("HERE", repr(str(HERE))).replace("LOOP", repr(LONG))
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert first == "5 True", done.stderr
+    assert second == "False True"
