@@ -73,6 +73,8 @@ def truth_of(options: argparse.Namespace) -> None:
     """In a process of its own, or in each of several ranks."""
     import torch
 
+    threads = torch.get_num_threads()
+
     rank = int(os.environ.get("RANK", "0"))
     sys.path.insert(0, str(options.cases.parent))
     if "WORLD_SIZE" in os.environ:
@@ -80,6 +82,7 @@ def truth_of(options: argparse.Namespace) -> None:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     for path in paths_of(options):
         began = time.perf_counter()
+        torch.set_num_threads(threads)  # a case may have set its own
         try:
             found = measure(path, options.repeat)
         except Exception as error:
@@ -198,18 +201,18 @@ def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str
 
     planted = planted if truth["gain"] >= GAIN else []
     said = keepbusy.explain(timeline, plain_step=timeline.facts.get("plain_step"), mend=planted)
-    stalled, fixed = truth["stalled_ms"], truth["fixed_ms"]
+    plain, fixed = said.plain_step / 1e6, truth["fixed_ms"]
     lines = [one.predicted.step / 1e6 for one in said.causes if one.cause in BLAME]
-    predicted = said.predicted.step / 1e6 if planted else min([stalled, *lines])
-    gained = stalled - fixed
-    right = stalled - predicted >= 0.5 * gained if planted else predicted >= 0.95 * stalled
+    predicted = said.predicted.step / 1e6 if planted else min([plain, *lines])
+    share = 1 - predicted / plain
+    right = share >= 0.5 * truth["gain"] if planted else share <= GAIN
     first = next((one for one in said.causes if one.cause in planted), None) or next(iter(said.causes), None)
     return {
         "right": right,
         "named": ",".join(one.cause for one in said.causes) or "silent",
-        "plain": said.plain_step / 1e6,
+        "plain": plain,
         "predicted": predicted,
-        "error": abs(predicted - fixed) / stalled,
+        "error": abs(predicted - fixed) / min(plain, truth["stalled_ms"]),
         "place": str(first.sites[0].where) if first else "",
     }
 

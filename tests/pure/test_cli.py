@@ -58,6 +58,7 @@ FLAGS = {
     },
     "run": {
         "--on": ("DEVICE", None, "auto"),
+        "--after": ("N", None, None),
         "--gpus": ("N", None, 1),
         "--ranks": ("N", None, 1),
         "--values": (None, None, "real"),

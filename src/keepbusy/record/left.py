@@ -17,6 +17,9 @@ from keepbusy.record.seen import Seen
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
 
+RECORDED = "Recorded were"
+"""How the note on what was recorded begins."""
+
 
 def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     """The window, its lines and the plain run. Raises BadInput with the reason where there is no window."""
@@ -57,7 +60,7 @@ def _notes(left: Mapping[str, Any]) -> list[str]:
     if len(ticks) > 1:
         notes.insert(
             0,
-            f"Recorded were steps {ticks[0][0] + 1} to {ticks[-1][0]} of {left['steps']}; opening and closing the "
+            f"{RECORDED} steps {ticks[0][0] + 1} to {ticks[-1][0]} of {left['steps']}; opening and closing the "
             f"recorder held the program up for {left['cost'] / 1e9:.1f} s, once.",
         )
     if not left.get("plain_step"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from keepbusy.record.left import RECORDED
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.ranks import merge
 
@@ -14,9 +15,16 @@ def together(timelines: Sequence[Timeline]) -> Timeline:
     """A rank that ended early has fewer steps than the others: what is told of all are the steps that all took."""
     numbers = [list(one.facts.get("recorded", ())) for one in timelines]
     shared = sorted(set.intersection(*map(set, numbers)))
-    notes = dict.fromkeys(note for one in timelines for note in one.facts.get("notes", ()))
+    notes = dict.fromkeys(note for one in timelines for note in _notes(one, first=one is timelines[0]))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
-    return whole.change(facts={**whole.facts, "recorded": shared, "notes": list(notes)})
+    facts = {key: value for key, value in whole.facts.items() if key != "sources"}  # it is one program
+    return whole.change(facts={**facts, "recorded": shared, "notes": list(notes)})
+
+
+def _notes(timeline: Timeline, first: bool) -> list[str]:
+    """Which steps were recorded is said once."""
+    notes = [str(note) for note in timeline.facts.get("notes", ())]
+    return notes if first else [note for note in notes if not note.startswith(RECORDED)]
 
 
 def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int]) -> Timeline:

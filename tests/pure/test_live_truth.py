@@ -1,0 +1,55 @@
+"""Programs recorded live on H200: what their reports say, and what mending them really gained in the same job.
+
+All of them: `python benchmarks/record_stallbench.py score --out tests/gpu/truth/live --planted …`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from keepbusy.explain import explain
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.timeline.store import load
+
+LIVE = Path(__file__).parents[1] / "gpu" / "truth" / "live"
+LINES = {
+    "copy_in_line": ("copy_not_overlapped", 25),
+    "late_rank": ("peer_late", 15),
+    "made_on_host": ("made_on_host", 12),
+    "pageable_copy": ("blocking_copy", 27),
+    "read_then_prepare": ("host_sync", 26),
+    "slow_loader": ("input_late", 25),
+}
+"""Of each case the planted cause, and the line where it was planted."""
+WITHIN = 0.15
+
+
+@functools.cache
+def told(case: str) -> Diagnosis:
+    timeline = load(LIVE / f"{case}.busy")
+    return explain(timeline, plain_step=timeline.facts["plain_step"])
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_the_planted_cause_is_named_at_its_exact_line(case: str) -> None:
+    cause, line = LINES[case]
+    named = {one.cause: one for one in told(case).causes}
+    place = named[cause].sites[0].where
+    assert (Path(place.file).name, place.line, place.exact) == (f"{case}.py", line, True)
+
+
+@pytest.mark.parametrize("case", ["copy_in_line", "late_rank", "pageable_copy", "read_then_prepare", "slow_loader"])
+def test_the_predicted_step_is_what_the_mended_program_takes(case: str) -> None:
+    truth, said = json.loads((LIVE / f"{case}.json").read_text()), told(case)
+    predicted = next(one.predicted.step for one in said.causes if one.cause == LINES[case][0]) / 1e6
+    assert abs(predicted - truth["fixed_ms"]) < WITHIN * truth["stalled_ms"]
+
+
+def test_a_healthy_program_is_left_alone() -> None:
+    said = told("healthy")
+    assert said.causes == ()
+    assert any(note.startswith("Recorded were steps 10 to 14 of 30") for note in said.notes)
