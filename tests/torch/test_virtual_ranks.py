@@ -209,6 +209,44 @@ dist.destroy_process_group()
 """
 
 
+SPAWNED = """\
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(rank, world, port):
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.cuda.set_device(rank)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        loss = model(torch.ones(8, 64, device="cuda")).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(train, args=(2, port), nprocs=2)
+"""
+
+
+def test_ranks_that_the_program_spawns_itself_are_in_the_report(run) -> None:
+    done = run(SPAWNED, before=("--gpus", "2", "--clock", "modelled", "--json"))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ranks"] == [0, 1]
+    assert said["ledger"]["computing"] > 0
+
+
 def test_every_collective_moves_the_right_values(run) -> None:
     done = run(COLLECTIVES, before=("--ranks", "2"))
     assert done.returncode == 0, done.stderr

@@ -77,6 +77,8 @@ class Machine:
     memory: Memory
     costs: Costs
     places: Places
+    rank: int | None = None
+    """What the program's own process group calls this process; known once it has one."""
 
     def __init__(self) -> None:
         self._streams = _Streams()

@@ -37,6 +37,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.own, self.members = rank, size
+        if MACHINE.rank is None:  # the first group is that of all ranks
+            MACHINE.rank = rank
         self._streams: dict[int, int] = {}
         self._posted: list[tuple[Any, Tensor]] = []
 

@@ -27,15 +27,27 @@ class Options:
 
 def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it."""
+    timeline = _begin(options, rank)
+    from keepbusy.virtual import spawned
+
+    left = spawned.folder()
+    follow(be_child, {**asdict(options), "left": left})
+    return lambda **facts: spawned.with_spawned(timeline(**facts), left)
+
+
+def be_child(left: str, **options: Any) -> None:
+    """A process that the program spawned has the same virtual GPUs, and leaves its timeline in a folder."""
+    timeline = _begin(Options(**options))
+    from keepbusy.virtual import spawned
+
+    spawned.leave_at_end(timeline, left)
+    follow(be_child, {**options, "left": left})
+
+
+def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     device = read(options.on)
     selftest.check()
     from keepbusy.virtual.bring_up import bring_up
 
     machine = bring_up(device, options.devices, rank, options.measured, options.values, options.one_generator)
-    follow(be_child, asdict(options))
     return lambda **facts: machine.clock.timeline(**machine.facts(), values=options.values, **facts)
-
-
-def be_child(**options: Any) -> None:
-    """A process that the program spawned has the same virtual GPUs."""
-    start(Options(**options))
