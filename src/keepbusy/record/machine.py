@@ -144,10 +144,10 @@ def _pinning(size: int, now: Callable[[], int]) -> float:
     return (now() - begun) / size
 
 
-def _device_time(call: Callable[[], object]) -> float:
+def device_time(call: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Nanoseconds of the device, or of the host where it waits for each call."""
     spent = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
@@ -165,7 +165,7 @@ def _copies(size: int) -> tuple[tuple[float, float], tuple[float, float]]:
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def both(copy: Callable[[Tensor], object]) -> tuple[float, float]:
-        return size / _device_time(lambda: copy(pinned)), size / _device_time(lambda: copy(pageable))
+        return size / device_time(lambda: copy(pinned)), size / device_time(lambda: copy(pageable))
 
     return (
         both(lambda host: device.copy_(host, non_blocking=True)),
@@ -177,7 +177,7 @@ def _bandwidth(size: int) -> float:
     """Bytes read and written a nanosecond, by an operator on more than any cache holds."""
     source = torch.zeros(size // 4, device="cuda")
     target = torch.empty_like(source)
-    return 2 * size / _device_time(lambda: torch.mul(source, 2, out=target))
+    return 2 * size / device_time(lambda: torch.mul(source, 2, out=target))
 
 
 def _product(dtype: str, size: int) -> float:
@@ -188,6 +188,6 @@ def _product(dtype: str, size: int) -> float:
         kind = torch.float32 if dtype.endswith("float32") else getattr(torch, dtype)
         # drawn, not constant: a GPU multiplies zeros with less power, and so faster
         one, other = (torch.randn(size, size, device="cuda").to(kind) for _ in range(2))
-        return 2 * size**3 / _device_time(lambda: torch.mm(one, other))
+        return 2 * size**3 / device_time(lambda: torch.mm(one, other))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

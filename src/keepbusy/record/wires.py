@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from keepbusy.record.machine import device_time
 
 SMALL, LARGE = 1_000, 256_000_000
 """Bytes: one is all latency, the other all bandwidth."""
@@ -58,20 +58,6 @@ def _all_reach(ranks: int) -> bool:
     return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
-def _time(call: Callable[[], object]) -> float:
-    """Nanoseconds on the device, the median."""
-    spent = []
-    for _ in range(ROUNDS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        spent.append(begin.elapsed_time(end) * 1e6)
-    return median(spent[2:])
-
-
 def be_rank() -> None:
     """One of the processes: the first one says what it found."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -79,7 +65,7 @@ def be_rank() -> None:
     found = {}
     for name, size in (("small", SMALL), ("large", LARGE)):
         data = torch.ones(size // 4, device="cuda")
-        found[name] = _time(lambda data=data: dist.all_reduce(data))  # type: ignore[misc]
+        found[name] = device_time(lambda data=data: dist.all_reduce(data), ROUNDS)  # type: ignore[misc]
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(found) + "\n")
     dist.destroy_process_group()
