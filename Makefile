@@ -8,11 +8,21 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0
 TRACES := tests/snapshots/traces
 
-.PHONY: demo test operators builds bench lint format snapshots picture clean
+.PHONY: demo demo-trace test operators builds bench lint format snapshots picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
+	@$(BIN)/keepbusy run --clock modelled --values none examples/gpt_item.py
+	@echo
+	@echo "That was a small GPT, trained on an H200 that is not there. Next:"
+	@echo "  mend the line (docs/tutorial/no-gpu.md walks through it), and run it again:"
+	@echo "  $(BIN)/keepbusy run --clock modelled --values none examples/gpt_item.py"
+	@echo "  $(BIN)/keepbusy run --clock modelled --values none examples/slow_loader.py    five more in examples/"
+	@echo "  $(BIN)/keepbusy run YOUR_PROGRAM.py                                           your own, unchanged"
+	@echo "  make demo-trace                                                              a real trace, explained"
+
+demo-trace: $(READY)
 	@cd $(TRACES) && $(CURDIR)/$(BIN)/keepbusy explain tokens.trace.json.gz --plain-step 53.047
 	@echo
 	@echo "That was a real trace of a few steps on an H200. Next:"
@@ -55,7 +65,7 @@ format: $(READY)
 
 snapshots: $(READY)
 	@KEEPBUSY_SNAPSHOTS=write $(BIN)/python -m pytest tests/snapshots
-	@git diff --stat -- tests/snapshots
+	@git diff --stat -- tests/snapshots examples
 
 picture: $(READY)
 	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg

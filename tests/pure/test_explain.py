@@ -10,7 +10,7 @@ from strategies import loops
 from told import assert_sound, cause, explained, harmless, names, near, told
 
 from keepbusy.explain import CAUSES, explain
-from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.explain.diagnosis import UNMENDED, Diagnosis
 from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.fixes import FINDERS, findings
 from keepbusy.explain.scene import Scene
@@ -94,7 +94,7 @@ def test_among_equals_the_more_specific_cause_comes_first() -> None:
 def test_only_causes_can_be_mended() -> None:
     with pytest.raises(BadInput, match=r"'gremlins' is no cause that can be mended; the causes are host_sync, .*\.$"):
         explain(loop(two_faults), mend=["host_sync", "gremlins"])
-    assert set(FINDERS) | {"unknown"} == set(CAUSES)
+    assert set(FINDERS) | set(UNMENDED) == set(CAUSES)
 
 
 # Silence

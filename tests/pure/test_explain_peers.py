@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from build import MB, WIRE, Run
-from told import cause, names, near, told
+from build import MB, WIRE, Run, loop
+from told import cause, explained, names, near, told
 
 from keepbusy.timeline.model import Kind
 
@@ -58,7 +58,27 @@ def test_a_rank_whose_device_has_more_to_do() -> None:
     assert names(found) == ["peer_late"]
     assert cause(found, "peer_late").predicted.step == near(5_000 + 100)
     (one,) = found.late
-    assert (one.rank, one.cause, one.late) == (1, "computing", near(3_000))
+    assert (one.rank, one.cause, one.late) == (1, "computing", near(6_000))
+
+
+def test_what_one_rank_alone_does_is_to_blame() -> None:
+    """All ranks train along one path; the last one validates along another, and calls the same model there."""
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            mine = run.on(rank)
+            mine.launch([1_000] * 2, at=["train.py(8): step", "model.py(3): forward"])
+            if rank == 1:
+                mine.launch([1_500] * 2, at=["train.py(20): validate", "model.py(3): forward"])
+        meet(run)
+
+    found = explained(loop(body, 8, 2))
+    assert names(found) == ["peer_late"]
+    blamed = cause(found, "peer_late")
+    assert [(site.where.file, site.where.line) for site in blamed.sites] == [("train.py", 20)]
+    assert "alone" in blamed.advice
+    (one,) = found.late
+    assert (one.where.line, one.late) == (20, near(3_000))
 
 
 def test_ranks_that_do_the_same_are_not_late() -> None:

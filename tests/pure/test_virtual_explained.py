@@ -86,6 +86,27 @@ def test_stalls_are_found_on_their_lines(stall: dict[str, int], cause: str, line
     assert sum(diagnosis.ledger.values()) == diagnosis.plain_step
 
 
+def test_waiting_for_the_workers_of_a_loader_is_no_work_of_the_loop() -> None:
+    """40 ms a batch for 10 ms of kernels: four times the workers are enough."""
+    time, loop = [0], Loop()
+    loop.on = Clock(H200, real=lambda: time[0])
+    loop.stream = loop.on.default_stream()
+    batch = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    for _ in range(10):
+        loop.on.enter(FrameKind.ANNOTATION, batch, loop.line(10))
+        loop.on.work(1, place=loop.line(10))
+        time[0] += 40 * MS
+        loop.on.take_batch(batch)
+        loop.on.leave()
+        loop.step()
+    diagnosis = explain(loop.on.timeline(source="train.py"))
+    assert first(diagnosis) == ("input_late", "train.py", 10, True)
+    assert "workers" in diagnosis.causes[0].what
+    assert diagnosis.plain_step == pytest.approx(40 * MS, rel=0.05)
+    assert diagnosis.causes[0].predicted.step == pytest.approx(10 * MS, rel=0.1)
+    assert diagnosis.ledger.get("unknown", 0) < MS
+
+
 def test_reading_costs_little_where_the_host_sets_the_pace() -> None:
     bound = explain(Loop(kernel=2_000).run(read=True))
     assert bound.causes[0].cause == "launch_bound"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+from keepbusy.timeline.store import load
 
 LARGE = """\
 import torch
@@ -47,3 +50,51 @@ def test_time_and_memory_are_those_of_a_real_run(run) -> None:
         done = run(source, before=("--values", values, "--clock", "modelled", "--json"))
         found.append((json.loads(done.stdout)["plain_step"], done.stderr.splitlines()[-1]))
     assert found[0] == found[1]
+
+
+KEPT = """\
+import torch
+
+sizes = torch.tensor([3, 1, 2]).cuda()
+print(sizes.tolist(), sizes[1].item(), sizes.cpu().tolist(), sizes.clone().tolist())
+held = torch.empty(3, dtype=torch.int64, device="cuda")
+held.copy_(sizes)
+print(held.tolist())
+sizes.add_(1)
+held[:2] = torch.zeros(2, dtype=torch.int64).cuda()
+print(sizes.tolist(), held.tolist())
+torch.add(held, 1, out=held)
+print(held.tolist())
+"""
+
+
+def test_what_came_from_the_host_is_there_until_something_is_computed(run) -> None:
+    done = run(KEPT, before=("--values", "none", "--clock", "modelled"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:4] == [
+        "[3, 1, 2] 1 [3, 1, 2] [3, 1, 2]",
+        "[3, 1, 2]",
+        "[0, 0, 0] [0, 0, 2]",
+        "[0, 0, 0]",
+    ]
+
+
+NORMED = """\
+import torch
+
+norm = torch.nn.LayerNorm(64, device="cuda")
+optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+x = torch.zeros(8, 64, device="cuda")
+for step in range(4):
+    norm(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_pytorch_calls_to_outline_a_result_is_no_work_of_the_program(run, tmp_path: Path) -> None:
+    """PyTorch knows a layer norm's shapes from Python code of its own, which makes tensors."""
+    assert run(NORMED, before=("--values", "none", "--clock", "modelled", "--save", "run.busy")).returncode == 0
+    timeline = load(tmp_path / "run.busy")
+    frames = [timeline.names[name] for name in timeline.frames.name.tolist()]
+    assert len([name for name in frames if name.startswith("aten::empty")]) == 2  # its weight and its bias
+    assert "aten::native_layer_norm_backward" in frames

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
+
+from keepbusy.timeline.model import Kind, Mask, Spans
+from keepbusy.timeline.store import load
 
 COLLECTIVES = """\
 import os
@@ -285,3 +290,47 @@ def test_a_rank_that_dies_ends_the_others_with_its_message(run, script: str) -> 
     done = run(script, before=("--ranks", "2"))
     assert done.returncode != 0
     assert "ValueError: one died" in done.stderr
+
+
+OVERLAPPED = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+found = [None, None]
+dist.all_gather_object(found, {"rank": rank})
+assert found == [{"rank": 0}, {"rank": 1}], found
+with torch.device("cuda"):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)])
+    x = torch.randn(4096, 4096)
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_travel_while_the_backward_pass_goes_on(run, tmp_path: Path) -> None:
+    """Without values, too: DDP reads back sizes and places that it sent to the device itself."""
+    done = run(OVERLAPPED, before=("--ranks", "2", "--values", "none", "--clock", "modelled", "--save", "run.busy"))
+    assert done.returncode == 0, done.stderr
+    assert "train.py · NVIDIA H200 · 2 ranks" in done.stdout
+    timeline = load(tmp_path / "run.busy")
+    spans = timeline.spans.take(np.flatnonzero(timeline.rank_of_rows == 0))
+    travel = spans.take(np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > 1 << 20)))
+    named = np.array([timeline.names[name] for name in spans.name.tolist()])
+    kernels = spans.take(np.flatnonzero((spans.kind == Kind.KERNEL) & (np.char.find(named, "foreach") < 0)))
+    updates = spans.take(np.flatnonzero((spans.kind == Kind.KERNEL) & (np.char.find(named, "foreach") >= 0)))
+    assert np.mean(_any_meets(travel, kernels)) > 0.5
+    assert not _any_meets(updates, travel).any()
+
+
+def _any_meets(ones: Spans, others: Spans) -> Mask:
+    """Which of `ones` run while one of the others does."""
+    return ((ones.start[:, None] < others.end) & (ones.end[:, None] > others.start)).any(axis=1)

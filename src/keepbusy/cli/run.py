@@ -133,6 +133,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += [] if options.clock == "measured" else ["--clock", options.clock]
     given += [] if options.values == "real" else ["--values", options.values]
     given += ["--mend", ",".join(options.mend)] if options.mend else []
+    given += [] if options.workers == 8 else ["--workers", str(options.workers)]
     given += ["--json"] if options.json else []
     given += ["--save", str(options.save)] if options.save else []
     given += ["-m"] if options.module else []

@@ -32,9 +32,9 @@ def _number(text: str) -> float:
 
 def causes(text: str) -> tuple[str, ...]:
     """Comma-separated causes that can be mended."""
-    from keepbusy.explain.diagnosis import CAUSES
+    from keepbusy.explain.diagnosis import CAUSES, UNMENDED
 
-    known = [cause for cause in CAUSES if cause != "unknown"]
+    known = [cause for cause in CAUSES if cause not in UNMENDED]
     asked = [one.strip() for one in text.split(",") if one.strip()]
     for one in asked:
         if one not in known:

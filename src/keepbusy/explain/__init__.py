@@ -13,6 +13,7 @@ import numpy as np
 from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, PLACES, WIRE, Cause, Diagnosis, Harmless
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.fixes import FINDERS, Finding, findings
+from keepbusy.explain.fixes.peers import without_messages
 from keepbusy.explain.forecast import Forecast
 from keepbusy.explain.late import late_ranks
 from keepbusy.explain.ledger import Busy
@@ -32,6 +33,8 @@ __all__ = ["CAUSES", "explain"]
 
 RESIDUAL = ("launch_bound", "host_work")
 """Causes that every program has a little of; in the ledger they take what the others leave."""
+GENERAL = ("blocking_copy", "copy_not_overlapped", *RESIDUAL)
+"""Causes that come after others of the same gain, which say more of what to do."""
 HELD_BY = {
     WORKERS: ("input_late",),
     "workers": ("input_late",),
@@ -126,7 +129,7 @@ class _Story:
     def _named(self) -> list[str]:
         """Causes whose mending gains more than the noise, the largest gain first; among equals the more specific."""
         claimed = [cause for cause in self.found if self.gain(cause) > self.forecast.noise]
-        return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in RESIDUAL))
+        return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in GENERAL))
 
     def _together(self, causes: Sequence[str]) -> Edit:
         edits = [self.found[cause].edit for cause in causes if cause in self.found]
@@ -145,6 +148,8 @@ class _Story:
             edit = edit | self.found[cause].edit
             after = min(left, self.forecast.spent(edit).held_up)
             waits[cause], left = left - after, after
+        waits["pipeline_bubble"] = self._bubble(edit, left)
+        left -= waits["pipeline_bubble"]
         last = self.forecast.spent(edit)
         copying = min(left, last.copying)
         wire = min(left - copying, last.wire)
@@ -153,6 +158,14 @@ class _Story:
         still = next((cause for cause in order if cause in HELD_BY.get(last.paced_by, ())), "unknown")
         rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
+
+    def _bubble(self, edit: Edit, left: float) -> float:
+        """Of what is left once all is mended, how long stages of a pipeline wait for each other."""
+        messages = without_messages(self.scene)
+        if not messages.beside.any():
+            return 0.0
+        waiting, without = (self.forecast.spent(one).waiting for one in (edit, edit | messages))
+        return min(left, max(0.0, waiting - without))
 
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]

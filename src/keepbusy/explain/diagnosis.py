@@ -23,8 +23,11 @@ CAUSES = (
     "host_work",
     "peer_late",
     "exposed_collective",
+    "pipeline_bubble",
     "unknown",
 )
+UNMENDED = ("pipeline_bubble", "unknown")
+"""Causes that no edit of a timeline takes away."""
 PLACES = (COMPUTING, COPYING, WIRE, *CAUSES)
 
 

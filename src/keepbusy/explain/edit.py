@@ -49,6 +49,10 @@ class Edit:
             no.copy(), no.copy(), np.full(count, UNCHANGED), np.zeros(count, np.int64), no.copy(), np.ones(count)
         )
 
+    def saves(self, work: Ints) -> Ints:
+        """What each row that stays would lose."""
+        return np.maximum(work - np.minimum(work, self.work) * self.scale, 0).astype(np.int64)
+
     def __or__(self, other: Edit) -> Edit:
         return Edit(
             self.free | other.free,

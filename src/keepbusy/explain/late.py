@@ -17,27 +17,25 @@ WORTH_NAMING = 0.2
 def late_ranks(scene: Scene, finding: Finding | None) -> tuple[Late, ...]:
     if finding is None:
         return ()
-    excess, rank = _excess(scene, finding), scene.timeline.rank_of_rows
-    found = [_late(scene, one, np.where(rank == one, excess, 0)) for one in np.unique(rank[finding.rows]).tolist()]
+    excess = np.where(finding.owner >= 0, finding.edit.saves(scene.timeline.spans.work), 0)
+    rank = scene.timeline.rank_of_rows
+    late = np.unique(rank[finding.rows]).tolist()
+    found = [_late(scene, finding, one, np.where(rank == one, excess, 0)) for one in late]
     latest = max(one.late for one in found)
     return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
 
 
-def _excess(scene: Scene, finding: Finding) -> Ints:
-    """What each row would lose, were its rank like the others."""
-    work, edit = scene.timeline.spans.work, finding.edit
-    left = np.minimum(work, edit.work) * edit.scale
-    return np.where(finding.owner >= 0, np.maximum(work - left, 0), 0).astype(np.int64)
-
-
-def _late(scene: Scene, rank: int, excess: Ints) -> Late:
-    """The place that loses most."""
+def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
+    """The place that loses most, were its rank like the others."""
     rows = np.flatnonzero(excess)
     on_device = scene.timeline.on_device[rows]
     computing = excess[rows[on_device]].sum() > excess[rows[~on_device]].sum()
     rows = rows[on_device == computing]
-    hosts = np.where(scene.launch[rows] >= 0, scene.launch[rows], rows)
+    hosts = finding.owner[rows]
     of_host = np.bincount(hosts, excess[rows], len(excess))
-    places = gathered(scene, np.unique(hosts))
+    places = gathered(scene, np.unique(hosts), apart=True)
     worst = max(places, key=lambda place: of_host[places[place]].sum())
-    return Late(rank, int(excess.sum() / scene.steps), "computing" if computing else "host_work", worst)
+    ranks, late = len(scene.timeline.ranks), excess[rows].sum() / scene.steps
+    if computing:  # it would keep its share of what it does beyond the others
+        return Late(rank, int(late * ranks / (ranks - 1)), "computing", worst)
+    return Late(rank, int(late), "host_work", worst)

@@ -17,7 +17,9 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
             "Time a step without the profiler and give it with --plain-step."
         )
     if not whole.facts.get("values", True):
-        notes.append("The run computed nothing: every value that the program read from the device was zero.")
+        notes.append("The run computed nothing: what it would have computed reads as zero.")
+    if whole.facts.get("modelled"):
+        notes.append("The host's time is modelled: Python, files and loader workers take none, operators do.")
     if not whole.facts.get("stacks", True):
         notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
     if whole.facts.get("skipped"):

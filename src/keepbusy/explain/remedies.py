@@ -12,6 +12,7 @@ class Seen(NamedTuple):
     """What decides between remedies of one cause."""
 
     unequal: bool = False  # the late rank's device has more to do than its peers'
+    alone: bool = False  # what the late rank does there, no other rank does
     homeward: bool = False  # most bytes come from the device
     small: bool = False  # no copy is worth calling one
     again: bool = False  # the same gradients travel several times a step
@@ -153,6 +154,14 @@ EQUAL_SHARES = Remedy(
 )
 
 
+ONE_FOR_ALL = Remedy(
+    "align_ranks",
+    "This rank alone does it, and the others wait: do it less often, or give each rank a share of it.",
+    "if step % 100 == 0: ...  # or a share on every rank, and dist.all_reduce(result)",
+    "torch.distributed.all_reduce",
+)
+
+
 BRING_LATER = Remedy(
     "bring_home_later",
     "Let it come home beside the compute, and use it a step later; or compute on the device.",
@@ -177,7 +186,7 @@ def remedy_for(cause: str, where: Where, seen: Seen) -> Remedy:
     """By the cause, and by what was seen of it."""
     match cause:
         case "peer_late" if seen.unequal:
-            return EQUAL_SHARES
+            return ONE_FOR_ALL if seen.alone else EQUAL_SHARES
         case "launch_bound" if seen.peers:
             return COMPILED
         case "exposed_collective" if seen.again:

@@ -166,6 +166,11 @@ class Scene:
 
     def outermost(self, frames: Mask) -> Ints:
         """Of each row, the outermost of these frames that encloses it, or NONE."""
+        best, frame = self._outermost(frames), self.timeline.spans.frame
+        return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
+
+    def _outermost(self, frames: Mask) -> Ints:
+        """Of each frame, the outermost of these that it is or stands in, or NONE."""
         parent = self.timeline.frames.parent
         best = np.where(frames, np.arange(len(frames)), NONE)
         up = parent.astype(np.int64)
@@ -173,8 +178,17 @@ class Scene:
             above = np.where(up == NONE, NONE, best[np.maximum(up, 0)])
             best = np.where(above != NONE, above, best)
             up = np.where(up == NONE, NONE, up[np.maximum(up, 0)])
-        frame = self.timeline.spans.frame
-        return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
+        return best
+
+    @cached_property
+    def apart(self) -> Ints:
+        """Of each row, the outermost frame around it that no other rank enters along the same path, or NONE."""
+        ranks = np.array([lane.rank for lane in self.timeline.lanes], np.int64)[self.timeline.frames.lane]
+        _, which = np.unique(self.path, return_inverse=True)
+        first, last = (np.full(which.max(initial=0) + 1, ranks.max(initial=0) * sign) for sign in (1, 0))
+        np.minimum.at(first, which, ranks)
+        np.maximum.at(last, which, ranks)
+        return self.outermost(first[which] == last[which])
 
     @cached_property
     def launch_free(self) -> Mask:

@@ -8,7 +8,7 @@ from keepbusy.explain.edit import Beside
 from keepbusy.explain.fixes.finding import Finding
 from keepbusy.explain.remedies import Seen
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.timeline.model import Direction, Ints, Kind
+from keepbusy.timeline.model import NONE, Direction, Ints, Kind
 
 
 def seen(scene: Scene, finding: Finding) -> Seen:
@@ -19,6 +19,7 @@ def seen(scene: Scene, finding: Finding) -> Seen:
     home = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     return Seen(
         unequal=bool(device_excess > host_excess),
+        alone=bool(finding.cause == "peer_late" and (scene.apart[finding.rows] != NONE).all()),
         homeward=bool(spans.work[home].sum() > spans.work[copies & ~home].sum()),
         small=bool(spans.size[copies].max(initial=0) <= LARGE),
         peers=bool((spans.kind == Kind.COLLECTIVE).any()),

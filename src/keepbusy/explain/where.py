@@ -57,10 +57,13 @@ _INNER = ("nccl:", "DistributedDataParallel.", "autograd::")
 _FOREIGN = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 
 
-def where(timeline: Timeline, row: int) -> Where:
-    """The user's own frame, with the library's beside it; without stacks the operator and what stands around it."""
-    chain = list(_frames_around(timeline, row))
-    operator = _operator(timeline, row, chain)
+def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
+    """The user's own frame, with the library's beside it; without stacks the operator and what stands around it.
+
+    Of a row within `frame`, the place of that frame.
+    """
+    chain = list(_frames_around(timeline, row) if frame == NONE else _ancestors(timeline, frame))
+    operator = _operator(timeline, row, chain) if frame == NONE else ""
     user, library = _user_frame(timeline, chain)
     if user is not None:
         return Where(*user, operator=operator, library=library)

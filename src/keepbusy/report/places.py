@@ -28,6 +28,7 @@ LOOKS = {
     "host_work": Look("host work", "The host is busy with something else", "#b58b70"),
     "peer_late": Look("late peer", "A rank arrives late and its peers wait", "#9d90dc"),
     "exposed_collective": Look("exposed collective", "A collective runs while nothing computes", "#7aa5e2"),
+    "pipeline_bubble": Look("bubble", "Stages of a pipeline wait for each other", "#b7c7dd", "o"),
     "unknown": Look("unknown", "Nobody knows", "#8b9099", "?"),
 }
 

@@ -206,9 +206,8 @@ def _floor(diagnosis: Diagnosis) -> tuple[str, str]:
 def _nothing_to_gain(diagnosis: Diagnosis) -> str:
     busy = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
     noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
-    return (
-        f"Nothing to gain here: the GPU computes {busy} of the step, and no mending saves more than the noise{noise}."
-    )
+    verdict = "No line is to blame" if any(_bubble(diagnosis)) else "Nothing to gain here"
+    return f"{verdict}: the GPU computes {busy} of the step, and no mending saves more than the noise{noise}."
 
 
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -216,6 +215,7 @@ def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
     asides = list(plain_run.asides(diagnosis.plain_runs))
     asides += [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
+    asides += [("bubble", one) for one in _bubble(diagnosis)]
     asides += [("late", _late(late)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
     rows = Table.grid()
@@ -223,6 +223,17 @@ def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         rows.add_row(Text(_label(label), FAINT), Text(text))
     if asides:
         yield rows
+
+
+def _bubble(diagnosis: Diagnosis) -> Iterator[str]:
+    """Of a pipeline, what its shape costs."""
+    time = diagnosis.ledger.get("pipeline_bubble", 0)
+    if time > diagnosis.noise:
+        lost = f"{duration(time, diagnosis.plain_step)} a step ({share(time, diagnosis.plain_step)})"
+        yield (
+            f"the stages of the pipeline wait {lost} for each other's messages; "
+            "cut a batch into more, smaller parts: with twice as many they wait half as long"
+        )
 
 
 def _label(word: str) -> str:

@@ -20,6 +20,7 @@ _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_SCRIPT = str(Path(__file__).with_name("main.py"))
 
 
 def _folder(package: str) -> str:
@@ -32,9 +33,10 @@ def _folder(package: str) -> str:
 _TORCH = _folder("torch")
 MOST = 24
 """User lines of one chain; recursion may go deeper, and what is further out is left off."""
-USER, LIBRARY, TORCH, PYTHON, HIDDEN = range(5)
+USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
 """Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
-is PyTorch's way from a call to an operator, machinery, and ours."""
+is PyTorch's way from a call to an operator, machinery, and ours;
+what calls the script stands outside of it."""
 
 
 class Places:
@@ -59,6 +61,8 @@ class Places:
                 kind = kinds[code] = kind_of(code.co_filename)
             if kind == USER:
                 key += (code, frame.f_lasti)
+            elif kind == OUTSIDE:
+                break
             elif kind != HIDDEN and library is None and not key:
                 library = (code, frame.f_lasti)
             frame = frame.f_back
@@ -78,6 +82,8 @@ class Places:
 
 def kind_of(file: str) -> int:
     """Whose code a file holds."""
+    if file == _SCRIPT:
+        return OUTSIDE
     if file.startswith((_OURS, "<")):
         return HIDDEN
     if file.startswith(_TORCH):

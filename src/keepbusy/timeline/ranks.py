@@ -44,9 +44,10 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         frames.append(_shift_frames(one.frames, new, frame, lane))
         marks.append(one.marks + row)
         lanes.append(one.lanes)
+    sources = dict.fromkeys(one.facts.get("source", "") for one in timelines)  # ranks of one script have one
     facts = {
         **timelines[0].facts,
-        "sources": [one.facts.get("source", "") for one in timelines],
+        "sources": list(sources),
         OF_RANKS: {str(one.ranks[0]): one.facts[FACT] for one in timelines if FACT in one.facts},
     }
     return Timeline(

@@ -8,7 +8,17 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from keepbusy.virtual import compiled, cuda_module, distributed, host_side, operators, pinned, randomness, storages
+from keepbusy.virtual import (
+    compiled,
+    cuda_module,
+    distributed,
+    host_operators,
+    host_side,
+    operators,
+    pinned,
+    randomness,
+    storages,
+)
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.guard import replace_guard
 from keepbusy.virtual.hooks import replace_hooks
@@ -44,6 +54,8 @@ def bring_up(
     operators.register()
     if dist.is_available():
         distributed.patch()
+    if not measured:
+        host_operators.patch()
     MACHINE.calibrate()
     return MACHINE
 

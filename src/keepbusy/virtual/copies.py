@@ -49,9 +49,8 @@ def _refuse_pageable(target: Tensor, source: Tensor) -> None:
 
 
 def _write(target: Tensor, source: Tensor) -> None:
-    if not VALUES.real:
-        if not target.is_cuda:
-            target.zero_()
+    if not VALUES.worth_keeping(source, target):
+        VALUES.forget(target) if target.is_cuda else target.zero_()
         return
     recording = MACHINE.records((source if source.is_cuda else target).get_device())
     into, values = _seen(target, recording), _seen(source, recording)
@@ -59,6 +58,8 @@ def _write(target: Tensor, source: Tensor) -> None:
         into.copy_(values)
     else:
         recording.run(partial(into.copy_, values), into)
+    if target.is_cuda:
+        VALUES.keep(target)
 
 
 def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
@@ -117,7 +118,7 @@ def _caster(
     tensor: Tensor, dtype: torch.dtype | None, memory_format: torch.memory_format | None, recording: Recording | None
 ) -> Callable[[], Tensor]:
     """What makes the values in new host memory, in the type and layout asked for."""
-    if VALUES.real:
+    if VALUES.carried(tensor):
         return partial(_cast, _seen(tensor, recording), dtype=dtype, memory_format=memory_format)
     return lambda: reserved(_cast(outline(tensor), dtype=dtype, memory_format=memory_format))
 
@@ -125,6 +126,7 @@ def _caster(
 def _brought_in(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
     host = cast()
     result = MACHINE.place_on(host, device)
+    VALUES.moved(tensor, result)
     _copied_in(device, host.numel() * tensor.element_size(), tensor, non_blocking)
     _repeat(device, cast, host)
     return result
@@ -141,6 +143,7 @@ def _moved(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device | No
     host = cast()
     target = tensor.get_device() if device is None or device.index is None else device.index
     result = MACHINE.place_on(host, target)
+    VALUES.moved(tensor, result)
     _copied_on_device(result, tensor)
     _repeat(tensor.get_device(), cast, host)
     return result
@@ -152,7 +155,7 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
         raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
     if device.type == "meta":
         return host.to("meta")
-    if not VALUES.real:
+    if not VALUES.known(tensor):
         host.zero_()
     MACHINE.needs_pinned(tensor.get_device(), non_blocking)
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
@@ -165,12 +168,12 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
 
 
 def read_scalar(tensor: Tensor) -> Any:
-    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to."""
-    MACHINE.begin("aten::_local_scalar_dense")
+    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
+    MACHINE.begin("aten::item")
     try:
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
-            to_host(tensor) if VALUES.real else _aten.zeros.default([], dtype=tensor.dtype)
+            to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
         )
     finally:
         MACHINE.end()

@@ -41,6 +41,17 @@ class HostCosts:
 
 
 @dataclass(frozen=True)
+class HostTensors:
+    """What operators on the host's own tensors take there, with as many threads as PyTorch starts by itself."""
+
+    streaming: float = 36.0  # bytes read and written
+    draw: float = 3.5  # a random number
+    each: float = 1.0  # an element that is chosen, pooled or looked up
+    shuffle: float = 12.0
+    sort: float = 90.0
+
+
+@dataclass(frozen=True)
 class Queue:
     """A stream as the host sees it."""
 
@@ -146,6 +157,7 @@ class Device:
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 132
     host: HostCosts = field(default_factory=HostCosts)
+    host_tensors: HostTensors = field(default_factory=HostTensors)
     queue: Queue = field(default_factory=Queue)
     copies: Copies = field(default_factory=Copies)
     memory: Memory = field(default_factory=Memory)
@@ -158,4 +170,4 @@ class Device:
         return self.matrix.get(dtype) or self.matrix.get("float32", _RATES["float32"])
 
 
-__all__ = ["Copies", "Device", "Efficiency", "HostCosts", "Memory", "Queue", "Way", "Wire"]
+__all__ = ["Copies", "Device", "Efficiency", "HostCosts", "HostTensors", "Memory", "Queue", "Way", "Wire"]

@@ -15,11 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.virtual.device import Copies, Device, Efficiency, HostCosts, Memory, Queue, Wire
+from keepbusy.virtual.device import Copies, Device, Efficiency, HostCosts, HostTensors, Memory, Queue, Wire
 
 _OWN = Path(__file__).parent / "devices"
 _SECTIONS: dict[str, type] = {
     "host": HostCosts,
+    "host_tensors": HostTensors,
     "queue": Queue,
     "copies": Copies,
     "memory": Memory,
@@ -35,6 +36,7 @@ _PER_BYTE = {"ns/B": 1.0, "us/MB": 1e-3, "ms/GB": 1e-3}
 _SIZED = {("memory", "size"), ("copies", "staged")}
 _COUNTS = {("queue", "pending"), ("wire", "devices")}
 _PER_BYTES = {("memory", "host_alloc")}
+_PER_ELEMENT = {("host_tensors", name) for name in ("draw", "each", "shuffle", "sort")}
 _QUANTITY = re.compile(r"^\s*([0-9.eE+-]+)\s*(\S+)\s*$")
 
 
@@ -106,6 +108,8 @@ def _value(value: Any, column: Field[Any], section: str, path: str) -> float | i
         return round(_quantity(value, _SIZES, what, path))
     if key in _PER_BYTES:
         return _quantity(value, _PER_BYTE, what, path)
+    if key in _PER_ELEMENT:
+        return _quantity(value, _TIMES, what, path)
     if isinstance(column.default, float):
         return _quantity(value, _BANDWIDTHS, what, path)
     return round(_quantity(value, _TIMES, what, path))

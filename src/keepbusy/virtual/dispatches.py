@@ -34,7 +34,7 @@ FORWARD = {
     "aten::_index_put_impl_": 11,
     "aten::nonzero": 2,
     "aten::linalg_vector_norm": 2,
-    "aten::_local_scalar_dense": 2,
+    "aten::item": 2,
     "aten::_log_softmax": 7,
     "aten::_softmax": 7,
     "aten::nll_loss_forward": 5,

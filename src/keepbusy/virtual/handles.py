@@ -1,7 +1,10 @@
-"""What a collective gives the program to wait for."""
+"""What a collective leaves in the program's hands until somebody waits for it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,18 +14,23 @@ from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.streams import Moment
 
 
+def _hold_up(device: int, moment: Moment | None) -> None:
+    """What the program launches next on that device comes after the moment."""
+    if moment is not None:
+        MACHINE.clock.wait(MACHINE.stream(device), moment)
+
+
 class Handle(Work):
     """A collective on its way: who waits for it makes its stream wait, and the host goes on."""
 
-    def __init__(self, result: Any, device: int, moment: Moment | None) -> None:
+    def __init__(self, result: Any, device: int = -1, moment: Moment | None = None) -> None:
         super().__init__()
         self.device, self.moment = device, moment
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.future = _Future(partial(_hold_up, device, moment))
         self.future.set_result(result)
 
     def wait(self, timeout: Any = None) -> bool:
-        if self.moment is not None:
-            MACHINE.clock.wait(MACHINE.stream(self.device), self.moment)
+        _hold_up(self.device, self.moment)
         return True
 
     def synchronize(self) -> None:
@@ -38,5 +46,23 @@ class Handle(Work):
         return True
 
     def get_future(self) -> Any:
-        self.wait()
+        """C++ waits for it when the backward pass ends, and does not tell: what is queued here comes before."""
+        with contextlib.suppress(RuntimeError):  # where nothing goes back, who asked for it waits by itself
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_hold_up, self.device, self.moment))
         return self.future
+
+
+class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is not typed here
+    """What a collective gives, for whoever waits for it in Python."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self) -> Any:
+        self._wait()
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> Any:
+        self._wait()
+        return super().then(callback)

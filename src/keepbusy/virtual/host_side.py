@@ -23,6 +23,7 @@ _FACTORIES = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided",
 )  # fmt: skip
 _LOADER = "enumerate(DataLoader)#"
+_OF_WORKERS = f"{_LOADER}_MultiProcessing"
 _FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "fill_", "zero_")
 
 
@@ -47,7 +48,7 @@ def _factory(name: str, makes: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(makes)
     def make(*args: Any, **kwargs: Any) -> Any:
         pins = kwargs.pop("pin_memory", False)
-        with _Shown(shown):
+        with Shown(shown):
             made = makes(*args, **kwargs)
         return pinned.pin(made) if pins else made
 
@@ -61,19 +62,23 @@ def _fill(name: str, fills: Callable[..., Any]) -> Callable[..., Any]:
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.is_cuda:
             return fills(tensor, *args, **kwargs)
-        with _Shown(shown):
+        with Shown(shown):
             return fills(tensor, *args, **kwargs)
 
     return fill
 
 
-class _Shown:
+def in_training_thread() -> bool:
+    return current_thread() is main_thread()
+
+
+class Shown:
     """An operator of the host, in the timeline; not in threads that help the loader: they wait most of the time."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        self.name = name if current_thread() is main_thread() else ""
+        self.name = name if in_training_thread() and not MACHINE.computing.depth else ""
 
     def __enter__(self) -> None:
         if self.name:
@@ -85,7 +90,7 @@ class _Shown:
 
 
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    with _Shown("aten::pin_memory"):
+    with Shown("aten::pin_memory"):
         return pinned.pinned_copy(tensor)
 
 
@@ -108,6 +113,8 @@ def _patch_annotations() -> None:
         return enter(self)
 
     def left(self: Any, *error: Any) -> Any:
+        if self.name.startswith(_OF_WORKERS):
+            MACHINE.clock.take_batch(self.name)
         MACHINE.clock.leave()
         return leave(self, *error)
 

@@ -112,7 +112,14 @@ class Kernel:
         return result
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """On the host, with PyTorch's own kernel."""
+        """On the host, with PyTorch's own kernel. What PyTorch calls for that is not the program's."""
+        MACHINE.computing.depth += 1
+        try:
+            return self._compute(device, args, kwargs)
+        finally:
+            MACHINE.computing.depth -= 1
+
+    def _compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         if not VALUES.real:
@@ -150,6 +157,8 @@ class Kernel:
     def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result as the program sees it: its own tensors where it wrote into them, else new ones of the device."""
         returned = self.signature.returned
+        if VALUES.kept and self.signature.written:
+            map_tensors(VALUES.forget, self.signature.written_by(args, kwargs))
         if len(returned) == 1:
             return self._one(device, returned[0], out, args, kwargs)
         if not returned:

@@ -22,6 +22,7 @@ from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.onlooker import Onlooker
 from keepbusy.virtual.tensors import to_device
+from keepbusy.virtual.unreal import VALUES
 
 if TYPE_CHECKING:
     from keepbusy.virtual.recording import Recording
@@ -60,6 +61,12 @@ class _Streams(threading.local):
         self.chosen: dict[int, int] = {}
 
 
+class _Computing(threading.local):
+    """How deep this thread is in computing what an operator of the device gives: PyTorch's calls there are ours."""
+
+    depth: int = 0
+
+
 class _Held(weakref.ref["Tensor"]):
     """Memory of the device, given back when the tensor that holds it goes."""
 
@@ -81,6 +88,7 @@ class Machine:
     """What the program's own process group calls this process; known once it has one."""
 
     def __init__(self) -> None:
+        self.computing = _Computing()
         self._streams = _Streams()
         self._held: dict[int, _Held] = {}
         self._at: dict[int, _Held] = {}  # by address
@@ -223,6 +231,7 @@ class Machine:
         del self._held[id(held)]
         if self._at.get(held.address) is held:
             del self._at[held.address]
+            VALUES.kept.discard(held.address)
         if held.returns is not None:
             held.returns()
         self.memory.free(held.block)
@@ -247,7 +256,8 @@ class Machine:
         return None if host is None else host.untyped_storage()
 
     def facts(self) -> dict[str, Any]:
-        return {"torch": torch.__version__, "device": self.device.name}
+        modelled = {} if self._options[-1] else {"modelled": True}
+        return {"torch": torch.__version__, "device": self.device.name, **modelled}
 
 
 MACHINE = Machine()

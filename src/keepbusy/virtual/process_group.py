@@ -19,6 +19,7 @@ from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.recording import lasting
 from keepbusy.virtual.streams import Moment
 from keepbusy.virtual.tensors import host_of, map_tensors
+from keepbusy.virtual.unreal import KEPT, VALUES
 from keepbusy.virtual.wires import wire_time
 
 _TIME_TAG = 1 << 20
@@ -39,7 +40,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         self.own, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
             MACHINE.rank = rank
-        self._streams: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], int] = {}
         self._posted: list[tuple[Any, Tensor]] = []
 
     def size(self) -> int:
@@ -57,15 +58,16 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     group_name = pg_name
 
-    @property
-    def number(self) -> int:
-        """The same on all of its ranks."""
-        return zlib.crc32(self.pg_name.encode()) & 0x7FFFFFFF
+    def _number(self, peer: int) -> int:
+        """The same on all ranks that meet: all of the group, or a sender and its receiver."""
+        pair = f"|{min(self.own, peer)}-{max(self.own, peer)}" if peer >= 0 else ""
+        return zlib.crc32(f"{self.pg_name}{pair}".encode()) & 0x7FFFFFFF
 
-    def _stream(self, device: int) -> int:
-        stream = self._streams.get(device)
+    def _stream(self, device: int, peer: int = -1) -> int:
+        """As in NCCL, messages to each peer have a stream of their own."""
+        stream = self._streams.get((device, peer))
         if stream is None:
-            stream = self._streams[device] = MACHINE.clock.new_stream(device)
+            stream = self._streams[device, peer] = MACHINE.clock.new_stream(device)
         return stream
 
     # what every collective does
@@ -77,33 +79,52 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         tensors: list[Any],
         does: Callable[..., Any],
         meet: Callable[[int], int] | None = None,
+        sends: bool = True,
+        peer: int = -1,
     ) -> Handle:
-        """`does` gets the tensors as host tensors and moves their values."""
+        """`does` gets the tensors as host tensors and moves their values. `sends`: this rank's are among them.
+
+        `peer`: the other rank of a message.
+        """
         MACHINE.begin(f"nccl:{name}")
         try:
-            device = next((one.get_device() for one in _flat(tensors) if one.is_cuda), -1)
+            flat = _flat(tensors)
+            device = next((one.get_device() for one in flat if one.is_cuda), -1)
             meet = meet or self._last_arrival
-            if device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
+            if not self._has_values(name, flat, tensors[-1], sends):
+                map_tensors(VALUES.forget, tensors[0])
+            elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
                 meet = _at_replay(does, tensors, meet)
             else:
                 _exchange(does, host_of([_detached(one) for one in tensors]))
+                map_tensors(VALUES.keep, tensors[0])
             if device < 0:
-                return Handle(result, device, None)
+                return Handle(result)
             size = max([_bytes(one) for one in tensors], default=0)
-            return Handle(result, device, self._on_clock(name, device, size, meet))
+            return Handle(result, device, self._on_clock(name, device, size, meet, peer))
         finally:
             MACHINE.end()
 
-    def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int]) -> Moment:
-        clock, stream = MACHINE.clock, self._stream(device)
+    def _has_values(self, name: str, flat: list[Tensor], given: Any, sends: bool) -> bool:
+        """Whether there is anything to move: a run without values has little, and all ranks must agree."""
+        if VALUES.real or not any(one.is_cuda for one in flat):
+            return True
+        if _bytes(flat) > KEPT or name in ("send", "recv"):  # a message's sender and receiver know only their own
+            return False
+        known = _number(not sends or all(map(VALUES.known, _flat(given))))
+        self.gloo.allreduce([known], _reducing(dist.ReduceOp.MIN)).wait()
+        return bool(known.item())
+
+    def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
+        clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
         wire = wire_time(MACHINE.device, name, size, self.members)
         kernel = f"ncclDevKernel_{_KERNELS[name]}"
-        clock.collective(stream, kernel, wire, size, self.number, self.members, meet)
+        clock.collective(stream, kernel, wire, size, self._number(peer), 2 if peer >= 0 else self.members, meet)
         return clock.record(stream)
 
     def _last_arrival(self, mine: int) -> int:
-        time = _time(mine)
+        time = _number(mine)
         self.gloo.allreduce([time], _reducing(dist.ReduceOp.MAX)).wait()
         return int(time.item())
 
@@ -113,7 +134,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        handle = Handle(tensors, -1, None)
+        handle = Handle(tensors)
         for one in tensors:
             handle = self.allreduce([one], opts)
         return handle
@@ -128,7 +149,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
-        return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts))
+        sends = opts.rootRank == self.own
+        return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts), sends=sends)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         opts = opts or dist.ReduceOptions()
@@ -198,14 +220,14 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
 
         def tell(mine: int) -> int:
-            self._post(_time(mine), peer, tag + _TIME_TAG)
+            self._post(_number(mine), peer, tag + _TIME_TAG)
             return mine
 
         def post(ones: list[Tensor]) -> None:
             for one in ones:
                 self._post(one.clone(), peer, tag)
 
-        return self._run("send", tensors, [tensors], post, tell)
+        return self._run("send", tensors, [tensors], post, tell, peer=peer)
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
@@ -216,17 +238,21 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """It waits, on the device, for whoever sends."""
 
         def hear(mine: int) -> int:
-            time = _time(mine)
+            time = _number(mine)
             self.gloo.recv([time], peer, tag + _TIME_TAG).wait()
             return int(time.item())
 
-        return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear)
+        return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear, peer=peer)
 
     def _start_coalescing(self, device: Any) -> None:
         """What is said as one goes one by one here: the values are the same."""
 
     def _end_coalescing(self, device: Any) -> Handle:
-        return Handle([], CURRENT.index(device), MACHINE.clock.record(self._stream(CURRENT.index(device))))
+        index, clock = CURRENT.index(device), MACHINE.clock
+        own = self._stream(index)
+        for stream in [one for (at, peer), one in self._streams.items() if at == index and peer >= 0]:
+            clock.wait(own, clock.record(stream))
+        return Handle([], index, clock.record(own))
 
     def barrier(self, opts: Any = None) -> Handle:
         """A small all-reduce, and the host waits for it."""
@@ -237,7 +263,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             MACHINE.clock.sync_stream(MACHINE.stream(CURRENT.device))
         finally:
             MACHINE.end()
-        return Handle([], -1, None)
+        return Handle([])
 
 
 def _exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
@@ -262,7 +288,7 @@ def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int
     return meet_later
 
 
-def _time(value: int) -> Tensor:
+def _number(value: int) -> Tensor:
     return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from keepbusy.timeline.model import NONE, FrameKind, Kind, Lane, LinkKind
+from keepbusy.timeline.model import NONE, WORKERS, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
 from keepbusy.virtual.rows import Rows
 
 _STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
+STARVED = 300_000
+"""Taking a batch that is ready costs less than this."""
+_SYNC = int(Kind.SYNC)
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
 
 
@@ -56,6 +59,7 @@ class Program:
         self._real = real
         self._hosts: dict[int, Host] = {}
         self._numbers = 0
+        self._workers, self._batched = NONE, 0  # a loader's: their lane, and when they had finished their last batch
         self._places: dict[tuple[str, ...], int] = {(): 0}
         self._lines: list[tuple[int, ...]] = [()]
         self._marks: dict[str, list[int]] = {prefix: [] for prefix in _STEPS}
@@ -133,6 +137,23 @@ class Program:
                 self._flush(host)
             if host.around:
                 self._close(host)
+
+    def take_batch(self, name: str) -> None:
+        """A batch has come from a loader's workers: what the host waited for it, it waited for them."""
+        host = self.host()
+        with self.lock:
+            waited = self._real() - host.left if self._real is not None and not host.depth else 0
+            if waited < STARVED:
+                return
+            host.left += waited
+            if self._workers == NONE:
+                self._workers, self._batched = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
+            begun, self._batched = self._batched, host.now + waited
+            number, work = self.rows.name(name), self._batched - begun
+            self.rows.add(
+                (self._workers, _WORK, number, NONE, begun, self._batched, work, 0, NONE, NONE, 0, 0, NONE, NONE, 0)
+            )
+            self._host_row(host, _SYNC, name, host.now, self._batched, 0, self._workers)
 
     def work(self, duration: int, name: str = "", place: int = 0) -> None:
         """Host work that the clock cannot see, or should not measure: a sleep, an operator of known cost."""

@@ -1,7 +1,8 @@
 """Runs without values: shapes come from PyTorch's meta kernels, and memory is reserved but never touched.
 
-Whatever the device is asked for reads as zero. Where a shape depends on values, half of what is
-possible is taken: half of a mask is true.
+Whatever the device is asked for reads as zero, but for the little that came from the host and was
+not changed: sizes, indices and objects that ranks tell each other. Where a shape depends on values,
+half of what is possible is taken: half of a mask is true.
 """
 
 from __future__ import annotations
@@ -17,10 +18,48 @@ _aten = torch.ops.aten
 META = torch.device("meta")
 
 
-class Values:
-    """Whether this process computes at all."""
+KEPT = 1 << 20
+"""What comes from the host and is no larger comes back as it was."""
 
-    real = True
+
+class Values:
+    """Whether this process computes at all, and if it does not, which memory of the device has values yet."""
+
+    def __init__(self) -> None:
+        self.real = True
+        self.kept: set[int] = set()  # addresses of storages
+
+    def known(self, tensor: Tensor) -> bool:
+        """Whether there are values to read."""
+        if self.real or not tensor.is_cuda:
+            return True
+        return bool(self.kept) and tensor.untyped_storage().data_ptr() in self.kept
+
+    def keep(self, tensor: Tensor) -> None:
+        """It was given values, all of it."""
+        if not self.real:
+            self.kept.add(tensor.untyped_storage().data_ptr())
+
+    def forget(self, tensor: Tensor) -> None:
+        """It was written to by what computes nothing."""
+        if self.kept:
+            self.kept.discard(tensor.untyped_storage().data_ptr())
+
+    def moved(self, source: Tensor, target: Tensor) -> None:
+        """`target` is a new tensor of the device, made of `source`."""
+        if self.carried(source):
+            self.keep(target)
+
+    def carried(self, source: Tensor) -> bool:
+        """Whether values go along with a tensor that moves."""
+        return self.real or (source.nbytes <= KEPT and self.known(source))
+
+    def worth_keeping(self, source: Tensor, target: Tensor) -> bool:
+        """Whether what is copied shall be there afterwards."""
+        if self.real or not target.is_cuda:
+            return self.known(source)
+        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        return target.nbytes <= KEPT and self.known(source) and (whole or self.known(target))
 
 
 VALUES = Values()

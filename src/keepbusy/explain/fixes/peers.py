@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepbusy.explain.edit import Beside
+from keepbusy.explain.edit import Beside, Edit
 from keepbusy.explain.fixes.finding import Draft, Finding
 from keepbusy.explain.scene import LARGE, Scene
 from keepbusy.explain.stretches import Stretches, device_work, has_more, stretches
 from keepbusy.timeline.model import NONE, Ints, Kind
+
+MOST = 0.5
+"""What a rank does on a way of its own explains its lateness, if it takes at least so much of it."""
 
 
 def find_exposed(scene: Scene) -> Finding:
@@ -20,6 +23,15 @@ def find_exposed(scene: Scene) -> Finding:
     return draft.done()
 
 
+def without_messages(scene: Scene) -> Edit:
+    """No fix, but a measure: what stages of a pipeline would spend if no message had to be waited for."""
+    sends = np.array([name.startswith(("nccl:send", "nccl:recv")) for name in scene.timeline.names], bool)
+    within = np.append(scene.within(scene.frames_named(sends)), False)
+    edit = Edit.nothing(scene.timeline)
+    edit.beside[(scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]] = Beside.WIRE
+    return edit
+
+
 def find_late(scene: Scene) -> Finding:
     """Between two collectives, what a rank does beyond its peers in every step, on its host or on its device."""
     draft = Draft("peer_late", scene)
@@ -28,7 +40,20 @@ def find_late(scene: Scene) -> Finding:
         _trim(scene, draft, found)
     if len(scene.timeline.ranks) > 1:
         _balance(scene, draft)
+        _blame_what_is_apart(scene, draft)
     return draft.done()
+
+
+def _blame_what_is_apart(scene: Scene, draft: Draft) -> None:
+    """Where a late rank goes a way of its own, and that takes as long as it is late, that way is to blame for all."""
+    work, owner, rank = scene.timeline.spans.work, draft.owner, scene.timeline.rank_of_rows
+    blamed = np.flatnonzero(owner != NONE)
+    for one in np.unique(rank[owner[blamed]]).tolist():
+        mine = blamed[rank[owner[blamed]] == one]
+        apart = scene.apart[owner[mine]] != NONE
+        spent = np.where(rank[mine] == one, work[mine], 0)
+        if spent[apart].sum() >= MOST * draft.edit.saves(np.where(rank == one, work, 0))[mine].sum() > 0:
+            owner[mine[~apart]] = owner[mine[apart][np.argmax(spent[apart])]]
 
 
 def _balance(scene: Scene, draft: Draft) -> None:

@@ -1,0 +1,106 @@
+"""With a modelled clock operators on the host's tensors take their time, as measured on the host of an H200."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepbusy.virtual.host_operators import time_of
+from keepbusy.virtual.machine import MACHINE
+
+MEASURED = Path(__file__).parents[1] / "gpu" / "truth" / "host_operators.json"
+FLOAT, BYTES, LONG = torch.float32, torch.uint8, torch.int64
+CASES: dict[str, tuple[str, list[torch.dtype], torch.dtype, int]] = {
+    "zeros": ("zeros", [], FLOAT, 1),
+    "rand": ("rand", [], FLOAT, 1),
+    "randn": ("randn", [], FLOAT, 1),
+    "randint": ("randint", [], LONG, 1),
+    "randperm": ("randperm", [], LONG, 1),
+    "add": ("add", [FLOAT, FLOAT], FLOAT, 1),
+    "sqrt": ("sqrt", [FLOAT], FLOAT, 1),
+    "where": ("where", [LONG], LONG, 1),
+    "bytes to float": ("to", [BYTES], FLOAT, 1),
+    "float to half": ("to", [FLOAT], torch.bfloat16, 1),
+    "clone": ("clone", [FLOAT], FLOAT, 1),
+    "stack of rows": ("stack", [FLOAT], FLOAT, 1),
+    "roll": ("roll", [FLOAT], FLOAT, 1),
+    "argmax": ("argmax", [FLOAT], LONG, 16),
+    "gather": ("getitem", [FLOAT, LONG], FLOAT, 1),
+    "sort": ("sort", [FLOAT], FLOAT, 1),
+    "avg_pool 3x3": ("avg_pool2d", [FLOAT], FLOAT, 1),
+    "resize": ("interpolate", [FLOAT], FLOAT, 1),
+    "conv 3x3": ("conv2d", [FLOAT], FLOAT, 1),
+}
+"""Of each measured case the operator, the types of its inputs and of its result, and how many times shorter that is."""
+
+
+def test_the_laws_hold_against_what_was_measured() -> None:
+    ratios = {}
+    for case, times in json.loads(MEASURED.read_text())["nanoseconds"].items():
+        for where, measured in times.items():
+            size, threads = where.split(" x")
+            if case in CASES and threads == "16" and size != "16":
+                ratios[f"{case} {size}"] = _predicted(case, int(size)) / measured
+    assert 0.7 < statistics.median(ratios.values()) < 1.4
+    assert statistics.median(max(one, 1 / one) for one in ratios.values()) < 1.6
+
+
+def _predicted(case: str, size: int) -> int:
+    name, taken, given, shorter = CASES[case]
+    inputs, result = [torch.empty(size, dtype=one) for one in taken], torch.empty(size // shorter, dtype=given)
+    return time_of(MACHINE.device, name, inputs, [result])
+
+
+def _spent(does: Callable[[], Any]) -> int:
+    """Modelled nanoseconds of the host, written down or not yet."""
+    host = MACHINE.clock.host()
+    before = host.now + host.spent
+    does()
+    return host.now + host.spent - before
+
+
+def test_drawing_a_million_numbers_takes_milliseconds() -> None:
+    assert _spent(lambda: torch.randn(1_000_000)) == pytest.approx(3_500_000, rel=0.01)
+    numbers = torch.empty(1_000_000)
+    assert _spent(numbers.uniform_) == pytest.approx(3_500_000, rel=0.01)
+
+
+def test_a_view_takes_next_to_none_and_a_copy_takes_its_bytes() -> None:
+    x = torch.zeros(1000, 9000)
+    assert _spent(lambda: x[10:20].T) < 10_000
+    assert _spent(x.T.contiguous) == pytest.approx(2_000_000, rel=0.01)
+    assert _spent(lambda: x.add_(1)) == pytest.approx(2_000_000, rel=0.01)
+    assert _spent(lambda: (x.shape, x.device, x.dtype, x.grad)) == 0
+
+
+def test_writing_into_a_part_takes_what_is_written() -> None:
+    batch, picture = torch.zeros(64, 1000), torch.zeros(1000)
+
+    def write() -> None:
+        batch[3] = picture
+
+    assert _spent(write) < 3_000
+
+
+def test_sleeping_takes_as_long_as_it_was_to_last() -> None:
+    assert _spent(lambda: time.sleep(0.002)) == 2_000_000
+
+
+def test_what_the_device_computes_is_no_work_of_the_host() -> None:
+    """Its values come from operators on host tensors, which the program never called."""
+    weight = torch.randn(256, 256, device="cuda", requires_grad=True)
+
+    def backward(goes_back: Callable[[torch.Tensor], Any]) -> int:
+        weight.grad = None
+        loss = (weight @ weight).relu().sum()
+        return _spent(lambda: goes_back(loss))
+
+    method, function = backward(torch.Tensor.backward), backward(torch.autograd.backward)
+    assert method == function < 1_000_000
