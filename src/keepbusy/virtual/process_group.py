@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.exchange import at_replay, detached, exchange
 from keepbusy.virtual.handles import Handle
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.recording import lasting
 from keepbusy.virtual.streams import Moment
 from keepbusy.virtual.tensors import host_of, map_tensors
 from keepbusy.virtual.unreal import KEPT, VALUES
@@ -94,9 +94,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             if not self._has_values(name, flat, tensors[-1], sends):
                 map_tensors(VALUES.forget, tensors[0])
             elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
-                meet = _at_replay(does, tensors, meet)
+                meet = at_replay(does, tensors, meet)
             else:
-                _exchange(does, host_of([_detached(one) for one in tensors]))
+                exchange(does, host_of([detached(one) for one in tensors]))
                 map_tensors(VALUES.keep, tensors[0])
             if device < 0:
                 return Handle(result)
@@ -266,28 +266,6 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return Handle([])
 
 
-def _exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
-    done = does(*tensors)
-    if done is not None:
-        done.wait()
-
-
-def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
-    """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
-    held = [map_tensors(lasting, _detached(one)) for one in tensors]
-
-    def exchange() -> None:
-        _exchange(does, held)
-
-    exchange_then = exchange if MACHINE.recording is None else MACHINE.recording.later(exchange)
-
-    def meet_later(mine: int) -> int:
-        exchange_then()
-        return meet(mine)
-
-    return meet_later
-
-
 def _number(value: int) -> Tensor:
     return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
 
@@ -296,12 +274,6 @@ def _reducing(operation: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = operation
     return options
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return [_detached(one) for one in value]
 
 
 def _flat(value: Any) -> list[Tensor]:
