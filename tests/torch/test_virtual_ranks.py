@@ -261,7 +261,9 @@ def test_every_collective_moves_the_right_values(run) -> None:
 def test_groups_messages_and_objects_among_four_ranks(run) -> None:
     done = run(AMONG_FOUR, before=("--ranks", "4"))
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == [f"fine {rank}" for rank in range(4)]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == [
+        f"fine {rank}" for rank in range(4)
+    ]
 
 
 def test_tensor_parallel_training_is_that_of_one_device(run) -> None:
