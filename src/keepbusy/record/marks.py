@@ -10,6 +10,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -23,12 +24,13 @@ from keepbusy.record.rounds import BEGINS
 from keepbusy.record.step_ends import StepEnds
 from keepbusy.record.usual import alike
 from keepbusy.record.watch import Watch, main_frame
+from keepbusy.timeline.figures import Figures, FiguresFile
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun
 
 NEAR = 256
 """Plain steps on either side of a close look: enough to say what it is to be compared with."""
-RECENT, FEW = 16, 1024
+RECENT, NOW, FEW = 16, 64, 1024
 
 
 class Marks:
@@ -43,10 +45,13 @@ class Marks:
         clock: Callable[[], int] = time.perf_counter_ns,
         device: Device | None = None,
         frame: Callable[[], FrameType | None] = main_frame,
+        live: Path | None = None,
     ) -> None:
+        """`live` names a file for those who look on while the program runs."""
         self.fault = ""
         self.marked = Marked()
-        self.watch = Watch(self.marked, clock, frame)
+        self._live = FiguresFile(live) if live is not None else None
+        self.watch = Watch(self.marked, clock, frame, self._leave_figures if live is not None else None)
         self.pauses = Pauses(clock)
         self._on_step, self._clock, self._device = on_step, clock, device
         self._ends = StepEnds(self._ended)
@@ -99,12 +104,6 @@ class Marks:
         took = steps.took[steps.plain][-count:]
         return len(took) == count and alike(took)
 
-    def lead(self) -> int | None:
-        """How far the host was ahead at the end of the last steps that the device has passed; None if nobody knows."""
-        steps = steps_of(self.marked, self._on_device, FEW)
-        lead = steps.lead[steps.lead != NONE][-RECENT:]
-        return round(float(np.median(lead))) if len(lead) else None
-
     def plain_step(self) -> int | None:
         """Nanoseconds; of the steps around the last close look, where there was one. None if there are too few."""
         steps = self._steps()
@@ -125,7 +124,7 @@ class Marks:
             seen=dict(self.watch.seen),
             loop=self.watch.loop,
             readings=tuple(self._allocations.readings),
-            fault=self.fault,
+            fault=self.fault or self.watch.fault,
         )
 
     def facts(self) -> dict[str, object]:
@@ -134,6 +133,27 @@ class Marks:
 
     def _steps(self) -> Steps:
         return steps_of(self.marked, self._on_device)
+
+    def figures(self) -> Figures:
+        """How the program is doing: of its last steps."""
+        steps = steps_of(self.marked, self._on_device, FEW)
+        took, lead = steps.took[-NOW:], steps.lead[-NOW:]
+        known = lead[lead != NONE]
+        low, step, high = np.percentile(took, [10, 50, 90]) if len(took) else (0, 0, 0)
+        return Figures(
+            steps=self.count,
+            step=round(step),
+            low=round(low),
+            high=round(high),
+            lead=round(float(np.median(known))) if len(known) else NONE,
+            ended=self.marked.last,
+            limit=self.watch.limit,
+        )
+
+    def _leave_figures(self) -> None:
+        """In the watch's thread."""
+        if self._live is not None:
+            self._live.write(self.figures())
 
     # in the program's thread
 

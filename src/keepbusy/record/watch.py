@@ -23,6 +23,7 @@ REST = 30_000_000
 """The shortest sleep: a stall that is over by then is seen when it comes again, or has no line."""
 LOOK, LONGEST_LOOK, SLOWER = 5_000_000, 250_000_000, 1.5
 """From one look to the next, at first and at last, and how fast they become rarer."""
+TELL = 200_000_000
 AGREE = 0.6
 """Of the time so much must have been seen at a line for the stall to stand there."""
 MOST = 4096
@@ -39,15 +40,24 @@ class Seen(NamedTuple):
 class Watch:
     """`seen` tells where an overdue step stood, by the number of the mark that ended it."""
 
-    def __init__(self, marked: Marked, clock: Callable[[], int], frame: Callable[[], FrameType | None]) -> None:
+    def __init__(
+        self,
+        marked: Marked,
+        clock: Callable[[], int],
+        frame: Callable[[], FrameType | None],
+        tell: Callable[[], object] | None = None,
+    ) -> None:
+        """`tell` is called a few times a second while steps end, for whoever looks on."""
         self.seen: dict[int, Seen] = {}
         self.limit = 0
+        self.fault = ""
         self.paused = False
         self._marked, self._clock, self._frame = marked, clock, frame
         self._chains: list[tuple[str, ...]] = []
         self._places = Places(self._number)
         self._count = self._asked = 0
         self._looks: Counter[int] = Counter()
+        self._tell, self._told = tell, 0
         self._pause = LOOK
         self.loop: tuple[str, ...] = ()
         self._stop = threading.Event()
@@ -65,8 +75,11 @@ class Watch:
         self._next_step(self._marked.count)
 
     def _watch(self) -> None:
-        while not self._stop.wait(self.turn() / 1e9):
-            pass
+        try:
+            while not self._stop.wait(self.turn() / 1e9):
+                pass
+        except Exception as error:  # it would be told on the program's standard error
+            self.fault = f"{type(error).__name__}: {error}"
 
     def find_loop(self) -> None:
         """Called where a step ends: the program's lines there run through its loop."""
@@ -77,10 +90,11 @@ class Watch:
         count, last = self._marked.count, self._marked.last
         if count != self._count:
             self._next_step(count)
+            self._tell_now_and_then()
         if self.paused or not self.limit:
             return REST
         left = last + self.limit - self._clock()
-        return max(left, REST) if left > 0 else self._look()
+        return self._rest(left) if left > 0 else self._look()
 
     def _next_step(self, count: int) -> None:
         if self._looks and len(self.seen) < MOST:
@@ -90,6 +104,14 @@ class Watch:
         if count - self._asked > ENOUGH:
             took = self._marked.recent(RECENT)
             self.limit, self._asked = limit(took) if len(took) >= ENOUGH else 0, count
+
+    def _rest(self, left: int) -> int:
+        return max(left if self._tell is None else min(left, TELL), REST)
+
+    def _tell_now_and_then(self) -> None:
+        if self._tell is not None and self._clock() - self._told > TELL:
+            self._tell()
+            self._told = self._clock()
 
     def _look(self) -> int:
         frame = self._frame()

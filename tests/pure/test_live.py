@@ -1,0 +1,150 @@
+"""The line at the bottom of the terminal, and what it leaves alone."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from diagnoses import HEALTHY, STALLED, ms
+from hypothesis import given
+from hypothesis import strategies as st
+from screens import PaperScreen
+
+from keepbusy.cli.live import latest, live
+from keepbusy.report.live import BottomLine, line
+from keepbusy.timeline.figures import Figures, FiguresFile
+
+FIGURES = Figures(1240, ms(25), ms(24.1), ms(26.3), ms(3.2), ended=10**12, limit=ms(38))
+NOW = 10**12 + ms(5)
+
+
+def shown(figures: Figures | None = FIGURES, diagnosis=None, now: int = NOW, width: int = 120) -> str:
+    return line(figures, diagnosis, now, width, colour=False)
+
+
+def test_it_tells_the_step_the_lead_and_later_the_worst_line() -> None:
+    assert shown() == "keepbusy · step 1240 · 25.0 ms (24.1–26.3) · lead 3.2 ms"
+    assert shown(diagnosis=STALLED).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms a step")
+    assert shown(diagnosis=HEALTHY).endswith(" · GPU computes 97%")
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        (None, "keepbusy · no steps yet"),
+        (Figures(1, 0, 0, 0), "keepbusy · no steps yet"),
+        (FIGURES._replace(lead=-1), "keepbusy · step 1240 · 25.0 ms (24.1–26.3)"),
+        (FIGURES._replace(lead=40_000), "keepbusy · step 1240 · 25.0 ms (24.1–26.3) · no lead"),
+    ],
+)
+def test_it_tells_no_more_than_is_known(figures: Figures | None, says: str) -> None:
+    assert shown(figures) == says
+
+
+def test_a_step_that_does_not_end_is_told() -> None:
+    late = 10**12 + 12 * 10**9
+    assert shown(now=late) == "keepbusy · step 1240 · the next one takes 12.00 s so far, instead of 25.0 ms"
+    assert "25.0 ms (24.1–26.3)" in shown(FIGURES._replace(limit=0), now=late)
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_it_never_wraps(width: int) -> None:
+    coloured = line(FIGURES, STALLED, NOW, width)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert "\n" not in coloured
+    assert len(plain) < width
+
+
+def test_what_the_program_prints_scrolls_above_it() -> None:
+    screen = PaperScreen(rows=5)
+    bottom = BottomLine(screen)
+    for number in range(12):
+        screen.write(f"epoch {number}\n")
+        bottom.show(f"line {number}")
+    assert screen.lines == ["epoch 9", "epoch 10", "epoch 11", "", "line 11"]
+    assert screen.scrolled == [f"epoch {number}" for number in range(9)]
+    bottom.end()
+    screen.write("done")
+    assert screen.lines == ["epoch 9", "epoch 10", "epoch 11", "done", ""]
+    assert (screen.top, screen.bottom) == (0, 4)
+
+
+@given(
+    rows=st.integers(4, 12),
+    said=st.lists(st.sampled_from(["show", "text", "text\n", "\r", "\n"]), max_size=60),
+)
+def test_whatever_the_program_prints_is_all_there(rows: int, said: list[str]) -> None:
+    """With our line and without it, the same text in the same order."""
+    with_us, without = PaperScreen(rows=rows), PaperScreen(rows=rows)
+    bottom = BottomLine(with_us)
+    for number, one in enumerate(said):
+        if one == "show":
+            bottom.show("ours")
+        else:
+            text = one.replace("text", f"<{number}>")
+            with_us.write(text)
+            without.write(text)
+    assert "ours" not in "".join(with_us.scrolled)
+    bottom.end()
+    assert "ours" not in "".join(with_us.lines)
+    printed, expected = ("".join(one.scrolled + one.lines) for one in (with_us, without))
+    assert printed == expected
+
+
+def test_a_progress_bar_stays_where_it_is() -> None:
+    screen = PaperScreen()
+    bottom = BottomLine(screen)
+    for percent in range(0, 101, 20):
+        screen.write(f"\rtraining {percent}%")
+        bottom.show("ours")
+    assert screen.lines[0] == "training 100%"
+    assert screen.lines[-1] == "ours"
+
+
+def test_a_terminal_that_changes_its_size_keeps_one_line() -> None:
+    screen = PaperScreen(rows=6)
+    bottom = BottomLine(screen)
+    bottom.show("ours")
+    screen.resize(9)
+    bottom.show("ours")
+    assert (screen.top, screen.bottom) == (0, 7)
+    assert screen.lines[8] == "ours"
+
+
+def test_a_change_is_one_write() -> None:
+    screen = PaperScreen()
+    bottom = BottomLine(screen)
+    bottom.show("one")
+    bottom.show("two")
+    bottom.end()
+    bottom.end()
+    assert screen.writes == 3
+
+
+def test_figures_go_through_their_file(tmp_path: Path) -> None:
+    file = FiguresFile(tmp_path / "live")
+    assert file.read() is None
+    file.write(FIGURES)
+    file.write(FIGURES._replace(steps=1241, lead=-1))
+    assert file.read() == FIGURES._replace(steps=1241, lead=-1)
+    (tmp_path / "live").write_bytes(b"something else")
+    assert file.read() is None
+
+
+def test_of_several_processes_the_busiest_is_shown(tmp_path: Path) -> None:
+    assert latest(tmp_path) == (None, None)
+    for process, steps in (("11", 5), ("12", 900), ("13", 0)):
+        (tmp_path / process).mkdir()
+        FiguresFile(tmp_path / process / "live").write(FIGURES._replace(steps=steps))
+    (tmp_path / "13" / "live").write_bytes(b"")
+    process, figures = latest(tmp_path)
+    assert (process, figures) == (tmp_path / "12", FIGURES._replace(steps=900))
+
+
+def test_without_a_terminal_nothing_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with live(tmp_path, lambda process: replace(STALLED)):
+        sys.stdout.write("the program's own\n")
+    assert capfd.readouterr() == ("the program's own\n", "")
