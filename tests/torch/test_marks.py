@@ -5,17 +5,24 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import SOURCES
 from torch import nn
 
 import keepbusy
 from keepbusy.record.marks import Marks
-from keepbusy.record.step_ends import SILENCE, Source
+from keepbusy.record.step_ends import SILENCE
+from keepbusy.timeline.figures import FiguresFile
 from keepbusy.timeline.plain_run import PlainRun
 
 MS = 1_000_000
@@ -139,15 +146,16 @@ def test_the_programs_own_word_counts_for_more(program: Program) -> None:
     assert run.steps + run.warm_up == 1 + 5  # one of the optimizer's, and then the program's own
 
 
-def test_who_falls_silent_gives_way(program: Program) -> None:
-    """As where a warmed-up step is captured whole: what goes on stands for what is heard no more."""
+def test_a_step_that_is_captured_whole_is_heard_by_its_replays(program: Program) -> None:
     _, step = trainer()
     for _ in range(3):
         step()
-    graph = object()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
     for _ in range(SILENCE + 20):
-        program.marks._ends._heard(Source.GRAPH, id(graph))
-    assert program.marks.count == 3 + 21
+        graph.replay()
+    assert program.marks.count == 4 + 21  # the optimizer is trusted for a while
     assert program.ended().marked_by == "graph"
 
 
@@ -225,6 +233,19 @@ def test_the_collector_is_timed(program: Program) -> None:
     gc.collect()
     del gc.callbacks[-2]
     assert program.marks.pauses.take("garbage collection") >= 30 * MS
+
+
+def test_a_loader_within_a_loader_is_one_wait(program: Program) -> None:
+    class Outer(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            program.works(MS)
+            return torch.cat(list(torch.utils.data.DataLoader(torch.ones(4, 8))))
+
+    list(torch.utils.data.DataLoader(Outer()))
+    assert program.marks.pauses.take("input") == pytest.approx(3 * MS, rel=0.001)
 
 
 class Slowly(io.BytesIO):
@@ -353,24 +374,102 @@ def test_a_run_is_steady_or_it_is_not(program: Program) -> None:
         program.works(10 * MS)
         keepbusy.step()
     assert program.marks.steady()
-    for time in (40 * MS, 10 * MS):  # the device tells of a step once the next one has ended
-        program.works(time)
+    for work in (40 * MS, 10 * MS):  # the device tells of a step once the next one has ended
+        program.works(work)
         keepbusy.step()
     assert not program.marks.steady()
 
 
-def test_a_compiled_module_is_compiled_as_ever(machine: object) -> None:
-    """The wrapper around the outermost call must not be seen by the compiler."""
-    with Program(machine) as program:
-        model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager", fullgraph=True)
+def test_a_stall_is_seen_by_a_thread_of_its_own(machine: object) -> None:
+    marks = Marks()
+    marks.begin()
+    for _ in range(40):
+        keepbusy.step()
+    until = time.monotonic() + 10
+    while not marks.watch._looks and time.monotonic() < until:
+        pass  # the program stalls here
+    keepbusy.step()
+    marks.end()
+    (seen,) = (one for mark, one in marks.watch.seen.items() if mark == 40)
+    assert "test_a_stall_is_seen_by_a_thread_of_its_own" in seen.lines[-1]
+    assert "keepbusy" not in {one.name for one in threading.enumerate()}
 
-        @torch.compile(backend="eager", fullgraph=True)
-        def calls(x: torch.Tensor) -> torch.Tensor:
-            return model(x) + 1
 
-        for _ in range(3):
-            model(torch.ones(2, 4))
-        before = program.marks.count
-        for _ in range(3):
-            calls(torch.ones(2, 4))
-    assert before == 3
+def test_whoever_looks_on_finds_the_latest_figures(machine: object, tmp_path: Path) -> None:
+    clock = iter(range(0, 10**12, MS))
+    marks = Marks(clock=lambda: next(clock), live=tmp_path / "live")
+    marks.begin(watch=False)
+    for _ in range(100):
+        keepbusy.step()
+    for _ in range(3):
+        marks.watch.turn()
+    marks.end()
+    figures = FiguresFile(tmp_path / "live").read()
+    assert figures is not None
+    assert figures.steps == 100
+    assert 0 < figures.low <= figures.step <= figures.high
+
+
+COMPILED = """\
+import torch
+from torch import nn
+from keepbusy.record.marks import Marks
+
+marks = Marks()
+marks.begin()
+model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager", fullgraph=True)
+calls = torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)
+x = torch.ones(2, 4)
+for _ in range(3):
+    model(x)
+print(marks.count)
+for _ in range(3):
+    calls(x)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = torch.compile(lambda: optimizer.step(), backend="eager")
+before = marks.count
+for _ in range(3):
+    model(x).sum().backward()
+    step()
+print(marks.count - before, torch._dynamo.utils.counters["stats"]["unique_graphs"])
+marks.end()
+"""
+"""PyTorch's compiler, on the CPU: the virtual GPU passes it by."""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process without the virtual GPU."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_what_is_compiled_is_compiled_as_ever() -> None:
+    """The compiler does not see the wrapper around the outermost call, nor what stands behind the optimizer's hook."""
+    done = python("-c", COMPILED)
+    assert done.stdout.splitlines() == ["3", "3 3"], done.stderr
+    assert "keepbusy" not in done.stderr
+
+
+FAILS = """\
+import torch
+
+class Bad(torch.nn.Module):
+    def forward(self, x):
+        torch.save(x, "/nowhere/at/all.pt")
+
+Bad()(torch.ones(1))
+"""
+
+
+def test_an_error_of_the_programs_shows_nothing_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    code = (
+        "import sys; from keepbusy.script import main; from keepbusy.record.marks import Marks; "
+        "Marks().begin(watch=False); sys.exit(main.run_file(main.Path(sys.argv[1]), []))"
+    )
+    done = python("-c", code, str(tmp_path / "train.py"))
+    assert done.returncode == 1
+    assert "RuntimeError: Parent directory" in done.stderr
+    assert ", line 7, in <module>" in done.stderr
+    assert "keepbusy" not in done.stderr

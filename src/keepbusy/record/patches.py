@@ -9,6 +9,16 @@ from typing import Any
 Function = Callable[..., Any]
 
 
+def left_alone(function: Function) -> Function:
+    """What PyTorch's compiler is not to look into, wherever it meets it: it is called as it stands.
+
+    That is all `torch.compiler.disable` does, which would import the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    return function
+
+
 class Patches:
     """What was replaced, in order. What somebody else has replaced since then is left to him."""
 

@@ -19,12 +19,14 @@ class Pauses:
     def __init__(self, clock: Callable[[], int]) -> None:
         self.now = {INPUT: 0, COLLECTOR: 0, CHECKPOINT: 0}
         self._clock = clock
-        self._main = threading.get_ident()
+        self._thread = 0
+        self._open: set[str] = set()
         self._collecting = 0
         self._patches = Patches()
 
     def begin(self) -> None:
         """From the thread whose pauses are meant; the pauses of others hold up nobody."""
+        self._thread = threading.get_ident()
         import torch
         from torch.utils.data import dataloader
 
@@ -51,17 +53,19 @@ class Pauses:
             self._patches.replace(distributed, name, self._timed(CHECKPOINT))
 
     def _timed(self, what: str) -> Callable[[Function], Function]:
-        """Stands in for a function, and notes how long it took in the main thread."""
+        """Stands in for a function, and notes how long it took, within another of its kind or not."""
 
         def made(original: Function) -> Function:
             def timed(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != self._main:
+                if threading.get_ident() != self._thread or what in self._open:
                     return original(*args, **kwargs)
+                self._open.add(what)
                 began = self._clock()
                 try:
                     return original(*args, **kwargs)
                 finally:
                     self.now[what] += self._clock() - began
+                    self._open.discard(what)
 
             return timed
 

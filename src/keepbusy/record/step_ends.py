@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from keepbusy.record.forward_passes import ForwardPasses
-from keepbusy.record.patches import Function, Patches
+from keepbusy.record.patches import Function, Patches, left_alone
 from keepbusy.record.rounds import GOES_ON, Rounds
 from keepbusy.script.steps import ENDED
 
@@ -77,9 +77,11 @@ class StepEnds:
             self._forward.end()
         return True
 
+    @left_alone
     def _announced(self) -> None:
         self._heard(Source.STEP, 0)
 
+    @left_alone
     def _stepped(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         self._optimizer_steps += 1
         self._heard(Source.OPTIMIZER, id(optimizer))

@@ -6,7 +6,8 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -68,16 +69,25 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """The script's traceback, without our frames at its top."""
+    """The script's traceback, without our frames at its top and those of what records it in between."""
     stack = error.__traceback__
     while stack is not None and stack.tb_next is not None and _is_ours(stack):
         stack = stack.tb_next
+    kept = [one for one in _frames(stack) if one.tb_next is None or not _is_ours(one, "record")]
+    for one, after in pairwise(kept):
+        one.tb_next = after
     error.__traceback__ = stack
     hook = sys.excepthook if sys.excepthook is not sys.__excepthook__ else traceback.print_exception
     hook(type(error), error, stack)
     sys.stderr.flush()
 
 
-def _is_ours(stack: TracebackType) -> bool:
+def _frames(stack: TracebackType | None) -> Iterator[TracebackType]:
+    while stack is not None:
+        yield stack
+        stack = stack.tb_next
+
+
+def _is_ours(stack: TracebackType, room: str = "") -> bool:
     file = stack.tb_frame.f_code.co_filename
-    return file.startswith((str(Path(__file__).parents[1]) + os.sep, "<frozen runpy"))
+    return file.startswith((str(Path(__file__).parents[1] / room) + os.sep, "<frozen runpy"))
