@@ -45,7 +45,10 @@ def _pauses(count: int, given: Mapping[int, float] | None) -> np.ndarray:
 
 
 def run(
-    steps: Steps, saves: Mapping[int, float] | None = None, seen: Mapping[int, tuple[str, ...]] | None = None
+    steps: Steps,
+    saves: Mapping[int, float] | None = None,
+    seen: Mapping[int, tuple[str, ...]] | None = None,
+    delayed: float = 0.0,
 ) -> PlainRun:
     """`saves` and `seen`: by step, as `steps` counts them."""
     return plain_run(
@@ -54,4 +57,5 @@ def run(
         saves={step + 1: round(time * MS) for step, time in (saves or {}).items()},
         seen={step + 1: Seen(lines) for step, lines in (seen or {}).items()},
         loop=IN_LOOP,
+        delayed=delayed,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +144,6 @@ def test_of_several_processes_the_busiest_is_shown(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_nothing_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with live(tmp_path, lambda process: replace(STALLED)):
+    with live(tmp_path, "train.py", lambda timeline: STALLED):
         sys.stdout.write("the program's own\n")
     assert capfd.readouterr() == ("the program's own\n", "")

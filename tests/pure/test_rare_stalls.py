@@ -113,6 +113,15 @@ def test_a_function_that_works_at_many_lines_is_named_where_it_is_called() -> No
     assert stall.count == 10
 
 
+def test_what_stalls_further_in_is_known_by_the_loops_line_too() -> None:
+    took = noisy(1000)
+    rare = np.arange(99, 1000, 100)
+    took[rare] += 500
+    chain = (MAIN, EVALUATE, "eval.py(3): evaluate", "eval.py(9): score")
+    (stall,) = run(steps(took), seen=dict.fromkeys(rare, chain)).stalls
+    assert (stall.lines, stall.lines[stall.loop]) == (chain, EVALUATE)
+
+
 def test_the_loop_itself_is_no_place() -> None:
     """Where one look saw no more than the loop, the others' places stand apart all the same."""
     took = noisy(1000)
@@ -144,3 +153,10 @@ def test_long_steps_without_rhythm_are_told_only_when_they_matter() -> None:
     assert run(steps(took)).stalls == ()
     (stall,) = run(steps(lots)).stalls
     assert (stall.count, stall.regular, stall.lines) == (40, False, ())
+    assert run(steps(lots), delayed=0.2).stalls == ()  # other work had the processor
+
+
+def test_a_processor_that_others_take_explains_no_stall_that_has_a_rhythm() -> None:
+    took = noisy(1000)
+    took[99::100] += 300
+    assert run(steps(took), delayed=0.5).stalls[0].every == 100.0

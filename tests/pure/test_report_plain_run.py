@@ -55,6 +55,10 @@ def test_it_stands_in_the_report_and_the_report_still_fits() -> None:
         ({"input": ms(5)}, "The host waits for input for 5.0 ms of each step (20%)."),
         ({"collector": ms(1)}, "The host is held up by the garbage collector for 1.0 ms of each step (4%)."),
         ({"requests": 2.25}, "PyTorch asks the driver for memory 2.2 times a step, also after the warm-up."),
+        (
+            {"delayed": 0.3},
+            "For 30% of the run the program was ready to go on, but other work had the host's processors.",
+        ),
         ({"retries": 3}, "The memory was full 3 times"),
         ({"fault": "RuntimeError: \x1b[2J"}, "The marks ended before the run did (RuntimeError: �[2J)"),
     ],
@@ -79,6 +83,8 @@ def test_a_place_shows_its_line(tmp_path: Path) -> None:
     (line,) = [one for one in told(replace(RUN, stalls=(stall,))) if one.startswith("rarely")]
     assert line.startswith("rarely: 24 times 812 ms at ")
     assert line.endswith("train.py:2 (lib/loop.py(7): run): score = evaluate(model) · 14% of the run")
+    inner = replace(stall, lines=("a.py(9): main", "a.py(3): loop", *stall.lines), loop=1)
+    assert ": score = evaluate(model), called at a.py:3 · 14%" in told(replace(RUN, stalls=(inner,)))[-1]
     assert "Once 812 ms" in told(replace(RUN, stalls=(replace(stall, count=1),)))[-1]
 
 
@@ -106,6 +112,7 @@ def test_the_json_keeps_to_its_schema() -> None:
         "what": "checkpoint",
         "where": "train.py:41",
         "place": 0,
+        "called_at": "",
         "count": 24,
         "every": 100.0,
         "regular": True,

@@ -20,7 +20,8 @@ from conftest import SOURCES
 from torch import nn
 
 import keepbusy
-from keepbusy.record.marks import Marks
+from keepbusy.record.marks import SETTLING, Marks
+from keepbusy.record.processor import without_processor
 from keepbusy.record.step_ends import SILENCE
 from keepbusy.timeline.figures import FiguresFile
 from keepbusy.timeline.plain_run import PlainRun
@@ -361,7 +362,7 @@ def test_steps_looked_at_closely_are_no_plain_ones(program: Program) -> None:
     for step in range(120):
         program.works(25 * MS if 50 <= step < 60 else 10 * MS)
         keepbusy.step()
-        if step in (49, 58):  # as who looks does, once a step has ended; to stop looking takes a while, too
+        if step in (49, 59 - SETTLING):  # as who looks does, once a step has ended; it takes a while to be over
             program.marks.look_closely(step == 49)
     run = program.ended()
     assert program.marks.plain_step() == pytest.approx(10 * MS, rel=0.01)
@@ -393,6 +394,23 @@ def test_a_stall_is_seen_by_a_thread_of_its_own(machine: object) -> None:
     (seen,) = (one for mark, one in marks.watch.seen.items() if mark == 40)
     assert "test_a_stall_is_seen_by_a_thread_of_its_own" in seen.lines[-1]
     assert "keepbusy" not in {one.name for one in threading.enumerate()}
+
+
+def test_a_processor_that_others_take_is_counted(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = iter([5 * MS, 5 * MS + 250 * MS])
+    monkeypatch.setattr("keepbusy.record.marks.without_processor", lambda thread: next(waited))
+    with Program(machine) as program:
+        for _ in range(101):
+            program.works(10 * MS)
+            keepbusy.step()
+    assert program.marks.run().delayed == pytest.approx(0.25, rel=0.01)
+
+
+def test_linux_counts_how_long_a_thread_had_no_processor() -> None:
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("nobody counts it here")
+    assert 0 <= without_processor(threading.get_native_id()) <= without_processor(threading.get_native_id())
+    assert without_processor(2**30) == -1
 
 
 def test_whoever_looks_on_finds_the_latest_figures(machine: object, tmp_path: Path) -> None:

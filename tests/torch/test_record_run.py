@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,9 +68,9 @@ def record(tmp_path: Path):
         (tmp_path / name).write_text(source)
         return subprocess.run(
             [sys.executable, "-m", "keepbusy", "run", *before, name],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            cwd=tmp_path, text=True, timeout=120,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCES)]), "OMP_NUM_THREADS": "1"},
-            **more,
+            **{"capture_output": True, **more},
         )  # fmt: skip
 
     return record
@@ -145,7 +150,8 @@ print(len(own.events()) > 10)
 def test_the_programs_own_profiler_goes_first(record) -> None:
     done = record(f"LOOP = {LONG!r}\n" + OWN_PROFILER)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
+    assert done.stdout.startswith("True\n\nkeepbusy · train.py · marks alone\n")
+    assert "plain steps take" in done.stdout
     assert "runs PyTorch's profiler itself" in done.stderr
 
 
@@ -176,6 +182,81 @@ def test_a_rank_that_dies_leaves_what_it_had(record) -> None:
     done = record(RANKS.replace("DIES", dies).replace("range(40)", "range(4000)"), "--ranks", "2")
     assert done.returncode != 0
     assert "2 ranks" in done.stdout
+
+
+RARE = (
+    LONG.replace("range(40)", "range(400)")
+    + """\
+    if step % 100 == 60:
+        evaluate()
+"""
+)
+EVALUATE = """\
+import time
+
+def evaluate():
+    until = time.perf_counter() + 0.5
+    while time.perf_counter() < until:
+        torch.ones(8).sum()
+
+"""
+
+
+def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record) -> None:
+    done = record(RARE.replace("torch.manual_seed", EVALUATE + "torch.manual_seed"), "--json")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["plain_runs"]
+    stall = run["stalls"][0]
+    assert (stall["where"], stall["called_at"]) == ("train.py:12", "train.py:27")
+    assert (stall["count"], stall["every"], stall["regular"]) == (4, 100.0, True)
+    assert 480 < stall["time"] < 1000
+    assert run["marked_by"] == "optimizer"
+
+
+TALKS = """\
+import time
+model, numbers = torch.nn.Linear(8, 8), 0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+until = 0
+while numbers < 100 or time.perf_counter() < until:
+    until = until or time.perf_counter() + 1.5
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+    numbers += 1
+    if numbers % 100 == 0:
+        print(f"<{numbers}>", file=sys.stderr)
+"""
+
+
+def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: Path, record) -> None:
+    """Seen by a terminal on paper, as large as the one that the program has."""
+    sys.path.insert(1, str(HERE.parent / "pure"))
+    from screens import PaperScreen
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 100, 0, 0))
+    written: list[bytes] = []
+    reading = threading.Thread(target=lambda: written.extend(iter(lambda: _read(ours), b"")))
+    reading.start()
+    record("import sys, torch\n" + TALKS, "--live", stderr=theirs, capture_output=False)
+    os.close(theirs)
+    reading.join()
+    screen, frames = PaperScreen(100, 10), set()
+    for part in b"".join(written).decode().split("\x1b8"):
+        screen.write(part + "\x1b8" if part else "")
+        frames.add(screen.lines[-1])
+    said = [line for line in (*screen.scrolled, *screen.lines) if line.startswith("<")]
+    assert said == [f"<{100 * number}>" for number in range(1, len(said) + 1)]
+    assert any(frame.startswith("keepbusy · step ") and "s (" in frame for frame in frames), frames
+    assert screen.lines[-1] == ""
+    assert (screen.top, screen.bottom) == (0, 9)
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
 
 
 SESSION = """\

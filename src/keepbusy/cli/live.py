@@ -18,8 +18,8 @@ from keepbusy.timeline.errors import BadInput
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.figures import Figures
+    from keepbusy.timeline.model import Timeline
 
-FILE = "live"
 INTERVAL = 0.25
 _SMALLEST = 40, 5
 _MODEST = 10
@@ -29,7 +29,10 @@ class Terminal:
     """Standard error, where it is one and somebody looks at it."""
 
     def size(self) -> tuple[int, int]:
-        return shutil.get_terminal_size((100, 24))
+        try:
+            return os.get_terminal_size(2)
+        except OSError:
+            return shutil.get_terminal_size()
 
     def write(self, text: str) -> None:
         os.write(2, text.encode("utf-8", "replace"))
@@ -37,31 +40,37 @@ class Terminal:
     def is_seen(self) -> bool:
         """Not while the program runs in the background of its shell, nor on a handful of rows."""
         columns, rows = self.size()
-        with contextlib.suppress(OSError):
-            return os.tcgetpgrp(2) == os.getpgrp() and columns >= _SMALLEST[0] and rows >= _SMALLEST[1]
-        return False
+        return _is_in_front() and columns >= _SMALLEST[0] and rows >= _SMALLEST[1]
+
+
+def _is_in_front() -> bool:
+    try:
+        return os.tcgetpgrp(2) == os.getpgrp()
+    except OSError:  # a session of its own, as torchrun starts them: nobody can send it to the background
+        return True
 
 
 @contextmanager
-def live(folder: Path, explained: Callable[[Path], Diagnosis | None]) -> Iterator[None]:
-    """While this lasts the line is drawn; `explained` is asked once there is a window to explain."""
+def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) -> Iterator[None]:
+    """While this lasts the line is drawn. What the window saw is explained once, as soon as it is there."""
     if not sys.stderr.isatty():
         yield
         return
     stop = threading.Event()
-    drawing = threading.Thread(target=_draw, args=(folder, explained, stop), name="keepbusy live", daemon=True)
+    window = _Window(source, explained)
+    drawing = threading.Thread(target=_draw, args=(folder, window, stop), name="keepbusy live", daemon=True)
     drawing.start()
     try:
         yield
     finally:
         stop.set()
-        drawing.join(5.0)
+        drawing.join()
 
 
-def _draw(folder: Path, explained: Callable[[Path], Diagnosis | None], stop: threading.Event) -> None:
+def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
     from keepbusy.report.live import BottomLine, line
 
-    terminal, window = Terminal(), _Window(explained)
+    terminal = Terminal()
     bottom = BottomLine(terminal)
     try:
         while not stop.wait(INTERVAL):
@@ -75,9 +84,10 @@ def _draw(folder: Path, explained: Callable[[Path], Diagnosis | None], stop: thr
 
 def latest(folder: Path) -> tuple[Path | None, Figures | None]:
     """Of all processes that leave figures, the one that has taken most steps."""
+    from keepbusy.record.folder import LIVE
     from keepbusy.timeline.figures import FiguresFile
 
-    found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{FILE}")]
+    found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{LIVE}")]
     return max(
         ((process, figures) for process, figures in found if figures is not None),
         key=lambda one: one[1].steps,
@@ -88,19 +98,28 @@ def latest(folder: Path) -> tuple[Path | None, Figures | None]:
 class _Window:
     """What the window tells, once: explained in a thread of its own, at a low priority."""
 
-    def __init__(self, explained: Callable[[Path], Diagnosis | None]) -> None:
-        self._explained = explained
-        self._asked: Path | None = None
+    def __init__(self, source: str, explained: Callable[[Timeline], Diagnosis]) -> None:
+        self._source, self._explained = source, explained
+        self._asked = False
         self._diagnosis: Diagnosis | None = None
 
     def diagnosis(self, process: Path | None) -> Diagnosis | None:
-        if process is not None and self._asked is None and (process / "trace.json").exists():
-            self._asked = process
+        """None until there is one."""
+        if process is not None and not self._asked and _has_closed(process):
+            self._asked = True
             threading.Thread(target=self._explain, args=(process,), name="keepbusy explains", daemon=True).start()
         return self._diagnosis
 
     def _explain(self, process: Path) -> None:
+        from keepbusy.record.left import timeline_in
+
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _MODEST)
         with contextlib.suppress(BadInput, OSError):
-            self._diagnosis = self._explained(process)
+            self._diagnosis = self._explained(timeline_in(process, {"source": self._source}))
+
+
+def _has_closed(process: Path) -> bool:
+    from keepbusy.record.folder import TRACE, facts_in
+
+    return (process / TRACE).exists() and bool(facts_in(process).get("closed"))

@@ -11,13 +11,22 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepbusy.cli import ranks
+from keepbusy.cli.live import live
+from keepbusy.cli.output import screen, show
 from keepbusy.cli.supervised import end_as, supervise
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.plain_run import PlainRun
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
 
 DRIVER = Path("/dev/nvidiactl")
+ENOUGH = 10
+"""Plain steps from which on marks alone are worth a report."""
 KEEP = "KEEPBUSY_KEEP"
 """Names a folder in which the profiler's traces are to stay."""
 _CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
@@ -35,25 +44,38 @@ def _speaks_cuda() -> bool:
     return version is not None and version.exists() and bool(_CUDA.search(version.read_text(encoding="utf-8")))
 
 
-def run(options: argparse.Namespace, program: Callable[[], int], report: Callable[[Timeline], None]) -> None:
-    """Does not come back: it ends as the program ended."""
+def run(
+    options: argparse.Namespace,
+    program: Callable[[], int],
+    report: Callable[[Timeline], None],
+    explained: Callable[[Timeline], Diagnosis],
+) -> None:
+    """Does not come back: it ends as the program ended. `explained` is asked while it runs, if somebody looks on."""
     kept = os.environ.get(KEEP)
     folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept))
-    status = supervise(lambda: _watched(program, folder, options.after))
+    meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
+    status = supervise(lambda: _watched(program, folder, options), meanwhile)
     try:
         whole = _whole(folder, options.script)
         if whole is not None:
             report(whole)
+        elif not options.json:
+            _tell_of_marks(folder, options.script)
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
     end_as(status)
 
 
-def _watched(program: Callable[[], int], folder: Path, after: int | None) -> int:
+def _is_seen(options: argparse.Namespace) -> bool:
+    """Of several ranks, one draws."""
+    return options.live and ranks.rank() == 0
+
+
+def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace) -> int:
     from keepbusy.record.run import Options, start
 
-    watched = start(Options(str(folder), after))
+    watched = start(Options(str(folder), options.after, _is_seen(options)))
     try:
         return program()
     finally:
@@ -72,6 +94,18 @@ def _whole(folder: Path, source: str) -> Timeline | None:
     from keepbusy.record.together import together
 
     return together(timelines)
+
+
+def _tell_of_marks(folder: Path, source: str) -> None:
+    """Where there is no window, what marks alone know is better than nothing."""
+    from keepbusy.record.folder import facts_in
+    from keepbusy.report import plain_run
+
+    runs = [PlainRun.of_fact(facts_in(one).get("marks")) for one in folder.iterdir() if one.is_dir()]
+    run = max((run for run in runs if run is not None), key=lambda run: run.steps, default=None)
+    if run is not None and run.steps >= ENOUGH:
+        sheet = screen()
+        show(("\n", plain_run.render(run, source, sheet.width, colour=sheet.colour, unicode=sheet.unicode), "\n"))
 
 
 def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:

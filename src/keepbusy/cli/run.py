@@ -68,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
+    parser.add_argument(
+        "--live", action="store_true", help="on a real GPU: show the step, the lead and the worst line while it runs"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
     parser.add_argument("script", metavar="SCRIPT", help="the program to run, unchanged")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the program's own arguments")
@@ -93,10 +96,19 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         check_name(options.save)
     path = None if options.module else main.find(options.script)
     real = options.on == "auto" and recorded.is_possible()
+    if options.live and not real:
+        raise BadInput(
+            "--live shows what a real GPU does while it does it, and this run has a virtual one; leave it out."
+        )
     if options.ranks > 1:
         sys.exit(ranks.launch(options.ranks, _command(options)))
     if real:
-        recorded.run(options, lambda: _program(options, path), lambda timeline: _report(timeline, options))
+        recorded.run(
+            options,
+            lambda: _program(options, path),
+            lambda timeline: _report(timeline, options),
+            lambda timeline: _diagnosis(timeline, options),
+        )
     return _virtual(options, path)
 
 
@@ -135,6 +147,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += ["--mend", ",".join(options.mend)] if options.mend else []
     given += [] if options.workers == 8 else ["--workers", str(options.workers)]
     given += ["--json"] if options.json else []
+    given += ["--live"] if options.live else []
     given += ["--save", str(options.save)] if options.save else []
     given += ["-m"] if options.module else []
     return [*given, options.script, *options.arguments]

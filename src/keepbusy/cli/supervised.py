@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -15,7 +16,7 @@ _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux."""
 
 
-def supervise(program: Callable[[], int]) -> int:
+def supervise(program: Callable[[], int], meanwhile: AbstractContextManager[object] | None = None) -> int:
     """Run `program` in a child to its end; returns how that went, as `os.waitpid` tells it."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -26,7 +27,8 @@ def supervise(program: Callable[[], int]) -> int:
     before = {number: signal.signal(number, _to(child)) for number in _FORWARDED}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells the child itself
     try:
-        return os.waitpid(child, 0)[1]
+        with meanwhile or nullcontext():
+            return os.waitpid(child, 0)[1]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

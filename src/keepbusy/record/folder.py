@@ -1,4 +1,7 @@
-"""The folder in which a process leaves what it saw: its facts, and of its window the profiler's trace and the lines."""
+"""The folder in which a process leaves what it saw: its facts, and of its window the profiler's trace and the lines.
+
+While it runs it may leave the figures of its last steps there, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FACTS, TRACE, LINES = "facts.json", "window.json", "lines.npz"
+FACTS, TRACE, LINES, LIVE = "facts.json", "window.json", "lines.npz", "live"
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ the noise of the shortest step (benchmarks/record_overhead.py), so marks are set
 from __future__ import annotations
 
 import os
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from keepbusy.record.device_marks import Cuda, Device, DeviceMarks
 from keepbusy.record.marked import ASIDE, Marked, Steps, steps_of
 from keepbusy.record.pauses import Pauses
 from keepbusy.record.plain_steps import plain_run, plain_step
+from keepbusy.record.processor import without_processor
 from keepbusy.record.rounds import BEGINS
 from keepbusy.record.step_ends import StepEnds
 from keepbusy.record.usual import alike
@@ -30,6 +32,8 @@ from keepbusy.timeline.plain_run import PlainRun
 
 NEAR = 256
 """Plain steps on either side of a close look: enough to say what it is to be compared with."""
+SETTLING = 3
+"""On an H200 the third step after a profiler has ended is as long as any."""
 RECENT, NOW, FEW = 16, 64, 1024
 
 
@@ -57,7 +61,9 @@ class Marks:
         self._ends = StepEnds(self._ended)
         self._allocations = Allocations()
         self._on_device: DeviceMarks | None = None
-        self._aside = self._aside_next = False
+        self._thread = self._waited = self._began = NONE
+        self._aside = False
+        self._aside_still = 0  # so many marks, once nobody looks closely any more
         self._running = False
 
     def begin(self, watch: bool = True) -> None:
@@ -84,9 +90,10 @@ class Marks:
     def look_closely(self, now: bool) -> None:
         """While somebody looks closely at the program, its steps are counted, but they are not plain ones.
 
-        Neither is the step that goes on when the look ends.
+        Neither are the next few once the look has ended: to end it takes a while, and so does CUPTI to let go.
         """
-        self._aside, self._aside_next = self._aside or now, now
+        self._aside_still = SETTLING if self._aside and not now else 0
+        self._aside = now
         self.watch.paused = now
 
     @property
@@ -124,8 +131,15 @@ class Marks:
             seen=dict(self.watch.seen),
             loop=self.watch.loop,
             readings=tuple(self._allocations.readings),
+            delayed=self._delayed(),
             fault=self.fault or self.watch.fault,
         )
+
+    def _delayed(self) -> float:
+        """Share of the run in which the program's thread was ready and had no processor."""
+        passed, now = self.marked.last - self._began, without_processor(self._thread)
+        known = passed > 0 and NONE not in (now, self._waited)
+        return min(1.0, (now - self._waited) / passed) if known else 0.0
 
     def facts(self) -> dict[str, object]:
         """The same, for a timeline's facts."""
@@ -170,8 +184,12 @@ class Marks:
 
     def _mark(self, verdict: int) -> None:
         marked, now = self.marked, self._clock()
-        marked.add(now, ASIDE if self._aside and verdict != BEGINS else verdict, self.pauses)
-        self._aside = self._aside_next
+        if not marked.count:
+            self._thread, self._began = threading.get_native_id(), now
+            self._waited = without_processor(self._thread)
+        aside = verdict != BEGINS and (self._aside or self._aside_still > 0)
+        self._aside_still -= self._aside_still > 0
+        marked.add(now, ASIDE if aside else verdict, self.pauses)
         number = marked.count - 1
         if self._on_device is not None:
             self._on_device.set(number, now)

@@ -12,7 +12,7 @@ from keepbusy.record.rare_stalls import rare_stalls
 from keepbusy.record.usual import mean, stalled, warm_up
 from keepbusy.record.watch import Seen
 from keepbusy.timeline.model import NONE, Ints
-from keepbusy.timeline.plain_run import Course, PlainRun
+from keepbusy.timeline.plain_run import Course, PlainRun, RareStall
 
 NO_LEAD = 100_000
 """Below this the host has no lead: a mark takes some microseconds to reach the device, and clocks align no better."""
@@ -27,6 +27,7 @@ def plain_run(
     seen: Mapping[int, Seen] | None = None,
     loop: tuple[str, ...] = (),
     readings: Sequence[Reading] = (),
+    delayed: float = 0.0,
     fault: str = "",
 ) -> PlainRun:
     """`saves`: what checkpoints took, `seen`: where overdue steps stood, by mark; `loop`: the lines where steps end."""
@@ -38,6 +39,7 @@ def plain_run(
     low, high = np.percentile(ordinary.took, [10, 90]) if len(ordinary) else (0, 0)
     lead = ordinary.lead[ordinary.lead != NONE]
     steady = [one for one in readings if len(rest) and one.mark >= rest.mark[0]]
+    stalls = rare_stalls(rest, rare, usual, saves or {}, seen or {}, loop)
     return PlainRun(
         marked_by=marked_by,
         steps=len(rest),
@@ -52,10 +54,16 @@ def plain_run(
         collector=mean(ordinary.collector),
         requests=_a_step(steady, lambda one: one.requests),
         retries=steady[-1].retries - steady[0].retries if steady else 0,
-        stalls=tuple(rare_stalls(rest, rare, usual, saves or {}, seen or {}, loop)),
+        delayed=delayed,
+        stalls=tuple(one for one in stalls if _is_its_own(one, delayed)),
         course=_course(plain),
         fault=fault,
     )
+
+
+def _is_its_own(stall: RareStall, delayed: float) -> bool:
+    """The program's. What has no rhythm and no reason may as well be the processor that others took."""
+    return bool(stall.what) or stall.regular or stall.share > delayed
 
 
 def plain_step(steps: Steps) -> int | None:

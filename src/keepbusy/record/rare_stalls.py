@@ -46,7 +46,7 @@ def rare_stalls(
     `saves`: what checkpoints took, `seen`: where the program stood, both by the number of the mark that ends the step.
     """
     whole = int(steps.took.sum())
-    found = [_told(group, whole) for group in _groups(_stalls(steps, rare, usual, saves, seen), loop)]
+    found = [_told(group, whole, loop) for group in _groups(_stalls(steps, rare, usual, saves, seen), loop)]
     return sorted((one for one in found if _worth_a_line(one)), key=lambda one: -one.total)
 
 
@@ -98,9 +98,10 @@ def _by_place(stalls: list[Stall], lines: tuple[str, ...], loop: tuple[str, ...]
         yield from _by_place(alike, (*lines, line), loop)
 
 
-def _told(group: Sequence[Stall], whole: int) -> RareStall:
+def _told(group: Sequence[Stall], whole: int, loop: tuple[str, ...]) -> RareStall:
     longer = [one.longer for one in group]
     every, regular = _rhythm(np.array([one.mark for one in group]))
+    lines = _common([one.seen.lines for one in group])
     libraries = {one.seen.library for one in group}
     return RareStall(
         what=group[0].what,
@@ -110,8 +111,9 @@ def _told(group: Sequence[Stall], whole: int) -> RareStall:
         time=round(float(np.median(longer))),
         total=sum(longer),
         share=sum(longer) / max(1, whole),
-        lines=_common([one.seen.lines for one in group]),
+        lines=lines,
         library=libraries.pop() if len(libraries) == 1 else "",
+        loop=min(len(_common([lines, loop])), len(loop) - 1, len(lines) - 1),
     )
 
 

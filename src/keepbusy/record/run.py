@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from keepbusy.record.folder import write_facts
+from keepbusy.record.folder import LIVE, write_facts
 from keepbusy.record.marks import Marks
 from keepbusy.record.others import Others
 from keepbusy.record.window import Window
@@ -32,6 +32,7 @@ class Options:
 
     folder: str = ""  # where each process leaves what it saw, in a folder of its own
     after: int | None = None  # steps before the window opens
+    live: bool = False  # whether somebody looks on, so that figures are left a few times a second
 
 
 class Run:
@@ -45,7 +46,7 @@ class Run:
         self.is_going_on = False
         self.notes: list[str] = []
         self.window = Window(self.folder)
-        self.marks = Marks(self._on_step)
+        self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self.others = Others(self._give_way)
         self._steps = self._opened = self._left = 0
 

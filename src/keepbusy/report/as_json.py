@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Site, Where
-from keepbusy.report.plain_run import where_of
+from keepbusy.report.plain_run import called_at, where_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 
@@ -126,6 +126,7 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
         "collector": milliseconds(run.collector),
         "requests": _count(run.requests),
         "retries": run.retries,
+        "delayed": round(run.delayed, 3),
         "stalls": [_rare_stall(stall) for stall in run.stalls],
         "course": {
             "each": run.course.each,
@@ -138,11 +139,12 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
 
 
 def _rare_stall(stall: RareStall) -> dict[str, Any]:
-    where = where_of(stall)
+    where, caller = where_of(stall), called_at(stall)
     return {
         "what": stall.what,
         "where": str(where) if where.file else "",
         "place": place(where),
+        "called_at": str(caller) if caller.file else "",
         "count": stall.count,
         "every": _count(stall.every),
         "regular": stall.regular,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 _ASCII = str.maketrans(
@@ -40,6 +41,19 @@ def console(width: int, colour: bool, file: io.StringIO | None = None, record: b
         legacy_windows=False,
         record=record,
     )
+
+
+def label(word: str) -> str:
+    """What stands in the margin."""
+    return f"{word:8}"
+
+
+def labelled(asides: Iterable[tuple[str, str]]) -> RenderableType:
+    """Sentences, each with a word in the margin."""
+    rows = Table.grid()
+    for word, text in asides:
+        rows.add_row(Text(label(word), FAINT), Text(text))
+    return rows
 
 
 def line(*pieces: tuple[str, str] | str, indent: int = 0) -> RenderableType:

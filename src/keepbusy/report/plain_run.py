@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from keepbusy.explain.diagnosis import Where
 from keepbusy.report import words
+from keepbusy.report.paper import FAINT, STRONG, labelled, laid_out, line
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
@@ -14,6 +16,7 @@ from keepbusy.timeline.plain_run import PlainRun, RareStall
 
 MATTERS = 0.02
 """Of a step: what takes less of it is not told."""
+DELAYED = 0.03
 RARE = 0.01
 """Of the run."""
 MOST = 3
@@ -40,12 +43,26 @@ def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
         yield "note", tame(f"The marks ended before the run did ({run.fault}); report it, please.")
 
 
+def render(run: PlainRun, source: str, width: int = 100, *, colour: bool = False, unicode: bool = True) -> str:
+    """The report of a run of which there is nothing but marks."""
+    head = line(("keepbusy", STRONG), (f" · {words.files((source,))} · marks alone", FAINT))
+    step = line("A step takes ", (duration(run.step), STRONG), ".")
+    return laid_out([head, line(""), step, line(""), labelled(asides({0: run}))], width, colour, unicode)
+
+
 def where_of(stall: RareStall) -> Where:
     """The innermost of its lines."""
-    known = _LINE.fullmatch(stall.lines[-1]) if stall.lines else None
-    if known is None:
-        return Where(library=stall.library)
-    return Where(known["file"], int(known["line"]), known["function"], exact=True, library=stall.library)
+    return replace(_where(stall.lines[-1:]), library=stall.library)
+
+
+def called_at(stall: RareStall) -> Where:
+    """The line of the program's loop that led there, if that is another one."""
+    return _where(stall.lines[:-1][stall.loop : stall.loop + 1])
+
+
+def _where(lines: tuple[str, ...]) -> Where:
+    known = _LINE.fullmatch(lines[0]) if lines else None
+    return Where(known["file"], int(known["line"]), known["function"], exact=True) if known else Where()
 
 
 def _steps(run: PlainRun) -> str:
@@ -63,10 +80,13 @@ def _lead(run: PlainRun) -> str:
 
 
 def _of_each_step(run: PlainRun) -> Iterator[str]:
-    """What the host does in every step and would be better without."""
+    """What holds up the host in every step, or in any."""
     for time, what in ((run.input, "waits for input"), (run.collector, "is held up by the garbage collector")):
         if time >= max(1, MATTERS * run.step):
             yield f"The host {what} for {duration(time)} of each step ({share(time, run.step)})."
+    if run.delayed >= DELAYED:
+        lost = share(round(1000 * run.delayed), 1000)
+        yield f"For {lost} of the run the program was ready to go on, but other work had the host's processors."
     if run.requests >= MATTERS:
         yield f"PyTorch asks the driver for memory {words.count(run.requests)} times a step, also after the warm-up."
     if run.retries:
@@ -89,6 +109,8 @@ def _stall(stall: RareStall, rank: int) -> str:
     place = f" at {words.spot(where, 50)}" if where.file else ""
     place += f" ({tame(where.library, 50)})" if where.library else ""
     text = f": {words.cut(source.text, 50)}" if source else ""
+    caller = called_at(stall)
+    text += f", called{words.at(caller, 50)}" if caller.file else ""
     on = f" on rank {rank}" if rank != NONE else ""
     what = f" of {_WHATS[stall.what]}" if stall.what in _WHATS else ""
     return f"{_when(stall)} {duration(stall.time)}{what}{on}{place}{text} · {_of_the_run(stall)}"

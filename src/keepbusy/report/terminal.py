@@ -8,13 +8,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, WIRE, Cause, Diagnosis, Harmless, Late, Prediction
 from keepbusy.report import plain_run, words
 from keepbusy.report.bar import bar, legend, rows_of
-from keepbusy.report.paper import FAINT, STRONG, laid_out, line
+from keepbusy.report.paper import FAINT, STRONG, label, labelled, laid_out, line
 from keepbusy.report.places import look
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
@@ -61,7 +60,7 @@ def parts(
     yield from _causes(diagnosis, width, detail)
     yield from _verdict(diagnosis)
     yield from _asides(diagnosis)
-    yield Text.assemble((_label("again"), FAINT), again or _again(diagnosis), no_wrap=True, overflow="ignore")
+    yield Text.assemble((label("again"), FAINT), again or _again(diagnosis), no_wrap=True, overflow="ignore")
 
 
 def _head(diagnosis: Diagnosis) -> str:
@@ -218,11 +217,8 @@ def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     asides += [("bubble", one) for one in _bubble(diagnosis)]
     asides += [("late", _late(late)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
-    rows = Table.grid()
-    for label, text in asides:
-        rows.add_row(Text(_label(label), FAINT), Text(text))
     if asides:
-        yield rows
+        yield labelled(asides)
 
 
 def _bubble(diagnosis: Diagnosis) -> Iterator[str]:
@@ -234,10 +230,6 @@ def _bubble(diagnosis: Diagnosis) -> Iterator[str]:
             f"the stages of the pipeline wait {lost} for each other's messages; "
             "cut a batch into more, smaller parts: with twice as many they wait half as long"
         )
-
-
-def _label(word: str) -> str:
-    return f"{word:8}"
 
 
 def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:

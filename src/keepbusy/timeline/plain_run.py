@@ -26,6 +26,7 @@ class RareStall:
     share: float  # of the time of all plain steps
     lines: tuple[str, ...] = ()  # of the program, from the outside in, as in "train.py(41): main"
     library: str = ""  # the library's line that the innermost of them called
+    loop: int = NONE  # which of the lines is the loop's own, where that is known
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class PlainRun:
     collector: int = 0  # what the garbage collector takes of a step
     requests: float = 0.0  # for memory from the driver, a step, after the warm-up
     retries: int = 0  # of allocations that found the memory full, after the warm-up
+    delayed: float = 0.0  # share of the run in which the program's thread was ready and had no processor
     stalls: tuple[RareStall, ...] = ()  # by share, the largest first
     course: Course = Course()
     fault: str = ""  # why marks ended before the run did
