@@ -1,13 +1,15 @@
 """What recording costs the program that is recorded: `python record_overhead.py [--out FILE]` (a GPU, two minutes).
 
 In one process, blocks of steps alternate: left alone, with marks, left alone, with marks … on a step that is bound by
-its launches and on a healthy one. After them come PyTorch's own profilers, for comparison, and what they leave behind.
+its launches and on a healthy one. Then a window is opened and closed, and blocks follow while marks go on. Last come
+PyTorch's own profilers, for comparison, and what they leave behind.
 """
 
 import argparse
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -25,7 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stalls"))
 from models import TextClassifier, resnet
 
 from keepbusy.record.marks import Marks
+from keepbusy.record.run import Options, Run
 
+WARM, LOOKED_AT = 3, 12
+"""Steps before the window opens, and so many more that it has closed and CUPTI has let go."""
 CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
 
 
@@ -88,6 +93,27 @@ def compared(step: Step, count: int, pairs: int, recorded: Callable[[Block], flo
     }
 
 
+def with_window(step: Step, count: int, pairs: int) -> dict:
+    """A few steps under keepbusy's own window; after it the marks go on."""
+    before = [milliseconds(step, count) for _ in range(pairs)]
+    usual, run = statistics.median(before), Run(Options(after=WARM))
+    run.begin()
+    try:
+        milliseconds(step, WARM + LOOKED_AT)
+        after = [milliseconds(step, count) for _ in range(pairs)]
+    finally:
+        run.end()
+        shutil.rmtree(run.folder.parent)
+    recorded = [(later.before - earlier.before) / 1e6 for earlier, later in pairwise(run.window.ticks)]
+    return {
+        "plain_ms": usual,
+        "recorded_ms": statistics.median(recorded),
+        "held_up_ms": run.window.cost / 1e6,
+        "added": spread([took / usual for took in recorded]),
+        "after": spread([took / usual for took in after]),
+    }
+
+
 def spread(ratios: list[float]) -> dict:
     """In percent more than one: the median, and between what eight in ten lie."""
     percent = [100 * (ratio - 1) for ratio in ratios]
@@ -129,6 +155,8 @@ def measured() -> dict:
         for name, (_, count, pairs) in CASES.items():
             milliseconds(steps[name], count)
             found[name][recorder] = compared(steps[name], count // shorter, pairs // fewer, recorded)
+            if recorder == "marks":
+                found[name]["window"] = with_window(steps[name], count, pairs // 4)
     return found
 
 

@@ -22,7 +22,8 @@ AFTER = 8
 LATEST = 16
 """A run whose steps are not alike by then is looked at as it is."""
 ALIKE = 5
-_LEFT_EVERY = 10_000_000_000
+_LEFT_EVERY, _RARELY = 10_000_000_000, 200
+"""How long after it was last written down what is known is written again, and so many times as long as that took."""
 _QUIET = "99"
 
 
@@ -48,7 +49,7 @@ class Run:
         self.window = Window(self.folder)
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self.others = Others(self._give_way)
-        self._steps = self._opened = self._left = 0
+        self._steps = self._opened = self._leave_again = 0
 
     def begin(self) -> None:
         self.is_going_on = True
@@ -81,8 +82,10 @@ class Run:
 
     def leave(self) -> None:
         """Write down what is known by now."""
+        began = self.window.clock()
         write_facts(self.folder, self._facts())
-        self._left = self.window.clock()
+        ended = self.window.clock()
+        self._leave_again = ended + max(_LEFT_EVERY, _RARELY * (ended - began))
 
     def _facts(self) -> dict[str, Any]:
         rank, world = _place()
@@ -134,7 +137,7 @@ class Run:
             self.marks.look_closely(True)
             with self.others.ourselves():
                 self.window.open()
-        elif self.window.clock() - self._left > _LEFT_EVERY:
+        elif self.window.clock() > self._leave_again:
             self.leave()
 
     def _is_due(self, count: int) -> bool:
