@@ -67,6 +67,7 @@ FLAGS = {
         "--workers": ("N", None, 8),
         "--json": (None, 0, False),
         "--save": ("RUN.busy", None, None),
+        "--live": (None, 0, False),
         "-m": (None, 0, False),
         "script": ("SCRIPT", None, None),
         "arguments": ("...", "...", None),
