@@ -187,3 +187,11 @@ def test_compiled_code_runs_eagerly_and_says_so_once(capsys: pytest.CaptureFixtu
     assert torch.compile(mode="reduce-overhead")(len) is len
     module.compile()
     assert capsys.readouterr().err.count("torch.compile runs eagerly") <= 1
+
+
+def test_the_build_tells_of_its_cuda() -> None:
+    """Libraries look into it while they are imported."""
+    told = torch.__config__.show().splitlines()
+    at = next(number for number, line in enumerate(told) if "CPU capability" in line)
+    assert told[at + 1 : at + 3] == ["  - CUDA Runtime 12.8", "  - CuDNN 91.0.2"]
+    assert "at::get_num_threads()" in torch.__config__.parallel_info()

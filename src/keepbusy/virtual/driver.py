@@ -21,6 +21,8 @@ from keepbusy.virtual.machine import MACHINE
 CUDA_VERSION = 12_080
 NCCL_VERSION = 2 << 32 | 27 << 16 | 3
 _CUDA = 1
+_BUILD = torch._C._show_config()
+"""What PyTorch says of itself. Once it believes in CUDA it asks a library that need not be there."""
 _KEPT = (
     "_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", "_cuda_get_conv_benchmark_empty_cache",
     "_cuda_tunableop", "_cuda_record_untuned", "_cuda_CUDAAllocator", "_cuda_getAllocatorBackend",
@@ -95,6 +97,14 @@ def _set_stream(stream_id: int, device_index: int, device_type: int = _CUDA) -> 
     MACHINE.choose_stream(device_index, stream_id)
 
 
+def _show_config() -> str:
+    """The build's own words, and in between those of a build with CUDA, which divides versions so."""
+    runtime = f"  - CUDA Runtime {CUDA_VERSION // 1000}.{CUDA_VERSION // 10 % 100}\n"
+    before, settings, after = _BUILD.partition("  - Build settings")
+    cudnn = f"  - CuDNN {CUDNN // 1000}.{CUDNN // 100 % 10}.{CUDNN % 100}\n"
+    return before + runtime + cudnn + settings + after
+
+
 def _set_device(device: int) -> None:
     CURRENT.change(device)
 
@@ -134,6 +144,7 @@ def _sleep(cycles: int) -> None:
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {
+    "_show_config": _show_config,
     "_cuda_init": constantly(None),
     "_cuda_isInBadFork": constantly(False),
     "_cuda_getDeviceCount": lambda: CURRENT.count,
