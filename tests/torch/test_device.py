@@ -193,5 +193,11 @@ def test_the_build_tells_of_its_cuda() -> None:
     """Libraries look into it while they are imported."""
     told = torch.__config__.show().splitlines()
     at = next(number for number, line in enumerate(told) if "CPU capability" in line)
-    assert told[at + 1 : at + 3] == ["  - CUDA Runtime 12.8", "  - CuDNN 91.0.2"]
+    assert told[at + 1 : at + 3] == [f"  - CUDA Runtime {torch.version.cuda}", "  - CuDNN 91.0.2"]
     assert "at::get_num_threads()" in torch.__config__.parallel_info()
+
+
+def test_packages_built_for_the_same_cuda_find_it() -> None:
+    """torchvision refuses to be imported beside another major version than its own; PyPI has it for CUDA 13."""
+    assert torch.version.cuda.split(".")[0] == "13"
+    assert torch._C._cuda_getCompiledVersion() // 1000 == 13

@@ -15,8 +15,6 @@ from keepbusy.virtual.driver import constantly, own
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.randomness import DEFAULTS, Generator
 
-VERSION = "12.8"
-
 
 def patch() -> None:
     """From now on Python finds a GPU."""
@@ -34,7 +32,7 @@ def patch() -> None:
 
 def _patch_initialization() -> None:
     cuda = torch.cuda
-    torch.version.cuda = VERSION
+    torch.version.cuda = driver.CUDA
     cuda._lazy_init = own(constantly(None), "_lazy_init")
     cuda._initialized = True
     cuda._is_compiled = own(constantly(True), "_is_compiled")

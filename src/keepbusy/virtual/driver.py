@@ -18,7 +18,8 @@ from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.hooks import CUDNN
 from keepbusy.virtual.machine import MACHINE
 
-CUDA_VERSION = 12_080
+CUDA = torch.version.cuda or "13.0"
+"""A build that has CUDA keeps its version: packages with code of their own were built for the same and look."""
 NCCL_VERSION = 2 << 32 | 27 << 16 | 3
 _CUDA = 1
 _BUILD = torch._C._show_config()
@@ -99,10 +100,15 @@ def _set_stream(stream_id: int, device_index: int, device_type: int = _CUDA) -> 
 
 def _show_config() -> str:
     """The build's own words, and in between those of a build with CUDA, which divides versions so."""
-    runtime = f"  - CUDA Runtime {CUDA_VERSION // 1000}.{CUDA_VERSION // 10 % 100}\n"
+    runtime = f"  - CUDA Runtime {CUDA}\n"
     before, settings, after = _BUILD.partition("  - Build settings")
     cudnn = f"  - CuDNN {CUDNN // 1000}.{CUDNN // 100 % 10}.{CUDNN % 100}\n"
     return before + runtime + cudnn + settings + after
+
+
+def _compiled_version() -> int:
+    major, minor = CUDA.split(".")
+    return 1000 * int(major) + 10 * int(minor)
 
 
 def _set_device(device: int) -> None:
@@ -164,7 +170,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_cuda_isCurrentStreamCapturing": lambda: cuda_streams.current_stream().is_capturing(),
     "_cuda_getCurrentBlasHandle": constantly(0),
     "_cuda_clearCublasWorkspaces": constantly(None),
-    "_cuda_getCompiledVersion": constantly(CUDA_VERSION),
+    "_cuda_getCompiledVersion": _compiled_version,
     "_cuda_getArchFlags": lambda: "sm_{}{}".format(*MACHINE.device.capability),
     "_cuda_set_sync_debug_mode": _set_sync_debug_mode,
     "_cuda_get_sync_debug_mode": lambda: _sync_debug_mode[0],
@@ -204,4 +210,4 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_get_accelerator": lambda _check=None: torch.device("cuda"),
 }
 
-__all__ = ["ANSWERS", "CUDNN", "constantly", "empty_cache", "install", "own"]
+__all__ = ["ANSWERS", "CUDA", "CUDNN", "constantly", "empty_cache", "install", "own"]
