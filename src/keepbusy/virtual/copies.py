@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keepbusy.timeline.model import Direction
-from keepbusy.virtual import pinned
+from keepbusy.virtual import pinned, sync_debug
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.kernels import Kernel, adopt
 from keepbusy.virtual.machine import MACHINE
@@ -27,7 +27,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
     MACHINE.begin("aten::copy_")
     try:
-        _refuse_pageable(target, source)
+        if target.is_cuda != source.is_cuda:
+            _ask(target, source, non_blocking)
         _write(target, source)
         if target.is_cuda and source.is_cuda:
             _copied_on_device(target, source)
@@ -42,10 +43,12 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         MACHINE.end()
 
 
-def _refuse_pageable(target: Tensor, source: Tensor) -> None:
-    if target.is_cuda != source.is_cuda:
-        device, host = (source, target) if source.is_cuda else (target, source)
-        MACHINE.needs_pinned(device.get_device(), pinned.is_pinned(host))
+def _ask(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """Before anything is written: whether the program may copy so between host and device."""
+    device, host = (source, target) if source.is_cuda else (target, source)
+    MACHINE.needs_pinned(device.get_device(), pinned.is_pinned(host))
+    if not non_blocking:
+        sync_debug.about_to_wait()
 
 
 def _write(target: Tensor, source: Tensor) -> None:
@@ -104,6 +107,8 @@ def to_copy(
         where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
         if not tensor.is_cuda:
             MACHINE.needs_pinned(where, pinned.is_pinned(tensor))
+            if not non_blocking:
+                sync_debug.about_to_wait()
         cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
         if not tensor.is_cuda:
             return _brought_in(tensor, cast, where, non_blocking)
@@ -161,6 +166,8 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
         pinned.pin(host)
+    else:
+        sync_debug.about_to_wait()
     device_index, fresh = tensor.get_device(), not non_blocking
     MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
     _repeat(device_index, lambda: host.copy_(cast()), host)
@@ -171,6 +178,7 @@ def read_scalar(tensor: Tensor) -> Any:
     """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
     MACHINE.begin("aten::item")
     try:
+        sync_debug.about_to_wait()
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
             to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)

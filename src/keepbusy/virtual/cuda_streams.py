@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 
+from keepbusy.virtual import sync_debug
 from keepbusy.virtual.clock import BEGINNING
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
@@ -103,6 +104,7 @@ class Stream:
     device_type = _CUDA
 
     def synchronize(self) -> None:
+        sync_debug.about_to_wait()
         with _here("cudaStreamSynchronize"):
             MACHINE.clock.sync_stream(self.lane)
 

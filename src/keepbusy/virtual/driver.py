@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from keepbusy.virtual import cuda_streams
+from keepbusy.virtual import cuda_streams, sync_debug
 from keepbusy.virtual.cuda_graphs import graph_pool_handle
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.hooks import CUDNN
@@ -115,13 +115,6 @@ def _set_device(device: int) -> None:
     CURRENT.change(device)
 
 
-_sync_debug_mode = [0]
-
-
-def _set_sync_debug_mode(mode: int) -> None:
-    _sync_debug_mode[0] = int(mode)
-
-
 def _memory_stats(device: int) -> dict[str, Any]:
     return MACHINE.memory.stats(CURRENT.index(device))
 
@@ -172,8 +165,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_cuda_clearCublasWorkspaces": constantly(None),
     "_cuda_getCompiledVersion": _compiled_version,
     "_cuda_getArchFlags": lambda: "sm_{}{}".format(*MACHINE.device.capability),
-    "_cuda_set_sync_debug_mode": _set_sync_debug_mode,
-    "_cuda_get_sync_debug_mode": lambda: _sync_debug_mode[0],
+    "_cuda_set_sync_debug_mode": sync_debug.set_mode,
+    "_cuda_get_sync_debug_mode": sync_debug.mode,
     "_cuda_endAllocateToPool": constantly(None),  # a capture that ends, well or not, has told the allocator
     "_cuda_releasePool": constantly(None),
     "_cuda_sleep": _sleep,

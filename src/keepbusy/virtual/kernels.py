@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepbusy.virtual import randomness, syncs
+from keepbusy.virtual import randomness, sync_debug, syncs
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.recording import lasting
@@ -97,6 +97,9 @@ class Kernel:
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
         device = operands.check()
+        waits = syncs.learns(signature.short, host_args)
+        if waits:
+            sync_debug.about_to_wait()
         recording = MACHINE.records(device)
         if recording is not None:
             recording.about_to_write(*signature.written_by(host_args, host_kwargs))
@@ -104,7 +107,7 @@ class Kernel:
         asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
         kernels = MACHINE.kernels(signature.short, operands.inputs, _new(signature, out), asked)
         MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels, began)
-        if syncs.learns(signature.short, host_args):
+        if waits:
             MACHINE.wait_for_result(device, syncs.shown(signature))
         result = self._on_device(device, out, args, kwargs)
         if recording is not None:
