@@ -1,8 +1,10 @@
-"""What recording costs the program that is recorded: `python record_overhead.py [--out FILE]` (a GPU, two minutes).
+"""What recording costs the program that is recorded: `python record_overhead.py [--out FILE]` (a GPU, three minutes).
 
-In one process, blocks of steps alternate: left alone, with marks, left alone, with marks … on a step that is bound by
-its launches and on a healthy one. Then a window is opened and closed, and blocks follow while marks go on. Last come
-PyTorch's own profilers, for comparison, and what they leave behind.
+Marks: in one process short blocks of steps alternate, left alone, with marks, left alone … on a step that is bound by
+its launches and on a healthy one. Each block is held against its neighbours, for the host of a virtual machine drifts.
+
+The window, and PyTorch's own profilers beside it: what they leave behind can't be taken out of a process again, so each
+gets fresh ones, and in turn with them processes in which nothing is recorded between the steps before and those after.
 """
 
 import argparse
@@ -31,11 +33,15 @@ from keepbusy.record.run import Options, Run
 
 WARM, LOOKED_AT = 3, 12
 """Steps before the window opens, and so many more that it has closed and CUPTI has let go."""
+SETTLING, BLOCK, PAIRS = 2, 8, 120
+"""Steps before a block, in which marks find out what a step is; steps in it; and pairs of blocks."""
+AROUND, UNDER = 120, 12
+"""Steps before and after what is recorded in a fresh process, and steps that a profiler records."""
 CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
 
 
 Step = Callable[[], None]
-Block = Callable[[], float]
+Found = dict[str, float]
 
 
 def launch_bound() -> Step:
@@ -64,8 +70,8 @@ def training(model: torch.nn.Module, x: torch.Tensor) -> Step:
     return step
 
 
-CASES = {"launch-bound": (launch_bound, 40, 32), "healthy": (healthy, 24, 16)}
-"""How the step is made, steps a block, and pairs of blocks: the host of a virtual machine is noisy."""
+CASES = {"launch-bound": (launch_bound, 6), "healthy": (healthy, 2)}
+"""How the step is made, and processes for each way to record it."""
 
 
 def milliseconds(step: Step, count: int) -> float:
@@ -78,111 +84,161 @@ def milliseconds(step: Step, count: int) -> float:
     return (time.perf_counter() - start) / count * 1e3
 
 
-def compared(step: Step, count: int, pairs: int, recorded: Callable[[Block], float]) -> dict:
-    """Blocks in turn: one left alone, one recorded, one left alone … Each is measured against its neighbours."""
-    before = [milliseconds(step, count) for _ in range(3)]
-    plain, during = before[-1:], []
-    for _ in range(pairs):
-        during.append(recorded(lambda: milliseconds(step, count)))
-        plain.append(milliseconds(step, count))
+# marks, in one process
+
+
+def marks(make: Callable[[], Step]) -> Found:
+    step = make()
+    milliseconds(step, AROUND)
+    plain, marked = [block(step)], []
+    for _ in range(PAIRS):
+        marked.append(with_marks(step))
+        plain.append(block(step))
+    added = [2 * took / (a + b) - 1 for took, (a, b) in zip(marked, pairwise(plain), strict=True)]
+    idle = [2 * took / (a + b) - 1 for a, took, b in zip(plain, plain[1:], plain[2:], strict=False)]
     return {
         "plain_ms": statistics.median(plain),
-        "recorded_ms": statistics.median(during),
-        "added": spread([2 * took / (a + b) for took, (a, b) in zip(during, pairwise(plain), strict=True)]),
-        "after": spread([one / statistics.median(before) for one in plain[1:]]),
+        "recorded_ms": statistics.median(marked),
+        "added": 100 * statistics.median(added),
+        "error": 100 * error(added),
+        "idle": 100 * statistics.median(idle),
+        "idle_error": 100 * error(idle),
     }
 
 
-def with_window(step: Step, count: int, pairs: int) -> dict:
-    """A few steps under keepbusy's own window; after it the marks go on."""
-    before = [milliseconds(step, count) for _ in range(pairs)]
-    usual, run = statistics.median(before), Run(Options(after=WARM))
-    run.begin()
-    try:
-        milliseconds(step, WARM + LOOKED_AT)
-        after = [milliseconds(step, count) for _ in range(pairs)]
-    finally:
-        run.end()
-        shutil.rmtree(run.folder.parent)
-    recorded = [(later.before - earlier.before) / 1e6 for earlier, later in pairwise(run.window.ticks)]
-    return {
-        "plain_ms": usual,
-        "recorded_ms": statistics.median(recorded),
-        "held_up_ms": run.window.cost / 1e6,
-        "added": spread([took / usual for took in recorded]),
-        "after": spread([took / usual for took in after]),
-    }
-
-
-def spread(ratios: list[float]) -> dict:
-    """In percent more than one: the median, and between what eight in ten lie."""
-    percent = [100 * (ratio - 1) for ratio in ratios]
-    tenths = statistics.quantiles(percent, n=10, method="inclusive")
-    return {"median": statistics.median(percent), "low": tenths[0], "high": tenths[-1]}
-
-
-def with_marks(block: Block) -> float:
+def with_marks(step: Step) -> float:
     marks = Marks()
     marks.begin()
     try:
-        return block()
+        return block(step)
     finally:
         marks.end()
 
 
-def with_profiler(**options: object) -> Callable[[Block], float]:
-    def recorded(block: Block) -> float:
+def block(step: Step) -> float:
+    milliseconds(step, SETTLING)
+    return milliseconds(step, BLOCK)
+
+
+def error(values: list[float]) -> float:
+    """Of their median: between which values two of three such medians lie, halved."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return 1.25 * (high - low) / 1.349 / len(values) ** 0.5
+
+
+# everything else, in fresh processes
+
+
+def window(step: Step) -> Found:
+    run = Run(Options(after=WARM))
+    run.begin()
+    try:
+        milliseconds(step, WARM + LOOKED_AT)
+        recorded = [(later.before - earlier.before) / 1e6 for earlier, later in pairwise(run.window.ticks)]
+        after = milliseconds(step, AROUND)  # with marks, as it goes on
+    finally:
+        run.end()
+        shutil.rmtree(run.folder.parent)
+    return {"recorded_ms": statistics.median(recorded), "held_up_ms": run.window.cost / 1e6, "after_ms": after}
+
+
+def profiler(**options: object) -> Callable[[Step], Found]:
+    def recorded(step: Step) -> Found:
         with profile(**options):
-            took = block()
+            took = milliseconds(step, UNDER)
         gc.collect()
-        return took
+        milliseconds(step, LOOKED_AT)
+        return {"recorded_ms": took, "after_ms": milliseconds(step, AROUND)}
 
     return recorded
 
 
+def nothing(step: Step) -> Found:
+    took = milliseconds(step, WARM + LOOKED_AT)
+    return {"recorded_ms": took, "after_ms": milliseconds(step, AROUND)}
+
+
 RECORDERS = {
-    "marks": (with_marks, 1, 1),
-    "Kineto, CPU and CUDA": (with_profiler(activities=[CPU, CUDA]), 4, 8),
-    "Kineto, with stacks": (with_profiler(activities=[CPU, CUDA], with_stack=True), 4, 8),
+    "nothing": (nothing, 1),
+    "window": (window, 1),
+    "Kineto, CPU and CUDA": (profiler(activities=[CPU, CUDA]), 2),
+    "Kineto, with stacks": (profiler(activities=[CPU, CUDA], with_stack=True), 2),
 }
-"""What records, a block how many times shorter, and how many times fewer of them."""
+"""What records, and in how many times fewer processes."""
 
 
-def measured() -> dict:
-    steps = {name: make() for name, (make, _, _) in CASES.items()}
-    found: dict = {name: {} for name in CASES}
-    for recorder, (recorded, shorter, fewer) in RECORDERS.items():
-        for name, (_, count, pairs) in CASES.items():
-            milliseconds(steps[name], count)
-            found[name][recorder] = compared(steps[name], count // shorter, pairs // fewer, recorded)
-            if recorder == "marks":
-                found[name]["window"] = with_window(steps[name], count, pairs // 4)
+def trial(make: Callable[[], Step], recorder: Callable[[Step], Found]) -> Found:
+    step = make()
+    milliseconds(step, AROUND)
+    plain = milliseconds(step, AROUND)
+    return {"plain_ms": plain, **recorder(step)}
+
+
+def forked(act: Callable[[], Found]) -> Found:
+    """In a process of its own, without the seconds that it takes to import PyTorch."""
+    out, told = os.pipe()
+    if not os.fork():
+        try:
+            os.write(told, json.dumps(act()).encode())
+        finally:
+            os._exit(0)
+    os.close(told)
+    with os.fdopen(out) as said:
+        found: Found = json.load(said)
+    os.wait()
     return found
 
 
-def table(found: dict) -> str:
-    lines = [f"{'':14s}{'plain':>10s}{'recorded':>10s}{'added':>9s}"]
+def trials(make: Callable[[], Step], count: int) -> dict[str, Found]:
+    found: dict[str, list[Found]] = {name: [] for name in RECORDERS}
+    for number in range(count):
+        for name, (recorder, fewer) in RECORDERS.items():
+            if number % fewer == 0:
+                found[name].append(forked(lambda recorder=recorder: trial(make, recorder)))
+    return {name: summed_up(rows) for name, rows in found.items()}
+
+
+def summed_up(rows: list[Found]) -> Found:
+    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    added = [100 * (row["recorded_ms"] / row["plain_ms"] - 1) for row in rows]
+    after = [100 * (row["after_ms"] / row["plain_ms"] - 1) for row in rows]
+    return middle | {
+        "added": statistics.median(added),
+        "after": statistics.median(after),
+        "after_low": min(after),
+        "after_high": max(after),
+    }
+
+
+def table(found: dict[str, dict[str, Found]]) -> str:
+    lines = [f"{'':14s}{'plain':>10s}{'recorded':>12s}{'added':>9s}"]
     for name, case in found.items():
         for recorder, row in case.items():
-            times = f"{name:14s}{row['plain_ms']:7.2f} ms{row['recorded_ms']:7.2f} ms"
-            lines.append(f"{times}{row['added']['median']:+8.1f}%   {recorder}: {more(row)}")
+            times = f"{name:14s}{row['plain_ms']:7.2f} ms{row['recorded_ms']:9.2f} ms"
+            lines.append(f"{times}{row['added']:+8.1f}%   {recorder}: {more(row)}")
     return "\n".join(lines)
 
 
-def more(row: dict) -> str:
-    """Between what nine in ten lie, and what is left once the recorder has ended."""
-    added, after = row["added"], row["after"]
-    return (
-        f"{added['low']:+.1f} to {added['high']:+.1f}%; after it {after['median']:+.1f}% "
-        f"({after['low']:+.1f} to {after['high']:+.1f}%)"
-    )
+def more(row: Found) -> str:
+    """How sure that is; and what is left once the recorder has ended."""
+    if "idle" in row:
+        return f"± {row['error']:.1f}; without marks, likewise: {row['idle']:+.1f} ± {row['idle_error']:.1f}"
+    held = f", held up {row['held_up_ms']:.0f} ms once" if "held_up_ms" in row else ""
+    return f"after it {row['after']:+.1f}% ({row['after_low']:+.1f} to {row['after_high']:+.1f}%){held}"
 
 
-if __name__ == "__main__":
+def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--out", type=Path)
     options = arguments.parse_args()
-    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": measured()}
+    found: dict[str, dict[str, Found]] = {}
+    for name, (make, count) in CASES.items():
+        found[name] = {"marks": forked(lambda make=make: marks(make)), **trials(make, count)}
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1))
-    print(table(result["cases"]))
+        said = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": found}
+        options.out.write_text(json.dumps(said, indent=1))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

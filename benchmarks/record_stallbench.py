@@ -148,10 +148,10 @@ def live(path: Path, options: argparse.Namespace) -> None:
 def keepbusy_run(path: Path, options: argparse.Namespace, tell: int) -> int:
     from keepbusy.cli import main, recorded
 
-    supervise = recorded.supervise
+    supervise: Callable[..., int] = recorded.supervise
 
-    def announced(program: Callable[[], int]) -> int:
-        status = supervise(program)
+    def announced(*given: Any) -> int:
+        status = supervise(*given)
         os.close(tell)
         return status
 
