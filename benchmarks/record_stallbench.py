@@ -200,7 +200,7 @@ def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str
     import keepbusy
 
     planted = planted if truth["gain"] >= GAIN else []
-    said = keepbusy.explain(timeline, plain_step=timeline.facts.get("plain_step"), mend=planted)
+    said = keepbusy.explain(timeline, mend=planted)
     plain, fixed = said.plain_step / 1e6, truth["fixed_ms"]
     lines = [one.predicted.step / 1e6 for one in said.causes if one.cause in BLAME]
     predicted = said.predicted.step / 1e6 if planted else min([plain, *lines])

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from keepbusy.record.device_marks import RING, DeviceMarks
 from keepbusy.record.lead import DRIFT, leads
+from keepbusy.record.marked import Marked, steps_of
+from keepbusy.record.pauses import Pauses
+from keepbusy.record.rounds import ENDS
 from keepbusy.timeline.model import NONE
 
 MS = 1_000_000
@@ -46,6 +49,18 @@ def test_where_the_device_is_slower_the_host_runs_ahead() -> None:
     lead = told(marks, times)
     assert lead[0] != NONE
     assert np.abs(lead - np.array(device.true_lead)).max() <= 5 * LAUNCH + 1 * MS
+
+
+def test_the_steps_are_the_devices_though_it_has_not_done_the_last_ones() -> None:
+    """A short run whose host is far ahead: its own steps are those of a queue that fills."""
+    device = PaperDevice()
+    marks, times = loop(device, 40, host=2 * MS, work=10 * MS)
+    marked = Marked()
+    for time in times:
+        marked.add(time, ENDS, Pauses(lambda: 0))
+    steps = steps_of(marked, marks)
+    assert 3 <= len(steps) < 0.5 * 40
+    assert np.abs(steps.took - 10 * MS).max() <= 10 * LAUNCH
 
 
 def test_no_event_is_made_a_step_and_none_is_waited_for() -> None:

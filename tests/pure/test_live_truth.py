@@ -30,8 +30,7 @@ WITHIN = 0.15
 
 @functools.cache
 def told(case: str) -> Diagnosis:
-    timeline = load(LIVE / f"{case}.busy")
-    return explain(timeline, plain_step=timeline.facts["plain_step"])
+    return explain(load(LIVE / f"{case}.busy"))
 
 
 @pytest.mark.parametrize("case", LINES)

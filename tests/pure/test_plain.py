@@ -190,3 +190,14 @@ def test_what_differs_now_and_then_between_ranks_is_noise() -> None:
     late = plain.timeline.spans.work[plain.timeline.spans.kind == Kind.WORK]
     assert np.ptp(late) < 20 * US
     assert plain.ratio == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_run_knows_its_own_plain_step_and_where_that_does_not_fit_the_recorded_steps_are_told() -> None:
+    timeline = launch_bound()
+    own = explain(timeline.change(facts={**timeline.facts, "plain_step": round(0.7 * MS)}))
+    assert (own.plain_step, own.plain_given) == (round(0.7 * MS), True)
+    misfit = explain(timeline.change(facts={**timeline.facts, "plain_step": round(0.05 * MS)}))
+    assert (misfit.plain_step, misfit.plain_given) == (explain(timeline).plain_step, False)
+    assert any("cannot have a plain step of 0.05 ms" in note for note in misfit.notes)
+    with pytest.raises(BadInput, match=r"0\.05 ms"):
+        explain(timeline, plain_step=round(0.05 * MS))

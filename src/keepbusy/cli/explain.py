@@ -84,10 +84,9 @@ def explained(
     workers: int = 8,
     on_progress: Progress | None = None,
 ) -> Diagnosis:
-    """Explain with the plain step given, or else with the one that the run was saved with."""
+    """The room is imported when it is needed, so that the command begins at once."""
     from keepbusy.explain import explain
 
-    plain_step = timeline.facts.get("plain_step") if plain_step is None else plain_step
     return explain(timeline, plain_step=plain_step, mend=mend, workers=workers, on_progress=on_progress)
 
 

@@ -16,7 +16,6 @@ from keepbusy.cli.output import show
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
 
 SUMMARY = "run a program and explain the run: on the GPU there is, or else on a virtual one"
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             options,
             lambda: _program(options, path),
             lambda timeline: _report(timeline, options),
-            lambda timeline: _diagnosis(timeline, options),
+            lambda timeline: explained(timeline, None, options.mend, options.workers),
         )
     return _virtual(options, path)
 
@@ -178,22 +177,11 @@ def _report(timeline: Timeline, options: argparse.Namespace) -> None:
     try:
         if not timeline.on_device.any():
             raise BadInput(f"{options.script} ran nothing on the GPU.")
-        diagnosis = _diagnosis(timeline, options)
+        diagnosis = explained(timeline, None, options.mend, options.workers)
     except BadInput as error:
         sys.stderr.write(f"keepbusy: {error}\n")
         return
     show(("" if options.json else "\n", rendered(diagnosis, options.json, _again(options)), "\n"))
-
-
-def _diagnosis(timeline: Timeline, options: argparse.Namespace) -> Diagnosis:
-    try:
-        return explained(timeline, None, options.mend, options.workers)
-    except BadInput as misfit:
-        if timeline.facts.get("plain_step") is None:
-            raise
-        from keepbusy.record.left import as_recorded
-
-        return explained(as_recorded(timeline, misfit), None, options.mend, options.workers)
 
 
 def _again(options: argparse.Namespace) -> str:

@@ -18,7 +18,7 @@ from keepbusy.explain.forecast import Forecast
 from keepbusy.explain.late import late_ranks
 from keepbusy.explain.ledger import Busy
 from keepbusy.explain.notes import notes_of
-from keepbusy.explain.plain import Plain, other_view, plain_run
+from keepbusy.explain.plain import Plain, as_recorded, other_view, plain_run
 from keepbusy.explain.remedies import remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.seen import seen
@@ -48,17 +48,33 @@ SHARED = 0.2
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
 
+Say = Callable[[str, float], Any]
+"""Who wants to know how far it is: what is being done, and which share is done."""
+
 
 def explain(
     timeline: Timeline,
     plain_step: int | None = None,
     mend: Sequence[str] = (),
     workers: int = 8,
-    on_progress: Callable[[str, float], Any] | None = None,
+    on_progress: Say | None = None,
 ) -> Diagnosis:
-    """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it."""
+    """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it.
+
+    A run that was recorded live knows its own. Where that does not fit what was recorded, the recorded steps are
+    explained as they are, and a note says so: better than to tell nothing.
+    """
     _refuse_unknown(mend)
-    say = on_progress or _quiet
+    say, own = on_progress or _quiet, timeline.facts.get("plain_step")
+    if plain_step is not None or own is None:
+        return _explained(timeline, plain_step, mend, workers, say)
+    try:
+        return _explained(timeline, own, mend, workers, say)
+    except BadInput as misfit:
+        return _explained(as_recorded(timeline, misfit), None, mend, workers, say)
+
+
+def _explained(timeline: Timeline, plain_step: int | None, mend: Sequence[str], workers: int, say: Say) -> Diagnosis:
     say("finding the steps", 0.0)
     whole = whole_steps(timeline, plain_step)
     window = sample(whole)

@@ -72,6 +72,13 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     return Plain(deflated, plain_step, plain_step / reached, factor)
 
 
+def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
+    """Without a plain step of its own, which does not fit what was recorded."""
+    note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
+    facts = {key: value for key, value in timeline.facts.items() if key != "plain_step"}
+    return timeline.change(facts={**facts, "notes": [*facts.get("notes", ()), note]})
+
+
 def other_view(timeline: Timeline, plain: Plain) -> Plain:
     """The same run, had the recorder slowed all host work evenly instead of event by event."""
     timeline = without_noise(timeline)

@@ -29,13 +29,6 @@ def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     return timeline.change(facts={**timeline.facts, **_told(left, trace), **facts})
 
 
-def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
-    """Without the plain step, which does not fit what was recorded: to tell of that is better than to tell nothing."""
-    note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
-    facts = {key: value for key, value in timeline.facts.items() if key != "plain_step"}
-    return timeline.change(facts={**facts, "notes": [*facts.get("notes", ()), note]})
-
-
 def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
     if not (folder / TRACE).exists():
         raise BadInput(_why_not(left, source))

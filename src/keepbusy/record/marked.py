@@ -16,7 +16,7 @@ from keepbusy.timeline.model import NONE, Ints, Mask
 MOST = 1 << 20
 """Marks that are kept; of a longer run the older half goes."""
 MOSTLY = 0.8
-"""Where so many steps are known on the device, those that are not are passed over."""
+"""Where so many of the steps that are over are known on the device, those that are not are passed over."""
 ASIDE = 3
 """What a mark says beside the verdicts of `Rounds`: a step ends that was looked at closely."""
 
@@ -77,7 +77,8 @@ class Steps:
     """Steps of a run, a row each; it ends with the mark of that number.
 
     A step takes what passes between its marks on the device, for there a host that is ahead loses nothing by a pause;
-    where the device's marks are not known, it takes what passes on the host.
+    where the device's marks are not known, it takes what passes on the host. The two are never mixed: while
+    the device's queue fills, the host's steps are much too short.
     """
 
     mark: Ints
@@ -110,7 +111,8 @@ def steps_of(marked: Marked, device: DeviceMarks | None, last: int = 0) -> Steps
     rows = np.flatnonzero((says == ENDS) | (says == ASIDE))
     rows = rows[rows > 0]
     known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
-    passed, rows = (times, known) if len(known) >= MOSTLY * len(rows) else (host, rows)
+    over = np.count_nonzero(rows <= known[-1]) if len(known) else 0  # the device is still busy with those after it
+    passed, rows = (times, known) if over and len(known) >= MOSTLY * over else (host, rows)
     return Steps(
         mark=rows + marked.first + part.start,
         took=passed[rows] - passed[rows - 1],

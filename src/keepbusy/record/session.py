@@ -47,12 +47,5 @@ class Session:
     def explain(self, mend: Sequence[str] = (), workers: int = 8) -> Any:
         """A `Diagnosis`: why the GPU waits. `print(keepbusy.render(...))` shows it."""
         import keepbusy
-        from keepbusy.record.left import as_recorded
 
-        timeline, plain = self.timeline, self.timeline.facts.get("plain_step")
-        try:
-            return keepbusy.explain(timeline, plain_step=plain, mend=mend, workers=workers)
-        except BadInput as misfit:
-            if plain is None:
-                raise
-            return keepbusy.explain(as_recorded(timeline, misfit), mend=mend, workers=workers)
+        return keepbusy.explain(self.timeline, mend=mend, workers=workers)
