@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "stalls"))
+from forked import forked
 from models import TextClassifier, resnet
 
 from keepbusy.record.marks import Marks
@@ -33,9 +34,9 @@ from keepbusy.record.run import Options, Run
 
 WARM, LOOKED_AT = 3, 12
 """Steps before the window opens, and so many more that it has closed and CUPTI has let go."""
-SETTLING, BLOCK, PAIRS = 2, 8, 120
+SETTLING, BLOCK, PAIRS = 2, 8, 80
 """Steps before a block, in which marks find out what a step is; steps in it; and pairs of blocks."""
-AROUND, UNDER = 120, 12
+AROUND, UNDER = 60, 12
 """Steps before and after what is recorded in a fresh process, and steps that a profiler records."""
 CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
 
@@ -70,7 +71,7 @@ def training(model: torch.nn.Module, x: torch.Tensor) -> Step:
     return step
 
 
-CASES = {"launch-bound": (launch_bound, 6), "healthy": (healthy, 2)}
+CASES = {"launch-bound": (launch_bound, 4), "healthy": (healthy, 2)}
 """How the step is made, and processes for each way to record it."""
 
 
@@ -174,21 +175,6 @@ def trial(make: Callable[[], Step], recorder: Callable[[Step], Found]) -> Found:
     return {"plain_ms": plain, **recorder(step)}
 
 
-def forked(act: Callable[[], Found]) -> Found:
-    """In a process of its own, without the seconds that it takes to import PyTorch."""
-    out, told = os.pipe()
-    if not os.fork():
-        try:
-            os.write(told, json.dumps(act()).encode())
-        finally:
-            os._exit(0)
-    os.close(told)
-    with os.fdopen(out) as said:
-        found: Found = json.load(said)
-    os.wait()
-    return found
-
-
 def trials(make: Callable[[], Step], count: int) -> dict[str, Found]:
     found: dict[str, list[Found]] = {name: [] for name in RECORDERS}
     for number in range(count):
@@ -210,13 +196,10 @@ def summed_up(rows: list[Found]) -> Found:
     }
 
 
-def table(found: dict[str, dict[str, Found]]) -> str:
-    lines = [f"{'':14s}{'plain':>10s}{'recorded':>12s}{'added':>9s}"]
-    for name, case in found.items():
-        for recorder, row in case.items():
-            times = f"{name:14s}{row['plain_ms']:7.2f} ms{row['recorded_ms']:9.2f} ms"
-            lines.append(f"{times}{row['added']:+8.1f}%   {recorder}: {more(row)}")
-    return "\n".join(lines)
+def show(name: str, case: dict[str, Found]) -> None:
+    for recorder, row in case.items():
+        times = f"{name:14s}{row['plain_ms']:7.2f} ms{row['recorded_ms']:9.2f} ms"
+        print(f"{times}{row['added']:+8.1f}%   {recorder}: {more(row)}", flush=True)
 
 
 def more(row: Found) -> str:
@@ -232,12 +215,13 @@ def main() -> None:
     arguments.add_argument("--out", type=Path)
     options = arguments.parse_args()
     found: dict[str, dict[str, Found]] = {}
+    print(f"{'':14s}{'plain':>10s}{'recorded':>12s}{'added':>9s}")
     for name, (make, count) in CASES.items():
         found[name] = {"marks": forked(lambda make=make: marks(make)), **trials(make, count)}
+        show(name, found[name])
     if options.out:
         said = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": found}
         options.out.write_text(json.dumps(said, indent=1))
-    print(table(found))
 
 
 if __name__ == "__main__":

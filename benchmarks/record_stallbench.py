@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import forked
+
 WARM = 8
 GAIN = 0.05
 """A smaller gain is none."""
-SLOW = 80.0
-"""Milliseconds beyond which one look at a case is enough."""
 BLAME = ("host_sync", "blocking_copy", "copy_not_overlapped", "input_late", "made_on_host", "allocator", "peer_late")
 
 
@@ -52,10 +52,12 @@ def timed(path: Path, fixed: bool) -> float:
     return (time.perf_counter() - begin) / (steps - WARM) * 1e3
 
 
-def measure(path: Path, repeat: int) -> dict[str, Any]:
-    pairs = [(timed(path, False), timed(path, True))]
-    if pairs[0][0] < SLOW:  # what came first only warmed up
-        pairs = [(timed(path, False), timed(path, True)) for _ in range(repeat)]
+def in_turns(path: Path, repeat: int) -> list[tuple[float, float]]:
+    """Stalled and mended, in pairs."""
+    return [(timed(path, False), timed(path, True)) for _ in range(repeat)]
+
+
+def truth(path: Path, pairs: list[tuple[float, float]], machine: dict[str, str], world: int = 1) -> dict[str, Any]:
     stalled, fixed = (statistics.median(column) for column in zip(*pairs, strict=True))
     gains = [1 - after / before for before, after in pairs]
     return {
@@ -66,34 +68,39 @@ def measure(path: Path, repeat: int) -> dict[str, Any]:
         "gain_low": min(gains),
         "gain_high": max(gains),
         "pairs": pairs,
+        "world": world,
+        **machine,
     }
 
 
-def truth_of(options: argparse.Namespace) -> None:
-    """In a process of its own, or in each of several ranks."""
+def machine() -> dict[str, str]:
     import torch
 
-    threads = torch.get_num_threads()
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
 
-    rank = int(os.environ.get("RANK", "0"))
+
+def truth_of_ranks(options: argparse.Namespace) -> None:
+    """In each of several ranks."""
+    import torch
+
+    threads, rank = torch.get_num_threads(), int(os.environ["RANK"])
     sys.path.insert(0, str(options.cases.parent))
-    if "WORLD_SIZE" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     for path in paths_of(options):
-        began = time.perf_counter()
         torch.set_num_threads(threads)  # a case may have set its own
         try:
-            found = measure(path, options.repeat)
+            pairs = in_turns(path, options.repeat)
         except Exception as error:
             print(f"{path.stem}: {type(error).__name__}: {error}", flush=True)
             continue
-        found["world"] = int(os.environ.get("WORLD_SIZE", "1"))
-        found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         if rank == 0:
-            (options.out / f"{path.stem}.json").write_text(json.dumps(found, indent=1))
-            print(f"{path.stem:24s} {found['stalled_ms']:8.2f} -> {found['fixed_ms']:8.2f} ms", end="")
-            print(f"  ({time.perf_counter() - began:.1f} s)", flush=True)
+            note(path, truth(path, pairs, machine(), int(os.environ["WORLD_SIZE"])), options)
+
+
+def note(path: Path, found: dict[str, Any], options: argparse.Namespace) -> None:
+    (options.out / f"{path.stem}.json").write_text(json.dumps(found, indent=1))
+    print(f"{path.stem:24s} {found['stalled_ms']:8.2f} -> {found['fixed_ms']:8.2f} ms", flush=True)
 
 
 def paths_of(options: argparse.Namespace) -> list[Path]:
@@ -102,25 +109,36 @@ def paths_of(options: argparse.Namespace) -> list[Path]:
 
 
 def record(options: argparse.Namespace) -> None:
-    """The live runs first, then the plain ones: what keepbusy said cannot know what is measured."""
+    """Everything in one job: the host of a virtual machine drifts, and no two are alike."""
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(options.cases.parent), os.environ.get("PYTHONPATH", "")])
-    if options.ranks == 1:
-        importlib.import_module("torch.utils.data")  # once, for all that are forked from here
-        sys.path.insert(1, str(options.cases.parent))  # the first place is the script's own folder
+    if options.ranks > 1:
+        record_ranks(options)
+        return
+    importlib.import_module("torch.utils.data")  # once, for all that are forked from here
+    sys.path.insert(1, str(options.cases.parent))  # the first place is the script's own folder
     for path in paths_of(options):
-        began = time.perf_counter()
-        live(path, options) if options.ranks == 1 else live_ranks(path, options)
-        print(f"{path.stem:24s} live: {time.perf_counter() - began:.1f} s", flush=True)
+        beside(path, options)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
-    again = [sys.executable, __file__, "truth", "--cases", str(options.cases), "--out", str(options.out)]
-    again += ["--repeat", str(options.repeat), *(["--only", *options.only] if options.only else [])]
-    if options.ranks > 1:
-        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        again = [sys.executable, *agent, *again[1:]]
-    subprocess.run(again, check=False)
+
+
+def beside(path: Path, options: argparse.Namespace) -> None:
+    """The live run, timed plain before it and after it. What keepbusy says cannot know what is measured."""
+    pairs = forked(lambda: in_turns(path, options.repeat))
+    live(path, options)
+    pairs += forked(lambda: in_turns(path, options.repeat))
+    note(path, truth(path, pairs, forked(machine)), options)
+
+
+def record_ranks(options: argparse.Namespace) -> None:
+    for path in paths_of(options):
+        live_ranks(path, options)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    again = [__file__, "truth", "--cases", str(options.cases), "--out", str(options.out)]
+    only = ["--only", *options.only] if options.only else []
+    subprocess.run([*agent, *again, "--repeat", str(options.repeat), *only], check=False)
 
 
 def live(path: Path, options: argparse.Namespace) -> None:
@@ -224,10 +242,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--planted", type=Path)
     options = parser.parse_args()
-    {"record": record, "truth": truth_of, "score": score}[options.what](options)
+    {"record": record, "truth": truth_of_ranks, "score": score}[options.what](options)
 
 
 if __name__ == "__main__":
