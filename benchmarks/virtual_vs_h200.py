@@ -1,34 +1,37 @@
 """Claim: a step on the virtual H200 takes what it took on a real one, within 20% for half of the cases.
 
     python benchmarks/virtual_vs_h200.py STALLBENCH [case...] [--clock modelled] [--steps 12] [--values none]
+    python benchmarks/virtual_vs_h200.py --own benchmarks/stalls/cases --truth tests/gpu/truth/with_stack ... [case...]
 
-STALLBENCH holds `cases/` and `truth/*/<case>.json`. Every case runs at full size, unchanged, as a
-program of its own; its step is held against the plain one that was measured, stalled and fixed, and its
-worst cause against the one that was planted.
+STALLBENCH holds `cases/`, `truth/*/<case>.json` and `score.py`, which says what is planted where. Every case
+runs at full size, unchanged, stalled and fixed, each as a program of its own; its step is held against the
+plain one that was measured, and its worst cause against the one that was planted.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-HARMLESS = 0.10
-"""A planted stall whose mending gained less than this, measured, asks for silence: no line may be blamed first."""
-NOISE = 0.03
+VARIANT = Path(__file__).parent / "variant.py"
+NOISE, SILENT, BESIDE = 0.03, 0.05, 0.10
+"""Of the step: what counts as noise; for how much a line may be blamed where nothing is planted, and where it is beside
+what is planted. These, and what is blame at all, are `score.py`'s."""
+WORKERS, ENOUGH = "num_workers", 40
+"""Where workers fetch ahead, a run must be long enough to empty what they fetched at first: as long as the truth's."""
 BLAMES = {
     "host_sync", "blocking_copy", "copy_not_overlapped", "input_late", "made_on_host", "allocator", "peer_late",
     "exposed_collective",
 }  # fmt: skip
-TOGETHER = {"made_on_host": {"made_on_host", "blocking_copy"}, "host_sync": {"host_sync", "blocking_copy", "host_work"}}
-"""A planted cause, and what else its mending takes: either may be the worse one."""
 
 
 class Truth(NamedTuple):
@@ -36,46 +39,70 @@ class Truth(NamedTuple):
     world: int
     stalled: float
     fixed: float
+    noise: float
+    planted: list[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} x{self.world}" if self.world > 1 else self.case
 
 
 class Row(NamedTuple):
-    """What a run said: the step in milliseconds, what mending each cause gains, worst first, and how long it took."""
+    """What a run said: the step in milliseconds, what mending each cause gains, and all planted ones together."""
 
     step: float
     gains: dict[str, float]
+    planted: float
     seconds: float
 
-    def worst(self) -> set[str]:
-        """The cause that gains most, and those that gain as much within the noise of a prediction."""
+    def first(self) -> set[str]:
+        """The causes that gain most, within the noise of a prediction."""
         least = max(self.gains.values(), default=0.0) - NOISE * self.step
         return {cause for cause, gain in self.gains.items() if gain >= least}
 
 
-def truths(folder: Path, wanted: list[str]) -> list[Truth]:
+class Result(NamedTuple):
+    off: float | None
+    right: bool | None = None
+    first: bool | None = None
+
+
+def truths(folders: list[Path], planted: Mapping[str, list[str]], wanted: list[str]) -> list[Truth]:
     """A case that was measured several times counts by the median; one for each number of ranks."""
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for path in sorted(folder.glob("truth/*/*.json")):
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for path in sorted(path for folder in folders for path in folder.glob("*.json")):
         one = json.loads(path.read_text())
-        if not wanted or one["case"] in wanted:
-            found.setdefault((one["case"], one["world"]), []).append((one["stalled_ms"], one["fixed_ms"]))
+        if path.stem in planted and (not wanted or path.stem in wanted):
+            found.setdefault((path.stem, one["world"]), []).append(one)
     return [
-        Truth(case, world, median(one[0] for one in steps), median(one[1] for one in steps))
-        for (case, world), steps in sorted(found.items())
+        Truth(
+            case,
+            world,
+            median(one["stalled_ms"] for one in runs),
+            median(one["fixed_ms"] for one in runs),
+            max(NOISE, *((one["gain_high"] - one["gain_low"]) / 2 for one in runs)),
+            planted[case],
+        )
+        for (case, world), runs in sorted(found.items())
     ]
 
 
-def run(folder: Path, truth: Truth, options: argparse.Namespace) -> Row | str:
-    """One case, or why it did not run."""
+def run(cases: Path, truth: Truth, variant: str, options: argparse.Namespace) -> Row | str:
+    """One variant of a case, or why it did not run."""
     command = [sys.executable, "-m", "keepbusy", "run", "--json", "--on", options.on, "--clock", options.clock]
     command += ["--values", options.values] if options.values else []
     command += ["--ranks", str(truth.world)] if truth.world > 1 else []
-    environment = {**os.environ, "STALLBENCH_STEPS": str(options.steps), "PYTHONPATH": _path(folder)}
+    command += ["--mend", ",".join(truth.planted)] if truth.planted and variant == "stalled" else []
+    folders = [str(cases.parent), os.environ.get("PYTHONPATH", "")]
+    ahead = WORKERS in (cases / f"{truth.case}.py").read_text()
+    steps = max(options.steps, ENOUGH) if ahead else options.steps
+    environment = {"STALLBENCH_STEPS": str(steps), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     begun = time.perf_counter()
     try:
         done = subprocess.run(
-            [*command, f"cases/{truth.case}.py"],
-            cwd=folder,
-            env=environment,
+            [*command, str(VARIANT), f"{cases.name}/{truth.case}.py", variant],
+            cwd=cases.parent,
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=options.timeout,
@@ -87,54 +114,92 @@ def run(folder: Path, truth: Truth, options: argparse.Namespace) -> Row | str:
         said: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:90]
+    if done.returncode:
+        return f"exit code {done.returncode}"
     step = said["plain_step"]
     gains = {one["cause"]: step - one["predicted_step"] for one in said["causes"]}
-    return Row(step, gains, time.perf_counter() - begun)
+    return Row(step, gains, step - said["predicted_step"], time.perf_counter() - begun)
 
 
-def _path(folder: Path) -> str:
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+def right(truth: Truth, row: Row) -> bool:
+    """By `score.py`'s rule: what is planted gains at least half of what it gained, and no other line is blamed for much.
+
+    That a step is launch-bound, or the host busy, is no line's fault, and may be said wherever it is so.
+    """
+    blamed = max((gain for cause, gain in row.gains.items() if cause in BLAMES.difference(truth.planted)), default=0.0)
+    invented = blamed > max(BESIDE if truth.planted else SILENT, truth.noise) * row.step
+    found = not truth.planted or row.planted / row.step >= 0.5 * (1 - truth.fixed / truth.stalled)
+    return found and not invented
 
 
-def right(truth: Truth, row: Row, source: str) -> bool:
-    """Whether the worst cause is the planted one; where its mending gained nothing, whether nothing is blamed first."""
-    planted = set(re.findall(r"# STALL: (\w+)", source))
-    if not planted or truth.stalled - truth.fixed < HARMLESS * truth.stalled:
-        return not row.worst() or not row.worst() <= BLAMES
-    allowed = planted.union(*(TOGETHER.get(cause, set()) for cause in planted))
-    return bool(row.worst() & allowed)
+def judged(cases: Path, truth: Truth, options: argparse.Namespace) -> Iterator[Result]:
+    """Of each variant how far off its step is, and whether the stalled one's causes are right."""
+    for variant, measured in (("stalled", truth.stalled), ("fixed", truth.fixed)):
+        if variant not in options.variants:
+            continue
+        row = run(cases, truth, variant, options)
+        if isinstance(row, str):
+            print(f"{truth.name:26s} {variant:8s} FAILED  {row}", flush=True)
+            yield Result(None, False if variant == "stalled" else None)
+            continue
+        off, word, verdict = row.step / measured - 1, "", None
+        if variant == "stalled":
+            verdict = right(truth, row)
+            word = "right" if verdict else "WRONG"
+        said = ", ".join(f"{cause} {gain / row.step:.0%}" for cause, gain in list(row.gains.items())[:3]) or "silent"
+        print(
+            f"{truth.name:26s} {variant:8s} measured {measured:6.1f} ms  virtual {row.step:6.1f} ms  {off:+5.0%}  "
+            f"{word:5s}  {said}  ({row.seconds:.0f} s)",
+            flush=True,
+        )
+        first = bool(row.first() & set(truth.planted)) if truth.planted and variant == "stalled" else None
+        yield Result(abs(off), verdict, first)
 
 
-def main() -> int:
+def planted_in(folder: Path) -> Mapping[str, list[str]]:
+    """By `score.py`, or by a `planted.json` beside the cases or above them."""
+    for path in (folder / "planted.json", folder.parent / "planted.json"):
+        if path.exists():
+            return json.loads(path.read_text())
+    spec = importlib.util.spec_from_file_location("score", folder.parent / "score.py")
+    assert spec is not None
+    assert spec.loader is not None
+    score = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(score)
+    return score.PLANTED
+
+
+def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stallbench", type=Path)
-    parser.add_argument("cases", nargs="*")
+    parser.add_argument("stallbench", type=Path, nargs="?", help="a folder of cases/ and truth/")
+    parser.add_argument("only", nargs="*", metavar="case")
+    parser.add_argument("--own", type=Path, metavar="CASES", help="a folder of cases elsewhere, with --truth")
+    parser.add_argument("--truth", type=Path, action="append", default=[])
+    parser.add_argument("--variants", default="stalled,fixed")
     parser.add_argument("--on", default="h200")
     parser.add_argument("--clock", default="measured")
     parser.add_argument("--values", default="none", help="empty for a keepbusy run of its own choice")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--timeout", type=int, default=600)
-    options = parser.parse_args()
-    folder = options.stallbench.resolve()
-    errors, verdicts = [], []
-    for truth in truths(folder, options.cases):
-        row = run(folder, truth, options)
-        name = f"{truth.case} x{truth.world}" if truth.world > 1 else truth.case
-        if isinstance(row, str):
-            print(f"{name:28s} FAILED  {row}", flush=True)
-            verdicts.append(False)
-            continue
-        errors.append(abs(row.step - truth.stalled) / truth.stalled)
-        verdicts.append(right(truth, row, (folder / "cases" / f"{truth.case}.py").read_text()))
-        said = ", ".join(f"{cause} {gain / row.step:.0%}" for cause, gain in list(row.gains.items())[:3]) or "silent"
-        print(
-            f"{name:28s} measured {truth.stalled:7.1f} ms  virtual {row.step:7.1f} ms  {errors[-1]:4.0%} off  "
-            f"{'right' if verdicts[-1] else 'WRONG'}: {said}  ({row.seconds:.0f} s)",
-            flush=True,
-        )
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = options_given()
+    if options.own:
+        cases, folders, only = options.own, options.truth, [str(options.stallbench or ""), *options.only]
+    else:
+        cases, folders, only = options.stallbench / "cases", sorted(options.stallbench.glob("truth/*")), options.only
+    cases, only = cases.resolve(), [one for one in only if one]
+    found = [one for truth in truths(folders, planted_in(cases), only) for one in judged(cases, truth, options)]
+    errors = [one.off for one in found if one.off is not None]
+    verdicts, first = ([one for one in column if one is not None] for column in list(zip(*found, strict=True))[1:])
     if not errors:
         return 1
-    print(f"median error {median(errors):.0%}, worst cause right in {sum(verdicts)} of {len(verdicts)}")
+    print(f"{len(errors)} steps: median {median(errors):.0%} off, {sum(off <= 0.2 for off in errors)} within 20%")
+    print(
+        f"causes right in {sum(verdicts)} of {len(verdicts)}; of {len(first)} planted, {sum(first)} come first of all"
+    )
     return int(median(errors) > 0.2 or sum(verdicts) < 0.9 * len(verdicts))
 
 

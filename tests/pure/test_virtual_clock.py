@@ -181,10 +181,10 @@ def test_the_backward_thread_takes_over_and_hands_back() -> None:
     assert hosts == [
         ("host", "work", 0, 5),
         ("host", "launch", 5, 15),
-        ("host", "work", 15, 21),  # there, two operators are dispatched for it, at another price
-        ("host", "launch", 21, 31),
-        ("host", "work", 31, 36),
-        ("host", "launch", 36, 46),
+        ("host", "work", 15, 23),  # there it takes two dispatches and a half, at another price
+        ("host", "launch", 23, 33),
+        ("host", "work", 33, 38),
+        ("host", "launch", 38, 48),
     ]
     assert [lane.name for lane in timeline.lanes if lane.device is None] == ["MainThread", "backward"]
     assert int((timeline.links.kind == LinkKind.HANDOFF).sum()) == 2
@@ -281,14 +281,16 @@ class Watch:
 
 def test_measured_time_is_the_programs_and_not_ours() -> None:
     watch = Watch()
-    on = Clock(clock().device, real=watch, overhead=7)
+    on = Clock(clock().device, real=watch)
     stream = on.default_stream()
     watch.time += 100  # the program
+    host = on.come(7)  # the dispatcher's way to us
     on.begin("aten::mul")
     watch.time += 5_000  # we compute values
     on.launch(stream, "kernel", 10)
     on.end()
-    watch.time += 3  # less than our own way in
+    on.go(host)
+    watch.time += 3  # less than what a dispatch costs the device's host
     on.begin("aten::mul")
     on.launch(stream, "kernel", 10)
     on.end()

@@ -24,7 +24,9 @@ ROUND = Device(
         graph_node_made=5,
     ),
     queue=Queue(pending=4, latency=20, gap=2, graph_gap=1),
-    copies=Copies(latency=5, call=10, pinned=10.0, to_device=1.0, to_host=2.0, to_fresh=0.5, staged=100, staging=5.0),
+    copies=Copies(
+        latency=5, call=10, pinned=10.0, to_device=1.0, to_host=2.0, to_fresh=0.5, mapped=500, staged=100, staging=5.0
+    ),
     memory=Memory(size=1 << 30, malloc=70, free=60),
 )
 """Nanoseconds that can be added up in the head."""

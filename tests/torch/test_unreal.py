@@ -42,6 +42,43 @@ def test_a_model_larger_than_memory_takes_its_steps(run) -> None:
     assert "The run computed nothing" in done.stdout
 
 
+SENT = """\
+import torch
+
+sent = torch.tensor([3, 1, 2]).cuda()
+print(sent.tolist(), sent[1].item(), sent.cpu().sum().item())
+target = torch.zeros(3, dtype=torch.int64, device="cuda")
+target.copy_(torch.tensor([7, 8, 9]))
+print(target.tolist())
+sent.add_(1)
+target.copy_(sent)
+print(sent.tolist(), target.tolist(), torch.tensor([1.5]).cuda().item())
+"""
+
+
+def test_small_integers_that_the_program_sent_keep_their_values_until_a_kernel_writes(run) -> None:
+    """Frameworks agree on sizes by sending them through the device; what it computes reads as zero."""
+    done = run(SENT, before=("--values", "none", "--clock", "modelled"))
+    assert done.stdout.splitlines()[:3] == ["[3, 1, 2] 1 6", "[7, 8, 9]", "[0, 0, 0] [0, 0, 0] 0.0"], done.stderr
+
+
+LAID_OUT = """\
+import torch
+
+x = torch.ones(2, 16, 8, 8).cuda().contiguous(memory_format=torch.channels_last)
+layers = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.ReLU()).cuda()
+print(layers(x).stride(), layers(x.contiguous()).stride())
+"""
+
+
+def test_layouts_are_those_of_a_run_with_values(run) -> None:
+    printed = [
+        run(LAID_OUT, before=("--values", values, "--clock", "modelled")).stdout.splitlines()[0]
+        for values in ("real", "none")
+    ]
+    assert printed == ["(1152, 1, 192, 32) (1152, 36, 6, 1)"] * 2
+
+
 def test_time_and_memory_are_those_of_a_real_run(run) -> None:
     source = LARGE.replace("16384", "256").replace("  # 34 GB", "").split("print(torch.cuda")[0]
     source += "import sys\nsys.stderr.write(str(torch.cuda.max_memory_allocated()))\n"

@@ -43,7 +43,8 @@ def bring_up(
     if _started:
         return MACHINE
     _started.append(True)
-    _keep_freed_memory()
+    if values:
+        _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
     _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
@@ -68,7 +69,7 @@ def _keep_freed_memory() -> None:
     """Let the C library keep what is freed: giving it back takes time that no GPU would have taken."""
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:
-        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1)):
+        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, -1)):
             tune(parameter, value)
 
 

@@ -131,9 +131,9 @@ class Clock(Captures):
         """Where the stream is now: what an event holds once it is recorded."""
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
-            host.spent += self.device.host.event
+            host.passing.spent += self.device.host.event
             until = line.until()
-            reached = max(until, host.now + host.spent + self.device.queue.latency)
+            reached = max(until, host.now + host.passing.spent + self.device.queue.latency)
             graph = self._captured(stream) if stream in self._captures else None
             return Moment(reached, until, line.before(), graph, graph.reached(stream) if graph else {})
 
@@ -141,7 +141,7 @@ class Clock(Captures):
         """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
-            host.spent += self.device.host.event
+            host.passing.spent += self.device.host.event
             if moment.graph is not None or (stream in self._captures and moment is not BEGINNING):
                 self._join(stream, moment)
                 return
@@ -153,8 +153,8 @@ class Clock(Captures):
         with self.lock:
             host = self._arrive()
             self._touch("cudaEventQuery", moment)
-            host.spent += self.device.host.event
-            return moment.time <= host.now + host.spent
+            host.passing.spent += self.device.host.event
+            return moment.time <= host.now + host.passing.spent
 
     def passed(self, moment: Moment) -> bool:
         """The same, when nobody asks: it costs no time."""
@@ -165,8 +165,8 @@ class Clock(Captures):
         with self.lock:
             host = self._arrive()
             self._refuse("cudaStreamQuery", self._captures.get(stream))
-            host.spent += self.device.host.event
-            return self._streams[stream].until() <= host.now + host.spent
+            host.passing.spent += self.device.host.event
+            return self._streams[stream].until() <= host.now + host.passing.spent
 
     def elapsed(self, first: Moment, second: Moment) -> int:
         for moment in (first, second):
@@ -217,8 +217,8 @@ class Clock(Captures):
         """The run so far. `facts` join those that the clock knows: `source`, the script, is one to give."""
         with self.lock:
             for host in self._hosts.values():
-                self._work(host, host.spent, "")
-                host.spent = 0
+                self._work(host, host.passing.spent, "")
+                host.passing.spent = 0
             self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,

@@ -16,7 +16,7 @@ from keepbusy.virtual.kernels import Kernel, adopt
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.recording import Recording, lasting
 from keepbusy.virtual.tensors import CPU, as_seen, to_host, to_host_as_seen
-from keepbusy.virtual.unreal import VALUES, outline, reserved
+from keepbusy.virtual.unreal import VALUES, computed
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
@@ -125,7 +125,7 @@ def _caster(
     """What makes the values in new host memory, in the type and layout asked for."""
     if VALUES.carried(tensor):
         return partial(_cast, _seen(tensor, recording), dtype=dtype, memory_format=memory_format)
-    return lambda: reserved(_cast(outline(tensor), dtype=dtype, memory_format=memory_format))
+    return lambda: computed(_cast, "_to_copy", (tensor,), {"dtype": dtype, "memory_format": memory_format})
 
 
 def _brought_in(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
@@ -189,6 +189,7 @@ def read_scalar(tensor: Tensor) -> Any:
 
 def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Memory alone: no kernel runs."""
+    MACHINE.clock.glance()
     options.update(pin_memory=False, layout=None)
     return _blank(_aten.empty.memory_format(size, device=CPU, **options), CURRENT.index(device))
 

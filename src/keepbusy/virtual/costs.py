@@ -1,6 +1,6 @@
 """What an operator launches on CUDA, and how long each kernel runs.
 
-Costs come from what an operator is (`products.py`: arithmetic, `traffic.py`: bytes), and from how
+Costs come from what an operator is (`products.py`: arithmetic, `traffic.py`: bytes, and their like), and from how
 PyTorch's CUDA code launches it, which is not how its CPU code does. They are kept by name, shapes,
 types and strides, so a training loop pays for them once.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from keepbusy.virtual import families, traffic
+from keepbusy.virtual import convolutions, families, images, indexing, norms, reductions, traffic
+from keepbusy.virtual.call import Call
 from keepbusy.virtual.device import Device
+from keepbusy.virtual.lists import multi_tensor
 from keepbusy.virtual.operands import Kernel, Operand
 
 __all__ = ["ASKS", "Costs", "Kernel", "Operand"]
@@ -21,9 +23,10 @@ _Key: TypeAlias = tuple[str, tuple[Operand, ...], tuple[Operand, ...], tuple[Any
 ASKS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(families.ATTENTION, ("is_causal",)),
     **dict.fromkeys(families.ATTENTION_BACKWARD, ("is_causal",)),
-    **dict.fromkeys(families.CONVOLUTIONS, ("stride", "transposed", "groups")),
-    **dict.fromkeys(families.CONVOLUTIONS_BACKWARD, ("stride", "transposed", "groups")),
-    **dict.fromkeys(traffic.REDUCTIONS, ("dim",)),
+    **dict.fromkeys(convolutions.CONVOLUTIONS, ("stride", "transposed", "groups")),
+    **dict.fromkeys(convolutions.CONVOLUTIONS_BACKWARD, ("stride", "transposed", "groups")),
+    **dict.fromkeys(("avg_pool2d", "avg_pool2d_backward"), ("kernel_size",)),
+    **dict.fromkeys(reductions.REDUCTIONS, ("dim",)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), ("accumulate",)),
 }
 """Operators whose cost depends on more than their tensors, and the arguments to give. `_foreach_…` and `_fused_…`
@@ -71,8 +74,8 @@ class Costs:
             return []
         family = _FAMILIES.get(name)
         if family is None and name.startswith(("_foreach_", "_fused_")):
-            family = families.multi_tensor
-        call = families.Call(self.device, name, inputs, outputs, asked, self.tf32)
+            family = multi_tensor
+        call = Call(self.device, name, inputs, outputs, asked, self.tf32)
         try:
             return (family or traffic.elementwise)(call)
         except (IndexError, ValueError, TypeError, ZeroDivisionError):
@@ -83,13 +86,17 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_FAMILIES: dict[str, Callable[[families.Call], list[Kernel]]] = {
+_FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
     **dict.fromkeys(families.PRODUCTS, families.matrix_product),
-    **dict.fromkeys(families.CONVOLUTIONS, families.convolve),
-    **dict.fromkeys(families.CONVOLUTIONS_BACKWARD, families.convolve_backward),
+    **dict.fromkeys(convolutions.CONVOLUTIONS, convolutions.convolve),
+    **dict.fromkeys(convolutions.CONVOLUTIONS_BACKWARD, convolutions.convolve_backward),
     **dict.fromkeys(families.ATTENTION, families.attend),
     **dict.fromkeys(families.ATTENTION_BACKWARD, families.attend_backward),
     **dict.fromkeys(families.RECURRENT, families.recur),
     **dict.fromkeys(families.RECURRENT_BACKWARD, families.recur),
     **traffic.FAMILIES,
+    **reductions.FAMILIES,
+    **norms.FAMILIES,
+    **indexing.FAMILIES,
+    **images.FAMILIES,
 }

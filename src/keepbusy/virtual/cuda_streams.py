@@ -155,11 +155,13 @@ class StreamContext:
 
     def __enter__(self) -> None:
         if self.stream is not None:
+            MACHINE.clock.spend(MACHINE.device.host.event)
             self._device = CURRENT.change(self.stream.device_index)
             self._before = MACHINE.choose_stream(self.stream.device_index, self.stream.lane)
 
     def __exit__(self, *error: object) -> None:
         if self.stream is not None:
+            MACHINE.clock.spend(MACHINE.device.host.event)
             MACHINE.choose_stream(self.stream.device_index, self._before)
             CURRENT.change(self._device)
 

@@ -27,12 +27,12 @@ _RATES: dict[str, float] = {
 class HostCosts:
     """What calls cost the host."""
 
-    operator: int = 5_000  # an operator dispatched, where it is not measured: Python, autograd's notes, an allocation
-    backward: int = 5_000  # the same in the backward pass
-    view: int = 2_000  # an operator that launches nothing
-    launch: int = 5_000
+    operator: int = 8_000  # an elementwise operator, up to its launch: Python, autograd's notes, an allocation
+    backward: int = 8_000  # the same in the backward pass
+    view: int = 3_000  # an operator that launches nothing
+    launch: int = 6_000
     collective: int = 35_000
-    event: int = 1_000
+    event: int = 5_000
     sync: int = 6_000
     graph: int = 4_000  # launching a CUDA graph, and for each of its commands
     graph_node: int = 2
@@ -82,6 +82,7 @@ class Copies:
     to_device: float = 7.5  # from pageable memory
     to_host: float = 11.0  # to pageable memory
     to_fresh: float = 1.4  # to pageable memory that was never touched, as `.cpu()` allocates it
+    mapped: int = 32 << 20  # bytes that the C library maps anew each time: smaller ones it finds among what was freed
     staged: int = 65_536  # pageable bytes that the driver takes along at once
     staging: float = 8.0
 
@@ -93,7 +94,7 @@ class Copies:
             return Way(name, 1, self.call, self._work(size, self.pinned), True)
         if inbound and size <= self.staged:
             return Way(name, 0, self.call + round(size / self.staging), self._work(size, self.pinned), True)
-        home = self.to_fresh if fresh and size > self.staged else self.to_host
+        home = self.to_fresh if fresh and size >= self.mapped else self.to_host
         return Way(name, 0, self.call, self._work(size, self.to_device if inbound else home), False)
 
     def _work(self, size: int, bandwidth: float) -> int:

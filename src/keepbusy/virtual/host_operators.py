@@ -54,7 +54,7 @@ class Priced(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed h
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not (MACHINE.computing.depth or MACHINE.clock.host().depth):
+        if not MACHINE.clock.host().passing.inside:
             _price(getattr(func, "__name__", ""), args, made)
         return made
 

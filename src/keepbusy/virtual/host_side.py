@@ -15,7 +15,7 @@ from keepbusy.script import steps
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual import pinned
 from keepbusy.virtual.current import CURRENT
-from keepbusy.virtual.dispatches import BACKWARD_PASS
+from keepbusy.virtual.dispatches import BACKWARD_PASS, MODULE, PASS
 from keepbusy.virtual.machine import MACHINE
 
 _FACTORIES = (
@@ -73,16 +73,18 @@ def in_training_thread() -> bool:
 
 
 class Shown:
-    """An operator of the host, in the timeline; not in threads that help the loader: they wait most of the time."""
+    """An operator of the host, in the timeline; not in threads that help the loader, which wait most of the time, nor
+    where we compute."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        self.name = name if in_training_thread() and not MACHINE.computing.depth else ""
+        shown = in_training_thread() and not MACHINE.clock.host().passing.inside
+        self.name = name if shown else ""
 
     def __enter__(self) -> None:
         if self.name:
-            MACHINE.clock.enter(FrameKind.OPERATOR, self.name, MACHINE.here())
+            MACHINE.enter(FrameKind.OPERATOR, self.name)
 
     def __exit__(self, *error: object) -> None:
         if self.name:
@@ -104,12 +106,10 @@ def _patch_annotations() -> None:
     enter, leave = annotation.__enter__, annotation.__exit__
 
     def entered(self: Any) -> Any:
-        place = MACHINE.here()
-        MACHINE.clock.enter(FrameKind.ANNOTATION, self.name, place)
+        MACHINE.enter(FrameKind.ANNOTATION, self.name)
         if self.name.startswith(_LOADER):
-            MACHINE.clock.work(
-                1, place=place
-            )  # input is late where the loop asks for it, whatever the loader does then
+            # input is late where the loop asks for it, whatever the loader does then
+            MACHINE.clock.work(1, place=MACHINE.here())
         return enter(self)
 
     def left(self: Any, *error: Any) -> Any:
@@ -127,10 +127,11 @@ def _patch_forward() -> None:
     call = module.__call__
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        MACHINE.clock.spend(MODULE * MACHINE.device.host.operator)
         if getattr(inside, "module", False) or current_thread() is not main_thread():
             return call(self, *args, **kwargs)
         inside.module = True
-        MACHINE.clock.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}", MACHINE.here())
+        MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
         try:
             return call(self, *args, **kwargs)
         finally:
@@ -158,7 +159,8 @@ def _patch_backward() -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         device = CURRENT.device
         CURRENT.first_is(device)
-        MACHINE.clock.enter(FrameKind.ANNOTATION, BACKWARD_PASS, MACHINE.here())
+        MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
+        MACHINE.clock.spend(PASS * MACHINE.device.host.backward)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from keepbusy.virtual import randomness, sync_debug, syncs
 from keepbusy.virtual.current import CURRENT
+from keepbusy.virtual.dispatches import LISTED
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.recording import lasting
 from keepbusy.virtual.signature import Signature
 from keepbusy.virtual.tensors import CPU, map_tensors, to_host
-from keepbusy.virtual.unreal import META, VALUES, computed, outline, reserved
+from keepbusy.virtual.unreal import META, VALUES, computed
 
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _NUMBERS = (bool, int, float, complex)
@@ -50,14 +51,12 @@ class Operands:
         device = tensor.get_device()
         if device < 0:
             self.on_host = self.on_host or tensor.dim() > 0
-            if self.recorded:
-                return tensor.clone()  # a captured kernel takes the host's numbers along
-            return tensor if VALUES.real or not tensor.dim() else outline(tensor)
+            return tensor.clone() if self.recorded else tensor  # a captured kernel takes the host's numbers along
         if device != self.device:
             if self.device >= 0 and not self.signature.takes_host_tensors:
                 raise _apart(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
             self.device = device
-        host = lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else outline(tensor)
+        host = lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else tensor
         self.inputs.append(host)
         return host
 
@@ -91,8 +90,13 @@ class Kernel:
         self.scalar = _scalar_variant(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        place = MACHINE.here()
-        began = MACHINE.clock.now()
+        host = MACHINE.come()
+        try:
+            return self._run(MACHINE.here(), args, kwargs)
+        finally:
+            MACHINE.clock.go(host)
+
+    def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature, operands = self.signature, Operands(self.signature)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
@@ -106,7 +110,9 @@ class Kernel:
         out = self.compute(device, host_args, host_kwargs)
         asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
         kernels = MACHINE.kernels(signature.short, operands.inputs, _new(signature, out), asked)
-        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels, began)
+        if signature.many:
+            MACHINE.clock.spend(LISTED * len(operands.inputs) * MACHINE.device.host.operator)
+        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)
         if waits:
             MACHINE.wait_for_result(device, syncs.shown(signature))
         result = self._on_device(device, out, args, kwargs)
@@ -115,14 +121,7 @@ class Kernel:
         return result
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """On the host, with PyTorch's own kernel. What PyTorch calls for that is not the program's."""
-        MACHINE.computing.depth += 1
-        try:
-            return self._compute(device, args, kwargs)
-        finally:
-            MACHINE.computing.depth -= 1
-
-    def _compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """On the host, with PyTorch's own kernel."""
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         if not VALUES.real:
@@ -139,7 +138,7 @@ class Kernel:
             return written if len(written) > 1 else written[0]
         if not returned:
             return None
-        return map_tensors(reserved, computed(self._chosen(tuple(args)), self.signature.short, args, kwargs))
+        return computed(self._chosen(tuple(args)), self.signature.short, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         call = self._chosen(args)

@@ -6,14 +6,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 from threading import current_thread, main_thread
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from keepbusy.script.lines import Places
-from keepbusy.timeline.model import Direction
+from keepbusy.timeline.model import Direction, FrameKind
 from keepbusy.virtual.clock import Clock
 from keepbusy.virtual.costs import Costs
 from keepbusy.virtual.current import ACCELERATOR_ERROR, CURRENT
@@ -21,6 +25,7 @@ from keepbusy.virtual.device import Device
 from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.onlooker import Onlooker
+from keepbusy.virtual.program import Host
 from keepbusy.virtual.tensors import to_device
 from keepbusy.virtual.unreal import VALUES
 
@@ -28,10 +33,16 @@ if TYPE_CHECKING:
     from keepbusy.virtual.recording import Recording
 
 _size = torch._C.StorageBase.nbytes
-_NATIVE = 1_500
-"""What it takes to call an operator from Python where nothing of ours is in the way, launch apart."""
-_BATCHES, _CALLS = 6, 50
+_NATIVE, _NATIVE_FAREWELL = 3_000, 500
+"""What it takes to call an operator from Python where nothing of ours is in the way, launch apart; to free a tensor."""
+_BATCHES, _CALLS, _PASSES = 6, 50, 4
 _NOTHING: Mapping[str, Any] = {}
+
+
+def _spent(does: Callable[[], object]) -> int:
+    begun = perf_counter_ns()
+    does()
+    return perf_counter_ns() - begun
 
 
 def _look(tensor: Tensor) -> tuple[torch.Size, str, tuple[int, ...]]:
@@ -61,12 +72,6 @@ class _Streams(threading.local):
         self.chosen: dict[int, int] = {}
 
 
-class _Computing(threading.local):
-    """How deep this thread is in computing what an operator of the device gives: PyTorch's calls there are ours."""
-
-    depth: int = 0
-
-
 class _Held(weakref.ref["Tensor"]):
     """Memory of the device, given back when the tensor that holds it goes."""
 
@@ -88,7 +93,6 @@ class Machine:
     """What the program's own process group calls this process; known once it has one."""
 
     def __init__(self) -> None:
-        self.computing = _Computing()
         self._streams = _Streams()
         self._held: dict[int, _Held] = {}
         self._at: dict[int, _Held] = {}  # by address
@@ -98,7 +102,7 @@ class Machine:
         CURRENT.count = devices
         self.device = device
         self._options = (device, rank, devices, measured)
-        self._overhead = 0
+        self._overhead = self._farewell = self._calls = 0
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
@@ -107,7 +111,7 @@ class Machine:
         device, rank, devices, measured = self._options
         self._time = HostTime() if measured else None
         self._onlooker: Onlooker | None = None
-        self.clock = Clock(device, rank, devices, self._time, self._overhead)
+        self.clock = Clock(device, rank, devices, self._time)
         self.memory = Memory(self.clock, devices)
         self.costs = Costs(device)
         self.clock.raises = _accelerator_error
@@ -116,20 +120,35 @@ class Machine:
         self.recording = None
 
     def calibrate(self) -> None:
-        """Learn what our own part of an operator takes after its kernels are launched, to leave it out of host time."""
-        if not self._options[-1]:
+        """Learn what our own part of host time is, to leave it out."""
+        given = self._options
+        if not given[-1]:
             return
-        x = torch.ones(4, device="cuda")
-        gaps = [self._gap(x) for _ in range(_BATCHES)]
-        self._overhead = max(0, min(gaps[1:]) - self.device.host.launch - _NATIVE)
+        quick = replace(self.device, host=replace(self.device.host, operator=0, launch=0))
+        self._options = quick, *given[1:]
+        self._begin()  # on a host that costs nothing, what passes is what really passes
+        self._farewell, self._overhead = self._learned()
+        self._options = given
         self._begin()
         self._onlooker = Onlooker(self.places.here)
 
-    def _gap(self, x: Tensor) -> int:
-        before = self.clock.reached()
-        for _ in range(_CALLS):
-            torch.add(x, x)
-        return (self.clock.reached() - before) // _CALLS
+    def _learned(self) -> tuple[int, int]:
+        """What it costs that a tensor goes, and to be called by the dispatcher."""
+        one, bias = (torch.ones(size, device="cuda", requires_grad=True) for size in ((16, 16), (16,)))
+        held = [[torch.add(one, one) for _ in range(_CALLS)] for _ in range(_BATCHES)]
+        farewell = min(_spent(batch.clear) for batch in held) // _CALLS - _NATIVE_FAREWELL
+        overhead = round(median(self._gap(one, bias) for _ in range(_BATCHES))) - _NATIVE
+        return max(0, farewell), max(0, overhead)
+
+    def _gap(self, one: Tensor, bias: Tensor) -> int:
+        """From one operator to the next, in layers as a program has them: a short loop would find all of us cached."""
+        before, calls = self.clock.reached(), self._calls
+        for _ in range(_PASSES):
+            x = functional.layer_norm(one, (16,), bias, bias)
+            x = one + functional.gelu(functional.linear(x, one, bias))
+            x = functional.linear(x.view(4, 4, 16).transpose(0, 1), one)
+            functional.softmax(x.reshape(4, 4, 16), -1).sum()
+        return (self.clock.reached() - before) // (self._calls - calls)
 
     # streams
 
@@ -148,9 +167,22 @@ class Machine:
 
     # operators
 
+    def come(self) -> Host:
+        """The dispatcher called us: on the way here it spent time that a GPU's kernel would not have cost."""
+        self._calls += 1
+        return self.clock.come(self._overhead)
+
     def begin(self, name: str) -> None:
         """An operator of the device begins, called from the user's innermost line on the stack."""
+        host = self.come()
         self.clock.begin(name, self.here())
+        self.clock.go(host)
+
+    def enter(self, kind: FrameKind, name: str) -> None:
+        """Something of the program's own begins: see `Clock.enter`."""
+        host = self.clock.come()
+        self.clock.enter(kind, name, self.here())
+        self.clock.go(host)
 
     def here(self) -> int:
         """The place of the call, once what the program did on its way there is written down."""
@@ -160,6 +192,7 @@ class Machine:
 
     def _catch_up(self, onlooker: Onlooker) -> None:
         if current_thread() is main_thread() and self._time is not None:
+            self.clock.host().passing.excuse(onlooker.cost())
             for moment, place in onlooker.take():
                 self.clock.pass_by(place, self._time.at(moment))
 
@@ -235,6 +268,7 @@ class Machine:
         if held.returns is not None:
             held.returns()
         self.memory.free(held.block)
+        self.clock.excuse(self._farewell)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         held = self._at.get(tensor.untyped_storage().data_ptr())

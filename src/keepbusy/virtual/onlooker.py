@@ -14,12 +14,16 @@ from types import FrameType
 INTERVAL = 0.001
 """Seconds between two looks: cheap enough to go unnoticed, and a wait that is shorter is hardly worth a line."""
 
+SWITCH = 20_000
+"""Nanoseconds from one Python thread to another and back."""
+
 
 class Onlooker:
     """`seen` holds what was seen since it was last emptied: when, on the steady clock, and at which place."""
 
     def __init__(self, place: Callable[[FrameType], int]) -> None:
         self.seen: list[tuple[int, int]] = []
+        self._spent = 0
         self._place = place
         self._watched = threading.main_thread().ident
         self._stop = threading.Event()
@@ -27,10 +31,17 @@ class Onlooker:
 
     def _look(self) -> None:
         while not self._stop.wait(INTERVAL):
+            begun = time.perf_counter_ns()
             frame = sys._current_frames().get(self._watched or 0)
             if frame is not None:
-                self.seen.append((time.perf_counter_ns(), self._place(frame)))
+                self.seen.append((begun, self._place(frame)))
             del frame  # it would keep the program's variables alive
+            self._spent += time.perf_counter_ns() - begun + SWITCH
+
+    def cost(self) -> int:
+        """What the looks since the last question took, while Python stood still for the program."""
+        spent, self._spent = self._spent, 0
+        return spent
 
     def take(self) -> list[tuple[int, int]]:
         """What was seen, place by place: of looks in a row at the same place the last one."""

@@ -10,6 +10,7 @@ import torch
 
 from keepbusy.virtual.copies import SPECIAL
 from keepbusy.virtual.kernels import HOST_KEYS, Kernel
+from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.signature import overload_named, returns_a_view
 from keepbusy.virtual.whole import whole_operators
 
@@ -101,7 +102,15 @@ def _named(*prefixes: str) -> Iterator[str]:
 
 
 def _on_host_keys(overload: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: overload.redispatch(HOST_KEYS, *args, **kwargs)
+    def look(*args: Any, **kwargs: Any) -> Any:
+        host = MACHINE.come()
+        MACHINE.clock.glance()
+        try:
+            return overload.redispatch(HOST_KEYS, *args, **kwargs)
+        finally:
+            MACHINE.clock.go(host)
+
+    return look
 
 
 class _Others:

@@ -1,9 +1,9 @@
 """The host's half of the clock: threads, the time they take, and what encloses it.
 
-A thread's own time goes on while the program runs, and stands still from `begin` to `end`, while
-we compute its values. In between it takes what PyTorch's dispatches cost the device's host: the
-device file says how long one takes, `dispatches.py` how many there are. With a real clock it takes
-what really passed, where that is more, less what our own part of these dispatches costs.
+A thread's own time goes on while the program runs, and stands still from `come` to `go`, while we
+compute its values: `passing.py`. From one operator to the next it takes at least what PyTorch's
+dispatches cost the device's host: the device file says how long one takes, `dispatches.py` how many
+there are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Callable
 from keepbusy.timeline.model import NONE, WORKERS, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
+from keepbusy.virtual.passing import Passing
 from keepbusy.virtual.rows import Rows
 
 _STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
+_ALONE = (BACKWARD_PASS, "Optimizer.")
 STARVED = 300_000
 """Taking a batch that is ready costs less than this."""
 _SYNC = int(Kind.SYNC)
@@ -27,15 +29,14 @@ class Host:
     """A host thread: how far it is, and what is open on it."""
 
     __slots__ = (
-        "around", "backward", "base", "depth", "frame", "lane", "last", "left", "lines", "marks", "now", "place",
-        "released", "spent",
+        "around", "backward", "base", "depth", "frame", "lane", "last", "lines", "marks", "now", "passing", "place",
+        "released",
     )  # fmt: skip
 
-    def __init__(self, lane: int, now: int, left: int) -> None:
+    def __init__(self, lane: int, now: int, passing: Passing) -> None:
         self.lane = lane
         self.now = now
-        self.left = left  # when it went back to the program, on the real clock
-        self.spent = 0  # host time that no row shows yet
+        self.passing = passing
         self.last = NONE  # its last row
         self.released: list[int] = []  # rows that its next row waits for
         self.marks: list[str] = []  # what its next row begins
@@ -44,16 +45,16 @@ class Host:
         self.base = NONE  # the innermost that is no line
         self.place = 0
         self.lines: tuple[int, ...] = ()  # the open frames of its place, within `base`
-        self.around: list[tuple[int, int, tuple[int, ...], bool]] = []  # base, place, lines and pass to return to
+        self.around: list[tuple[int, int, tuple[int, ...], bool, bool]] = []  # what to return to
         self.backward = False  # whether the engine of autograd is at work
 
 
 class Program:
     """Host threads and their frames."""
 
-    def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None, overhead: int = 0) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our part of a dispatch."""
-        self.device, self.rank, self.overhead = device, rank, overhead
+    def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None) -> None:
+        """`real`: nanoseconds of a steady clock, or None for modelled host time."""
+        self.device, self.rank = device, rank
         self.rows = Rows()
         self.lock = threading.RLock()
         self._real = real
@@ -77,7 +78,7 @@ class Program:
             lane = self.rows.lane(Lane(self.rank, None, self._numbers, threading.current_thread().name))
             self._numbers += 1
             now = self._hosts[next(iter(self._hosts))].now if self._hosts else 0
-            host = self._hosts[threading.get_ident()] = Host(lane, now, self._real() if self._real else 0)
+            host = self._hosts[threading.get_ident()] = Host(lane, now, Passing(self._real))
             return host
 
     def follow(self, other: Host) -> None:
@@ -89,13 +90,29 @@ class Program:
             if other.last != NONE:
                 host.released.append(other.last)
             host.now = max(host.now, other.now)
-            host.left = self._real() if self._real else 0
+            host.passing.skip()
 
     # time
 
-    def begin(self, name: str, place: int = 0) -> None:
-        """An operator of the device begins. Until `end`, real time is ours and does not count."""
+    def come(self, overhead: int = 0) -> Host:
+        """The program has called something of ours. Until `go`, real time does not count; nor does our `overhead`."""
         host = self._hosts.get(threading.get_ident()) or self._new_host()
+        host.passing.come(overhead)
+        return host
+
+    def go(self, host: Host) -> None:
+        """Back to the program."""
+        host.passing.go()
+
+    def excuse(self, duration: int) -> None:
+        """So much of the program's real time was ours, if it is the program that runs now."""
+        host = self._hosts.get(threading.get_ident())
+        if host is not None and not host.passing.inside:
+            host.passing.excuse(duration)
+
+    def begin(self, name: str, place: int = 0) -> None:
+        """An operator of the device begins. Until `end`, real time is ours."""
+        host = self.come()
         with self.lock:
             if not host.depth:
                 if place != host.place:
@@ -110,8 +127,7 @@ class Program:
         with self.lock:
             self._close(host)
             host.depth -= 1
-            if not host.depth and self._real is not None:
-                host.left = self._real()
+        self.go(host)
 
     def enter(self, kind: FrameKind, name: str, place: int = 0) -> None:
         """Something of the program's own begins, whose time counts: an annotation, a loader, an operator on the host.
@@ -119,7 +135,7 @@ class Program:
         Steps that the program announces, optimizer steps and profiler steps, named as PyTorch names them, are the marks
         of the run's steps.
         """
-        host = self.host()
+        host = self.come()
         with self.lock:
             if place != host.place:
                 self._go_to(host, place)
@@ -127,33 +143,37 @@ class Program:
                 self._flush(host)
             self._open(host, int(kind), name)
             host.backward |= name == BACKWARD_PASS
+            host.passing.alone |= name.startswith(_ALONE)
             host.marks += [prefix for prefix in _STEPS if name.startswith(prefix)]
+        self.go(host)
 
     def leave(self) -> None:
         """The innermost frame that `enter` opened ends."""
-        host = self.host()
+        host = self.come()
         with self.lock:
             if not host.depth:
                 self._flush(host)
             if host.around:
                 self._close(host)
+        self.go(host)
 
     def take_batch(self, name: str) -> None:
         """A batch has come from a loader's workers: what the host waited for it, it waited for them."""
-        host = self.host()
+        host = self.come()
         with self.lock:
-            waited = self._real() - host.left if self._real is not None and not host.depth else 0
-            if waited < STARVED:
-                return
-            host.left += waited
-            if self._workers == NONE:
-                self._workers, self._batched = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
-            begun, self._batched = self._batched, host.now + waited
-            number, work = self.rows.name(name), self._batched - begun
-            self.rows.add(
-                (self._workers, _WORK, number, NONE, begun, self._batched, work, 0, NONE, NONE, 0, 0, NONE, NONE, 0)
-            )
-            self._host_row(host, _SYNC, name, host.now, self._batched, 0, self._workers)
+            waited = 0 if host.depth else host.passing.unseen
+            if waited >= STARVED:
+                host.passing.excuse(waited)
+                self._wait_for_workers(host, name, host.now + waited)
+        self.go(host)
+
+    def _wait_for_workers(self, host: Host, name: str, until: int) -> None:
+        if self._workers == NONE:
+            self._workers, self._batched = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
+        begun, self._batched = self._batched, until
+        number, work = self.rows.name(name), until - begun
+        self.rows.add((self._workers, _WORK, number, NONE, begun, until, work, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
+        self._host_row(host, _SYNC, name, host.now, until, 0, self._workers)
 
     def work(self, duration: int, name: str = "", place: int = 0) -> None:
         """Host work that the clock cannot see, or should not measure: a sleep, an operator of known cost."""
@@ -169,23 +189,22 @@ class Program:
         """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there."""
         host = self.host()
         with self.lock:
-            if self._real is None or host.depth or until <= host.left:
-                return
-            if place != host.place:
-                self._go_to(host, place)
-            gap, host.spent = until - host.left + host.spent, 0
-            host.left = until
-            self._work(host, gap, "")
+            passed = host.passing.until(until) if not host.depth else 0
+            if passed > 0:
+                if place != host.place:
+                    self._go_to(host, place)
+                self._work(host, host.passing.show(passed), "")
 
-    def spend(self, duration: int) -> None:
-        """A little host time that deserves no row of its own: a view, an event recorded."""
+    def spend(self, duration: float) -> None:
+        """A little modelled host time that deserves no row of its own: a view, a module called."""
         host = self.host()
         with self.lock:
-            host.spent += duration
+            host.passing.spent += round(duration)
 
-    def now(self) -> int:
-        """The real clock, or 0 where there is none: what `Clock.operator` is told."""
-        return self._real() if self._real is not None else 0
+    def glance(self) -> None:
+        """An operator that launches nothing: a view, memory alone. In the backward pass it is a node of its own."""
+        host, costs = self.host(), self.device.host
+        host.passing.spent += costs.backward if host.backward else costs.view
 
     def reached(self) -> int:
         """How far the calling thread is, without the time that is not written down yet."""
@@ -216,30 +235,21 @@ class Program:
 
     # rows and frames, with the lock held
 
-    def _since(self, host: Host, name: str, began: int = 0) -> int:
+    def _since(self, host: Host, name: str) -> int:
         """What the program did since it was last seen, up to an operator of the device.
 
-        At least what dispatching it costs the device's own host, however quick this machine is.
+        From the operator before, at least what dispatching this one costs the device's own host, however
+        quick this machine is.
         """
-        spent, host.spent = host.spent, 0
         if host.backward or host.lane:
-            count, each = BACKWARD.get(name, USUAL_BACKWARD), self.device.host.backward
+            least = BACKWARD.get(name, USUAL_BACKWARD) * self.device.host.backward
         else:
-            count, each = FORWARD.get(name, USUAL_FORWARD), self.device.host.operator
-        least = count * each
-        if self._real is not None:
-            least = max(least, (began or self._real()) - host.left - count * self.overhead)
-        return least + spent
+            least = FORWARD.get(name, USUAL_FORWARD) * self.device.host.operator
+        return host.passing.due((host.place, name), round(least))
 
     def _flush(self, host: Host) -> None:
         """What the program did since it was last seen, up to a border of its own."""
-        gap, host.spent = host.spent, 0
-        if self._real is not None:
-            now = self._real()
-            gap += now - host.left
-            host.left = now
-        if gap > 0:
-            self._work(host, gap, "")
+        self._work(host, host.passing.at_border(), "")
 
     def _work(self, host: Host, duration: int, name: str) -> None:
         if duration > 0:
@@ -264,7 +274,7 @@ class Program:
         return row
 
     def _open(self, host: Host, kind: int, name: str) -> None:
-        host.around.append((host.base, host.place, host.lines, host.backward))
+        host.around.append((host.base, host.place, host.lines, host.backward, host.passing.alone))
         host.base = host.frame = self.rows.open(host.lane, kind, self.rows.name(name), host.frame, host.now)
         host.place, host.lines = 0, ()
 
@@ -272,7 +282,10 @@ class Program:
         """Close the innermost frame, and the lines within it."""
         for frame in (*host.lines, host.base):
             self.rows.close(frame, host.now)
-        host.base, host.place, host.lines, host.backward = host.around.pop()
+        alone = host.passing.alone
+        host.base, host.place, host.lines, host.backward, host.passing.alone = host.around.pop()
+        if alone and not host.passing.alone:
+            host.passing.ends_alone()
         host.frame = host.lines[-1] if host.lines else host.base
 
     def _go_to(self, host: Host, place: int) -> None:

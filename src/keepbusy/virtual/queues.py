@@ -34,10 +34,9 @@ class Queues(Program):
         rank: int = 0,
         devices: int = 1,
         real: Callable[[], int] | None = None,
-        overhead: int = 0,
     ) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time; `overhead`: our part of a dispatch."""
-        super().__init__(device, rank, real, overhead)
+        """`real`: nanoseconds of a steady clock, or None for modelled host time."""
+        super().__init__(device, rank, real)
         self.devices = devices
         self.groups: dict[int, int] = {}
         self._streams: dict[int, Stream] = {}
@@ -63,29 +62,25 @@ class Queues(Program):
         """What the device's tools call it."""
         return self._streams[stream].number
 
-    def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]], began: int = 0) -> None:
+    def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
         """`begin`, `launch_all` and `end` at once, for an operator that only launches kernels: the usual one.
 
-        Called when its values are computed; `began` is what `now` said before.
+        Called when its values are computed, between `come` and `go`.
         """
-        host, line = self._hosts.get(get_ident()) or self._new_host(), self._streams[stream]
+        host, line = self._hosts[get_ident()], self._streams[stream]
         with self.lock:
             if not host.depth and place != host.place:
                 self._go_to(host, place)
             if line.awaited or host.released or host.marks or stream in self._captures:
-                self._launch_carefully(host, name, stream, kernels, began)
+                self._launch_carefully(host, name, stream, kernels)
             else:
-                self._launch_plainly(host, line, name, kernels, 0 if host.depth else self._since(host, name, began))
-            if not host.depth and self._real is not None:
-                host.left = self._real()
+                self._launch_plainly(host, line, name, kernels, 0 if host.depth else self._since(host, name))
 
     # with the lock held
 
-    def _launch_carefully(
-        self, host: Host, name: str, stream: int, kernels: Sequence[tuple[str, int]], began: int
-    ) -> None:
+    def _launch_carefully(self, host: Host, name: str, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
         if not host.depth:
-            self._work(host, self._since(host, name, began), "")
+            self._work(host, self._since(host, name), "")
         self._open(host, _OPERATOR, name)
         host.depth += 1
         try:
@@ -133,9 +128,9 @@ class Queues(Program):
         host = self.host()
         if not host.depth:
             self._flush(host)
-        elif host.spent:
-            self._work(host, host.spent, "")
-            host.spent = 0
+        elif host.passing.spent:
+            self._work(host, host.passing.spent, "")
+            host.passing.spent = 0
         return host
 
     def _enqueue(

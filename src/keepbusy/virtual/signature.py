@@ -80,7 +80,7 @@ class Signature:
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
         if self.many:
-            return {"lists": sum(isinstance(one, list | tuple) for one in args)}
+            return {"lists": sum(isinstance(one, list | tuple) and len(one) > 0 for one in args)}
         return {
             name: args[at] if at < len(args) else kwargs[name]
             for name, at in self.asks

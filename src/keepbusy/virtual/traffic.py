@@ -1,12 +1,11 @@
-"""Operators whose time is the bytes they move, and those that are many small kernels."""
+"""Operators whose time is the bytes they move: elementwise ones, copies, fills, random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from keepbusy.virtual import norms
-from keepbusy.virtual.families import LEAST, Call, columns_share
+from keepbusy.virtual.call import LEAST, Call
 from keepbusy.virtual.operands import (
     Kernel,
     Operand,
@@ -22,8 +21,10 @@ from keepbusy.virtual.operands import (
 
 _LEAST_MIXED = 1_900
 """The shortest that converts types on the way."""
-_COLUMNS_LEAST = 7_000
-"""The shortest sum over rows: two stages, and a wait between them."""
+_DRAWN_NORMAL, _DRAWN = 3.3, 4.5
+"""Random numbers a nanosecond a multiprocessor."""
+_TURNED = 1.15
+"""Elements a nanosecond a multiprocessor that lie side by side in one tensor only."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -39,25 +40,11 @@ _HEAVY = _names(
     "gelu gelu_ gelu_backward pow pow_ erf erf_ erfinv erfinv_ tanh tanh_ tanh_backward lgamma digamma "
     "mish mish_backward softplus softplus_backward atan2 sin cos exp log log1p expm1"
 )
-REDUCTIONS = _names(
-    "sum mean amax amin max min argmax argmin prod any all norm linalg_vector_norm var std var_mean std_mean logsumexp "
-    "nansum aminmax median count_nonzero"
-)
 _RANDOM = _names(
     "normal_ normal uniform_ rand randn rand_like randn_like random_ randint randint_like bernoulli_ bernoulli "
     "exponential_ geometric_ cauchy_ log_normal_ randperm multinomial"
 )
 _FILLS = _names("fill_ zero_ zeros ones full zeros_like ones_like full_like arange linspace eye tril_indices")
-_GATHERS = _names(
-    "embedding index_select gather take take_along_dim roll flip tril triu repeat "
-    "masked_fill masked_fill_ where embedding_renorm_ grid_sampler_2d upsample_nearest2d upsample_bilinear2d"
-)
-_SCATTERS = _names(
-    "index_add_ index_add index_copy_ index_copy scatter scatter_ scatter_add scatter_add_ scatter_reduce "
-    "masked_scatter_ masked_scatter index_fill_ col2im im2col"
-)
-_SORT_PASSES, _SORTED_AT_ONCE = 4, 4_096
-_SMALL_EMBEDDING = 3_072
 
 
 def copy(call: Call) -> list[Kernel]:
@@ -78,8 +65,16 @@ def elementwise(call: Call) -> list[Kernel]:
     if all(alike(one, shape) for one in large) and dense(shape) and not _broadcast(call, shape):
         return [(name, plain)]
     count = elements(shape)
-    strided = LEAST + count / (call.device.multiprocessors * 4.0 * efficiency.strided) * _narrow(shape)
-    return [(name, max(plain, round(strided)))]
+    if any(_turned(one, shape) for one in large):
+        return [(name, max(plain, round(LEAST + call.each(count, _TURNED))))]
+    return [(name, max(plain, call.strided(count * _narrow(shape))))]
+
+
+def _turned(one: Operand, other: Operand) -> bool:
+    """Whether what lies side by side in one tensor lies apart in the other: a transposition."""
+    mine, its = ({dim for dim, length in enumerate(it[0]) if length > 1 and it[2][dim] == 1} for it in (one, other))
+    spread = any(length > 1 and stride == 0 for length, stride in zip(one[0], one[2], strict=True))
+    return one[0] == other[0] and not spread and bool(mine) and bool(its) and not mine & its
 
 
 def _elementwise_share(call: Call, large: list[Operand]) -> float:
@@ -108,123 +103,24 @@ def fill(call: Call) -> list[Kernel]:
 
 def draw(call: Call) -> list[Kernel]:
     target = largest((*call.outputs, *call.inputs))
-    return [(f"random_{call.name}", call.streamed(size(target), call.device.efficiency.random, 1_500))]
+    rate = _DRAWN_NORMAL if "norm" in call.name or call.name.startswith("randn") else _DRAWN
+    streamed = size(target) / (call.bandwidth * call.device.efficiency.streaming)
+    return [(f"random_{call.name}", round(1_500 + max(streamed, call.each(elements(target), rate))))]
 
 
 def dropout(call: Call) -> list[Kernel]:
-    return [("fused_dropout", call.streamed(call.moved(), call.device.efficiency.mixed, 1_500))]
-
-
-def reduce(call: Call) -> list[Kernel]:
-    """Over the last dimension, or everything, it streams; over the others it needs many columns to be fast."""
-    source = call.inputs[0]
-    columns = _columns(call, source)
-    if columns:
-        share, least = columns_share(call.device, columns), _COLUMNS_LEAST
-    else:
-        share, least = call.device.efficiency.rows, 2_000
-    kernels = [(f"reduce_{call.name}", call.streamed(total(call.inputs) + total(call.outputs), share, least))]
-    whole = elements(source) > 1 << 20 and sum(map(elements, call.outputs)) <= 1 << 16
-    return [("Memset (Device)", 800), *kernels] if whole else kernels
-
-
-def _columns(call: Call, source: Operand) -> int:
-    """How many elements lie side by side that are not summed with each other; 0 if they are."""
-    dims = call.asked.get("dim")
-    if dims is None or not source[0]:
-        return 0
-    listed = (dims,) if isinstance(dims, int) else tuple(dims)
-    summed = {dim % len(source[0]) for dim in listed if isinstance(dim, int)} or set(range(len(source[0])))
-    inner = min(range(len(source[0])), key=lambda dim: (source[2][dim] if source[0][dim] > 1 else 1 << 60, -dim))
-    return 0 if inner in summed else source[0][inner]
-
-
-def softmax(call: Call) -> list[Kernel]:
-    backward = call.name.endswith("backward_data")
-    share = call.device.efficiency.streaming if backward else call.device.efficiency.softmax
-    return [(call.name.strip("_"), call.streamed(call.moved(), share, 2_500))]
-
-
-def nll_loss(call: Call) -> list[Kernel]:
-    """One block walks over all rows."""
-    rows = elements(call.inputs[min(1, len(call.inputs) - 1)])
-    if not call.name.endswith("backward"):
-        return [("nll_loss_forward", round(9_000 + 0.85 * rows))]
-    rows = elements(call.inputs[2]) if len(call.inputs) > 2 else rows
-    return [
-        ("fill", call.streamed(total(call.outputs), call.device.efficiency.streaming)),
-        ("nll_loss_backward", round(5_000 + 0.95 * rows)),
-    ]
-
-
-def embedding_backward(call: Call) -> list[Kernel]:
-    """Few indices are added at once; many are sorted first, in two dozen small kernels."""
-    grad = call.inputs[0]
-    cleared: Kernel = ("fill", call.streamed(total(call.outputs), call.device.efficiency.streaming))
-    if elements(call.inputs[-1]) <= _SMALL_EMBEDDING:
-        return [cleared, ("embedding_grad", round(5_000 + 22 * elements(call.inputs[-1])))]
-    return [
-        cleared,
-        *[("embedding_sort", 2_700)] * 26,
-        ("embedding_grad_weight", call.streamed(size(grad), call.device.efficiency.random, 6_000)),
-        ("embedding_scatter", call.streamed(total(call.outputs), call.device.efficiency.random, 20_000)),
-    ]
-
-
-def scatter(call: Call) -> list[Kernel]:
-    moved = largest(call.inputs[1:] or call.inputs)
-    return [(f"scatter_{call.name}", call.strided(elements(moved)))]
-
-
-def index_put(call: Call) -> list[Kernel]:
-    """Adding where indices may repeat means sorting them first."""
-    kernels = [(f"scatter_{call.name}", call.strided(elements(call.inputs[-1])))]
-    found = _places_of_masks(call)
-    if not call.asked.get("accumulate", False):
-        return [*found, *kernels]
-    return [*found, *[("index_arithmetic", 1_500)] * 4, *[("index_sort", 3_000)] * 8, *kernels]
-
-
-def _places_of_masks(call: Call) -> list[Kernel]:
-    """A mask is made a list of places first."""
-    masks = [one for one in call.inputs[1:] if one[1] in ("bool", "uint8")]
-    return [kernel for mask in masks for kernel in nonzero(replace(call, inputs=(mask,)))]
-
-
-def index(call: Call) -> list[Kernel]:
-    return [*_places_of_masks(call), *gather(call)]
-
-
-def gather(call: Call) -> list[Kernel]:
-    written = call.outputs or call.inputs[:1]
-    return [(f"gather_{call.name}", call.streamed(1.6 * total(written), call.device.efficiency.streaming, 1_500))]
+    streamed = call.moved() / (call.bandwidth * call.device.efficiency.rows)
+    drawn = 0.0 if call.name.endswith("backward") else call.each(elements(call.inputs[0]), _DRAWN)
+    return [("fused_dropout", round(1_200 + max(streamed, drawn)))]
 
 
 def concatenate(call: Call) -> list[Kernel]:
     """Narrow elements of strided tensors are moved one by one."""
-    count = sum(map(elements, call.inputs))
-    moved = call.streamed(2 * total(call.inputs), call.device.efficiency.mixed)
+    count, efficiency = sum(map(elements, call.inputs)), call.device.efficiency
     if all(contiguous(one) for one in call.inputs):
-        return [("concatenate", moved)]
+        return [("concatenate", call.streamed(2 * total(call.inputs), efficiency.streaming))]
+    moved = call.streamed(2 * total(call.inputs), efficiency.mixed)
     return [("concatenate", max(moved, call.strided(round(1.3 * count))))]
-
-
-def nonzero(call: Call) -> list[Kernel]:
-    """Count, read the count on the host (the caller's part), then write the places."""
-    read = call.streamed(size(call.inputs[0]), call.device.efficiency.rows, 1_500)
-    return [("nonzero_count", read), ("nonzero_total", 1_100), ("nonzero_init", 700), ("nonzero_write", 1_000 + read)]
-
-
-def sort(call: Call) -> list[Kernel]:
-    source = call.inputs[0]
-    if elements(source) <= _SORTED_AT_ONCE:
-        return [("sort_small", 12_000)]
-    once = call.streamed(4 * total(call.inputs[:1]) + 16 * elements(source), call.device.efficiency.mixed, 2_500)
-    return [("sort_histogram", 3_500), ("sort_scan", 1_200), *[("sort_pass", once)] * _SORT_PASSES]
-
-
-def scan(call: Call) -> list[Kernel]:
-    return [("scan", call.streamed(2 * call.moved(), call.device.efficiency.mixed, 2_500))]
 
 
 FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
@@ -232,20 +128,5 @@ FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
     **dict.fromkeys(_FILLS, fill),
     **dict.fromkeys(_RANDOM, draw),
     **dict.fromkeys(("native_dropout", "_fused_dropout", "dropout", "native_dropout_backward"), dropout),
-    **dict.fromkeys(REDUCTIONS, reduce),
-    **dict.fromkeys(
-        ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "softmax", "log_softmax"),
-        softmax,
-    ),
-    **norms.FAMILIES,
-    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"), nll_loss),
-    "embedding_dense_backward": embedding_backward,
-    **dict.fromkeys(_SCATTERS, scatter),
-    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), index_put),
-    **dict.fromkeys(_GATHERS, gather),
-    **dict.fromkeys(("index", "_unsafe_index"), index),
     **dict.fromkeys(("cat", "stack"), concatenate),
-    "nonzero": nonzero,
-    **dict.fromkeys(("sort", "argsort", "topk", "_unique2", "unique_dim", "unique_consecutive", "kthvalue"), sort),
-    **dict.fromkeys(("cumsum", "cumsum_", "cumprod", "cummax", "logcumsumexp"), scan),
 }
