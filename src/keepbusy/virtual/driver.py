@@ -127,6 +127,7 @@ def empty_cache(device: int | None = None) -> None:
     """Of one device, or of all that have been used."""
     MACHINE.begin("cudaFree")
     try:
+        MACHINE.clock.allocate("emptyCache", MACHINE.device.host.event)  # a row even where nothing is freed
         for one in range(CURRENT.count) if device is None else (device,):
             MACHINE.memory.empty_cache(one)
     finally:
