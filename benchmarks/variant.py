@@ -1,4 +1,4 @@
-"""One variant of a case as a program of its own, alone or as a rank: `python variant.py cases/NAME.py stalled|fixed`."""
+"""One variant of a case as a program of its own, or a rank of it: `python variant.py cases/NAME.py stalled|fixed`."""
 
 import importlib.util
 import os

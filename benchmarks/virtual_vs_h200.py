@@ -122,7 +122,7 @@ def run(cases: Path, truth: Truth, variant: str, options: argparse.Namespace) ->
 
 
 def right(truth: Truth, row: Row) -> bool:
-    """By `score.py`'s rule: what is planted gains at least half of what it gained, and no other line is blamed for much.
+    """By `score.py`'s rule: what is planted gains half of what it gained or more, and no other line is blamed for much.
 
     That a step is launch-bound, or the host busy, is no line's fault, and may be said wherever it is so.
     """

@@ -21,8 +21,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from operator_calls import Call, host, kernels, work
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from operator_calls import Call, host, kernels, work
 
 ROW, BATCHES, TIMES = 40, 5, 3
 
