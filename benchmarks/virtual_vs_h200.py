@@ -16,11 +16,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.store import load
 
 VARIANT = Path(__file__).parent / "variant.py"
 NOISE, SILENT, BESIDE = 0.03, 0.05, 0.10
@@ -89,36 +93,49 @@ def truths(folders: list[Path], planted: Mapping[str, list[str]], wanted: list[s
 
 def run(cases: Path, truth: Truth, variant: str, options: argparse.Namespace) -> Row | str:
     """One variant of a case, or why it did not run."""
+    ahead = WORKERS in (cases / f"{truth.case}.py").read_text()
+    steps = max(options.steps, ENOUGH) if ahead else options.steps
+    folders = [str(cases.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {"STALLBENCH_STEPS": str(steps), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "run.busy"
+        command = [*_command(truth, variant, options), "--save", str(saved)]
+        try:
+            done = subprocess.run(
+                [*command, str(VARIANT), f"{cases.name}/{truth.case}.py", variant],
+                cwd=cases.parent,
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=options.timeout,
+                check=False,
+            )
+            said: dict[str, Any] = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return f"not done within {options.timeout} s"
+        except ValueError:
+            return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:90]
+        if done.returncode:
+            return f"exit code {done.returncode}"
+        ticks = _ticks_a_step(load(saved), said["plain_step"] * 1e6)
+    gains = {one["cause"]: (said["plain_step"] - one["predicted_step"]) / ticks for one in said["causes"]}
+    planted = (said["plain_step"] - said["predicted_step"]) / ticks
+    return Row(said["plain_step"] / ticks, gains, planted, time.perf_counter() - begun)
+
+
+def _command(truth: Truth, variant: str, options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "keepbusy", "run", "--json", "--on", options.on, "--clock", options.clock]
     command += ["--values", options.values] if options.values else []
     command += ["--ranks", str(truth.world)] if truth.world > 1 else []
-    command += ["--mend", ",".join(truth.planted)] if truth.planted and variant == "stalled" else []
-    folders = [str(cases.parent), os.environ.get("PYTHONPATH", "")]
-    ahead = WORKERS in (cases / f"{truth.case}.py").read_text()
-    steps = max(options.steps, ENOUGH) if ahead else options.steps
-    environment = {"STALLBENCH_STEPS": str(steps), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    begun = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [*command, str(VARIANT), f"{cases.name}/{truth.case}.py", variant],
-            cwd=cases.parent,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=options.timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"not done within {options.timeout} s"
-    try:
-        said: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:90]
-    if done.returncode:
-        return f"exit code {done.returncode}"
-    step = said["plain_step"]
-    gains = {one["cause"]: step - one["predicted_step"] for one in said["causes"]}
-    return Row(step, gains, step - said["predicted_step"], time.perf_counter() - begun)
+    return command + (["--mend", ",".join(truth.planted)] if truth.planted and variant == "stalled" else [])
+
+
+def _ticks_a_step(timeline: Timeline, step: float) -> int:
+    """Where something happens every fourth tick only, four of them are the step that is reported."""
+    begins = timeline.spans.start[timeline.marks_of(timeline.ranks[0])]
+    tick = (begins[-1] - begins[len(begins) // 2]) / (len(begins) - 1 - len(begins) // 2)
+    return max(1, round(step / tick))
 
 
 def right(truth: Truth, row: Row) -> bool:
@@ -176,7 +193,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--own", type=Path, metavar="CASES", help="a folder of cases elsewhere, with --truth")
     parser.add_argument("--truth", type=Path, action="append", default=[])
     parser.add_argument("--variants", default="stalled,fixed")
-    parser.add_argument("--on", default="h200")
+    parser.add_argument("--on", default="h200", help="a device, or a .toml file by its whole path")
     parser.add_argument("--clock", default="measured")
     parser.add_argument("--values", default="none", help="empty for a keepbusy run of its own choice")
     parser.add_argument("--steps", type=int, default=12)

@@ -161,6 +161,8 @@ def test_many_small_kernels() -> None:
     assert len(COSTS.kernels("sort", (grad,), (grad, ids))) > 4
     cell = (tensor(35, 20, 200), tensor(2, 20, 200), tensor(2, 20, 200), tensor(800, 200), tensor(800, 200))
     assert len(COSTS.kernels("lstm", cell, (tensor(35, 20, 200),))) == 36
+    packed = (tensor(700, 200), *cell[1:])
+    assert len(COSTS.kernels("lstm", packed, (tensor(700, 200),), {"batch_sizes": 35})) == 36
 
 
 def test_views_and_nothing_launch_nothing() -> None:

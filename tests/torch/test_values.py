@@ -149,3 +149,10 @@ def test_results_that_are_too_small_grow_and_the_others_are_written() -> None:
     x, right, small = torch.tensor([[1.0, 5.0], [7.0, 2.0]]).cuda(), torch.zeros(2).cuda(), torch.empty(0).long().cuda()
     torch.max(x, 1, out=(right, small))
     assert (right.tolist(), small.tolist()) == ([5.0, 7.0], [1, 0])
+
+
+def test_an_encoder_layer_at_inference_is_taken_apart() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(3, 5, 16)
+    with torch.no_grad():
+        assert torch.allclose(layer(x), layer.cuda()(x.cuda()).cpu(), atol=1e-6)

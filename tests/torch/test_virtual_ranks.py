@@ -165,7 +165,7 @@ dist.init_process_group("nccl")
 rank = dist.get_rank()
 torch.cuda.set_device(rank)
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), device_ids=[rank])
+model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), device_ids=[rank], find_unused_parameters=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 x = torch.ones(8, 64, device="cuda")
 for step in range(8):
@@ -280,6 +280,13 @@ def test_a_late_rank_is_named_with_its_line(run) -> None:
     assert "peer_late" in [cause["cause"] for cause in said["causes"]]
     assert [late["rank"] for late in said["late"]] == [1]
     assert said["late"][0]["place"]["line"] in (14, 15)
+
+
+def test_ranks_agree_on_their_buckets_without_values(run) -> None:
+    source = LATE.partition("same =")[0] + "dist.destroy_process_group()\n"
+    done = run(source, before=("--ranks", "2", "--values", "none"))
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks" in done.stdout
 
 
 def test_sharded_training_gives_the_losses_of_a_plain_run(run) -> None:

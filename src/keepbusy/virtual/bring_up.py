@@ -47,7 +47,7 @@ def bring_up(
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
-    _put_in_place(replace_guard(), replace_hooks(pinned.is_pinned_address))
+    _put_in_place(replace_guard(), replace_hooks(pinned.answer, pinned.asked_for))
     cuda_module.patch()
     storages.patch()
     compiled.patch()

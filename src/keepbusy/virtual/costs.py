@@ -25,6 +25,8 @@ ASKS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(families.ATTENTION_BACKWARD, ("is_causal",)),
     **dict.fromkeys(convolutions.CONVOLUTIONS, ("stride", "transposed", "groups")),
     **dict.fromkeys(convolutions.CONVOLUTIONS_BACKWARD, ("stride", "transposed", "groups")),
+    **dict.fromkeys((*families.RECURRENT, *families.RECURRENT_BACKWARD), ("batch_sizes",)),
+    "_native_multi_head_attention": ("num_head",),
     **dict.fromkeys(("avg_pool2d", "avg_pool2d_backward"), ("kernel_size",)),
     **dict.fromkeys(reductions.REDUCTIONS, ("dim",)),
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), ("accumulate",)),
@@ -83,6 +85,9 @@ class Costs:
 
 
 def _plain(value: Any) -> Any:
+    """As part of a key: of a tensor its length."""
+    if hasattr(value, "shape"):
+        return value.shape[0]
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -92,6 +97,7 @@ _FAMILIES: dict[str, Callable[[Call], list[Kernel]]] = {
     **dict.fromkeys(convolutions.CONVOLUTIONS_BACKWARD, convolutions.convolve_backward),
     **dict.fromkeys(families.ATTENTION, families.attend),
     **dict.fromkeys(families.ATTENTION_BACKWARD, families.attend_backward),
+    "_native_multi_head_attention": families.attend_whole,
     **dict.fromkeys(families.RECURRENT, families.recur),
     **dict.fromkeys(families.RECURRENT_BACKWARD, families.recur),
     **traffic.FAMILIES,

@@ -63,12 +63,25 @@ def _attention(call: Call, query: Operand, key: Operand, backward: bool) -> list
     return attention(call.device, prod(heads), queries, key[0][-2], width, causal, call.dtype(), backward)
 
 
+def attend_whole(call: Call) -> list[Kernel]:
+    """Its projections with it: queries, keys and values at once, and what comes out."""
+    (batch, length, width), dtype = call.inputs[0][0], call.dtype()
+    heads = int(call.asked.get("num_head", 1))
+    inner, size = width // max(1, heads), item_size(call.inputs[0][1])
+    into = product(call.device, batch * length, 3 * width, width, dtype, size)
+    out = product(call.device, batch * length, width, width, dtype, size)
+    mixed = attention(call.device, batch * heads, length, length, inner, False, dtype)
+    return [(f"gemm_{dtype}", into), *mixed, (f"gemm_{dtype}", out)]
+
+
 def recur(call: Call) -> list[Kernel]:
     """cuDNN's recurrent layers: the products over the whole input at once, then step after step."""
     source = call.inputs[0]
     weights = [one for one in call.inputs[1:] if len(one[0]) == 2]
     layers = max(1, len(weights) // 2)
-    steps, batch = (source[0][0], source[0][1]) if len(source[0]) == 3 else (source[0][0], 1)
+    packed = int(call.asked.get("batch_sizes", 0))
+    steps = packed or source[0][0]
+    batch = source[0][1] if len(source[0]) == 3 else -(-source[0][0] // steps)
     backward = call.name.endswith("_backward")
     kernels: list[Kernel] = []
     for layer in range(layers):

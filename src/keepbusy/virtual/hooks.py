@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 from keepbusy.virtual.abi import HOOKS, POINTER, PREAMBLE, Mismatch, address_of, function, library, slots, symbol_size
 from keepbusy.virtual.current import CURRENT
@@ -18,8 +19,11 @@ CUDNN = 91_002
 """The version of cuDNN that we say is there."""
 
 
-def replace_hooks(is_pinned: Callable[[int], bool]) -> Callable[[], None]:
-    """Let C++ believe in CUDA; returns what takes it back. `is_pinned` is asked with an address."""
+def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> Callable[[], None]:
+    """Let C++ believe in CUDA; returns what takes it back.
+
+    `is_pinned` is asked with an address; `pins` hears that native code is about to take pinned memory.
+    """
     shared = library("libtorch_cpu.so")
     methods = slots(HOOKS)
     interface = address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
@@ -28,7 +32,7 @@ def replace_hooks(is_pinned: Callable[[int], bool]) -> Callable[[], None]:
         raise Mismatch(f"the CUDA hooks have {size // POINTER - PREAMBLE} slots, their header says {len(methods)}")
     vtable = Vtable(interface + POINTER * PREAMBLE, methods)
     vtable.need("hasCUDA", "hasPrimaryContext", "init", "deviceCount", "isPinnedPtr", "getPinnedMemoryAllocator")
-    _fill(vtable, is_pinned)
+    _fill(vtable, is_pinned, pins)
     hooks = first_word(function(shared, "_ZN2at6detail12getCUDAHooksEv")())
     before = hooks.value
     hooks.value = vtable.address
@@ -39,7 +43,7 @@ def replace_hooks(is_pinned: Callable[[int], bool]) -> Callable[[], None]:
     return undo
 
 
-def _fill(vtable: Vtable, is_pinned: Callable[[int], bool]) -> None:
+def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> None:
     flag, byte, pointer = ctypes.c_bool, ctypes.c_int8, ctypes.c_void_p
     for method in ("isBuilt", "isAvailable", "hasCUDA"):
         vtable.put(method, flag, (), lambda: True)
@@ -54,8 +58,13 @@ def _fill(vtable: Vtable, is_pinned: Callable[[int], bool]) -> None:
         vtable.put(method, byte, (byte,), CURRENT.change)
     vtable.put("isPinnedPtr", flag, (pointer,), lambda address: is_pinned(address or 0))
     allocator = function(library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")()
-    for method in ("getPinnedMemoryAllocator", "getCUDADeviceAllocator"):
-        vtable.put(method, pointer, (), lambda: allocator)
+
+    def pinned_allocator() -> Any:
+        pins()
+        return allocator
+
+    vtable.put("getPinnedMemoryAllocator", pointer, (), pinned_allocator)
+    vtable.put("getCUDADeviceAllocator", pointer, (), lambda: allocator)
     for method in ("versionCuDNN", "versionRuntimeCuDNN"):
         vtable.put(method, ctypes.c_long, (), lambda: CUDNN)
     vtable.put("deviceSynchronize", None, (byte,), lambda _device: None)

@@ -20,6 +20,8 @@ _VIEWS = (
     "_unsafe_view",
 )  # fmt: skip
 """They look at a tensor and never at its values: the host's kernels do for any device."""
+_TAKEN_APART = ("_transformer_encoder_layer_fwd",)
+"""They call other operators only: the host's kernels do for any device, and those are ours."""
 
 _TAKEN_WHOLE = [
     "convolution",
@@ -70,7 +72,7 @@ def register() -> None:
 
 def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     done = set()
-    for name in _VIEWS:
+    for name in (*_VIEWS, *_TAKEN_APART):
         overload = overload_named(f"aten::{name}")
         if overload is not None:
             done.add(name)

@@ -8,6 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _PINNED: dict[int, StorageWeakRef] = {}
 _SWEEP_AT = 4096
+_asked_for: list[bool] = []
+"""Whether native code was given an allocator of pinned memory, and has not looked at what came of it."""
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -18,6 +20,18 @@ def is_pinned_address(address: int) -> bool:
     """Of the begin of a storage."""
     storage = _PINNED.get(address)
     return storage is not None and not storage.expired()
+
+
+def asked_for() -> None:
+    """Native code takes memory that shall be pinned; where it lies, nobody tells us."""
+    _asked_for[:] = [True]
+
+
+def answer(address: int) -> bool:
+    """What native code hears of an address: DDP looks whether the memory that it has just taken is pinned."""
+    if is_pinned_address(address):
+        return True
+    return bool(_asked_for) and _asked_for.pop()
 
 
 def pin(tensor: Tensor) -> Tensor:
