@@ -42,26 +42,6 @@ def test_a_model_larger_than_memory_takes_its_steps(run) -> None:
     assert "The run computed nothing" in done.stdout
 
 
-SENT = """\
-import torch
-
-sent = torch.tensor([3, 1, 2]).cuda()
-print(sent.tolist(), sent[1].item(), sent.cpu().sum().item())
-target = torch.zeros(3, dtype=torch.int64, device="cuda")
-target.copy_(torch.tensor([7, 8, 9]))
-print(target.tolist())
-sent.add_(1)
-target.copy_(sent)
-print(sent.tolist(), target.tolist(), torch.tensor([1.5]).cuda().item())
-"""
-
-
-def test_small_integers_that_the_program_sent_keep_their_values_until_a_kernel_writes(run) -> None:
-    """Frameworks agree on sizes by sending them through the device; what it computes reads as zero."""
-    done = run(SENT, before=("--values", "none", "--clock", "modelled"))
-    assert done.stdout.splitlines()[:3] == ["[3, 1, 2] 1 6", "[7, 8, 9]", "[0, 0, 0] [0, 0, 0] 0.0"], done.stderr
-
-
 LAID_OUT = """\
 import torch
 

@@ -7,7 +7,7 @@ from threading import get_ident
 from keepbusy.timeline.model import Kind
 from keepbusy.virtual.device import Way
 from keepbusy.virtual.graphs import CAPTURED_EVENT, ILLEGAL, INVALID, INVALIDATED, ISOLATION, UNJOINED, Graph
-from keepbusy.virtual.program import Host
+from keepbusy.virtual.host_thread import Host
 from keepbusy.virtual.queues import Queues
 from keepbusy.virtual.streams import Moment
 

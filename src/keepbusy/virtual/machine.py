@@ -22,10 +22,10 @@ from keepbusy.virtual.clock import Clock
 from keepbusy.virtual.costs import Costs
 from keepbusy.virtual.current import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.device import Device
+from keepbusy.virtual.host_thread import Host
 from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.onlooker import Onlooker
-from keepbusy.virtual.program import Host
 from keepbusy.virtual.tensors import to_device
 from keepbusy.virtual.unreal import VALUES
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from keepbusy.timeline.model import NONE, WORKERS, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
+from keepbusy.virtual.host_thread import Host
 from keepbusy.virtual.passing import Passing
 from keepbusy.virtual.rows import Rows
 
@@ -23,30 +24,6 @@ STARVED = 300_000
 """Taking a batch that is ready costs less than this."""
 _SYNC = int(Kind.SYNC)
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
-
-
-class Host:
-    """A host thread: how far it is, and what is open on it."""
-
-    __slots__ = (
-        "around", "backward", "base", "depth", "frame", "lane", "last", "lines", "marks", "now", "passing", "place",
-        "released",
-    )  # fmt: skip
-
-    def __init__(self, lane: int, now: int, passing: Passing) -> None:
-        self.lane = lane
-        self.now = now
-        self.passing = passing
-        self.last = NONE  # its last row
-        self.released: list[int] = []  # rows that its next row waits for
-        self.marks: list[str] = []  # what its next row begins
-        self.depth = 0  # of operators within operators
-        self.frame = NONE  # the innermost open frame
-        self.base = NONE  # the innermost that is no line
-        self.place = 0
-        self.lines: tuple[int, ...] = ()  # the open frames of its place, within `base`
-        self.around: list[tuple[int, int, tuple[int, ...], bool, bool]] = []  # what to return to
-        self.backward = False  # whether the engine of autograd is at work
 
 
 class Program:

@@ -12,7 +12,8 @@ from threading import get_ident
 from keepbusy.timeline.model import EVERY_LANE, NONE, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.graphs import CODES, INVALIDATED, UNSUPPORTED, CaptureError, Graph
-from keepbusy.virtual.program import Host, Program
+from keepbusy.virtual.host_thread import Host
+from keepbusy.virtual.program import Program
 from keepbusy.virtual.rows import PACKED
 from keepbusy.virtual.streams import Stream
 

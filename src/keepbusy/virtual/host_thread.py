@@ -1,0 +1,30 @@
+"""A host thread of the timeline: how far it is, and what is open on it."""
+
+from __future__ import annotations
+
+from keepbusy.timeline.model import NONE
+from keepbusy.virtual.passing import Passing
+
+
+class Host:
+    """A host thread: how far it is, and what is open on it."""
+
+    __slots__ = (
+        "around", "backward", "base", "depth", "frame", "lane", "last", "lines", "marks", "now", "passing", "place",
+        "released",
+    )  # fmt: skip
+
+    def __init__(self, lane: int, now: int, passing: Passing) -> None:
+        self.lane = lane
+        self.now = now
+        self.passing = passing
+        self.last = NONE  # its last row
+        self.released: list[int] = []  # rows that its next row waits for
+        self.marks: list[str] = []  # what its next row begins
+        self.depth = 0  # of operators within operators
+        self.frame = NONE  # the innermost open frame
+        self.base = NONE  # the innermost that is no line
+        self.place = 0
+        self.lines: tuple[int, ...] = ()  # the open frames of its place, within `base`
+        self.around: list[tuple[int, int, tuple[int, ...], bool, bool]] = []  # what to return to
+        self.backward = False  # whether the engine of autograd is at work
