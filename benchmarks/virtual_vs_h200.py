@@ -23,7 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.steps import commands_between, whole_steps
 from keepbusy.timeline.store import load
 
 VARIANT = Path(__file__).parent / "variant.py"
@@ -118,7 +121,7 @@ def run(cases: Path, truth: Truth, variant: str, options: argparse.Namespace) ->
             return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:90]
         if done.returncode:
             return f"exit code {done.returncode}"
-        ticks = _ticks_a_step(load(saved), said["plain_step"] * 1e6)
+        ticks = _ticks_a_step(load(saved))
     gains = {one["cause"]: (said["plain_step"] - one["predicted_step"]) / ticks for one in said["causes"]}
     planted = (said["plain_step"] - said["predicted_step"]) / ticks
     return Row(said["plain_step"] / ticks, gains, planted, time.perf_counter() - begun)
@@ -131,11 +134,12 @@ def _command(truth: Truth, variant: str, options: argparse.Namespace) -> list[st
     return command + (["--mend", ",".join(truth.planted)] if truth.planted and variant == "stalled" else [])
 
 
-def _ticks_a_step(timeline: Timeline, step: float) -> int:
+def _ticks_a_step(timeline: Timeline) -> int:
     """Where something happens every fourth tick only, four of them are the step that is reported."""
-    begins = timeline.spans.start[timeline.marks_of(timeline.ranks[0])]
-    tick = (begins[-1] - begins[len(begins) // 2]) / (len(begins) - 1 - len(begins) // 2)
-    return max(1, round(step / tick))
+    whole, rank = whole_steps(timeline), timeline.ranks[0]
+    ticks = commands_between(timeline, timeline.marks_of(rank))
+    commands = np.count_nonzero(whole.on_device & (whole.rank_of_rows == rank)) / len(whole.marks_of(rank))
+    return max(1, round(commands / ticks[len(ticks) // 2 :].mean()))
 
 
 def right(truth: Truth, row: Row) -> bool:

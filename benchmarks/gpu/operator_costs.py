@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from operator_calls import Call, host, kernels, work
+from calls import Call
+from host_calls import host, work
+from kernel_calls import kernels
 
 ROW, BATCHES, TIMES = 40, 5, 3
 

@@ -36,8 +36,9 @@ def test_a_reading_prints_like_its_number() -> None:
 
 
 def test_what_is_not_there_yet_is_not_waited_for_to_be_shown() -> None:
+    one = torch.tensor(1.0, device="cuda")
     torch.cuda._sleep(10_000_000)
-    reading = keepbusy.readback(torch.tensor(1.0, device="cuda") + 1)
+    reading = keepbusy.readback(one + 1)
     assert not reading.ready
     assert repr(reading) == "Reading(on its way)"
     assert float(reading) == 2.0
@@ -212,7 +213,7 @@ layers = [torch.nn.Linear(256, 256) for _ in range(24)] + [torch.nn.Linear(256, 
 model = torch.nn.Sequential(*layers).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 readings, log, shown = Readings(), [], []
-x = torch.randn(1024, 256, device="cuda")
+x = torch.randn(1600, 256, device="cuda")
 for step in range(10):
     loss = model(x).pow(2).mean()
     optimizer.zero_grad()
