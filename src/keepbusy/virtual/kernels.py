@@ -6,6 +6,7 @@ compute, shows the results as device tensors again, and tells the clock what a G
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,16 +110,21 @@ class Kernel:
             recording.about_to_write(*signature.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
         asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
-        kernels = MACHINE.kernels(signature.short, operands.inputs, _new(signature, out), asked)
-        if signature.many:
-            MACHINE.clock.spend(LISTED * len(operands.inputs) * MACHINE.device.host.operator)
-        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)
+        self._launch(device, place, operands.inputs, _new(signature, out), asked)
         if waits:
             MACHINE.wait_for_result(device, syncs.shown(signature))
         result = self._on_device(device, out, args, kwargs)
         if recording is not None:
             recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
         return result
+
+    def _launch(
+        self, device: int, place: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any]
+    ) -> None:
+        kernels = MACHINE.kernels(self.signature.short, inputs, outputs, asked)
+        if self.signature.many:
+            MACHINE.clock.spend(LISTED * len(inputs) * MACHINE.device.host.operator)
+        MACHINE.clock.operator(self.signature.name, place, MACHINE.stream(device), kernels)
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """On the host, with PyTorch's own kernel."""
