@@ -44,11 +44,11 @@ class HostCosts:
 class HostTensors:
     """What operators on the host's own tensors take there, with as many threads as PyTorch starts by itself."""
 
-    streaming: float = 36.0  # bytes read and written
-    draw: float = 3.5  # a random number
-    each: float = 1.0  # an element that is chosen, pooled or looked up
-    shuffle: float = 12.0
-    sort: float = 90.0
+    streaming: float = 21.0  # bytes read and written
+    draw: float = 6.0  # a random number
+    each: float = 1.7  # an element that is chosen, pooled or looked up
+    shuffle: float = 21.0
+    sort: float = 155.0
 
 
 @dataclass(frozen=True)
