@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual import pinned, sync_debug
+from keepbusy.virtual.copied_lists import CopyLists
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.kernels import Kernel, adopt
 from keepbusy.virtual.machine import MACHINE
@@ -271,6 +272,7 @@ SPECIAL = {
     "copy_": copy_,
     "_to_copy": to_copy,
     "_local_scalar_dense": read_scalar,
+    "_foreach_copy_": CopyLists(_aten._foreach_copy_.default),
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
     "_efficientzerotensor": efficient_zeros,
