@@ -11,7 +11,7 @@ from virtual_programs import clock, operator, rows
 from keepbusy.timeline.model import Direction, FrameKind, Kind
 from keepbusy.timeline.replay import replay
 from keepbusy.virtual.blocks import Block
-from keepbusy.virtual.clock import CaptureError, Clock
+from keepbusy.virtual.clock import CaptureError, Clock, Graph
 from keepbusy.virtual.memory import SMALL_SEGMENT, Memory
 from keepbusy.virtual.streams import Moment
 
@@ -85,6 +85,84 @@ def test_a_stream_that_waits_joins_until_the_end() -> None:
     graph = on.end_capture(stream)
     assert not on.capturing(side)
     assert [node.work for node in graph.nodes] == [100, 50]
+
+
+def forked(*, early: bool = False, last: bool = False) -> tuple[Clock, int]:
+    """A clock and a replayed graph of two branches: 100 and 300, and 80 after both unless the side comes `last`."""
+    on, stream = captured()
+    side = on.new_stream()
+    if early:
+        on.wait(side, on.record(stream))
+    operator(on, stream, 50)
+    if not early:
+        on.wait(side, on.record(stream))
+    operator(on, side, 300)
+    operator(on, stream, 100)
+    on.wait(stream, on.record(side))
+    if not last:
+        operator(on, stream, 80)
+    graph = on.end_capture(stream)
+    on.replay(graph, stream)
+    return on, stream
+
+
+def kernels(on: Clock) -> list[tuple[str, int, int]]:
+    return [(lane, start, end) for lane, kind, start, end in rows(on.timeline()) if kind == "kernel"]
+
+
+def test_branches_run_side_by_side_and_meet_where_events_say() -> None:
+    (here, _, forked_at), (beside, side_begun, side_end), second, third = kernels(forked()[0])
+    assert (side_begun, side_end - side_begun) == (forked_at + 2, 300)
+    assert second == (here, forked_at + 1, forked_at + 101)
+    assert third == (here, side_end + 2, side_end + 82)
+    assert beside != here
+
+
+def test_a_branch_from_the_beginning_comes_after_what_stands_in_the_stream() -> None:
+    on, stream = forked(early=True)
+    end = kernels(on)[-1][2]
+    operator(on, stream, 5_000)
+    graph = captured_again(on, stream)
+    on.replay(graph, stream)
+    *_, long, main, side = kernels(on)
+    assert long[1] >= end
+    assert main[1] == side[1] == long[2] + 2
+
+
+def captured_again(on: Clock, stream: int) -> Graph:
+    """Two branches of one kernel each, apart from the beginning."""
+    on.capture(stream)
+    side = on.new_stream()
+    on.wait(side, on.record(stream))
+    operator(on, stream, 10)
+    operator(on, side, 10)
+    on.wait(stream, on.record(side))
+    return on.end_capture(stream)
+
+
+def test_what_follows_a_graph_waits_for_all_its_branches() -> None:
+    on, stream = forked(last=True)
+    operator(on, stream, 10)
+    _, (_, _, side_end), _, after = kernels(on)
+    assert after[1] == side_end + 2
+    on, stream = forked(last=True)
+    on.sync_stream(stream)
+    assert on.reached() == kernels(on)[1][2] + 4
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_replays_of_branches_replay_to_themselves(early: bool, last: bool) -> None:
+    on, stream = forked(early=early, last=last)
+    graph = captured_again(on, stream)
+    for _ in range(6):
+        on.replay(graph, stream)
+        operator(on, stream, 30)
+    on.sync_device()
+    timeline = on.timeline()
+    again = replay(timeline)
+    assert (again.spans.start == timeline.spans.start).all()
+    assert (again.spans.end == timeline.spans.end).all()
 
 
 def test_work_that_never_comes_back_spoils_the_graph() -> None:

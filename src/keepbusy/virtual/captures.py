@@ -6,10 +6,10 @@ from threading import get_ident
 
 from keepbusy.timeline.model import Kind
 from keepbusy.virtual.device import Way
-from keepbusy.virtual.graphs import CAPTURED_EVENT, ILLEGAL, INVALID, INVALIDATED, ISOLATION, UNJOINED, Graph
+from keepbusy.virtual.graphs import CAPTURED_EVENT, ILLEGAL, INVALID, INVALIDATED, ISOLATION, UNJOINED, Graph, Node
 from keepbusy.virtual.host_thread import Host
 from keepbusy.virtual.queues import Queues
-from keepbusy.virtual.streams import Moment
+from keepbusy.virtual.streams import Moment, Stream
 
 _WORK_OF_COPY = int(Kind.COPY)
 
@@ -49,7 +49,7 @@ class Captures(Queues):
             self._work(self._arrive(), costs.graph_made + costs.graph_node_made * len(graph.nodes), "")
 
     def replay(self, graph: Graph, stream: int) -> None:
-        """One launch, all commands of the graph."""
+        """One launch, all commands of the graph: each branch in its order, beside the others."""
         with self.lock:
             host, line, costs = self._arrive(), self._streams[stream], self.device.host
             self._refuse("cudaGraphLaunch", self._captures.get(stream), unsafe=False)
@@ -58,15 +58,44 @@ class Captures(Queues):
             self._marks.setdefault(graph.mark, [])
             host.marks.append(graph.mark)
             call = self._call(host, line, "cudaGraphLaunch", costs.graph + costs.graph_node * len(graph.nodes))
-        gap = self.device.queue.gap
-        for kind, name, work, size, group, meet in graph.nodes:
+            lines, before = self._branches(graph, line), [(row, line.until()) for row in line.before()]
+        ends: dict[int, list[tuple[int, int]]] = {one: [] for one in lines}
+        for number, node in enumerate(graph.nodes):
+            self._run(node, lines[node.stream], call, ends, before if number else [])
+        with self.lock:
+            line.awaited += [ends[one][-1] for one in graph.loose()]
+
+    def _run(
+        self,
+        node: Node,
+        line: Stream,
+        call: tuple[int, int],
+        ends: dict[int, list[tuple[int, int]]],
+        before: list[tuple[int, int]],
+    ) -> None:
+        """A command of a graph. `ends`: rows and ends so far; `before`: what a branch's beginning waits for."""
+        mine, queue = ends[node.stream], self.device.queue
+        gap = queue.graph_gap if mine else queue.gap
+        with self.lock:
+            line.awaited += [ends[other][count - 1] for other, count in node.after] or ([] if mine else before)
             start = self._ready(line, call, gap)
-            last = start if meet is None else max(start, meet(start))  # the other ranks are asked without the lock
-            with self.lock:
-                self._command(line, call, kind, name, start, last + work - start, size, group=group, gap=gap)
-            gap = self.device.queue.graph_gap
+        last = start if node.meet is None else max(start, node.meet(start))  # other ranks are asked without the lock
+        work = last + node.work - start
+        with self.lock:
+            row = self._command(line, call, node.kind, node.name, start, work, node.size, group=node.group, gap=gap)
+        mine.append((row, start + work))
 
     # with the lock held
+
+    def _branches(self, graph: Graph, line: Stream) -> dict[int, Stream]:
+        """Where the commands of each captured stream run: the first ones on `line`, others on lanes beside it."""
+        first, *others = graph.streams()
+        found = {first: line}
+        for number, one in enumerate(others):
+            if (line.lane, number) not in self._beside:
+                self._beside[line.lane, number] = self.new_stream(line.device)
+            found[one] = self._streams[self._beside[line.lane, number]]
+        return found
 
     def _capture_copy(self, host: Host, stream: int, way: Way, size: int, non_blocking: bool) -> None:
         graph = self._captured(stream)

@@ -41,6 +41,8 @@ _numbers = count(1)
 class Node(NamedTuple):
     """A command to come."""
 
+    stream: int  # on which it was captured
+    after: tuple[tuple[int, int], ...]  # other streams, and how many of their commands come before
     kind: int
     name: str
     work: int
@@ -50,7 +52,7 @@ class Node(NamedTuple):
 
 
 class Graph:
-    """Commands in the order in which they were captured; at replay they run one after the other."""
+    """Commands in the order in which they were captured; at replay those of each stream run one after the other."""
 
     def __init__(self, origin: int = NONE, mode: str = "global", thread: int = 0) -> None:
         self.origin, self.mode, self.thread = origin, mode, thread
@@ -58,6 +60,7 @@ class Graph:
         self.failed = False
         self.mark = f"Graph#{next(_numbers)}"  # what its replays begin, if they are the run's steps
         self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
+        self._known: dict[int, dict[int, int]] = {}  # the same, before its last one
 
     def add(
         self,
@@ -69,8 +72,13 @@ class Graph:
         group: int = NONE,
         meet: Callable[[int], int] | None = None,
     ) -> None:
-        self.nodes.append(Node(kind, name, work, size, group, meet))
-        self._done[stream][stream] += 1
+        done, known = self._done[stream], self._known.get(stream, {})
+        after = tuple(
+            (other, count) for other, count in done.items() if other != stream and count > known.get(other, 0)
+        )
+        self.nodes.append(Node(stream, after, kind, name, work, size, group, meet))
+        self._known[stream] = dict(done)
+        done[stream] += 1
 
     def reached(self, stream: int) -> dict[int, int]:
         """How many commands of each stream come before what the stream runs next."""
@@ -81,6 +89,15 @@ class Graph:
         mine = self._done.setdefault(stream, {stream: 0})
         for other, commands in reached.items():
             mine[other] = max(mine.get(other, 0), commands)
+
+    def streams(self) -> list[int]:
+        """Those with commands, the first one's first."""
+        return list(self._known)
+
+    def loose(self) -> list[int]:
+        """Streams whose last command nothing waits for in the stream of the first one."""
+        main, *others = self._known
+        return [one for one in others if self._known[main].get(one, 0) < self._done[one][one]]
 
     def forbids(self, thread: int) -> bool:
         """Whether unsafe calls of a thread break the capture, whatever stream they are for."""

@@ -44,6 +44,7 @@ class Queues(Program):
         self._defaults: dict[int, int] = {}
         self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
         self._captures: dict[int, Graph] = {}
+        self._beside: dict[tuple[int, int], int] = {}  # of a stream, the lanes of the branches of its graphs
 
     # streams
 
