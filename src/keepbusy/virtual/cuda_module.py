@@ -50,6 +50,9 @@ def _patch_classes() -> None:
     if hasattr(torch.accelerator, "Graph"):
         torch.accelerator.Graph = AcceleratorGraph
     torch.Generator = Generator
+    torch.cuda.nccl.is_available = own(
+        constantly(False), "is_available"
+    )  # its collectives between devices of a process
     # they go through what was replaced already, but slowly, and every training loop with a side stream calls them
     torch.cuda.current_stream, torch.cuda.set_stream = cuda_streams.current_stream, cuda_streams.set_stream
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from keepbusy.virtual import cuda_streams, sync_debug
+from keepbusy.virtual import cuda_streams, data_parallel, sync_debug
 from keepbusy.virtual.cuda_graphs import graph_pool_handle
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.hooks import CUDNN
@@ -29,23 +29,14 @@ _KEPT = (
     "_cuda_tunableop", "_cuda_record_untuned", "_cuda_CUDAAllocator", "_cuda_getAllocatorBackend",
 )  # fmt: skip
 """They only read or write settings."""
-_COMMUNICATE = (
-    "_broadcast",
-    "_broadcast_coalesced",
-    "_broadcast_out",
-    "_scatter",
-    "_scatter_out",
-    "_gather",
-    "_gather_out",
-)
 
 
 def install() -> None:
     """Put our answers in place; whatever else would touch a driver refuses."""
     inside = torch._C
     natives = [name for name in dir(inside) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(_KEPT)]
-    ours = {name: _refusal(name) for name in {*natives, *_COMMUNICATE}}
-    ours |= {name: own(answer, name) for name, answer in ANSWERS.items()}
+    ours = {name: _refusal(name) for name in natives}
+    ours |= {name: own(answer, name) for name, answer in (ANSWERS | data_parallel.ANSWERS).items()}
     before = {name: getattr(inside, name) for name in ours if hasattr(inside, name)}
     for name, answer in ours.items():
         setattr(inside, name, answer)
