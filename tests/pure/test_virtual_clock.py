@@ -15,6 +15,29 @@ from keepbusy.virtual.device import Device
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
 
+def test_a_new_thread_begins_now_even_with_the_number_of_one_that_has_ended() -> None:
+    """Python gives the number of an ended thread to the next one."""
+    on = clock()
+    begun: list[tuple[int, int]] = []
+
+    def work() -> None:
+        begun.append((threading.get_ident(), on.reached()))
+        operator(on, on.default_stream(), 10)
+
+    for wait in (1_000, 2_000, 3_000):
+        on.work(wait)
+        thread = threading.Thread(target=work, name="worker")
+        thread.start()
+        thread.join()
+    assert [reached for _, reached in begun] == [1_000, 3_000, 6_000]
+    timeline = on.timeline()
+    workers = [lane for lane in timeline.lanes if lane.name == "worker"]
+    assert len(workers) == len({number for number, _ in begun})
+    again = replay(timeline)
+    assert (again.spans.start == timeline.spans.start).all()
+    assert (again.spans.end == timeline.spans.end).all()
+
+
 def test_two_operators_run_one_after_the_other() -> None:
     on = clock()
     stream = on.default_stream()

@@ -216,7 +216,8 @@ class Clock(Captures):
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far. `facts` join those that the clock knows: `source`, the script, is one to give."""
         with self.lock:
-            for host in self._hosts.values():
+            hosts = [*self._hosts.values(), *self._ended.values()]
+            for host in hosts:
                 self._work(host, host.passing.spent, "")
                 host.passing.spent = 0
             self.rows.marks = self.steps()
@@ -227,4 +228,4 @@ class Clock(Captures):
                 "pending_limit": self.device.queue.pending,
                 "groups": {str(group): members for group, members in sorted(self.groups.items())},
             }
-            return self.rows.timeline({host.lane: host.now for host in self._hosts.values()}, {**known, **facts})
+            return self.rows.timeline({host.lane: host.now for host in hosts}, {**known, **facts})

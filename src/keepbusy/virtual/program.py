@@ -14,7 +14,7 @@ from collections.abc import Callable
 from keepbusy.timeline.model import NONE, WORKERS, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
-from keepbusy.virtual.host_thread import Host
+from keepbusy.virtual.host_thread import Host, at_end_of_thread
 from keepbusy.virtual.passing import Passing
 from keepbusy.virtual.rows import Rows
 
@@ -36,6 +36,7 @@ class Program:
         self.lock = threading.RLock()
         self._real = real
         self._hosts: dict[int, Host] = {}
+        self._ended: dict[int, Host] = {}
         self._numbers = 0
         self._workers, self._batched = NONE, 0  # a loader's: their lane, and when they had finished their last batch
         self._places: dict[tuple[str, ...], int] = {(): 0}
@@ -51,12 +52,21 @@ class Program:
         return host if host is not None else self._new_host()
 
     def _new_host(self) -> Host:
+        number = threading.get_ident()
         with self.lock:
-            lane = self.rows.lane(Lane(self.rank, None, self._numbers, threading.current_thread().name))
-            self._numbers += 1
-            now = self._hosts[next(iter(self._hosts))].now if self._hosts else 0
-            host = self._hosts[threading.get_ident()] = Host(lane, now, Passing(self._real))
-            return host
+            first, before = next(iter(self._hosts.values()), None), self._ended.pop(number, None)
+            if before is None:
+                lane = self.rows.lane(Lane(self.rank, None, self._numbers, threading.current_thread().name))
+                self._numbers += 1
+            self._hosts[number] = before or Host(lane, first.now if first else 0, Passing(self._real))
+            if before is not None and first is not None:
+                self.follow(first)
+        at_end_of_thread(lambda: self._end_thread(number))
+        return self._hosts[number]
+
+    def _end_thread(self, number: int) -> None:
+        """Python gives its number to another thread, which goes on in its lane, but not at its time."""
+        self._ended[number] = self._hosts.pop(number)
 
     def follow(self, other: Host) -> None:
         """The calling thread goes on once `other` has done what it did so far: a backward pass, handed over or back."""
