@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch._C import Generator as HostGenerator
 
+from keepbusy.virtual import seeds
 from keepbusy.virtual.current import CURRENT
 from keepbusy.virtual.machine import MACHINE
 
@@ -22,11 +23,21 @@ class DeviceGenerator(HostGenerator):
         return torch.device("cuda", self._index)
 
     def clone_state(self) -> DeviceGenerator:
-        return _made(self._index, HostGenerator.get_state(self))
+        return _made(self._index, seeds.state_of(self))
+
+    def initial_seed(self) -> int:
+        return seeds.seed_of(self)
+
+    def get_offset(self) -> int:
+        return seeds.offset_of(self)
+
+    def set_offset(self, offset: int) -> DeviceGenerator:
+        seeds.put_offset(self, offset)
+        return self
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
         if not self._captures():
-            super().manual_seed(seed)
+            seeds.reseed(self, seed)
         elif seed != self.initial_seed():
             raise RuntimeError(
                 "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
@@ -37,10 +48,11 @@ class DeviceGenerator(HostGenerator):
     def seed(self) -> int:
         if self._captures():
             raise RuntimeError("Cannot call CUDAGeneratorImpl::seed during CUDA graph capture.")
-        return int(super().seed())
+        seeds.reseed(self, int(super().seed()))
+        return self.initial_seed()
 
     def get_state(self) -> torch.Tensor:
-        state, recording = super().get_state(), MACHINE.records(self._index)
+        state, recording = seeds.state_of(self), MACHINE.records(self._index)
         if recording is not None:
             recording.note_state(self, state)
         return state
@@ -50,7 +62,7 @@ class DeviceGenerator(HostGenerator):
         if recording is not None:
             recording.put_back(self, state)
         else:
-            super().set_state(state)
+            seeds.put_state(self, state)
         return self
 
     def graphsafe_get_state(self) -> Any:
@@ -69,6 +81,7 @@ _NOT_GRAPHSAFE = "keepbusy's virtual GPU has no graph-safe random states; use ge
 def generator_of(device: int) -> DeviceGenerator:
     generator = DeviceGenerator()
     generator._index = device
+    seeds.own(generator)
     return generator
 
 
@@ -125,6 +138,7 @@ def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[st
     generator, recording = given or DEFAULTS(device), MACHINE.records(device)
     if recording is not None:
         recording.draws_from(generator)
+    seeds.aim(generator)
     if given is not None:
         return call(*args, **kwargs)
     if takes_generator:
@@ -144,5 +158,4 @@ def _instead_of_the_hosts(
     try:
         return call(*args, **kwargs)
     finally:
-        HostGenerator.set_state(generator, host.get_state())
         host.set_state(before)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import Generator
 
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.seeds import put_state, state_of
 from keepbusy.virtual.tensors import map_tensors, to_host
 
 _aten = torch.ops.aten
@@ -59,7 +59,7 @@ class Recording:
         self._own: set[int] = set()  # addresses of its memory
         self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # what was written into, and what it held
         # by the address of what is behind it: the dispatcher makes a new Python object on its way
-        self._states = {one._cdata: (one, Generator.get_state(one)) for one in generators}
+        self._states = {one._cdata: (one, state_of(one)) for one in generators}
         self._noted: dict[tuple[int, bytes], Tensor] = {}  # by the state in the capture, the state in this replay
 
     # during the capture
@@ -109,7 +109,7 @@ class Recording:
         """The program took a state, and may put it back: a replay has another one there."""
         if generator._cdata in self._states:
             place = (generator._cdata, state.numpy().tobytes())
-            self.run(lambda: self._noted.update({place: Generator.get_state(generator)}))
+            self.run(lambda: self._noted.update({place: state_of(generator)}))
 
     def put_back(self, generator: Any, state: Tensor) -> None:
         place = (generator._cdata, state.numpy().tobytes())
@@ -117,7 +117,7 @@ class Recording:
             raise NotImplementedError(
                 "keepbusy's virtual GPU cannot put back, within a capture, a random state from before it."
             )
-        self.run(lambda: Generator.set_state(generator, self._noted.get(place, state)))
+        self.run(lambda: put_state(generator, self._noted.get(place, state)))
 
     def end(self) -> None:
         """Nothing has run: memory and random states are as they were, and results hold nothing."""
@@ -127,7 +127,7 @@ class Recording:
             for one in self._kept:
                 one.fill_(float("nan")) if one.is_floating_point() or one.is_complex() else one.zero_()
         for generator, state in self._states.values():
-            Generator.set_state(generator, state)
+            put_state(generator, state)
         for done in (self._before, self._kept, self._own, self._fresh):
             done.clear()
 
@@ -146,7 +146,7 @@ class Recording:
     def begin(self) -> None:
         self._played = 0
         for place, (generator, state) in self._states.items():
-            self._noted[place, state.numpy().tobytes()] = Generator.get_state(generator)
+            self._noted[place, state.numpy().tobytes()] = state_of(generator)
 
     def finish(self) -> None:
         """Play what has not been played since `begin`."""
