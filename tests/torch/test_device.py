@@ -197,6 +197,18 @@ def test_the_build_tells_of_its_cuda() -> None:
     assert "at::get_num_threads()" in torch.__config__.parallel_info()
 
 
+def test_a_copy_of_a_tensor_has_memory_of_its_own() -> None:
+    """Lightning and averaged models copy tensors that are no parameters."""
+    whole = torch.arange(6.0, device="cuda:2")
+    held = {"whole": whole, "part": whole[2:4], "one": whole.sum()}
+    copied = copy.deepcopy(held)
+    whole.zero_()
+    assert [one.device.index for one in copied.values()] == [2, 2, 2]
+    assert [one.tolist() for one in copied.values()] == [list(range(6)), [2, 3], 15]
+    copied["part"].fill_(7)
+    assert copied["whole"].tolist() == [0, 1, 7, 7, 4, 5]
+
+
 def test_packages_built_for_the_same_cuda_find_it() -> None:
     """torchvision refuses to be imported beside another major version than its own; PyPI has it for CUDA 13."""
     assert torch.version.cuda.split(".")[0] == "13"

@@ -10,7 +10,7 @@ from torch import Tensor
 from keepbusy.virtual.current import CURRENT
 
 _Storage = torch.UntypedStorage
-_resize, _size = _Storage.resize_, torch._C.StorageBase.nbytes
+_resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
 _logical: dict[int, int] = {}
 """Of a shrunken storage its size as the program sees it. Its bytes stay, for FSDP will have them back."""
 
@@ -20,6 +20,7 @@ def patch() -> None:
     _Storage.to = _storage_to
     _Storage._to = lambda self, *, device, non_blocking=False: _storage_to(self, device=device)
     _Storage.resize_, _Storage.size, _Storage.nbytes = _resized, _seen_size, _seen_size
+    _Storage.clone = _cloned
     torch.TypedStorage.cuda = _typed_to_device
     torch.serialization.register_package(5, lambda _storage: None, _load)
 
@@ -38,6 +39,13 @@ def _storage_to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any
 def _typed_to_device(typed: Any, device: Any = None, non_blocking: bool = False) -> Any:
     moved = _to_device(typed._untyped_storage, device, non_blocking)
     return torch.TypedStorage(wrap_storage=moved, dtype=typed.dtype, _internal=True)
+
+
+def _cloned(storage: Any) -> Any:
+    """Also what `copy.deepcopy` of a tensor comes down to."""
+    if storage.device.type != "cuda":
+        return _clone(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
 
 
 def _seen_size(storage: Any) -> int:
