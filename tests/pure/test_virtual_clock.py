@@ -120,7 +120,7 @@ def test_which_copies_block(
 
 def test_memory_that_was_never_touched_comes_home_slowly() -> None:
     on = clock()
-    on.copy(on.default_stream(), OUT, 1_000, fresh=True)
+    on.copy(on.default_stream(), OUT, 1_000, fresh=1_000)
     assert max(one[3] for one in rows(on.timeline())) == 20 + 5 + 2_000 + 4
 
 

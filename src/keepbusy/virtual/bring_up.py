@@ -18,6 +18,7 @@ from keepbusy.virtual import (
     pinned,
     randomness,
     storages,
+    workers,
 )
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.guard import replace_guard
@@ -52,6 +53,8 @@ def bring_up(
     storages.patch()
     compiled.patch()
     host_side.patch()
+    if measured:
+        workers.patch()
     operators.register()
     if dist.is_available():
         distributed.patch()

@@ -83,13 +83,13 @@ class Clock(Captures):
         size: int,
         pinned: bool = False,
         non_blocking: bool = False,
-        fresh: bool = False,
+        fresh: int = 0,
     ) -> None:
         """Bytes between host and device; `pinned` and `non_blocking` as the program asked for them.
 
         Without `non_blocking` the host waits for the stream; from or to pageable memory it waits
-        anyway, unless the driver can stage the bytes. `fresh`: to host memory that was just
-        allocated, as by `.cpu()`.
+        anyway, unless the driver can stage the bytes. `fresh`: so many of them go to memory of the host
+        that was never touched.
         """
         with self.lock:
             host, way = self._arrive(), self.device.copies.way(direction, size, pinned, fresh)

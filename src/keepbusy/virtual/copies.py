@@ -169,7 +169,8 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
         pinned.pin(host)
     else:
         sync_debug.about_to_wait()
-    device_index, fresh = tensor.get_device(), not non_blocking
+    device_index = tensor.get_device()
+    fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
     MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
     _repeat(device_index, lambda: host.copy_(cast()), host)
     return host

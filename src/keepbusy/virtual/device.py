@@ -82,11 +82,12 @@ class Copies:
     to_device: float = 7.5  # from pageable memory
     to_host: float = 11.0  # to pageable memory
     to_fresh: float = 1.4  # to pageable memory that was never touched, as `.cpu()` allocates it
-    mapped: int = 32 << 20  # bytes that the C library maps anew each time: smaller ones it finds among what was freed
+    mapped: int = 32 << 20  # bytes that the C library maps anew each time, and gives back
     staged: int = 65_536  # pageable bytes that the driver takes along at once
     staging: float = 8.0
 
-    def way(self, direction: Direction, size: int, pinned: bool, fresh: bool = False) -> Way:
+    def way(self, direction: Direction, size: int, pinned: bool, fresh: int = 0) -> Way:
+        """`fresh`: bytes of host memory that were never touched."""
         inbound = direction == Direction.HOST_TO_DEVICE
         memory = "Pinned" if pinned else "Pageable"
         name = f"Memcpy HtoD ({memory} -> Device)" if inbound else f"Memcpy DtoH (Device -> {memory})"
@@ -94,8 +95,10 @@ class Copies:
             return Way(name, 1, self.call, self._work(size, self.pinned), True)
         if inbound and size <= self.staged:
             return Way(name, 0, self.call + round(size / self.staging), self._work(size, self.pinned), True)
-        home = self.to_fresh if fresh and size >= self.mapped else self.to_host
-        return Way(name, 0, self.call, self._work(size, self.to_device if inbound else home), False)
+        if inbound:
+            return Way(name, 0, self.call, self._work(size, self.to_device), False)
+        mapping = round(fresh / self.to_fresh - fresh / self.to_host)
+        return Way(name, 0, self.call, self._work(size, self.to_host) + mapping, False)
 
     def _work(self, size: int, bandwidth: float) -> int:
         return self.latency + round(size / bandwidth)

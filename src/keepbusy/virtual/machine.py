@@ -26,6 +26,7 @@ from keepbusy.virtual.host_thread import Host
 from keepbusy.virtual.host_time import HostTime
 from keepbusy.virtual.memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.onlooker import Onlooker
+from keepbusy.virtual.pages import Pages
 from keepbusy.virtual.tensors import to_device
 from keepbusy.virtual.unreal import VALUES
 
@@ -113,6 +114,7 @@ class Machine:
         self._onlooker: Onlooker | None = None
         self.clock = Clock(device, rank, devices, self._time)
         self.memory = Memory(self.clock, devices)
+        self.pages = Pages(device.copies.mapped)
         self.costs = Costs(device)
         self.clock.raises = _accelerator_error
         self.places = Places(self.clock.place)
@@ -217,9 +219,9 @@ class Machine:
         self.clock.launch_all(self.stream(device), self.kernels(name, inputs, outputs, asked))
 
     def copy(
-        self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: bool = False
+        self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: int = 0
     ) -> None:
-        """Between host and device. `fresh`: to host memory that nobody has touched yet."""
+        """Between host and device. `fresh`: bytes of host memory that nobody has touched yet."""
         self.clock.copy(self.stream(device), direction, size, pinned, non_blocking, fresh)
 
     def wait_for_result(self, device: int, name: str) -> None:

@@ -144,13 +144,18 @@ class Program:
                 self._close(host)
         self.go(host)
 
-    def take_batch(self, name: str) -> None:
-        """A batch has come from a loader's workers: what the host waited for it, it waited for them."""
+    def take_batch(self, name: str, done: int | None = None) -> None:
+        """A batch has come from a loader's workers: what the host waited for it, it waited for them.
+
+        `done`: when they were, by our clock; where nobody knows it really is waited for.
+        """
         host = self.come()
         with self.lock:
-            waited = 0 if host.depth else host.passing.unseen
-            if waited >= STARVED:
-                host.passing.excuse(waited)
+            passed = 0 if host.depth else host.passing.unseen
+            waited = passed if done is None else done - host.now
+            if passed >= STARVED or done is not None:
+                host.passing.excuse(passed)
+            if waited >= (STARVED if done is None else 1):
                 self._wait_for_workers(host, name, host.now + waited)
         self.go(host)
 
