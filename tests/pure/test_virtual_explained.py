@@ -95,6 +95,7 @@ def test_waiting_for_the_workers_of_a_loader_is_no_work_of_the_loop() -> None:
     for _ in range(10):
         loop.on.enter(FrameKind.ANNOTATION, batch, loop.line(10))
         loop.on.work(1, place=loop.line(10))
+        loop.on.await_batch()
         time[0] += 40 * MS
         loop.on.take_batch(batch)
         loop.on.leave()

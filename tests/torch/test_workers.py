@@ -39,7 +39,7 @@ def test_workers_do_not_run_ahead_while_values_are_computed(run, workers: str) -
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["causes"][0]["cause"] == "input_late"
-    assert said["plain_step"] > 9.5  # 20 ms, in turns
+    assert said["plain_step"] > 7  # 20 ms, in turns; the device needs a fraction of one
 
 
 def test_spawned_workers_say_nothing_and_work(run) -> None:

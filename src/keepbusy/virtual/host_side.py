@@ -110,6 +110,8 @@ def _patch_annotations() -> None:
         if self.name.startswith(_LOADER):
             # input is late where the loop asks for it, whatever the loader does then
             MACHINE.clock.work(1, place=MACHINE.here())
+        if self.name.startswith(_OF_WORKERS):
+            MACHINE.clock.await_batch()
         return enter(self)
 
     def left(self: Any, *error: Any) -> Any:

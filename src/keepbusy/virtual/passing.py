@@ -25,7 +25,7 @@ _LONG = 1 << 62
 class Passing:
     """The time of one host thread that no row of the timeline shows yet."""
 
-    __slots__ = ("_last", "_real", "alone", "inside", "left", "shown", "spent", "unseen")
+    __slots__ = ("_last", "_real", "alone", "awaits", "inside", "left", "shown", "spent", "unseen")
 
     def __init__(self, real: Callable[[], int] | None) -> None:
         """`real`: nanoseconds of a steady clock, or None where host time is modelled."""
@@ -37,6 +37,7 @@ class Passing:
         self.shown = 0  # the same since the last operator, that a row shows already
         self.spent = 0  # modelled time that no row shows yet
         self.alone = False  # whether PyTorch is at work by itself
+        self.awaits = False  # whether it waits for a batch
 
     def come(self, overhead: int = 0) -> None:
         """The program has called something of ours. Until `go`, real time does not count; nor does our `overhead`."""
@@ -49,6 +50,10 @@ class Passing:
         self.inside -= 1
         if self._real is not None and not self.inside:
             self.left = self._real()
+
+    def away(self) -> int:
+        """For how long real time has not counted."""
+        return self._real() - self.left if self._real is not None else 0
 
     def skip(self) -> None:
         """What passed until now belongs to somebody else."""

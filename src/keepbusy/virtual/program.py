@@ -144,19 +144,25 @@ class Program:
                 self._close(host)
         self.go(host)
 
-    def take_batch(self, name: str, done: int | None = None) -> None:
-        """A batch has come from a loader's workers: what the host waited for it, it waited for them.
+    def await_batch(self) -> None:
+        """A loader's workers are asked for a batch. Until it is taken, real time does not count."""
+        self.come().passing.awaits = True
 
-        `done`: when they were, by our clock; where nobody knows it really is waited for.
+    def take_batch(self, name: str, done: int | None = None) -> None:
+        """It has come: what the host waited for it, it waited for them.
+
+        `done`: when they were done with it, by our clock; where nobody knows, it was really waited for.
         """
-        host = self.come()
+        host = self.host()
         with self.lock:
-            passed = 0 if host.depth else host.passing.unseen
-            waited = passed if done is None else done - host.now
-            if passed >= STARVED or done is not None:
-                host.passing.excuse(passed)
-            if waited >= (STARVED if done is None else 1):
+            if not host.passing.awaits:
+                return
+            host.passing.awaits = False
+            waited = host.passing.away() if done is None else done - host.now
+            if not host.depth and waited >= (STARVED if done is None else 1):
                 self._wait_for_workers(host, name, host.now + waited)
+            elif done is None:
+                host.passing.excuse(-waited)
         self.go(host)
 
     def _wait_for_workers(self, host: Host, name: str, until: int) -> None:
