@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from keepbusy.timeline.model import NONE, WORKERS, FrameKind, Kind, Lane, LinkKind
+from keepbusy.timeline.model import NONE, FrameKind, Kind, Lane, LinkKind
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
 from keepbusy.virtual.host_thread import Host, at_end_of_thread
@@ -20,9 +20,6 @@ from keepbusy.virtual.rows import Rows
 
 _STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
 _ALONE = (BACKWARD_PASS, "Optimizer.")
-STARVED = 300_000
-"""Taking a batch that is ready costs less than this."""
-_SYNC = int(Kind.SYNC)
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
 
 
@@ -38,7 +35,6 @@ class Program:
         self._hosts: dict[int, Host] = {}
         self._ended: dict[int, Host] = {}
         self._numbers = 0
-        self._workers, self._batched = NONE, 0  # a loader's: their lane, and when they had finished their last batch
         self._places: dict[tuple[str, ...], int] = {(): 0}
         self._lines: list[tuple[int, ...]] = [()]
         self._marks: dict[str, list[int]] = {prefix: [] for prefix in _STEPS}
@@ -143,35 +139,6 @@ class Program:
             if host.around:
                 self._close(host)
         self.go(host)
-
-    def await_batch(self) -> None:
-        """A loader's workers are asked for a batch. Until it is taken, real time does not count."""
-        self.come().passing.awaits = True
-
-    def take_batch(self, name: str, done: int | None = None) -> None:
-        """It has come: what the host waited for it, it waited for them.
-
-        `done`: when they were done with it, by our clock; where nobody knows, it was really waited for.
-        """
-        host = self.host()
-        with self.lock:
-            if not host.passing.awaits:
-                return
-            host.passing.awaits = False
-            waited = host.passing.away() if done is None else done - host.now
-            if not host.depth and waited >= (STARVED if done is None else 1):
-                self._wait_for_workers(host, name, host.now + waited)
-            elif done is None:
-                host.passing.excuse(-waited)
-        self.go(host)
-
-    def _wait_for_workers(self, host: Host, name: str, until: int) -> None:
-        if self._workers == NONE:
-            self._workers, self._batched = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
-        begun, self._batched = self._batched, until
-        number, work = self.rows.name(name), until - begun
-        self.rows.add((self._workers, _WORK, number, NONE, begun, until, work, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
-        self._host_row(host, _SYNC, name, host.now, until, 0, self._workers)
 
     def work(self, duration: int, name: str = "", place: int = 0) -> None:
         """Host work that the clock cannot see, or should not measure: a sleep, an operator of known cost."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from threading import get_ident
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, FrameKind, Kind, Lane, LinkKind
+from keepbusy.virtual.batches import Batches
 from keepbusy.virtual.device import Device
 from keepbusy.virtual.graphs import CODES, INVALIDATED, UNSUPPORTED, CaptureError, Graph
 from keepbusy.virtual.host_thread import Host
-from keepbusy.virtual.program import Program
 from keepbusy.virtual.rows import PACKED
 from keepbusy.virtual.streams import Stream
 
@@ -23,7 +23,7 @@ _FIRST_NUMBER = 7
 """CUDA's tools call the default stream 7."""
 
 
-class Queues(Program):
+class Queues(Batches):
     """Streams, and how commands get into and out of them."""
 
     raises: Callable[[str, int], Exception] = CaptureError
