@@ -144,3 +144,19 @@ def test_a_program_may_announce_its_own_steps(run) -> None:
         before=("--clock", "modelled", "--json"),
     )
     assert json.loads(done.stdout)["steps"] in (4, 5)
+
+
+ASKING = """\
+import torch
+
+torch.manual_seed(3)
+torch.cuda.set_device(0)
+print(torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.is_initialized())
+print(torch.ones(1, device="cuda").item(), torch.cuda.is_initialized(), torch.cuda.initial_seed())
+"""
+
+
+@pytest.mark.parametrize("clock", ["modelled", "measured"])
+def test_a_device_counts_as_initialized_once_the_program_uses_one(run, clock: str) -> None:
+    """A mesh of devices chooses the process's own by its rank, but only until then."""
+    assert run(ASKING, before=("--clock", clock)).stdout.splitlines()[:2] == ["True 1 False", "1.0 True 3"]

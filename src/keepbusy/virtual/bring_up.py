@@ -61,6 +61,7 @@ def bring_up(
     if not measured:
         host_operators.patch()
     MACHINE.calibrate()
+    cuda_module.not_asked_yet()
     return MACHINE
 
 

@@ -33,11 +33,41 @@ def patch() -> None:
 def _patch_initialization() -> None:
     cuda = torch.cuda
     torch.version.cuda = driver.CUDA
-    cuda._lazy_init = own(constantly(None), "_lazy_init")
-    cuda._initialized = True
+    ours = {name: own(does, name) for name, does in _INITIALIZATION.items()}
+    driver.replace_copies({id(getattr(cuda, name)): does for name, does in ours.items()})
+    for name, does in ours.items():
+        setattr(cuda, name, does)
     cuda._is_compiled = own(constantly(True), "_is_compiled")
     cuda._exchange_device, cuda._maybe_exchange_device = own(CURRENT.change, "exchange"), own(CURRENT.change, "maybe")
     cuda.default_generators = DEFAULTS.all()
+
+
+_asked: list[bool] = []
+
+
+def _ask() -> None:
+    if not _asked:
+        _asked.append(True)
+
+
+def not_asked_yet() -> None:
+    """What came before was ours: as far as the program knows, nobody has touched a device."""
+    _asked.clear()
+
+
+def _is_initialized() -> bool:
+    """Whether the program has asked for a device, had work done by one or holds memory of one."""
+    stats = [MACHINE.memory.stats(device) for device in range(CURRENT.count)]
+    return bool(_asked) or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
+
+
+_INITIALIZATION: dict[str, Callable[..., Any]] = {
+    "init": _ask,
+    "_lazy_init": _ask,
+    "_lazy_call": lambda does, **_: does(),
+    "is_initialized": _is_initialized,
+}
+"""Device meshes choose a process's device by its rank, unless the program has touched one."""
 
 
 def _patch_classes() -> None:

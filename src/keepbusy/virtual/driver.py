@@ -40,10 +40,10 @@ def install() -> None:
     before = {name: getattr(inside, name) for name in ours if hasattr(inside, name)}
     for name, answer in ours.items():
         setattr(inside, name, answer)
-    _replace_copies({id(native): ours[name] for name, native in before.items()})
+    replace_copies({id(native): ours[name] for name, native in before.items()})
 
 
-def _replace_copies(ours: Mapping[int, Callable[..., Any]]) -> None:
+def replace_copies(ours: Mapping[int, Callable[..., Any]]) -> None:
     """Modules of PyTorch that imported a function by its name hold on to the native one."""
     for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
         for name, value in list(vars(module).items()):
@@ -195,4 +195,4 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "_get_accelerator": lambda _check=None: torch.device("cuda"),
 }
 
-__all__ = ["ANSWERS", "CUDA", "CUDNN", "constantly", "empty_cache", "install", "own"]
+__all__ = ["ANSWERS", "CUDA", "CUDNN", "constantly", "empty_cache", "install", "own", "replace_copies"]

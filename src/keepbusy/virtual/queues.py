@@ -48,6 +48,11 @@ class Queues(Batches):
 
     # streams
 
+    @property
+    def launched(self) -> bool:
+        """Whether a device was ever given anything to do."""
+        return any(one.last != NONE for one in self._streams.values())
+
     def default_stream(self, device: int = 0) -> int:
         """The stream that a device's work goes to unless told otherwise."""
         lane = self._defaults.get(device)
