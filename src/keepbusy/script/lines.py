@@ -44,7 +44,9 @@ class Places:
 
     def __init__(self, number: Callable[..., int]) -> None:
         self._number = number
-        self._kinds: dict[CodeType, int] = {}
+        # by identity, for Python takes the same words in two files for equal; what is kept keeps its identity
+        self._kinds: dict[int, int] = {}
+        self._codes: dict[int, CodeType] = {}
         self._known: dict[tuple[Any, ...], int] = {}
         self.in_library: set[int] = set()  # places whose last line is a library's
 
@@ -53,12 +55,12 @@ class Places:
         frame = sys._getframe(2) if frame is None else frame
         kinds = self._kinds
         key: list[Any] = []
-        library: tuple[CodeType, int] | None = None
+        library: tuple[int, int] | None = None
         while frame is not None:
-            code = frame.f_code
+            code = id(frame.f_code)
             kind = kinds.get(code)
             if kind is None:
-                kind = kinds[code] = kind_of(code.co_filename)
+                kind = self._meet(frame.f_code)
             if kind == USER:
                 key += (code, frame.f_lasti)
             elif kind == OUTSIDE:
@@ -70,10 +72,15 @@ class Places:
         known = self._known.get(whole)
         return self._remember(whole) if known is None else known
 
+    def _meet(self, code: CodeType) -> int:
+        self._codes[id(code)] = code
+        kind = self._kinds[id(code)] = kind_of(code.co_filename)
+        return kind
+
     def _remember(self, key: tuple[Any, ...]) -> int:
         *chain, library = key
-        lines = [_line(chain[at], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
-        lines += [_line(*library)] if library and lines else []
+        lines = [_line(self._codes[chain[at]], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
+        lines += [_line(self._codes[library[0]], library[1])] if library and lines else []
         number = self._known[key] = self._number(*lines)
         if library and len(chain) > 0:
             self.in_library.add(number)
