@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -213,3 +214,24 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
 @settings(max_examples=20, deadline=None)
 def test_drawn_timelines_are_recordings_that_may_be_saved(timeline: Timeline) -> None:
     assert_same(timeline, from_bytes(to_bytes(timeline)))
+
+
+@given(decorated(), decorated(), decorated())
+@settings(max_examples=20, deadline=None)
+def test_what_else_was_recorded_of_the_run_goes_with_it(one: Timeline, other: Timeline, third: Timeline) -> None:
+    whole = one.change(further=(other, third))
+    content = to_bytes(whole)
+    again = from_bytes(content)
+    assert_same(one, again)
+    for before, after in zip(whole.further, again.further, strict=True):
+        assert_same(before, after)
+    assert to_bytes(again) == content
+
+
+@pytest.mark.parametrize("lengths", [[-1], [10**9], [0], 7, ["a"], [12.5]])
+def test_a_further_timeline_that_is_not_there_is_damage(lengths: object) -> None:
+    content = to_bytes(ONE_LAUNCH.change(further=(ONE_LAUNCH,)))
+    length = len(to_bytes(ONE_LAUNCH))
+    wrong = json.dumps(lengths)
+    with pytest.raises(BadInput, match=r"damaged|no .busy file|cut off"):
+        from_bytes(forged(content, f'"further":[{length}]', f'"further":{wrong}'))

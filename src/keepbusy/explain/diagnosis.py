@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.plain_run import PlainRun, RareStall
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -110,6 +110,30 @@ class Late:
 
 
 @dataclass(frozen=True)
+class Rare:
+    """A stall that comes only now and then, and one step of it that was looked at. Times are of one such step."""
+
+    stall: RareStall
+    step: int  # the one that was looked at
+    plain_step: int  # what such a step takes when nobody looks
+    ledger: Mapping[str, int]
+    causes: tuple[Cause, ...]  # by what mending gains beyond what it gains in every step
+    predicted: Prediction  # such a step, once all of these are mended
+
+    def gain_of(self, predicted: Prediction) -> int:
+        """Averaged over all steps, those between that do not stall included."""
+        return round((self.plain_step - predicted.step) / max(1.0, self.stall.every))
+
+
+@dataclass(frozen=True)
+class Later:
+    """Steps have changed for good since the first window, and were explained again."""
+
+    since: int  # the step
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """A run explained. The ledger sums to the plain step."""
 
@@ -129,6 +153,8 @@ class Diagnosis:
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
+    rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
+    later: Later | None = None
 
     @property
     def waiting(self) -> int:

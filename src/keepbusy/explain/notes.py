@@ -26,17 +26,24 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
         notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
     if whole.facts.get("marks_a_step"):
         notes.append(f"{whole.facts['marks_a_step']} marked steps count as one: the plain step given is that long.")
+    if left_out := whole.facts.get("left_out", {}).get("steps"):
+        which = f"step{'s' if len(left_out) > 1 else ''} {' and '.join(map(str, left_out))}"
+        notes.append(f"Of these, {which} stalled as steps do now and then, and is told of apart.")
     steps = len(whole.marks_of(whole.ranks[0]))
     if scene.steps < steps:
         notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")
     if _peers_missing(whole):
         notes.append("Peers of this rank are not in the recording, so waiting for them counts as the wire.")
     if plain_given and not 0.85 < plain.ratio < 1.15:
-        notes.append(
-            "The plain step and the recording differ by more than recording explains; "
-            "were they of the same program and machine?"
-        )
+        notes.append("The plain step and the recording differ by more than recording explains; " + _why_differ(whole))
     return tuple(notes)
+
+
+def _why_differ(whole: Timeline) -> str:
+    """Plain step and recording of one run are of the same program: only that moment can have been another."""
+    if "recorded" in whole.facts:
+        return "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
+    return "were they of the same program and machine?"
 
 
 def _peers_missing(timeline: Timeline) -> bool:

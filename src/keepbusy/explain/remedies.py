@@ -162,6 +162,14 @@ ONE_FOR_ALL = Remedy(
 )
 
 
+CHECKPOINT = Remedy(
+    "save_later",
+    "Let a thread write the checkpoint while the training goes on.",
+    "keepbusy.save_later(state, path)  # in place of torch.save",
+    "keepbusy.save_later",
+)
+
+
 BRING_LATER = Remedy(
     "bring_home_later",
     "Let it come home beside the compute, and use it a step later; or compute on the device.",

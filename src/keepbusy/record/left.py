@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,19 @@ def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     left = facts_in(folder)
     trace = _trace(folder, left, str(facts.get("source", "the program")))
     timeline = timeline_of(trace, left.get("rank", 0))
-    return timeline.change(facts={**timeline.facts, **_told(left, trace), **facts})
+    told = {**timeline.facts, **_told(left, trace), "marks": left.get("marks", {}), "notes": _notes(left)}
+    return timeline.change(facts={**told, **facts}, further=tuple(_further(folder, left, facts)))
+
+
+def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Timeline]:
+    """What the other windows saw. One that the program's end has cut off tells nothing."""
+    for look in left.get("further", ()):
+        within = folder / look["folder"]
+        with suppress(BadInput):
+            trace = _trace(within, look, str(facts.get("source", "")))
+            timeline = timeline_of(trace, left.get("rank", 0))
+            told = {**timeline.facts, **_told(look, trace), "why": look["why"], "about": look["about"]}
+            yield timeline.change(facts={**told, **facts})
 
 
 def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
@@ -42,23 +55,28 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
 
 def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
     has_lines = bool((trace.events.category == Category.LINE).any())
-    told = {"stacks": has_lines, "marks": left.get("marks", {}), "notes": _notes(left)}
-    plain = left.get("plain_step")
-    return told | {"recorded": [tick[0] for tick in left.get("ticks", ())]} | ({"plain_step": plain} if plain else {})
+    told = {"stacks": has_lines, "recorded": [tick[0] for tick in left.get("ticks", ())]}
+    return told | ({"plain_step": left["plain_step"]} if left.get("plain_step") else {})
 
 
 def _notes(left: Mapping[str, Any]) -> list[str]:
     notes = list(left.get("notes", ()))
-    ticks = left.get("ticks", ())
-    if len(ticks) > 1:
-        notes.insert(
-            0,
-            f"{RECORDED} steps {ticks[0][0] + 1} to {ticks[-1][0]} of {left['steps']}; opening and closing the "
-            f"recorder held the program up for {left['cost'] / 1e9:.1f} s, once.",
-        )
+    looks = [look for look in (left, *left.get("further", ())) if len(look.get("ticks", ())) > 1]
+    if looks:
+        notes.insert(0, _what_was_recorded(looks, left["steps"]))
     if not left.get("plain_step"):
         notes.append("Too few steps were taken without the recorder to know what a plain step takes: let it take 20.")
     return notes
+
+
+def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int) -> str:
+    first, *further = [f"{look['ticks'][0][0] + 1} to {look['ticks'][-1][0]}" for look in looks]
+    again = f", and again {' and '.join(further)}" if further else ""
+    cost = sum(look["cost"] for look in looks) / 1e9
+    return (
+        f"{RECORDED} steps {first} of {steps}{again}; opening and closing the recorder held the program up "
+        f"for {cost:.1f} s{' in all' if further else ', once'}."
+    )
 
 
 def _why_not(left: Mapping[str, Any], source: str) -> str:

@@ -111,19 +111,32 @@ class Marks:
         took = steps.took[steps.plain][-count:]
         return len(took) == count and alike(took)
 
-    def plain_step(self) -> int | None:
-        """Nanoseconds; of the steps around the last close look, where there was one. None if there are too few."""
+    def plain_step(self, near: int = NONE, since: int = 0, until: int | None = None) -> int | None:
+        """Nanoseconds; of the steps between these two, and of them those around the one that is `near`.
+
+        Without one, around the last close look, where there was one. None if there are too few.
+        """
         steps = self._steps()
-        closely = np.flatnonzero(~steps.plain)
-        if len(closely):
-            near = np.flatnonzero(steps.plain)
-            near = near[np.argsort(np.abs(near - closely[-1]), kind="stable")[: 2 * NEAR]]
-            steps = steps.take(np.sort(near))
+        closely = steps.mark[~steps.plain]
+        near = int(closely[-1]) if near == NONE and len(closely) else near
+        steps = steps.take(steps.plain & (steps.mark >= since) & (steps.mark < (until or self.count)))
+        if near != NONE:
+            nearest = np.argsort(np.abs(steps.mark - near), kind="stable")[: 2 * NEAR]
+            steps = steps.take(np.sort(nearest))
         return plain_step(steps)
 
-    def run(self) -> PlainRun:
-        """What the marks tell so far."""
-        steps = self._steps()
+    def lately(self, count: int) -> Steps:
+        """The steps between the last marks, so many of these."""
+        return steps_of(self.marked, self._on_device, count)
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether the program has replayed a CUDA graph."""
+        return self._ends.replayed
+
+    def run(self, last: int = 0) -> PlainRun:
+        """What the marks tell so far, or of so many marks at the end."""
+        steps = steps_of(self.marked, self._on_device, last)
         return plain_run(
             steps,
             marked_by=self._ends.source.name.lower(),

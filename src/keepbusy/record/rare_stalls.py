@@ -21,6 +21,8 @@ MOSTLY = 0.5
 HERE = 0.25
 """Where so many of the stalls below a line stood at that line itself, the line is their place."""
 REGULAR = 0.1
+THROUGHOUT = 0.25
+"""Of the steps from the first one on, a rhythm goes on for so many at least."""
 
 
 class Stall(NamedTuple):
@@ -46,7 +48,8 @@ def rare_stalls(
     `saves`: what checkpoints took, `seen`: where the program stood, both by the number of the mark that ends the step.
     """
     whole = int(steps.took.sum())
-    found = [_told(group, whole, loop) for group in _groups(_stalls(steps, rare, usual, saves, seen), loop)]
+    groups = _groups(_stalls(steps, rare, usual, saves, seen), loop)
+    found = [_told(group, whole, loop, steps.mark) for group in groups]
     return sorted((one for one in found if _worth_a_line(one)), key=lambda one: -one.total)
 
 
@@ -84,7 +87,7 @@ def _groups(stalls: Iterable[Stall], loop: tuple[str, ...]) -> Iterator[list[Sta
 def _by_place(stalls: list[Stall], lines: tuple[str, ...], loop: tuple[str, ...]) -> Iterator[list[Stall]]:
     """Stalls that have these outer lines in common, apart where they go different ways further in."""
     depth = len(lines)
-    here = [one for one in stalls if len(one.seen.lines) == depth]
+    here = [one for one in stalls if len(one.seen.lines) <= depth]
     if depth and len(here) >= HERE * len(stalls) and not leads_to(lines, loop):
         yield stalls
         return
@@ -92,16 +95,19 @@ def _by_place(stalls: list[Stall], lines: tuple[str, ...], loop: tuple[str, ...]
     for one in stalls:
         if len(one.seen.lines) > depth:
             further[one.seen.lines[depth]].append(one)
-    if here:
+    if here and further and depth and not leads_to(lines, loop):  # a look or two that saw no further
+        max(further.values(), key=len).extend(here)
+    elif here:
         yield here
     for line, alike in further.items():
         yield from _by_place(alike, (*lines, line), loop)
 
 
-def _told(group: Sequence[Stall], whole: int, loop: tuple[str, ...]) -> RareStall:
+def _told(group: Sequence[Stall], whole: int, loop: tuple[str, ...], known: Ints) -> RareStall:
     longer = [one.longer for one in group]
-    every, regular = _rhythm(np.array([one.mark for one in group]))
-    lines = _common([one.seen.lines for one in group])
+    came = np.sort(np.array([one.mark for one in group], np.int64))
+    every, regular = _rhythm(came, known)
+    lines = _agreed([one.seen.lines for one in group])
     libraries = {one.seen.library for one in group}
     return RareStall(
         what=group[0].what,
@@ -114,16 +120,37 @@ def _told(group: Sequence[Stall], whole: int, loop: tuple[str, ...]) -> RareStal
         lines=lines,
         library=libraries.pop() if len(libraries) == 1 else "",
         loop=min(len(_common([lines, loop])), len(loop) - 1, len(lines) - 1),
+        last=int(came[-1]) + 1,
+        punctual=regular and _is_punctual(np.diff(came), every),
     )
 
 
-def _rhythm(marks: Ints) -> tuple[float, bool]:
-    """After how many steps the next one comes, and whether nearly always after so many."""
-    if len(marks) < 2:
+def _rhythm(came: Ints, known: Ints) -> tuple[float, bool]:
+    """After how many steps the next one comes, and whether nearly always after so many.
+
+    Where steps between two of them are not known, since somebody looked at them closely, another one may have come.
+    """
+    if len(came) < 2:
         return 0.0, False
-    apart = np.diff(np.sort(marks))
+    apart = np.diff(came)
+    whole = np.diff(np.searchsorted(known, came)) == apart
+    apart = apart[whole] if whole.any() else apart
     every = float(np.median(apart))
-    return every, bool((np.abs(apart.astype(np.float64) - every) <= max(1.0, REGULAR * every)).mean() >= 0.75)
+    alike = (np.abs(apart.astype(np.float64) - every) <= max(1.0, REGULAR * every)).mean() >= 0.75
+    throughout = came[-1] - came[0] + every >= THROUGHOUT * (known[-1] - came[0])  # else it was but a burst
+    return every, bool(alike and throughout and apart.mean() <= 2 * every)
+
+
+def _is_punctual(apart: Ints, every: float) -> bool:
+    """One that falls together with another stall may count as that one, so it may come after twice as many."""
+    turns = np.maximum(1.0, np.round(apart / max(every, 1.0)))
+    return bool((np.abs(apart - turns * every) <= 1).all())
+
+
+def _agreed(chains: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What they share, but for a few that saw less far than the others."""
+    least = sorted(map(len, chains))[int(HERE * len(chains))]
+    return _common([chain for chain in chains if len(chain) >= least])
 
 
 def _common(chains: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

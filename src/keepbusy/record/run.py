@@ -1,4 +1,7 @@
-"""A program on a real GPU, from its first step on: marks throughout, a window once it is warm, and what both leave."""
+"""A program on a real GPU, from its first step on: marks throughout, a window once it is warm, and what both leave.
+
+Further windows open where the marks have seen something that the first one could not: see `occasions.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 from keepbusy.record.folder import LIVE, write_facts
 from keepbusy.record.marks import Marks
+from keepbusy.record.occasions import DRIFT, Occasion, Occasions
 from keepbusy.record.others import Others
 from keepbusy.record.window import Window
 from keepbusy.script.children import follow
@@ -46,8 +50,10 @@ class Run:
         self.process = os.getpid()
         self.is_going_on = False
         self.notes: list[str] = []
-        self.window = Window(self.folder)
+        self.window = self._first = Window(self.folder)
+        self._further: list[tuple[Occasion, Window]] = []
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
+        self._occasions = Occasions(self.marks, self.window.clock)
         self.others = Others(self._give_way)
         self._steps = self._opened = self._leave_again = 0
 
@@ -94,19 +100,38 @@ class Run:
             "world": world,
             "steps": self._steps,
             "opened": self._opened,
-            "closed": self._opened > 0 and not self.window.is_open,
-            "ticks": self.window.ticks,
-            "cost": self.window.cost,
-            "plain_step": self.marks.plain_step() if self._steps else None,
+            "closed": self._opened > 0 and not self._first.is_open,
+            "ticks": self._first.ticks,
+            "cost": self._first.cost,
+            "plain_step": self._plain_step(self._first) if self._steps else None,
+            "further": [self._about(*one) for one in self._further],
             "marks": self.marks.facts() if self._steps else {},
             "after": self._after,
             "notes": [*self.notes, *self._seen()],
         }
 
+    def _about(self, occasion: Occasion, window: Window) -> dict[str, Any]:
+        return {
+            "folder": window.folder.name,
+            "why": occasion.why,
+            "about": occasion.about,
+            "ticks": window.ticks,
+            "cost": window.cost,
+            "plain_step": self._plain_step(window),
+        }
+
+    def _plain_step(self, window: Window) -> int | None:
+        """Of the steps around the window, on its side of a lasting change."""
+        near = window.ticks[-1].number if window.ticks else self._steps
+        began = next((one.about["began"] for one, _ in self._further if one.why == DRIFT), None)
+        if began is None:
+            return self.marks.plain_step(near)
+        return self.marks.plain_step(near, began) if near >= began else self.marks.plain_step(near, until=began)
+
     def _seen(self) -> list[str]:
         said = []
-        if self.window.no_lines:
-            said.append(f"Places are operators, not lines: {self.window.no_lines}.")
+        if self._first.no_lines:
+            said.append(f"Places are operators, not lines: {self._first.no_lines}.")
         if self.others.seen and not self._opened:
             said.append("The program runs PyTorch's profiler itself, so keepbusy's window stayed closed.")
         return said
@@ -134,11 +159,24 @@ class Run:
                 self.leave()
         elif not self._opened and self._is_due(count):
             self._opened = count
-            self.marks.look_closely(True)
-            with self.others.ourselves():
-                self.window.open()
+            self._open()
+        elif self._may_look_again() and (occasion := self._occasions.due(count)) is not None:
+            folder = self.folder / str(2 + len(self._further))
+            folder.mkdir()
+            self.window = Window(folder, occasion.steps, self.window.clock)
+            self._further.append((occasion, self.window))
+            self._open()
         elif self.window.clock() > self._leave_again:
             self.leave()
+
+    def _open(self) -> None:
+        self.marks.look_closely(True)
+        with self.others.ourselves():
+            self.window.open()
+
+    def _may_look_again(self) -> bool:
+        """PyTorch's sources warn of crashes where CUPTI comes back to a process that replays CUDA graphs."""
+        return self._opened > 0 and not self.others.seen and not self.marks.replays_graphs
 
     def _is_due(self, count: int) -> bool:
         """Ranks open theirs at the same step, and cannot ask each other; a single one waits until it is steady."""

@@ -35,6 +35,8 @@ class StepEnds:
 
     def __init__(self, ended: Callable[[int], object]) -> None:
         self.source = Source.NOBODY
+        self.replayed = False
+        """Whether a captured graph was."""
         self._ended = ended
         self._rounds = Rounds()
         self._passed_over = 0
@@ -101,6 +103,7 @@ class StepEnds:
     def _replay(self, original: Function) -> Function:
         def replay(graph: Any) -> None:
             original(graph)
+            self.replayed = True
             self._heard(Source.GRAPH, id(graph))
 
         return replay

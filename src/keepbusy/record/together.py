@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -18,7 +18,19 @@ def together(timelines: Sequence[Timeline]) -> Timeline:
     notes = dict.fromkeys(note for one in timelines for note in _notes(one, first=one is timelines[0]))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
     facts = {key: value for key, value in whole.facts.items() if key != "sources"}  # it is one program
-    return whole.change(facts={**facts, "recorded": shared, "notes": list(notes)})
+    told = {**facts, "recorded": shared, "notes": list(notes)}
+    return whole.change(facts=told, further=tuple(_further(timelines)))
+
+
+def _further(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
+    """Each rank decides for itself where it looks again; those that saw the same steps saw the same."""
+    alike: dict[tuple[int, ...], list[Timeline]] = {}
+    for one in timelines:
+        for again in one.further:
+            alike.setdefault(tuple(again.facts["recorded"]), []).append(again)
+    for ranks in alike.values():
+        whole = merge(ranks)
+        yield whole.change(facts={key: value for key, value in whole.facts.items() if key != "sources"})
 
 
 def _notes(timeline: Timeline, first: bool) -> list[str]:

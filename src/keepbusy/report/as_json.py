@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Site, Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, Rare, Site, Where
 from keepbusy.report.plain_run import called_at, where_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
@@ -40,6 +40,8 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "predicted_high": milliseconds(diagnosis.predicted.high),
         "notes": list(diagnosis.notes),
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
+        "rare": [_rare(one) for one in diagnosis.rare],
+        "later": _later(diagnosis.later) if diagnosis.later else None,
     }
 
 
@@ -150,6 +152,31 @@ def _rare_stall(stall: RareStall) -> dict[str, Any]:
         "regular": stall.regular,
         "time": milliseconds(stall.time),
         "share": round(stall.share, 4),
+    }
+
+
+def _rare(one: Rare) -> dict[str, Any]:
+    return {
+        "stall": _rare_stall(one.stall),
+        "step": one.step,
+        "plain_step": milliseconds(one.plain_step),
+        "ledger": {place: milliseconds(time) for place, time in one.ledger.items()},
+        "causes": [_cause(cause) for cause in one.causes],
+        "predicted_step": milliseconds(one.predicted.step),
+        "predicted_low": milliseconds(one.predicted.low),
+        "predicted_high": milliseconds(one.predicted.high),
+        "predicted_gain": milliseconds(one.gain_of(one.predicted)),
+    }
+
+
+def _later(later: Later) -> dict[str, Any]:
+    now = later.diagnosis
+    return {
+        "since": later.since,
+        "plain_step": milliseconds(now.plain_step),
+        "ledger": {place: milliseconds(time) for place, time in now.ledger.items()},
+        "causes": [_cause(cause) for cause in now.causes],
+        "predicted_step": milliseconds(now.predicted.step),
     }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from keepbusy.explain.diagnosis import Where
+from keepbusy.explain.diagnosis import Rare, Where
 from keepbusy.report import words
+from keepbusy.report.further import of_stall
 from keepbusy.report.paper import FAINT, STRONG, labelled, laid_out, line
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
@@ -26,7 +27,7 @@ _WHATS = {"checkpoint": "a checkpoint", "garbage collection": "garbage collectio
 _LINE = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
 
 
-def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
+def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[Rare] = ()) -> Iterator[tuple[str, str]]:
     """A label and a sentence each. With several ranks: of the first one, and the rare stalls of all of them."""
     if not runs:
         return
@@ -37,8 +38,13 @@ def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
         yield "lead", _lead(run)
     for sentence in _of_each_step(run):
         yield "plain", sentence
+    left = list(looked_at)
     for rank, stall in _rare(runs):
         yield "rarely", _stall(stall, rank if len(runs) > 1 else NONE)
+        mine = next((rare for rare in left if _is_of(rare, stall)), None)
+        if mine is not None:
+            left.remove(mine)
+            yield from (("", sentence) for sentence in of_stall(mine))
     if run.fault:
         yield "note", tame(f"The marks ended before the run did ({run.fault}); report it, please.")
 
@@ -101,6 +107,10 @@ def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
     for rank, stall in every:
         told.setdefault((stall.count, round(stall.every)), (rank, stall))
     return sorted(told.values(), key=lambda one: -one[1].share)[:MOST]
+
+
+def _is_of(rare: Rare, stall: RareStall) -> bool:
+    return round(rare.stall.every) == round(stall.every) and stall.comes_in(rare.step)
 
 
 def _stall(stall: RareStall, rank: int) -> str:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, WIRE, Cause, Diagnosis, Harmless, Late, Prediction
-from keepbusy.report import plain_run, words
+from keepbusy.report import further, plain_run, words
 from keepbusy.report.bar import bar, legend, rows_of
 from keepbusy.report.paper import FAINT, STRONG, label, labelled, laid_out, line
 from keepbusy.report.places import look
@@ -212,7 +212,10 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """The run as a whole, what is not worth touching, late ranks that no cause has shown, what one should know."""
     shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
-    asides = list(plain_run.asides(diagnosis.plain_runs))
+    asides = list(plain_run.asides(diagnosis.plain_runs, diagnosis.rare))
+    if diagnosis.later is not None:
+        first, *more = further.of_change(diagnosis, diagnosis.later)
+        asides += [("later", first), *(("", one) for one in more)]
     asides += [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
     asides += [("bubble", one) for one in _bubble(diagnosis)]
     asides += [("late", _late(late)) for late in diagnosis.late if not shown]

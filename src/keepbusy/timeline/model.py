@@ -167,6 +167,8 @@ class Timeline:
     """Rows of host spans at which a step begins, each rank's own; the last one ends the last step."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What is known of the run as a whole: device, versions, world size, what was not seen."""
+    further: tuple[Timeline, ...] = ()
+    """Other moments of the same run that were recorded, each a timeline of its own; its facts tell why."""
 
     def __len__(self) -> int:
         return len(self.spans)

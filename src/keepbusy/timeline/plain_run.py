@@ -27,6 +27,19 @@ class RareStall:
     lines: tuple[str, ...] = ()  # of the program, from the outside in, as in "train.py(41): main"
     library: str = ""  # the library's line that the innermost of them called
     loop: int = NONE  # which of the lines is the loop's own, where that is known
+    last: int = NONE  # the step in which it came last, the run's first one being 1
+    punctual: bool = False  # whether it always comes after so many steps exactly, so that the next one is foreseen
+
+    @classmethod
+    def of_fact(cls, fact: Mapping[str, Any]) -> RareStall:
+        known = _known(cls, fact)
+        return cls(**{**known, "lines": tuple(map(str, known.get("lines", ())))})
+
+    def comes_in(self, step: int) -> bool:
+        """Whether a punctual one comes in this step, or in one beside it."""
+        every = max(1, round(self.every))
+        apart = (step - self.last) % every
+        return min(apart, every - apart) <= 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,7 @@ class PlainRun:
         """What `as_fact` gave, also from a file; none for whatever else stands there."""
         try:
             known = _known(cls, fact or {})
-            known["stalls"] = tuple(_stall(one) for one in known.get("stalls", ()))
+            known["stalls"] = tuple(RareStall.of_fact(one) for one in known.get("stalls", ()))
             known["course"] = Course(**{name: _whole(value) for name, value in known.get("course", {}).items()})
             return cls(**known)
         except (TypeError, ValueError, AttributeError):
@@ -87,11 +100,6 @@ def _known(kind: type, fact: Mapping[str, Any]) -> dict[str, Any]:
     """Without the fields that a later version may have added."""
     names = {one.name for one in fields(kind)}
     return {name: value for name, value in dict(fact).items() if name in names}
-
-
-def _stall(fact: Mapping[str, Any]) -> RareStall:
-    known = _known(RareStall, fact)
-    return RareStall(**{**known, "lines": tuple(map(str, known.get("lines", ())))})
 
 
 def _whole(value: Any) -> Any:

@@ -19,6 +19,8 @@ PENDING_LIMIT = 1022
 """Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
 STEPS = 12
 """So many steps a replay runs to find its pace; the first of them fill the queues."""
+MOST_ROWS = 400_000
+"""So many rows are replayed in all, where four rounds are not more."""
 NEVER = -(1 << 62)
 CONTINUED = -2
 """Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
@@ -68,9 +70,10 @@ def pace(timeline: Timeline, steps: int = STEPS) -> float:
 
 
 def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
-    """The rows replayed until this many steps have passed, and at least twice."""
+    """The rows replayed until this many steps have passed, and at least twice; a step of very many rows less often."""
     per_round = len(timeline.marks_of(timeline.ranks[0]))
-    return run(timeline, max(2, -(-steps // per_round) + 1), brief=True)
+    wanted, most = -(-steps // per_round) + 1, MOST_ROWS // max(1, len(timeline))
+    return run(timeline, max(2, min(wanted, max(4, most))), brief=True)
 
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:

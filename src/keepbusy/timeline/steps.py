@@ -6,6 +6,8 @@ the commands it enqueued, whenever they ran.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
@@ -16,6 +18,8 @@ SAME, DIFFERENT = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
 MOST_DISTORTED = 2.5
 """Recording was seen to make a step up to 2.4 times as long; what differs by more is another step."""
+FAR_LONGER = 1.25
+"""A rare step takes half as long again as others; recorded, the others may have lost more to it."""
 COMPLETE = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
@@ -39,6 +43,46 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
         whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
         return whole.change(facts={**whole.facts, "marks_a_step": several})
     return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
+
+
+def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
+    """The longest of these steps, as the recorder numbered them; None where none of them takes longer than others."""
+    count = min((len(timeline.marks_of(one)) for one in timeline.ranks), default=0)
+    numbers = list(timeline.facts.get("recorded", ()))[:count]  # nothing may have followed the last mark
+    if len(numbers) < max(2, count):
+        return None
+    took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
+    longest = int(np.argmax(took))
+    others = np.delete(took, longest)
+    came = not len(others) or took[longest] > FAR_LONGER * np.median(others)
+    if not came or numbers[longest + 1] not in wanted:
+        return None
+    return _cut(timeline, count, np.array([longest, longest + 1]))
+
+
+def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
+    """Without the steps of these numbers, as the recorder counts them, that do take far longer than the others."""
+    numbers = list(timeline.facts.get("recorded", ()))
+    if any(len(timeline.marks_of(one)) != len(numbers) for one in timeline.ranks):
+        return timeline
+    took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
+    listed = np.array([number in unwanted for number in numbers[1:]], bool)
+    dropped = np.flatnonzero(listed & (took > FAR_LONGER * np.median(took)))
+    if not len(dropped) or len(took) - len(dropped) < 2:
+        return timeline
+    left_out = {"steps": [numbers[step + 1] for step in dropped.tolist()], "time": int(took[dropped].sum())}
+    marks = np.concatenate([np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks])
+    kept = ~np.isin(_step_of_rows(timeline), dropped)
+    return timeline.change(marks=np.sort(marks), facts={**timeline.facts, "left_out": left_out}).keep(kept)
+
+
+def _step_of_rows(timeline: Timeline) -> Ints:
+    """Of each row, the number of its rank's step."""
+    step, row, rank = np.full(len(timeline), NONE, np.int64), np.arange(len(timeline)), timeline.rank_of_rows
+    for one in timeline.ranks:
+        mine = rank == one
+        step[mine] = np.searchsorted(timeline.marks_of(one), row[mine], side="right") - 1
+    return step
 
 
 def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
@@ -117,11 +161,7 @@ def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
     starts = np.append(timeline.spans.start[marks], timeline.spans.end[main].max())
     by_length = np.argsort(np.diff(starts), kind="stable")
     chosen = np.sort(by_length[(np.arange(wanted) * len(marks) + len(marks) // 2) // wanted])
-    kept = np.zeros(len(timeline), bool)
-    for rank in timeline.ranks:
-        mine = timeline.rank_of_rows == rank
-        step = np.searchsorted(timeline.marks_of(rank), np.arange(len(timeline)), side="right") - 1
-        kept |= mine & np.isin(step, chosen)
+    kept = np.isin(_step_of_rows(timeline), chosen)
     marks = timeline.marks[kept[timeline.marks]]
     return timeline.change(marks=marks).keep(kept)
 

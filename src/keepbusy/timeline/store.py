@@ -6,7 +6,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -78,9 +79,11 @@ def to_bytes(timeline: Timeline) -> bytes:
         "facts": timeline.facts,
         "tables": described,
     }
+    further = [to_bytes(one) for one in timeline.further]
+    header |= {"further": [len(one) for one in further]} if further else {}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
     packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), 6)  # a name may be any string
-    rest = b"".join([_LENGTH.pack(len(packed_header)), packed_header, *contents])
+    rest = b"".join([_LENGTH.pack(len(packed_header)), packed_header, *contents, *further])
     return _PREFACE.pack(_MAGIC, VERSION, zlib.crc32(rest), len(rest)) + rest
 
 
@@ -88,8 +91,10 @@ def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
     """The timeline again; `path` is what a complaint calls it."""
     rest = _checked(content, path)
     try:
-        timeline = _timeline(*_tables(rest))
+        header, tables, further = _tables(rest)
+        timeline = _timeline(header, tables)
         _check(timeline)
+        timeline = timeline.change(further=tuple(from_bytes(bytes(one), path) for one in further))
     except _FAULTS as error:
         raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None
     return timeline
@@ -127,7 +132,8 @@ def _checked(content: bytes, path: str) -> memoryview:
     return rest
 
 
-def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns]]:
+def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns], list[memoryview]]:
+    """The header, what stands in the tables, and the timelines behind them, each whole as in a file of its own."""
     (size,) = _LENGTH.unpack_from(rest)
     most = max(_SMALL, _MOST_RATIO * len(rest))
     header = json.loads(_inflated(rest[_LENGTH.size : _LENGTH.size + size], most).decode("utf-8", "surrogatepass"))
@@ -139,9 +145,15 @@ def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns]]:
             raise ValueError(f"{rows} rows of {name}")
         tables[name] = unpack(described, content, rows)
         content = content[sum(column[-1] for column in described) :]
-    if len(content):
-        raise ValueError(f"{len(content)} bytes too many")
-    return header, tables
+    return header, tables, _apart(content, header.get("further", ()))
+
+
+def _apart(content: memoryview, lengths: Sequence[int]) -> list[memoryview]:
+    """Cut into parts of these lengths, which must be all there is."""
+    if sum(lengths) != len(content) or min(lengths, default=1) < 1:
+        raise ValueError(f"{len(content)} bytes where {sum(lengths)} belong")
+    ends = [*accumulate(lengths)]
+    return [content[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _inflated(content: memoryview, most: int) -> bytes:

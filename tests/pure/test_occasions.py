@@ -1,0 +1,154 @@
+"""When a further window opens: before a rare stall comes again, and once steps have changed for good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marked_runs import MAIN, MS, run, steps
+
+from keepbusy.record.marked import Steps
+from keepbusy.record.occasions import BEFORE, DRIFT, MOST, SETTLING, STALL, Occasion, Occasions, changed, foreseen
+from keepbusy.timeline.plain_run import PlainRun, RareStall
+
+EVALUATE, SAVE = (MAIN, "train.py(41): main"), (MAIN, "train.py(55): main")
+
+
+class Program:
+    """Steps on paper, marked one after the other; the windows that open on the way are recorded, so not plain."""
+
+    def __init__(self, took: np.ndarray, seen: Mapping[int, tuple[str, ...]] | None = None, cost: int = 0) -> None:
+        self.took, self.seen, self.cost = took, dict(seen or {}), cost
+        self.plain = np.ones(len(took), bool)
+        self.count = self.asked = 0
+
+    def run(self, last: int) -> PlainRun:
+        self.asked += 1
+        done = steps(self.took, self.plain).take(np.arange(len(self.took)) < self.count - 1)
+        return run(done, seen=self.seen)
+
+    def lately(self, last: int) -> Steps:
+        return steps(self.took, self.plain).take(np.arange(len(self.took)) < self.count - 1)
+
+    def clock(self) -> int:
+        return int(self.took[: self.count].sum() * MS) + self.asked * self.cost
+
+    def windows(self, first: int = 14) -> list[Occasion]:
+        """All that open from the end of the first one on."""
+        occasions, found, closed = Occasions(self, self.clock), [], first  # type: ignore[arg-type]
+        for count in range(first, len(self.took) + 2):
+            self.count = count
+            occasion = occasions.due(count) if count > closed else None
+            if occasion is not None:
+                found.append(occasion)
+                closed = count + SETTLING + occasion.steps
+                self.plain[count - 1 : closed + 2] = False
+        return found
+
+
+def noisy(count: int, step: float = 10.0, seed: int = 0) -> np.ndarray:
+    return step * np.random.default_rng(seed).lognormal(0, 0.03, count)
+
+
+def stalling(count: int, every: int, longer: float = 300.0, first: int = 0) -> np.ndarray:
+    """Step number n, counted from one, stalls where n is a multiple of `every`; a row is the step after a mark."""
+    took = noisy(count)
+    took[(first or every) - 2 :: every] += longer
+    return took
+
+
+def test_steps_that_go_on_as_they_were_are_left_alone() -> None:
+    assert Program(noisy(1500)).windows() == []
+
+
+@given(every=st.integers(10, 200), longer=st.floats(40, 1900), times=st.integers(6, 12))
+@settings(max_examples=15, deadline=None)
+def test_the_window_holds_the_step_in_which_the_stall_comes_again(every: int, longer: float, times: int) -> None:
+    (look,) = Program(stalling(every * times, every, longer)).windows()
+    assert look.why == STALL
+    assert look.about["step"] % every == 0
+    recorded = range(look.opens + SETTLING + 1, look.opens + SETTLING + 1 + look.steps)
+    assert look.about["step"] in recorded
+    assert recorded[BEFORE] == look.about["step"]
+
+
+def test_two_stalls_are_looked_at_where_each_comes_alone() -> None:
+    took = stalling(1000, 40)
+    took[48::50] += 500
+    seen = dict.fromkeys(range(48, 1000, 50), SAVE) | dict.fromkeys(range(38, 1000, 40), EVALUATE)
+    looks = Program(took, seen).windows()
+    assert [look.why for look in looks] == [STALL, STALL]
+    assert {look.about["step"] % 40 == 0 for look in looks} == {True, False}
+    assert all((look.about["step"] % 40 == 0) != (look.about["step"] % 50 == 0) for look in looks)
+
+
+def test_there_are_few_windows_however_many_stalls() -> None:
+    took = noisy(2500)
+    for number, every in enumerate((51, 111, 157, 201)):
+        took[every - 2 :: every] += 200 * (number + 1)
+    looks = Program(took).windows()
+    assert sum(look.why == STALL for look in looks) <= MOST[STALL]
+
+
+@pytest.mark.parametrize(
+    "took",
+    [
+        pytest.param(stalling(1000, 100, longer=5), id="too little"),
+        pytest.param(stalling(1000, 4), id="in the first window anyway"),
+        pytest.param(stalling(1000, 100, longer=2500), id="too long for a trace"),
+    ],
+)
+def test_what_is_not_worth_a_window_gets_none(took: np.ndarray) -> None:
+    assert Program(took).windows() == []
+
+
+def test_what_comes_without_a_rhythm_is_left_to_the_marks() -> None:
+    took = noisy(2000)
+    took[np.random.default_rng(5).choice(2000, 25, replace=False)] += 300
+    assert Program(took).windows() == []
+
+
+def test_a_lasting_change_is_looked_at_once() -> None:
+    took = np.concatenate([noisy(700), noisy(900, 13, seed=1)])
+    (look,) = Program(took).windows()
+    assert look.why == DRIFT
+    assert abs(look.about["began"] - 702) <= 20
+    assert look.about["before"] == pytest.approx(10 * MS, rel=0.05)
+    assert 720 < look.opens < 1000
+
+
+def test_a_slow_spell_is_no_lasting_change() -> None:
+    took = np.concatenate([noisy(700), noisy(60, 20, seed=1), noisy(700, seed=2)])
+    assert Program(took).windows() == []
+
+
+@given(factor=st.floats(0.93, 1.07), seed=st.integers(0, 50))
+def test_small_changes_are_noise(factor: float, seed: int) -> None:
+    done = steps(np.concatenate([noisy(400, seed=seed), noisy(400, 10 * factor, seed=seed + 1)]))
+    assert changed(done, 10 * MS) is None
+
+
+def test_asking_takes_a_thousandth_of_the_run() -> None:
+    program = Program(noisy(3000), cost=5 * MS)
+    program.windows()
+    assert program.asked <= 2 + 3000 * 10 // (5 * 1000)
+
+
+def stall(every: int, last: int) -> RareStall:
+    return RareStall("", 5, float(every), True, MS, MS, 0.1, last=last, punctual=True)
+
+
+@given(every=st.integers(8, 500), last=st.integers(1, 5000), ahead=st.integers(1, 2000), other=st.integers(8, 500))
+def test_what_is_foreseen_comes(every: int, last: int, ahead: int, other: int) -> None:
+    one = stall(every, last)
+    step = foreseen(one, last + ahead, [stall(other, last)])
+    assert step >= last + ahead
+    assert (step - last) % every == 0
+
+
+def test_a_stall_that_always_comes_with_another_is_looked_at_all_the_same() -> None:
+    assert foreseen(stall(100, 200), 210, [stall(50, 250)]) == 300
+    assert foreseen(stall(50, 250), 260, [stall(100, 200)]) == 350
