@@ -46,34 +46,43 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
 
 
 def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
-    """The longest of these steps, as the recorder numbered them; None where none of them takes longer than others."""
+    """Of these steps, as the recorder numbered them, the one with most to do; None where that is as much as usual."""
     count = min((len(timeline.marks_of(one)) for one in timeline.ranks), default=0)
     numbers = list(timeline.facts.get("recorded", ()))[:count]  # nothing may have followed the last mark
     if len(numbers) < max(2, count):
         return None
-    took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
-    longest = int(np.argmax(took))
-    others = np.delete(took, longest)
-    came = not len(others) or took[longest] > FAR_LONGER * np.median(others)
+    done = _done(timeline)[: len(numbers) - 1]
+    longest = int(np.argmax(done))
+    others = np.delete(done, longest)
+    came = not len(others) or done[longest] > FAR_LONGER * np.median(others)
     if not came or numbers[longest + 1] not in wanted:
         return None
     return _cut(timeline, count, np.array([longest, longest + 1]))
 
 
 def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
-    """Without the steps of these numbers, as the recorder counts them, that do take far longer than the others."""
+    """Without the steps of these numbers, as the recorder counts them, that have far more to do than the others."""
     numbers = list(timeline.facts.get("recorded", ()))
     if any(len(timeline.marks_of(one)) != len(numbers) for one in timeline.ranks):
         return timeline
     took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
+    done = _done(timeline)[: len(took)]
     listed = np.array([number in unwanted for number in numbers[1:]], bool)
-    dropped = np.flatnonzero(listed & (took > FAR_LONGER * np.median(took)))
+    dropped = np.flatnonzero(listed & (done > FAR_LONGER * np.median(done)))
     if not len(dropped) or len(took) - len(dropped) < 2:
         return timeline
     left_out = {"steps": [numbers[step + 1] for step in dropped.tolist()], "time": int(took[dropped].sum())}
     marks = np.concatenate([np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks])
     kept = ~np.isin(_step_of_rows(timeline), dropped)
     return timeline.change(marks=np.sort(marks), facts={**timeline.facts, "left_out": left_out}).keep(kept)
+
+
+def _done(timeline: Timeline) -> Ints:
+    """All work of each step, of the host and of the device: a step that waits for the one before is no longer one."""
+    step, mine = _step_of_rows(timeline), timeline.rank_of_rows == timeline.ranks[0]
+    counted = mine & (step >= 0)
+    count = len(timeline.marks_of(timeline.ranks[0]))
+    return np.bincount(step[counted], timeline.spans.work[counted], count).astype(np.int64)
 
 
 def _step_of_rows(timeline: Timeline) -> Ints:
