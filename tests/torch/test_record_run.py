@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,12 @@ def record(tmp_path: Path):
     """Run a script with `keepbusy run`, on a machine that seems to have a GPU."""
     (tmp_path / "sitecustomize.py").write_text(PRETENCE.replace("HERE", repr(str(HERE))))
 
-    def record(source: str, *before: str, name: str = "train.py", **more) -> subprocess.CompletedProcess[str]:
-        (tmp_path / name).write_text(source)
+    def record(
+        source: str, *before: str, name: str = "train.py", after: Sequence[str] = (), **more
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / name).with_suffix(".py").write_text(source)
         return subprocess.run(
-            [sys.executable, "-m", "keepbusy", "run", *before, name],
+            [sys.executable, "-m", "keepbusy", "run", *before, name, *after],
             cwd=tmp_path, text=True, timeout=120,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCES)]), "OMP_NUM_THREADS": "1"},
             **{"capture_output": True, **more},
@@ -182,6 +185,62 @@ def test_a_rank_that_dies_leaves_what_it_had(record) -> None:
     done = record(RANKS.replace("DIES", dies).replace("range(40)", "range(4000)"), "--ranks", "2")
     assert done.returncode != 0
     assert "2 ranks" in done.stdout
+
+
+SPAWNED = """\
+import os
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(40):
+        loss = model(torch.randn(32, 64)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+        if rank == 1 and step == DIES:
+            raise ValueError("rank 1 has had enough")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(sys.argv[1],), nprocs=2)
+    print("all is done")
+"""
+
+
+def test_ranks_that_the_script_spawns_make_one_report(record, tmp_path: Path) -> None:
+    """Also where it is run as a module."""
+    done = record(SPAWNED.replace("DIES", "None"), "--json", "-m", name="train", after=[str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["ranks"], said["steps"]) == ([0, 1], 5)
+    assert "all is done" in done.stderr
+    assert {file for file, _ in places(said)} == {"train.py"}
+
+
+def test_a_spawned_rank_that_fails_leaves_what_it_had(record, tmp_path: Path) -> None:
+    done = record(SPAWNED.replace("DIES", "30"), after=[str(tmp_path)])
+    assert done.returncode == 1
+    assert "rank 1 has had enough" in done.stderr
+    assert "2 ranks" in done.stdout
+
+
+def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_path: Path) -> None:
+    source = SPAWNED.replace("DIES", "2").replace("        dist.all_reduce(model.weight.grad)\n", "").replace(
+        "mp.spawn(train, args=(sys.argv[1],), nprocs=2)",
+        "both = mp.spawn(train, args=(sys.argv[1],), nprocs=2, join=False)\n    [one.join() for one in both.processes]",
+    )  # fmt: skip
+    done = record(source, after=[str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is missing from this report: train.py ended after 3 steps" in done.stderr
+    assert "A step takes" in done.stdout
 
 
 RARE = (

@@ -109,16 +109,21 @@ def _tell_of_marks(folder: Path, source: str) -> None:
 
 
 def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
-    """Of the processes that took steps, each rank's; and else why there is none."""
+    """Of the processes that took steps, each rank's; and why any are missing."""
     from keepbusy.record.folder import facts_in
     from keepbusy.record.left import timeline_in
 
-    found, why = dict[int, Timeline](), list[str]()
+    found, why = dict[int, Timeline](), dict[int, str]()
     left = {one: facts_in(one) for one in folder.iterdir() if one.is_dir()}
     for one in sorted(left, key=lambda one: -left[one].get("steps", 0)):
-        if left[one].get("steps", 0) or len(left) == 1:
+        rank = left[one].get("rank", ranks.rank())
+        if rank not in found and (left[one].get("steps", 0) or len(left) == 1):
             try:
-                found.setdefault(left[one].get("rank", ranks.rank()), timeline_in(one, {"source": source}))
+                found[rank] = timeline_in(one, {"source": source})
             except BadInput as error:
-                why.append(str(error))
-    return [found[rank] for rank in sorted(found)], [] if found else why[:1]
+                why.setdefault(rank, str(error))
+    if not found:
+        return [], [*why.values()][:1] or [f"{source} took no step."]
+    return [found[rank] for rank in sorted(found)], [
+        f"rank {rank} is missing from this report: {why[rank]}" for rank in sorted(why) if rank not in found
+    ]

@@ -56,6 +56,7 @@ class Run:
         self._occasions = Occasions(self.marks, self.window.clock)
         self.others = Others(self._give_way)
         self._steps = self._opened = self._leave_again = 0
+        self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
 
     def begin(self) -> None:
         self.is_going_on = True
@@ -94,7 +95,7 @@ class Run:
         self._leave_again = ended + max(_LEFT_EVERY, _RARELY * (ended - began))
 
     def _facts(self) -> dict[str, Any]:
-        rank, world = _place()
+        rank, world = self._rank_and_world()
         return {
             "rank": rank,
             "world": world,
@@ -119,6 +120,13 @@ class Run:
             "cost": window.cost,
             "plain_step": self._plain_step(window),
         }
+
+    def _rank_and_world(self) -> tuple[int, int]:
+        """As PyTorch knows them or has known them, or else the launcher."""
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            self._place = distributed.get_rank(), distributed.get_world_size()
+        return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
     def _plain_step(self, window: Window) -> int | None:
         """Of the steps around the window, on its side of a lasting change."""
@@ -182,7 +190,8 @@ class Run:
         """Ranks open theirs at the same step, and cannot ask each other; a single one waits until it is steady."""
         if self.others.at_work or count < self._after:
             return False
-        return _place()[1] > 1 or self.options.after is not None or count >= LATEST or self.marks.steady(ALIKE)
+        told = self._rank_and_world()[1] > 1 or self.options.after is not None
+        return told or count >= LATEST or self.marks.steady(ALIKE)
 
     def _give_way(self) -> None:
         if self.window.is_open:
@@ -214,11 +223,3 @@ def be_child(**options: Any) -> None:
     import atexit
 
     atexit.register(start(Options(**options)).end)
-
-
-def _place() -> tuple[int, int]:
-    """Rank and number of ranks, as PyTorch or else the launcher knows them."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -35,7 +35,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     first, last = int(full[0]), int(full[-1]) + 1
     length = period(counts[first:last])
     whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
-    if length > 1 or plain_step is None:
+    if length > 1 or plain_step is None or "recorded" in timeline.facts:  # then its steps are the plain step's own
         return whole
     ratio = plain_step / max(1.0, pace(whole))
     several = min((last - first) // 2, round(ratio))
