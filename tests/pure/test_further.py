@@ -91,6 +91,7 @@ def test_one_that_did_not_come_is_not_explained() -> None:
     said = explained(recorded([train, train, train]))
     assert said.rare == ()
     assert said.plain_runs[0].stalls != ()
+    assert "foreseen for step 200" in said.notes[-1]
 
 
 def test_the_report_tells_it_below_the_stall_and_still_fits() -> None:

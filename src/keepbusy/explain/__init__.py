@@ -8,7 +8,7 @@ from typing import Any
 
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis
 from keepbusy.explain.fixes import FINDERS
-from keepbusy.explain.further import later_of, ordinary_steps, rare_of
+from keepbusy.explain.further import later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.explain.plain import as_recorded
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput
@@ -52,7 +52,9 @@ def _explained(timeline: Timeline, plain_step: int | None, mend: Sequence[str], 
     say("mending each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
     told = story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
-    return replace(told, rare=rare_of(timeline, told, workers), later=later_of(timeline, workers))
+    rare = rare_of(timeline, told, workers)
+    notes = (*told.notes, *left_unexplained(timeline, rare))
+    return replace(told, rare=rare, later=later_of(timeline, workers), notes=notes)
 
 
 def _quiet(what: str, share: float) -> None:

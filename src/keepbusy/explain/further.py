@@ -16,6 +16,8 @@ from keepbusy.timeline.plain_run import PlainRun, RareStall, plain_runs
 from keepbusy.timeline.steps import sample, step_alone, whole_steps, without_steps
 
 STALL, DRIFT = "stall", "drift"
+MOST_ROWS = 150_000
+"""Of a rare step: to replay more takes too long, since no part of it repeats itself."""
 MATTERS = 0.05
 """Of a stall: what gains less of it is not told."""
 _WRITES = ("host_work", "blocking_copy", "host_sync")
@@ -36,6 +38,17 @@ def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[Rare
     return tuple(found for look in looks if (found := _rare(look, ordinary, workers)) is not None)
 
 
+def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
+    """A sentence for each look that told nothing."""
+    told = {one.step for one in rare}
+    for look in timeline.further:
+        step = look.facts["about"].get("step")
+        if step is not None and step not in told:
+            many = len(look) > MOST_ROWS
+            why = "has too many spans to be replayed" if many else "was not in it, or not as the marks show it"
+            yield f"A stall was foreseen for step {step}, and a window was open: it {why}."
+
+
 def later_of(timeline: Timeline, workers: int) -> Later | None:
     """What steps are like since they have changed."""
     for look in timeline.further:
@@ -52,7 +65,7 @@ def _rare(look: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
     number = int(about["step"])
     stall = _stall(ordinary.plain_runs, number) or RareStall.of_fact(about["stall"])
     window = step_alone(look, range(number - 1, number + 2))
-    if window is None:
+    if window is None or len(window) > MOST_ROWS:
         return None
     with suppress(BadInput):
         plain = usual + stall.time

@@ -144,11 +144,11 @@ class Marks:
             seen=dict(self.watch.seen),
             loop=self.watch.loop,
             readings=tuple(self._allocations.readings),
-            delayed=self._delayed(),
+            delayed=self.delayed(),
             fault=self.fault or self.watch.fault,
         )
 
-    def _delayed(self) -> float:
+    def delayed(self) -> float:
         """Share of the run in which the program's thread was ready and had no processor."""
         passed, now = self.marked.last - self._began, without_processor(self._thread)
         known = passed > 0 and NONE not in (now, self._waited)

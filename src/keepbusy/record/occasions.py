@@ -32,7 +32,9 @@ TURNS = 8
 """So many of its occurrences ahead are looked through for one at which nothing else happens."""
 CHANGED, LASTING, LONG = 0.1, 128, 2_000_000_000
 """Steps have changed for good when so many of them, for so long, take so much more or less than at first."""
-BACK, SELDOM_ASKED, EVERY = 4096, 1000, 16
+DELAYED = 0.05
+"""Where other work has had the processors for so much of the run, a change is no change of the program's."""
+BACK, SELDOM_ASKED, EVERY = 4096, 500, 16
 """How many marks are looked through, and how rarely: after so many times as long as that takes, and so many steps."""
 
 
@@ -77,7 +79,7 @@ class Occasions:
             self._ask = max(self._ask, self._planned.opens + 1)
 
     def _drift(self, count: int) -> Occasion | None:
-        if not self._left[DRIFT]:
+        if not self._left[DRIFT] or self._marks.delayed() > DELAYED:
             return None
         steps = self._marks.lately(BACK)
         steps = steps.take(steps.plain)

@@ -20,7 +20,7 @@ PENDING_LIMIT = 1022
 STEPS = 12
 """So many steps a replay runs to find its pace; the first of them fill the queues."""
 MOST_ROWS = 400_000
-"""So many rows are replayed in all, where four rounds are not more."""
+"""So many rows are replayed in all, or three rounds: the first fills the queues, of the second the pace is taken."""
 NEVER = -(1 << 62)
 CONTINUED = -2
 """Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
@@ -73,7 +73,7 @@ def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
     """The rows replayed until this many steps have passed, and at least twice; a step of very many rows less often."""
     per_round = len(timeline.marks_of(timeline.ranks[0]))
     wanted, most = -(-steps // per_round) + 1, MOST_ROWS // max(1, len(timeline))
-    return run(timeline, max(2, min(wanted, max(4, most))), brief=True)
+    return run(timeline, max(2, min(wanted, max(3, most))), brief=True)
 
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
