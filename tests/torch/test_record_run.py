@@ -244,7 +244,7 @@ def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_p
 
 
 RARE = (
-    LONG.replace("range(40)", "range(700)")
+    LONG.replace("range(40)", "range(600)")
     + """\
     if step % 100 == 60:
         evaluate()
@@ -254,7 +254,7 @@ EVALUATE = """\
 import time
 
 def evaluate():
-    until = time.perf_counter() + 0.3
+    until = time.perf_counter() + 0.2
     while time.perf_counter() < until:
         sum(range(20_000))
         torch.ones(8).sum().item()
@@ -270,12 +270,12 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record) -> N
     stall = run["stalls"][0]
     assert (stall["called_at"] or stall["where"]) == "train.py:28"  # in it, no line may have been seen most of the time
     assert (stall["every"], stall["regular"]) == (100.0, True)
-    assert stall["count"] in (5, 6)  # of seven, one was looked at
-    assert 280 < stall["time"] < 1000
+    assert stall["count"] in (4, 5)  # of six, one was looked at
+    assert 180 < stall["time"] < 1000
     assert run["marked_by"] == "optimizer"
     rare = said["rare"][0]  # a window was open when it came again
     assert rare["step"] % 100 == 62
-    assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} <= {6, 7, 8, 9, 28}
+    assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {12, 13}
     assert f" {rare['step'] - 1} to {rare['step'] + 1}" in said["notes"][0]
 
 
