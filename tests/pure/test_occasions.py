@@ -34,6 +34,12 @@ class Program:
     def lately(self, last: int) -> Steps:
         return steps(self.took, self.plain).take(np.arange(len(self.took)) < self.count - 1)
 
+    def recent(self, last: int) -> np.ndarray:
+        done = self.lately(last)
+        return done.took[done.plain][-last:]
+
+    overdue = 15 * MS
+
     def delayed(self) -> float:
         return self.others
 
@@ -141,10 +147,18 @@ def test_small_changes_are_noise(factor: float, seed: int) -> None:
     assert changed(done, 10 * MS) is None
 
 
-def test_asking_takes_little_of_the_run() -> None:
-    program = Program(noisy(3000), cost=5 * MS)
+def test_a_calm_run_is_not_asked_about_its_stalls() -> None:
+    program = Program(noisy(1000))
     program.windows()
-    assert program.asked <= 2 + 3000 * 10 // (5 * 500)
+    assert program.asked == 0
+
+
+def test_asking_takes_little_of_the_run() -> None:
+    took = noisy(3000)
+    took[np.random.default_rng(5).choice(3000, 300, replace=False)] += 10
+    program = Program(took, cost=5 * MS)
+    program.windows()
+    assert 0 < program.asked <= 2 + took.sum() // (5 * 200)
 
 
 def stall(every: int, last: int) -> RareStall:

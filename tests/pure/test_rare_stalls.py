@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from marked_runs import LOOP, MAIN, MS, run, steps
 
@@ -35,6 +35,7 @@ def test_a_checkpoint_every_hundred_steps() -> None:
     noise=st.floats(0, 0.1),
     seed=st.integers(0, 100),
 )
+@settings(deadline=None)
 def test_a_rare_stall_is_found_whatever_its_period(
     period: int, times: int, longer: float, noise: float, seed: int
 ) -> None:
@@ -111,6 +112,47 @@ def test_a_function_that_works_at_many_lines_is_named_where_it_is_called() -> No
     (stall,) = run(steps(took), seen=seen).stalls
     assert stall.lines == (MAIN, EVALUATE)
     assert stall.count == 10
+
+
+def test_one_that_is_seen_at_several_lines_of_its_function_is_one() -> None:
+    took = noisy(1000)
+    rare = np.arange(49, 1000, 50)
+    took[rare] += 500
+    seen = {step: (MAIN, EVALUATE, f"eval.py({7 + number % 2}): evaluate") for number, step in enumerate(rare)}
+    (stall,) = run(steps(took), seen=seen).stalls
+    assert (stall.lines, stall.every, stall.punctual, stall.count) == ((MAIN, EVALUATE), 50.0, True, 20)
+
+
+def test_where_two_beats_meet_neither_loses_its_own() -> None:
+    took = noisy(1000)
+    saved, evaluated = np.arange(39, 1000, 40), np.arange(49, 1000, 50)
+    took[saved] += 86
+    took[evaluated] += 106
+    seen = dict.fromkeys(saved, (MAIN, SAVE)) | dict.fromkeys(evaluated, (MAIN, EVALUATE, "eval.py(7): evaluate"))
+    seen |= dict.fromkeys(range(199, 1000, 200), (MAIN, SAVE))
+    saves = dict.fromkeys(saved, 86.0)
+    told = {one.every: one for one in run(steps(took), seen=seen, saves=saves).stalls}
+    assert set(told) == {40.0, 50.0}
+    assert (told[40.0].count, told[40.0].what, told[50.0].count, told[50.0].what) == (25, "checkpoint", 20, "")
+    assert told[50.0].time == pytest.approx(106 * MS, rel=0.05)
+    assert all(one.punctual for one in told.values())
+
+
+def test_a_slow_step_after_a_stall_breaks_no_beat() -> None:
+    took = noisy(1000)
+    rare = np.arange(99, 1000, 100)
+    took[rare] += 500
+    took[rare[2:6] + 1] += 30
+    stall = run(steps(took), seen=dict.fromkeys(rare, (MAIN, EVALUATE))).stalls[0]
+    assert (stall.count, stall.every, stall.punctual) == (10, 100.0, True)
+
+
+def test_looks_that_came_too_late_take_no_stall_away() -> None:
+    took = noisy(1000)
+    rare = np.arange(99, 1000, 100)
+    took[rare] += 500
+    (stall,) = run(steps(took), seen=dict.fromkeys(rare[2:], (MAIN, EVALUATE))).stalls
+    assert (stall.lines, stall.count) == ((MAIN, EVALUATE), 10)
 
 
 def test_what_stalls_further_in_is_known_by_the_loops_line_too() -> None:

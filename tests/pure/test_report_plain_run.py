@@ -104,6 +104,14 @@ def test_of_ranks_that_stall_together_the_one_with_a_reason_is_told() -> None:
     assert len([one for one in told(waits, RUN) if one.startswith("rarely")]) == 1
 
 
+def test_a_rank_that_waits_for_the_one_that_stalls_is_told_with_it() -> None:
+    evaluates = replace(SAVE, what="", count=8, every=40.0, last=321, punctual=True)
+    waits = replace(RUN, stalls=(replace(SAVE, what="", count=13, every=39.0, lines=(), last=320),))
+    once = replace(SAVE, what="", count=1, every=0.0, regular=False, lines=("train.py(32): main",), last=281)
+    said = [one for one in told(replace(RUN, stalls=(evaluates, once)), waits) if one.startswith("rarely")]
+    assert said == ["rarely: Every 40 steps 812 ms on rank 0 at train.py:41 · 14% of the run"]
+
+
 def test_the_json_keeps_to_its_schema() -> None:
     runs = {0: RUN, 1: marked(steps([10.0] * 50)), 2: PlainRun("nobody", 0, 0, 0, 0)}
     said = json.loads(as_json.render(replace(STALLED, plain_runs=runs)))

@@ -122,6 +122,22 @@ def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(rec
     assert "A step takes" in done.stdout
 
 
+def test_an_end_within_the_window_is_said(record) -> None:
+    dies = "    if sys.gettrace() or monitored():\n        os.kill(os.getpid(), 9)\n"
+    done = record("import os\n" + MONITORED + LONG + dies, "--after", "12")
+    assert done.returncode == -signal.SIGKILL
+    assert "train.py ended while its steps were recorded, which began after 12; " in done.stderr
+
+
+MONITORED = """\
+import sys
+def monitored():
+    api = getattr(sys, "monitoring", None)
+    return api and any(api.get_tool(number) == "keepbusy" for number in range(6))
+
+"""
+
+
 def test_a_program_that_ends_too_early_is_told_how_many_steps_it_takes(record) -> None:
     done = record(SHORT)
     assert done.returncode == 0
@@ -254,7 +270,7 @@ EVALUATE = """\
 import time
 
 def evaluate():
-    until = time.perf_counter() + 0.2
+    until = time.perf_counter() + 0.5
     while time.perf_counter() < until:
         sum(range(20_000))
         torch.ones(8).sum().item()
@@ -270,8 +286,8 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record) -> N
     stall = run["stalls"][0]
     assert (stall["called_at"] or stall["where"]) == "train.py:28"  # in it, no line may have been seen most of the time
     assert (stall["every"], stall["regular"]) == (100.0, True)
-    assert stall["count"] in (4, 5)  # of six, one was looked at
-    assert 180 < stall["time"] < 1000
+    assert stall["count"] >= 4  # of six, one was looked at
+    assert 480 < stall["time"] < 1500
     assert run["marked_by"] == "optimizer"
     rare = said["rare"][0]  # a window was open when it came again
     assert rare["step"] % 100 == 62

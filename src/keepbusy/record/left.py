@@ -90,6 +90,11 @@ def _why_not(left: Mapping[str, Any], source: str) -> str:
             f"{source} took no step: none of its optimizers stepped; "
             "call keepbusy.step() at the end of each step, wherever the program has one."
         )
+    if left.get("opened", 0) > 0:
+        return (
+            f"{source} ended while its steps were recorded, which began after {left['opened']}; "
+            "what they showed is lost with it; give --after to record earlier or later."
+        )
     return (
         f"{source} ended after {steps} steps, and recording begins after {after}; "
         "let it take 20 steps, or give --after with a smaller number."

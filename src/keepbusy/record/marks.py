@@ -27,7 +27,7 @@ from keepbusy.record.step_ends import StepEnds
 from keepbusy.record.usual import alike
 from keepbusy.record.watch import Watch, main_frame
 from keepbusy.timeline.figures import Figures, FiguresFile
-from keepbusy.timeline.model import NONE
+from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.plain_run import PlainRun
 
 NEAR = 256
@@ -128,6 +128,15 @@ class Marks:
     def lately(self, count: int) -> Steps:
         """The steps between the last marks, so many of these."""
         return steps_of(self.marked, self._on_device, count)
+
+    def recent(self, count: int) -> Ints:
+        """How long the last plain steps took on the host: that is known at once."""
+        return self.marked.recent(count)
+
+    @property
+    def overdue(self) -> int:
+        """A step that takes longer is a stall; as long as nobody knows, none is."""
+        return self.watch.limit or 1 << 62
 
     @property
     def replays_graphs(self) -> bool:

@@ -34,8 +34,11 @@ CHANGED, LASTING, LONG = 0.1, 128, 2_000_000_000
 """Steps have changed for good when so many of them, for so long, take so much more or less than at first."""
 DELAYED = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
-BACK, SELDOM_ASKED, EVERY = 4096, 500, 16
-"""How many marks are looked through, and how rarely: after so many times as long as that takes, and so many steps."""
+BACK, SELDOM_ASKED, EVERY = 4096, 200, 16
+"""How many marks are looked through, and how rarely: after so many times as long as that takes, and so many steps.
+
+All that they tell is asked only where a look at the host's steps alone shows that there is something to find.
+"""
 
 
 class Occasion(NamedTuple):
@@ -56,6 +59,7 @@ class Occasions:
         self._looked: list[int] = []
         self._planned: Occasion | None = None
         self._first = 0  # nanoseconds: a plain step, when the first window had closed
+        self._longer = 0  # steps on the host that were overdue, when stalls were looked for
         self._ask, self._not_before = EVERY, 0
 
     def due(self, count: int) -> Occasion | None:
@@ -79,19 +83,21 @@ class Occasions:
             self._ask = max(self._ask, self._planned.opens + 1)
 
     def _drift(self, count: int) -> Occasion | None:
-        if not self._left[DRIFT] or self._marks.delayed() > DELAYED:
+        if not self._left[DRIFT] or (self._first and not _beyond(self._marks.recent(LASTING), self._first)):
             return None
         steps = self._marks.lately(BACK)
         steps = steps.take(steps.plain)
         if not self._first:
             self._first = round(float(np.median(steps.took))) if len(steps) >= 2 * EVERY else 0
-        elif (began := changed(steps, self._first)) is not None:
+        elif (began := changed(steps, self._first)) is not None and self._marks.delayed() < DELAYED:
             return Occasion(DRIFT, count + 1, RECORDED, {"began": began, "before": self._first})
         return None
 
     def _stall(self, count: int) -> Occasion | None:
-        if not self._left[STALL]:
+        longer = int((self._marks.recent(BACK) > self._marks.overdue).sum())
+        if not self._left[STALL] or longer < 2 or longer == self._longer:
             return None
+        self._longer = longer
         stalls = [one for one in self._marks.run(BACK).stalls if one.punctual]
         worth = [one for one in stalls if is_worth(one) and not any(one.comes_in(step) for step in self._looked)]
         for one in worth:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from keepbusy.record.beats import Stall, by_beat
 from keepbusy.record.marked import Steps
 from keepbusy.record.pauses import CHECKPOINT, COLLECTOR, INPUT
+from keepbusy.record.rhythm import rhythm_of
 from keepbusy.record.watch import Seen, leads_to
 from keepbusy.timeline.model import Ints, Mask
 from keepbusy.timeline.plain_run import RareStall
@@ -20,19 +21,6 @@ MOSTLY = 0.5
 """A pause that makes up so much of what a stall is longer is its reason."""
 HERE = 0.25
 """Where so many of the stalls below a line stood at that line itself, the line is their place."""
-REGULAR = 0.1
-THROUGHOUT = 0.25
-"""Of the steps from the first one on, a rhythm goes on for so many at least."""
-
-
-class Stall(NamedTuple):
-    """One step that took far longer than those around it."""
-
-    mark: int
-    longer: int
-    usual: int
-    what: str
-    seen: Seen
 
 
 def rare_stalls(
@@ -48,8 +36,12 @@ def rare_stalls(
     `saves`: what checkpoints took, `seen`: where the program stood, both by the number of the mark that ends the step.
     """
     whole = int(steps.took.sum())
-    groups = _groups(_stalls(steps, rare, usual, saves, seen), loop)
-    found = [_told(group, whole, loop, steps.mark) for group in groups]
+
+    def told(group: Sequence[Stall]) -> RareStall:
+        return _told(group, whole, loop, steps.mark)
+
+    groups = by_beat(_groups(_stalls(steps, rare, usual, saves, seen), loop), told, loop)
+    found = [told(group) for group in groups]
     return sorted((one for one in found if _worth_a_line(one)), key=lambda one: -one.total)
 
 
@@ -106,14 +98,14 @@ def _by_place(stalls: list[Stall], lines: tuple[str, ...], loop: tuple[str, ...]
 def _told(group: Sequence[Stall], whole: int, loop: tuple[str, ...], known: Ints) -> RareStall:
     longer = [one.longer for one in group]
     came = np.sort(np.array([one.mark for one in group], np.int64))
-    every, regular = _rhythm(came, known)
+    rhythm = rhythm_of(came, known)
     lines = _agreed([one.seen.lines for one in group])
     libraries = {one.seen.library for one in group}
     return RareStall(
         what=group[0].what,
         count=len(group),
-        every=every,
-        regular=regular,
+        every=rhythm.every,
+        regular=rhythm.regular,
         time=round(float(np.median(longer))),
         total=sum(longer),
         share=sum(longer) / max(1, whole),
@@ -121,34 +113,13 @@ def _told(group: Sequence[Stall], whole: int, loop: tuple[str, ...], known: Ints
         library=libraries.pop() if len(libraries) == 1 else "",
         loop=min(len(_common([lines, loop])), len(loop) - 1, len(lines) - 1),
         last=int(came[-1]) + 1,
-        punctual=regular and _is_punctual(np.diff(came), every),
+        punctual=rhythm.punctual,
     )
-
-
-def _rhythm(came: Ints, known: Ints) -> tuple[float, bool]:
-    """After how many steps the next one comes, and whether nearly always after so many.
-
-    Where steps between two of them are not known, since somebody looked at them closely, another one may have come.
-    """
-    if len(came) < 2:
-        return 0.0, False
-    apart = np.diff(came)
-    whole = np.diff(np.searchsorted(known, came)) == apart
-    apart = apart[whole] if whole.any() else apart
-    every = float(np.median(apart))
-    alike = (np.abs(apart.astype(np.float64) - every) <= max(1.0, REGULAR * every)).mean() >= 0.75
-    throughout = came[-1] - came[0] + every >= THROUGHOUT * (known[-1] - came[0])  # else it was but a burst
-    return every, bool(alike and throughout and apart.mean() <= 2 * every)
-
-
-def _is_punctual(apart: Ints, every: float) -> bool:
-    """One that falls together with another stall may count as that one, so it may come after twice as many."""
-    turns = np.maximum(1.0, np.round(apart / max(every, 1.0)))
-    return bool((np.abs(apart - turns * every) <= 1).all())
 
 
 def _agreed(chains: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """What they share, but for a few that saw less far than the others."""
+    chains = [chain for chain in chains if chain] or chains
     least = sorted(map(len, chains))[int(HERE * len(chains))]
     return _common([chain for chain in chains if len(chain) >= least])
 

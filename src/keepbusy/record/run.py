@@ -101,7 +101,7 @@ class Run:
             "world": world,
             "steps": self._steps,
             "opened": self._opened,
-            "closed": self._opened > 0 and not self._first.is_open,
+            "closed": bool(self._first.ticks) and not self._first.is_open,
             "ticks": self._first.ticks,
             "cost": self._first.cost,
             "plain_step": self._plain_step(self._first) if self._steps else None,
@@ -178,6 +178,7 @@ class Run:
             self.leave()
 
     def _open(self) -> None:
+        self.leave()  # what ends the program within the window may be what it was run for
         self.marks.look_closely(True)
         with self.others.ourselves():
             self.window.open()

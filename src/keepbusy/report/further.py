@@ -18,11 +18,12 @@ def of_stall(rare: Rare) -> Iterator[str]:
     """Why such a step takes long, and what mending it gains a step, averaged over those between that do not stall."""
     if not rare.causes:
         yield _no_cause(rare)
-    for cause in rare.causes[:MOST]:
+    for number, cause in enumerate(rare.causes[:MOST]):
         before, after = rare.plain_step, cause.predicted.step
         mended = f"mended, such a step takes {words.transition(before, after)}"
         yield f"{_place(cause)} · {mended}: {duration(rare.gain_of(cause.predicted))} less a step on average"
-        yield f"mend: {tame(cause.remedy)}"
+        if cause.remedy not in [one.remedy for one in rare.causes[:number]]:
+            yield f"mend: {tame(cause.remedy)}"
 
 
 def _no_cause(rare: Rare) -> str:

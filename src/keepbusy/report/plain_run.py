@@ -21,6 +21,8 @@ DELAYED = 0.03
 RARE = 0.01
 """Of the run."""
 MOST = 3
+NEARLY = 0.1
+"""Of the steps between two stalls: a rank that waits for another one sees the stall a step early or late."""
 ALWAYS, SOMETIMES = 0.9, 0.1
 """Shares of the steps."""
 _WHATS = {"checkpoint": "a checkpoint", "garbage collection": "garbage collection", "input": "waiting for input"}
@@ -103,10 +105,19 @@ def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
     """The largest first. Ranks wait for each other, so of those that stall together the one with a reason is told."""
     every = [(rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= RARE]
     every.sort(key=lambda one: (-bool(one[1].what), -one[1].share))
-    told: dict[tuple[int, int], tuple[int, RareStall]] = {}
+    told: list[tuple[int, RareStall]] = []
     for rank, stall in every:
-        told.setdefault((stall.count, round(stall.every)), (rank, stall))
-    return sorted(told.values(), key=lambda one: -one[1].share)[:MOST]
+        if not any(_comes_with(stall, other) for _, other in told):
+            told.append((rank, stall))
+    return sorted(told, key=lambda one: -one[1].share)[:MOST]
+
+
+def _comes_with(stall: RareStall, other: RareStall) -> bool:
+    """Whether it is the other one, seen once apart or by another rank, which waits meanwhile."""
+    if stall.count == other.count and round(stall.every) == round(other.every):
+        return True
+    as_often = stall.count == 1 or abs(stall.every - other.every) <= NEARLY * other.every
+    return other.punctual and as_often and not stall.what and other.comes_in(stall.last)
 
 
 def _is_of(rare: Rare, stall: RareStall) -> bool:
