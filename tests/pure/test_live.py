@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_a_step_that_does_not_end_is_told() -> None:
     late = 10**12 + 12 * 10**9
     assert shown(now=late) == "keepbusy · step 1240 · the next one takes 12.00 s so far, instead of 25.0 ms"
     assert "25.0 ms (24.1–26.3)" in shown(FIGURES._replace(limit=0), now=late)
+
+
+def test_what_has_no_room_is_left_out_and_the_worst_line_is_not() -> None:
+    deep = replace(STALLED.causes[0].where, file="/home/somebody/project/benchmarks/windows/train.py")
+    site = replace(STALLED.causes[0].sites[0], where=deep)
+    stalled = replace(STALLED, causes=(replace(STALLED.causes[0], sites=(site,)),))
+    assert shown(diagnosis=stalled).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms a step")
+    assert shown(diagnosis=stalled, width=90) == (
+        "keepbusy · step 1240 · 25.0 ms · lead 3.2 ms · blocking copy train.py:3: 20.1 ms a step"
+    )
+    assert shown(diagnosis=stalled, width=60) == "keepbusy · 25.0 ms · blocking copy train.py:3: 20.1 ms a s…"
 
 
 @pytest.mark.parametrize("width", [40, 60, 200])

@@ -86,6 +86,7 @@ class Marks:
         self.watch.end()
         if self._on_device is not None and not self.fault:
             self._guarded(self._on_device.read_all)
+        self._leave_figures(over=True)
 
     def look_closely(self, now: bool) -> None:
         """While somebody looks closely at the program, its steps are counted, but they are not plain ones.
@@ -186,10 +187,11 @@ class Marks:
             limit=self.watch.limit,
         )
 
-    def _leave_figures(self) -> None:
-        """In the watch's thread."""
+    def _leave_figures(self, over: bool = False) -> None:
+        """In the watch's thread, and a last time when it has ended: no step is overdue any more."""
         if self._live is not None:
-            self._live.write(self.figures())
+            figures = self.figures()
+            self._live.write(figures._replace(limit=0) if over else figures)
 
     # in the program's thread
 

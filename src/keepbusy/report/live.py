@@ -6,7 +6,8 @@ included, goes on as ever above; the last row is ours.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from rich.text import Text
 
@@ -24,37 +25,63 @@ _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 
 
 def line(figures: Figures | None, diagnosis: Diagnosis | None, now: int, width: int, colour: bool = True) -> str:
-    """What there is to say: the step, the lead, and once the window has been explained, the rest."""
-    text = Text.assemble(("keepbusy", STRONG), *((f" · {part}", "") for part in _parts(figures, now)))
-    for part in _explained(diagnosis):
-        text.append(f" · {part}", FAINT if part.startswith("GPU") else "bold")
+    """What there is to say: the step, the lead, and once the window has been explained, the rest.
+
+    On a narrow terminal it is said with less: the worst line is what it is all about, and goes last.
+    """
+    said = _parts(figures, now) + _explained(diagnosis)
+    for dropped in _DROPPED:
+        text = _assembled([part for part in said if part.name not in dropped])
+        if text.cell_len < width:
+            break
     text.truncate(width - 1, overflow="ellipsis")
     return laid_out([text], width, colour)
 
 
-def _parts(figures: Figures | None, now: int) -> list[str]:
+class _Part(NamedTuple):
+    name: str
+    text: str
+    style: str = ""
+
+
+_ORDER = ("spread", "computes", "lead", "step")
+_DROPPED = [set(_ORDER[:count]) for count in range(len(_ORDER) + 1)]
+"""What is left out where there is no room: nothing, then more and more."""
+
+
+def _assembled(parts: list[_Part]) -> Text:
+    text = Text.assemble(("keepbusy", STRONG))
+    for part in parts:
+        text.append(f"{' ' if part.name == 'spread' else ' · '}{part.text}", part.style)
+    return text
+
+
+def _parts(figures: Figures | None, now: int) -> list[_Part]:
     if figures is None or not figures.step:
-        return ["no steps yet"]
-    steps, passed = f"step {figures.steps}", now - figures.ended
+        return [_Part("none", "no steps yet")]
+    steps, passed = _Part("step", f"step {figures.steps}"), now - figures.ended
     if figures.limit and passed > max(figures.limit, 10**9):
-        return [steps, f"the next one takes {duration(passed)} so far, instead of {duration(figures.step)}"]
+        late = f"the next one takes {duration(passed)} so far, instead of {duration(figures.step)}"
+        return [steps, _Part("late", late)]
     spread = words.span_of(figures.low, figures.high, figures.step)
-    return [steps, f"{duration(figures.step)} ({spread})", *_lead(figures.lead)]
+    return [steps, _Part("time", duration(figures.step)), _Part("spread", f"({spread})"), *_lead(figures.lead)]
 
 
-def _lead(lead: int) -> list[str]:
+def _lead(lead: int) -> list[_Part]:
     if lead == NONE:
         return []
-    return [f"lead {duration(lead)}" if lead >= LEAST_LEAD else "no lead"]
+    return [_Part("lead", f"lead {duration(lead)}" if lead >= LEAST_LEAD else "no lead")]
 
 
-def _explained(diagnosis: Diagnosis | None) -> list[str]:
+def _explained(diagnosis: Diagnosis | None) -> list[_Part]:
     if diagnosis is None:
         return []
-    parts = [f"GPU computes {share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)}"]
+    computes = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
+    parts = [_Part("computes", f"GPU computes {computes}", FAINT)]
     for cause in diagnosis.causes[:1]:
-        place = words.spot(cause.where, 30)
-        parts.append(f"{look(cause.cause).name} {place}: {duration(cause.wait, diagnosis.plain_step)} a step")
+        where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
+        wait = duration(cause.wait, diagnosis.plain_step)
+        parts.append(_Part("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} a step", STRONG))
     return parts
 
 
