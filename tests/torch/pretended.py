@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-KERNEL, LAUNCH, LAG = 30.0, 2.0, 1.0
+KERNEL, LAUNCH, LAG = 10.0, 2.0, 1.0
 _READS = ("aten::_local_scalar_dense", "aten::nonzero")
 
 
