@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from keepbusy.record.machine import Sizes, measure
 
@@ -23,3 +24,18 @@ def test_a_virtual_gpu_measures_as_its_device_file_says(machine) -> None:
     assert found.bandwidth == pytest.approx(device.memory.bandwidth * device.efficiency.streaming, rel=0.2)
     assert found.malloc >= device.memory.malloc
     assert set(found.products) == {"bfloat16", "float16", "tfloat32", "float32"}
+
+
+def test_products_have_the_precision_that_the_program_asked_for(machine) -> None:
+    square = torch.empty(2048, 2048, device="meta")
+
+    def spent() -> int:
+        return machine.kernels("mm", (square, square), (square,))[0][1]
+
+    exact = spent()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert spent() < exact / 3
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert spent() == exact

@@ -18,7 +18,7 @@ from keepbusy.virtual.operands import Kernel, Operand
 
 __all__ = ["ASKS", "Costs", "Kernel", "Operand"]
 
-_Key: TypeAlias = tuple[str, tuple[Operand, ...], tuple[Operand, ...], tuple[Any, ...]]
+_Key: TypeAlias = tuple[str, tuple[Operand, ...], tuple[Operand, ...], tuple[Any, ...], bool]
 
 ASKS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(families.ATTENTION, ("is_causal",)),
@@ -38,10 +38,10 @@ operators take `lists`: how many lists of tensors were flattened into their inpu
 class Costs:
     """Of one device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, allows_tf32: Callable[[], bool] = lambda: False) -> None:
+        """`allows_tf32`: whether float32 products may use tensor cores now."""
         self.device = device
-        self.tf32 = False
-        """Whether float32 products may use tensor cores: `torch.backends.cuda.matmul.allow_tf32`."""
+        self._allows_tf32 = allows_tf32
         self._known: dict[_Key, tuple[Kernel, ...]] = {}
 
     def kernels(
@@ -53,15 +53,12 @@ class Costs:
     ) -> tuple[Kernel, ...]:
         """Name and work of each kernel. `name` without its namespace and overload; tensors in the schema's order."""
         asked = self._asked(name, arguments) if arguments else ()
-        key = (name, inputs, outputs, asked)
+        tf32 = name in families.PRODUCTS and self._allows_tf32()
+        key = (name, inputs, outputs, asked, tf32)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = tuple(self._found(name, inputs, outputs, dict(asked)))
+            found = self._known[key] = tuple(self._found(Call(self.device, name, inputs, outputs, dict(asked), tf32)))
         return found
-
-    def forget(self) -> None:
-        """After `tf32` was changed."""
-        self._known.clear()
 
     def _asked(self, name: str, arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         names = ASKS.get(name)
@@ -69,15 +66,12 @@ class Costs:
             names = ("lists",) if name.startswith(("_foreach_", "_fused_")) else ()
         return tuple((one, _plain(arguments[one])) for one in names if one in arguments)
 
-    def _found(
-        self, name: str, inputs: tuple[Operand, ...], outputs: tuple[Operand, ...], asked: dict[str, Any]
-    ) -> list[Kernel]:
-        if name in traffic.FREE or not (inputs or outputs):
+    def _found(self, call: Call) -> list[Kernel]:
+        if call.name in traffic.FREE or not (call.inputs or call.outputs):
             return []
-        family = _FAMILIES.get(name)
-        if family is None and name.startswith(("_foreach_", "_fused_")):
+        family = _FAMILIES.get(call.name)
+        if family is None and call.name.startswith(("_foreach_", "_fused_")):
             family = multi_tensor
-        call = Call(self.device, name, inputs, outputs, asked, self.tf32)
         try:
             return (family or traffic.elementwise)(call)
         except (IndexError, ValueError, TypeError, ZeroDivisionError):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from keepbusy.virtual.recording import Recording
 
 _size = torch._C.StorageBase.nbytes
+_precision = torch._C._get_fp32_precision_getter
 _NATIVE, _NATIVE_FAREWELL = 3_000, 500
 """What it takes to call an operator from Python where nothing of ours is in the way, launch apart; to free a tensor."""
 _BATCHES, _CALLS, _PASSES = 6, 50, 4
@@ -115,7 +116,7 @@ class Machine:
         self.clock = Clock(device, rank, devices, self._time)
         self.memory = Memory(self.clock, devices)
         self.pages = Pages(device.copies.mapped)
-        self.costs = Costs(device)
+        self.costs = Costs(device, lambda: _precision("cuda", "matmul") == "tf32")
         self.clock.raises = _accelerator_error
         self.places = Places(self.clock.place)
         self._streams = _Streams()
