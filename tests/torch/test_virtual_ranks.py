@@ -134,10 +134,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-dist.init_process_group("nccl")
 rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))  # it begins the group and chooses the device
+assert (torch.cuda.current_device(), dist.get_backend()) == (rank, "nccl")
 torch.manual_seed(0)
 plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 split = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).cuda()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from keepbusy.virtual.abi import library
-from keepbusy.virtual.driver import constantly, own
+from keepbusy.virtual.driver import constantly, own, replace_copies
 from keepbusy.virtual.guard import CUDA
 
 OURS = "keepbusy"
@@ -23,14 +23,13 @@ def patch() -> None:
 
     dist.Backend.register_backend(OURS, VirtualGroup, devices=["cuda", "cpu"])
     inside = dist.distributed_c10d
-    for name, does in (
-        ("init_process_group", _init(inside.init_process_group)),
-        ("new_group", _new_group(inside.new_group)),
-        ("get_backend", _get_backend(inside.get_backend)),
-        ("is_nccl_available", constantly(True)),
-    ):
-        for module in (inside, dist):
-            setattr(module, name, own(does, name))
+    ours = {
+        "init_process_group": _init(inside.init_process_group),
+        "new_group": _new_group(inside.new_group),
+        "get_backend": _get_backend(inside.get_backend),
+        "is_nccl_available": constantly(True),
+    }
+    replace_copies({id(getattr(inside, name)): own(does, name) for name, does in ours.items()})
     # DDP's logger reads native CUDA timers
     torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda _self: None
     _hide_native_timer()
