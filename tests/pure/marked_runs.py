@@ -23,8 +23,9 @@ def steps(
     waited: Mapping[int, float] | None = None,
     collector: Mapping[int, float] | None = None,
     lead: float | None = None,
+    host: Sequence[float] | None = None,
 ) -> Steps:
-    """A step for each of these; pauses by the step they fall into."""
+    """A step for each of these; pauses by the step they fall into. `host`: what it takes there, where that differs."""
     took = (np.asarray(milliseconds, float) * MS).astype(np.int64)
     marks = np.arange(1, len(took) + 1)
     return Steps(
@@ -34,6 +35,7 @@ def steps(
         input=_pauses(len(took), waited),
         collector=_pauses(len(took), collector),
         lead=np.full(len(took), NONE if lead is None else round(lead * MS)),
+        host=took if host is None else (np.asarray(host, float) * MS).astype(np.int64),
     )
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from strategies import loops
 
 from keepbusy.explain import explain
-from keepbusy.explain.plain import MOST, SLOWEST, deflate, other_view, plain_run
+from keepbusy.explain.plain import MOST, SLOWEST, deflate, on_an_idle_device, other_view, plain_run
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Timeline
+from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.settle import settle
 from keepbusy.timeline.steps import whole_steps
@@ -40,6 +41,22 @@ def test_the_cost_that_was_estimated_leaves_less_the_larger_it_was() -> None:
     work = timeline.spans.kind == Kind.WORK
     for factor, left in ((0.0, 50.0), (1.0, 50 / 1.5), (2.0, 25.0), (MOST, 10.0)):
         assert set(deflate(timeline, factor).spans.work[work].tolist()) == {int(left * US)}
+
+
+def test_marks_that_saw_the_host_alone_leave_it_no_slower() -> None:
+    """The device needs 1.2 ms, so that the step of 1.2 ms says nothing of a host that was recorded at 1.1."""
+    timeline = launch_bound(kernel=60)
+    host = on_an_idle_device
+    usual = plain_run(timeline, round(1.2 * MS))
+    assert pace(host(usual.timeline)) == pytest.approx(0.767 * MS, rel=0.01)
+    for alone in (0.7, 0.5):
+        marks = PlainRun("optimizer", 100, round(1.2 * MS), 0, 0, host=round(alone * MS))
+        plain = plain_run(timeline.change(facts={**timeline.facts, "marks": marks.as_fact()}), round(1.2 * MS))
+        assert pace(host(plain.timeline)) == pytest.approx(alone * MS, rel=0.01)
+        assert plain.step == round(1.2 * MS)
+    slower = PlainRun("optimizer", 100, round(1.2 * MS), 0, 0, host=round(1.0 * MS))
+    told = plain_run(timeline.change(facts={**timeline.facts, "marks": slower.as_fact()}), round(1.2 * MS))
+    assert told.factor == usual.factor
 
 
 def test_the_device_does_what_it_did() -> None:

@@ -55,3 +55,12 @@ def test_the_lead_is_told_with_the_share_that_has_none() -> None:
     assert run(steps(TOOK, lead=0.02)).no_lead == 1
     assert run(steps(TOOK)).lead == -1
     assert replace(RUN, lead=-1).as_fact()["lead"] == -1
+
+
+def test_what_the_host_takes_alone_is_seen_where_its_queue_fills() -> None:
+    """Steps of 10 ms on the device, one in 25 with a sync, after which the host is quick until its queue is full."""
+    host = np.tile([10.0, 4.0, 4.2, 9.0] + [10.0] * 21, 40)
+    took = np.full(1000, 10.0)
+    assert run(steps(took, lead=20, host=host)).host == pytest.approx(4_100_000)
+    assert run(steps(took, lead=2, host=host)).host == -1  # this host may well set the pace now and then
+    assert run(steps(took, lead=20)).host == -1

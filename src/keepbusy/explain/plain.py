@@ -14,7 +14,8 @@ import numpy as np
 
 from keepbusy.explain.stretches import without_noise
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Kind, Timeline
+from keepbusy.timeline.model import NONE, Kind, Timeline
+from keepbusy.timeline.plain_run import plain_runs
 from keepbusy.timeline.replay import pace
 
 USUAL = 1.0
@@ -65,6 +66,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
     if factor == MOST:
         speed = _sought(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
+    factor, speed = _as_quick(timeline, factor, speed)
     deflated = deflate(timeline, factor, speed)
     reached = max(1.0, pace(deflated))
     if plain_step < UNREACHABLE * reached:
@@ -99,6 +101,26 @@ def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:
     if least > plain_step * (1 + _CLOSE):
         return MOST
     return _sought(lambda factor: pace(deflate(timeline, factor)), MOST, 0.0, plain_step)
+
+
+def _as_quick(timeline: Timeline, factor: float, speed: float) -> tuple[float, float]:
+    """No less is taken out than what leaves the host as quick as marks have seen it where nothing held it up.
+
+    Where the device sets the pace of the plain run the step says nothing of the host, however slow recording made it.
+    """
+    wanted = max((run.host for run in plain_runs(timeline.facts, timeline.ranks[0]).values()), default=NONE)
+    host = on_an_idle_device(timeline)
+    if wanted == NONE or pace(deflate(host, factor, speed)) <= wanted * (1 + _CLOSE):
+        return factor, speed
+    factor = _sought(lambda factor: pace(deflate(host, factor, speed)), MOST, factor, wanted)
+    if factor == MOST:
+        speed = _sought(lambda speed: pace(deflate(host, MOST, speed)), SLOWEST, speed, wanted)
+    return factor, speed
+
+
+def on_an_idle_device(timeline: Timeline) -> Timeline:
+    """As if all that the host ever waits for were done at once."""
+    return timeline.change_spans(work=np.where(timeline.on_device, 0, timeline.spans.work))
 
 
 def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: float) -> float:

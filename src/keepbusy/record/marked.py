@@ -87,6 +87,7 @@ class Steps:
     input: Ints
     collector: Ints
     lead: Ints  # at its end, NONE where nobody knows
+    host: Ints  # what passes between its marks on the host
 
     def __len__(self) -> int:
         return len(self.mark)
@@ -120,4 +121,5 @@ def steps_of(marked: Marked, device: DeviceMarks | None, last: int = 0) -> Steps
         input=waited[rows],
         collector=collector[rows],
         lead=lead[rows],
+        host=host[rows] - host[rows - 1],
     )

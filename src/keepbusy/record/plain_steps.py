@@ -18,6 +18,9 @@ NO_LEAD = 100_000
 """Below this the host has no lead: a mark takes some microseconds to reach the device, and clocks align no better."""
 ROWS = 512
 """Of the course of a run."""
+AHEAD, FREE = 0.5, 0.25
+"""A host that is usually half a step ahead does not set the pace. In a step in which it gains a quarter of it on the
+device nothing holds it up: that is how the queue fills, at first and after each sync."""
 
 
 def plain_run(
@@ -48,6 +51,7 @@ def plain_run(
         high=round(high),
         warm_up=begun,
         warm_up_time=int(plain.took[:begun].sum()),
+        host=_host_alone(ordinary),
         lead=_median(lead),
         no_lead=float((lead < NO_LEAD).mean()) if len(lead) else 0.0,
         input=mean(ordinary.input),
@@ -59,6 +63,13 @@ def plain_run(
         course=_course(plain),
         fault=fault,
     )
+
+
+def _host_alone(steps: Steps) -> int:
+    known = steps.lead != NONE
+    if not known.any() or np.median(steps.lead[known]) < AHEAD * np.median(steps.took):
+        return NONE
+    return _median(steps.host[steps.host < (1 - FREE) * steps.took])
 
 
 def _is_its_own(stall: RareStall, delayed: float) -> bool:

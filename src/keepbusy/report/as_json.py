@@ -122,6 +122,7 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
         "high": milliseconds(run.high),
         "warm_up": run.warm_up,
         "warm_up_time": milliseconds(run.warm_up_time),
+        "host": _known(run.host),
         "lead": _known(run.lead),
         "no_lead": round(run.no_lead, 3),
         "input": milliseconds(run.input),

@@ -63,6 +63,7 @@ class PlainRun:
     high: int  # one in ten takes longer
     warm_up: int = 0  # steps at the beginning that are not like the others
     warm_up_time: int = 0
+    host: int = NONE  # what a step takes of a host that nothing holds up, where that does not set the pace
     lead: int = NONE  # of the host at the end of a step, typically
     no_lead: float = 0.0  # share of the steps at whose end the host had none
     input: int = 0  # what a step waits for its input
