@@ -170,6 +170,20 @@ def test_steps_that_have_changed_are_explained_again() -> None:
     assert "later Since step 650 a step takes 14.0 ms instead of 10.0 ms, 40% more: " in told
     assert "train.py:33" in told or "train.py:34" in told
     assert "mend: torch.cuda.Event(enable_timing=True)" in told
+    assert "which cost nothing before; without it 10.0 ms" in told
+
+
+def test_of_what_was_there_before_it_is_told_how_much_it_grew() -> None:
+    def reads(run: Run, host: float = 3000) -> None:
+        train(run)
+        run.sync(at=["train.py(33): main"])
+        run.work(host, at=["train.py(34): main"])
+
+    first = window([reads] * 6, 10, plain_step=13 * MS)
+    grown = window([lambda run: reads(run, 6000)] * 6, 700, why="drift", about={"began": 650}, plain_step=16 * MS)
+    told = " ".join(terminal.render(explain(first.change(further=(grown,)))).split())
+    assert "later Since step 650 a step takes 16.0 ms instead of 13.0 ms, 23% more: " in told
+    assert "3.0 → 6.0 ms of it" in told
 
 
 def test_all_of_it_goes_through_a_file_and_keeps_to_the_schema() -> None:

@@ -158,6 +158,7 @@ def test_a_step_that_is_captured_whole_is_heard_by_its_replays(program: Program)
         graph.replay()
     assert program.marks.count == 4 + 21  # the optimizer is trusted for a while
     assert program.ended().marked_by == "graph"
+    assert program.marks.replays_graphs
 
 
 def test_the_lead_is_what_the_timeline_says(machine: object) -> None:

@@ -41,14 +41,24 @@ def of_change(first: Diagnosis, later: Later) -> Iterator[str]:
     """Since when, by how much, and what has changed most; with what to do where that is a cause that grew."""
     now = later.diagnosis
     step = f"{duration(now.plain_step)} instead of {duration(first.plain_step, now.plain_step)}"
-    place = _changed_most(first, now)
-    yield (
-        f"Since step {later.since} a step takes {step}, {words.change(first.plain_step, now.plain_step)}: "
-        f"{_what_changed(place, first, now)}"
-    )
+    new, place = _new(first, now), _changed_most(first, now)
+    what = _without(new) if new else _what_changed(place, first, now)
+    yield f"Since step {later.since} a step takes {step}, {words.change(first.plain_step, now.plain_step)}: {what}"
     grew = now.ledger.get(place, 0) > first.ledger.get(place, 0)
-    for cause in (one for one in now.causes if grew and one.cause == place):
+    grown = next((one for one in now.causes if grew and one.cause == place), None)
+    if cause := new or grown:
         yield f"mend: {tame(cause.remedy)}"
+
+
+def _new(first: Diagnosis, now: Diagnosis) -> Cause | None:
+    """A cause that was not there before, and whose mending gives back most of what was lost since."""
+    before, lost = {one.cause for one in first.causes}, now.plain_step - first.plain_step
+    new = [one for one in now.causes if one.cause not in before]
+    return next((one for one in new if lost > 0 and 2 * (now.plain_step - one.predicted.step) >= lost), None)
+
+
+def _without(cause: Cause) -> str:
+    return f"{_place(cause)}, which cost nothing before; without it {duration(cause.predicted.step)}"
 
 
 def _changed_most(first: Diagnosis, now: Diagnosis) -> str:

@@ -104,7 +104,7 @@ def _of_each_step(run: PlainRun) -> Iterator[str]:
 def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
     """The largest first. Ranks wait for each other, so of those that stall together the one with a reason is told."""
     every = [(rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= RARE]
-    every.sort(key=lambda one: (-bool(one[1].what), -one[1].share))
+    every.sort(key=lambda one: (-bool(one[1].what), -bool(one[1].lines), -one[1].share))
     told: list[tuple[int, RareStall]] = []
     for rank, stall in every:
         if not any(_comes_with(stall, other) for _, other in told):
