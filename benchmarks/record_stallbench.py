@@ -194,29 +194,34 @@ def score(options: argparse.Namespace) -> None:
     import keepbusy
 
     planted = json.loads(options.planted.read_text())
-    errors, right = [], 0
+    rows = []
     for path in sorted(options.out.glob("*.busy")):
         truth = json.loads(path.with_suffix(".json").read_text())
-        timeline = keepbusy.load(path)
-        row = judged(timeline, truth, planted[path.stem])
-        errors.append(row["error"])
-        right += row["right"]
-        print(
-            f"{path.stem:20s} {'right' if row['right'] else 'WRONG'}  {row['named']:34s} "
-            f"plain {row['plain']:7.2f} ({truth['stalled_ms']:7.2f} by stopwatch)  mended {truth['fixed_ms']:7.2f}  "
-            f"predicted {row['predicted']:7.2f}  error {row['error']:6.1%}  {row['place']}"
-        )
-    errors.sort()
-    print(
-        f"{right} of {len(errors)} right; error: median {statistics.median(errors):.1%}, "
-        f"90th percentile {errors[min(len(errors) - 1, int(0.9 * len(errors)))]:.1%}"
+        rows.append(judged(keepbusy.load(path), truth, planted[path.stem]))
+        print(f"{path.stem:20s} {line(rows[-1], truth)}")
+    decided = [row["right"] for row in rows if row["right"] is not None]
+    errors = sorted(row["error"] for row in rows)
+    tenth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    print(f"{sum(decided)} of {len(decided)} right, {len(rows) - len(decided)} undecided")
+    print(f"error: median {statistics.median(errors):.1%}, 90th percentile {tenth:.1%}")
+
+
+def line(row: dict[str, Any], truth: dict[str, Any]) -> str:
+    verdict = {True: "right", False: "WRONG", None: "undecided"}[row["right"]]
+    return (
+        f"{verdict:9s}  {row['named']:34s} plain {row['plain']:7.2f} ({truth['stalled_ms']:7.2f} by stopwatch)  "
+        f"mended {truth['fixed_ms']:7.2f}  predicted {row['predicted']:7.2f}  error {row['error']:6.1%}  {row['place']}"
     )
 
 
 def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str, Any]:
-    """What keepbusy predicts against what mending really gains. Where that is nothing, no line may be blamed."""
+    """What keepbusy predicts against what mending really gains. Where that is nothing, no line may be blamed.
+
+    Where one pair of runs shows a gain and another none, the machine was too uneven to decide.
+    """
     import keepbusy
 
+    undecided = truth["gain_low"] < GAIN <= truth["gain_high"]
     planted = planted if truth["gain"] >= GAIN else []
     said = keepbusy.explain(timeline, mend=planted)
     plain, fixed = said.plain_step / 1e6, truth["fixed_ms"]
@@ -226,7 +231,7 @@ def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str
     right = share >= 0.5 * truth["gain"] if planted else share <= GAIN
     first = next((one for one in said.causes if one.cause in planted), None) or next(iter(said.causes), None)
     return {
-        "right": right,
+        "right": None if undecided else right,
         "named": ",".join(one.cause for one in said.causes) or "silent",
         "plain": plain,
         "predicted": predicted,

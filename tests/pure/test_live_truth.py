@@ -52,3 +52,11 @@ def test_a_healthy_program_is_left_alone() -> None:
     said = told("healthy")
     assert said.causes == ()
     assert any(note.startswith("Recorded were steps 10 to 14 of 30") for note in said.notes)
+
+
+def test_a_host_that_was_recorded_slowly_is_not_blamed_where_marks_saw_it_ahead() -> None:
+    """Four ranks; the window made the hosts slower than the devices, and marks had seen one alone at 17 ms of 28."""
+    said = explain(load(LIVE.parent / "host_alone.busy"))
+    assert [one.cause for one in said.causes] == ["exposed_collective"]
+    assert said.causes[0].sites[0].where.line == 19
+    assert said.ledger["launch_bound"] < 0.05 * said.plain_step
