@@ -85,6 +85,21 @@ def test_an_overdue_step_is_looked_at_less_and_less_often() -> None:
     assert list(program.watch.seen) == [64]  # the mark that ended that step
 
 
+def test_a_look_counts_for_as_long_as_it_may_have_been_so() -> None:
+    """The last look often comes late, since the program holds the interpreter, and sees what follows the stall."""
+    program = Program()
+    program.steps(64)
+    program.watch.turn()
+    begun = program.now
+    for moment, stands in ((30, program.saving), (200, program.saving), (499, program.training)):
+        program.now, program.stands = begun + moment * MS, stands
+        program.watch.turn()
+    program.steps(1, time=1 * MS)
+    program.watch.turn()
+    (seen,) = program.watch.seen.values()
+    assert "saving" in seen.lines[-1]
+
+
 def test_a_stall_is_looked_at_soon() -> None:
     program = Program()
     program.steps(64)

@@ -259,6 +259,11 @@ def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_p
     assert "A step takes" in done.stdout
 
 
+LOOKS_OFTEN = """\
+import keepbusy.record.occasions as occasions
+occasions.SELDOM_ASKED = 0
+"""
+"""To look for what is rare takes time, and only a share of the run's is granted: too little of a run of seconds."""
 RARE = (
     LONG.replace("range(40)", "range(600)")
     + """\
@@ -278,7 +283,9 @@ def evaluate():
 """
 
 
-def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record) -> None:
+def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record, tmp_path: Path) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as site:
+        site.write(LOOKS_OFTEN)
     done = record(RARE.replace("torch.manual_seed", EVALUATE + "torch.manual_seed"), "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -289,8 +296,8 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record) -> N
     assert stall["count"] >= 4  # of six, one was looked at
     assert 480 < stall["time"] < 1500
     assert run["marked_by"] == "optimizer"
-    rare = said["rare"][0]  # a window was open when it came again
-    assert rare["step"] % 100 == 62
+    # a window was open when it came again; another may have been for a beat of the machine's own
+    rare = next(one for one in said["rare"] if one["step"] % 100 == 62)
     assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {12, 13}
     assert f" {rare['step'] - 1} to {rare['step'] + 1}" in said["notes"][0]
 

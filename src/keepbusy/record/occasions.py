@@ -109,8 +109,8 @@ class Occasions:
 
 
 def is_worth(stall: RareStall) -> bool:
-    """Of the collector the marks know all. Two that came the same way may be chance, unless they have a place."""
-    enough = stall.count > 2 or bool(stall.what or stall.lines)
+    """Of the collector the marks know all. Any two keep a beat, so without a reason it takes a third."""
+    enough = stall.count > 2 or bool(stall.what)
     rare = stall.every >= SELDOM and stall.time <= LONGEST and stall.share >= WORTH
     return enough and rare and stall.what != COLLECTOR
 

@@ -56,7 +56,8 @@ class Watch:
         self._chains: list[tuple[str, ...]] = []
         self._places = Places(self._number)
         self._count = self._asked = 0
-        self._looks: Counter[int] = Counter()
+        self._looks: Counter[int] = Counter()  # nanoseconds by where the program stood
+        self._last_look = (0, 0)  # where, and when
         self._tell, self._told = tell, 0
         self._pause = LOOK
         self.loop: tuple[str, ...] = ()
@@ -97,9 +98,12 @@ class Watch:
         return self._rest(left) if left > 0 else self._look()
 
     def _next_step(self, count: int) -> None:
-        if self._looks and len(self.seen) < MOST:
-            self.seen[self._count] = self._agreed()
+        if self._last_look[1]:
+            self._see(self._ended())
+            if len(self.seen) < MOST:
+                self.seen[self._count] = self._agreed()
         self._looks.clear()
+        self._last_look = (0, 0)
         self._count, self._pause = count, LOOK
         if count - self._asked > ENOUGH:
             took = self._marked.recent(RECENT)
@@ -113,10 +117,25 @@ class Watch:
             self._tell()
             self._told = self._clock()
 
+    def _ended(self) -> int:
+        """When the step did that was looked at; now, if it has not."""
+        row = self._count - self._marked.first
+        return self._marked.host[row] if 0 <= row < len(self._marked.host) else self._clock()
+
+    def _see(self, until: int) -> None:
+        """Where the program stood at the last look it was until now, or until its step ended.
+
+        Looks come late where the program holds the interpreter, and then see what follows the stall.
+        """
+        place, since = self._last_look
+        self._looks[place] += max(1, until - since)
+
     def _look(self) -> int:
-        frame = self._frame()
+        frame, now = self._frame(), self._clock()
         if frame is not None:
-            self._looks[self._places.here(frame)] += self._pause
+            if self._last_look[1]:
+                self._see(now)
+            self._last_look = (self._places.here(frame), now)
         del frame  # it would keep the program's variables alive
         pause, self._pause = self._pause, min(round(self._pause * SLOWER), LONGEST_LOOK)
         return pause
