@@ -236,7 +236,8 @@ def test_ranks_that_the_script_spawns_make_one_report(record, tmp_path: Path) ->
     done = record(SPAWNED.replace("DIES", "None"), "--json", "-m", name="train", after=[str(tmp_path)])
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert (said["ranks"], said["steps"]) == ([0, 1], 5)
+    assert said["ranks"] == [0, 1]
+    assert 3 <= said["steps"] <= 5  # of so short steps some may seem rare, and are left out
     assert "all is done" in done.stderr
     assert {file for file, _ in places(said)} == {"train.py"}
 
@@ -269,8 +270,12 @@ RARE = (
     + """\
     if step % 100 == 60:
         evaluate()
+    until = time.perf_counter() + 0.004
+    while time.perf_counter() < until:
+        pass
 """
 )
+"""Beside steps of 5 ms the machine's own whims are no stalls."""
 EVALUATE = """\
 import time
 
