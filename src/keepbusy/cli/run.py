@@ -31,15 +31,21 @@ The program runs as it is: its arguments, its output and its exit code are its o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_of_the_machine(parser)
+    _add_of_the_report(parser)
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+    parser.add_argument("script", metavar="SCRIPT", help="the program to run, unchanged")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the program's own arguments")
+
+
+def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
+    """On what the program runs."""
     parser.add_argument(
         "--on",
         metavar="DEVICE",
         default="auto",
         help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
         "(default: the real GPU where there is one, else h200)",
-    )
-    parser.add_argument(
-        "--after", type=_steps, metavar="N", help="record after N steps (default: after 8, once they are steady)"
     )
     parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
     parser.add_argument(
@@ -57,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="measured",
         help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
     )
+
+
+def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
+    """What is looked at, and what is told of it."""
+    parser.add_argument(
+        "--after", type=_steps, metavar="N", help="record after N steps (default: after 8, once they are steady)"
+    )
     parser.add_argument(
         "--mend", type=values.causes, metavar="CAUSES", default=(), help="predict the step with these mended"
     )
@@ -70,9 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live", action="store_true", help="on a real GPU: show the step, the lead and the worst line while it runs"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
-    parser.add_argument("script", metavar="SCRIPT", help="the program to run, unchanged")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the program's own arguments")
 
 
 def _count(text: str) -> int:
