@@ -20,8 +20,8 @@ from statistics import median
 
 import numpy as np
 
+from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.store import load
 
 HERE = Path(__file__).parent
 TRUTH = HERE.parent / "tests" / "gpu" / "truth" / "operator_costs.json.gz"

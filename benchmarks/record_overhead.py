@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "stalls"))
 from forked import forked
 from models import TextClassifier, resnet
 
-from keepbusy.record.marks import Marks
-from keepbusy.record.run import Options, Run
+from keepbusy.recording.marks import Marks
+from keepbusy.recording.recorder import Options, Run
 
 WARM, LOOKED_AT = 3, 12
 """Steps before the window opens, and so many more that it has closed and CUPTI has let go."""

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.record import read
 from keepbusy.timeline.model import NONE, FrameKind, LinkKind, Timeline
-from keepbusy.virtual.costs import Costs
-from keepbusy.virtual.device_files import read as read_device
-from keepbusy.virtual.operands import Operand
+from keepbusy.traces import read
+from keepbusy.virtual.costs.device_files import read as read_device
+from keepbusy.virtual.costs.operands import Operand
+from keepbusy.virtual.costs.prices import Costs
 
 Call = tuple[str, tuple[Operand, ...], tuple[Operand, ...], dict[str, Any]]
 HALF, FULL, LONG = "bfloat16", "float32", "int64"

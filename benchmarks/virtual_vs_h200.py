@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.steps import commands_between, whole_steps
-from keepbusy.timeline.store import load
 
 VARIANT = Path(__file__).parent / "variant.py"
 NOISE, SILENT, BESIDE = 0.03, 0.05, 0.10

@@ -1,6 +1,6 @@
 """`keepbusy.graph` against the eager loop, `torch.compile(mode="reduce-overhead")` and `make_graphed_callables`.
 
-    python benchmarks/runtime/graph.py [--out FILE] [--small]      (needs a GPU)
+    python benchmarks/runtime/graph/graphed_step.py [--out FILE] [--small]      (needs a GPU)
 
 Every contender trains the same model on the same batches, which lie on the device already, and takes turns with the
 others. `bound` is what the device needs for one replay of the whole step in which the host plays no part.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keepbusy.runtime.graph import graph
+from keepbusy.runtime.graph.graphed_step import graph
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Contender = Callable[[dict[str, int]], tuple[Step, list[tuple[Tensor, Tensor]]]]

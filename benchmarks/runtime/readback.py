@@ -96,7 +96,7 @@ def torchmetrics() -> Log:
 
 def readback() -> Log:
     """Each step shows the loss of the one before."""
-    log: list[keepbusy.runtime.reading.Reading] = []
+    log: list[keepbusy.runtime.readback.Reading] = []
     shown: list[str] = []
 
     def read(loss: Tensor) -> None:
@@ -183,7 +183,7 @@ def beside_a_large_copy() -> dict[str, dict[str, float]]:
             end.record()
             end.synchronize()
             began = time.perf_counter()
-            if isinstance(last, keepbusy.runtime.reading.Reading):
+            if isinstance(last, keepbusy.runtime.readback.Reading):
                 last.item()
             waited = (time.perf_counter() - began) * 1e3
             rows[f"{name}, {pieces} pieces"] = {"ten_steps_ms": start.elapsed_time(end), "reading_waited_ms": waited}

@@ -16,37 +16,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepbusy.explain import explain as explain
-    from keepbusy.explain.compare import compare as compare
-    from keepbusy.record import read as read
-    from keepbusy.record import record as record
+    from keepbusy.explain.comparison import compare as compare
+    from keepbusy.instrument.step import step as step
+    from keepbusy.recording import record as record
     from keepbusy.report.terminal import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
-    from keepbusy.runtime.agreement import agree as agree
-    from keepbusy.runtime.graph import graph as graph
-    from keepbusy.runtime.prefetch import prefetch as prefetch
-    from keepbusy.runtime.reading import readback as readback
-    from keepbusy.runtime.saving import save_later as save_later
-    from keepbusy.script.steps import step as step
-    from keepbusy.timeline.store import load as load
-    from keepbusy.timeline.store import save as save
+    from keepbusy.runtime.agree import agree as agree
+    from keepbusy.runtime.graph.graphed_step import graph as graph
+    from keepbusy.runtime.prefetch.prefetch_iterator import prefetch as prefetch
+    from keepbusy.runtime.readback import readback as readback
+    from keepbusy.runtime.save_later import save_later as save_later
+    from keepbusy.timeline.busy_file import load as load
+    from keepbusy.timeline.busy_file import save as save
+    from keepbusy.traces import read as read
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "accumulate": "keepbusy.runtime.accumulate",
-    "agree": "keepbusy.runtime.agreement",
-    "compare": "keepbusy.explain.compare",
+    "agree": "keepbusy.runtime.agree",
+    "compare": "keepbusy.explain.comparison",
     "explain": "keepbusy.explain",
-    "graph": "keepbusy.runtime.graph",
-    "load": "keepbusy.timeline.store",
-    "prefetch": "keepbusy.runtime.prefetch",
-    "read": "keepbusy.record",
-    "readback": "keepbusy.runtime.reading",
-    "record": "keepbusy.record",
+    "graph": "keepbusy.runtime.graph.graphed_step",
+    "load": "keepbusy.timeline.busy_file",
+    "prefetch": "keepbusy.runtime.prefetch.prefetch_iterator",
+    "read": "keepbusy.traces",
+    "readback": "keepbusy.runtime.readback",
+    "record": "keepbusy.recording",
     "render": "keepbusy.report.terminal",
-    "save": "keepbusy.timeline.store",
-    "save_later": "keepbusy.runtime.saving",
-    "step": "keepbusy.script.steps",
+    "save": "keepbusy.timeline.busy_file",
+    "save_later": "keepbusy.runtime.save_later",
+    "step": "keepbusy.instrument.step",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

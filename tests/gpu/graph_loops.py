@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keepbusy.runtime.graph import Graphed, graph
+from keepbusy.runtime.graph.graphed_step import Graphed, graph
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Loop = Callable[[Wrap, int], list[Tensor]]

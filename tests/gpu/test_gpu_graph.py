@@ -10,7 +10,7 @@ import torch
 from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
-from keepbusy.runtime.graph import graph
+from keepbusy.runtime.graph.graphed_step import graph
 
 
 @pytest.mark.parametrize("loop", DRAWING + LOOPS, ids=lambda loop: loop.__name__)

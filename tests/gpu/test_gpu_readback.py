@@ -7,8 +7,8 @@ import torch
 
 import keepbusy
 from keepbusy.runtime import Readings
-from keepbusy.runtime.note import Note
-from keepbusy.runtime.parcel import side_stream
+from keepbusy.runtime.scalar_readback import Note
+from keepbusy.runtime.tensor_readback import side_stream
 
 SPIN = 100_000_000
 """Cycles: about fifty milliseconds."""

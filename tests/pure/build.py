@@ -34,8 +34,7 @@ from keepbusy.timeline.model import (
     Spans,
     Timeline,
 )
-from keepbusy.timeline.replay import PENDING_LIMIT
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.replay import PENDING_LIMIT, settle
 
 US, MS = 1_000, 1_000_000
 MB = 1 << 20

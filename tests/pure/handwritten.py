@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from traces import event, trace_of
 
-from keepbusy.record.files import read_trace
-from keepbusy.record.kineto import timeline_of
 from keepbusy.timeline.model import Kind, LinkKind, Timeline
 from keepbusy.timeline.replay import replay
+from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.trace_file import read_trace
 
 US = 1_000
 MAIN, BACKWARD = 100, 101

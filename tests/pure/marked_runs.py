@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from keepbusy.record.marked import Steps
-from keepbusy.record.plain_steps import plain_run
-from keepbusy.record.watch import Seen
+from keepbusy.recording.plain_steps import plain_run
+from keepbusy.recording.step_clock import Steps
+from keepbusy.recording.watch import Seen
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun
 

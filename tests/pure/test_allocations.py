@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from marked_runs import MS, steps
 
-from keepbusy.record.allocations import INTERVAL, MOST, Allocations, Reading
-from keepbusy.record.plain_steps import plain_run
+from keepbusy.recording.interruptions import INTERVAL, MOST, Allocations, Reading
+from keepbusy.recording.plain_steps import plain_run
 
 
 def counted(requests: int, retries: int) -> Iterator[dict[str, int]]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from traces import NCCL, Read, event, parts, reader, small, trace_of
 
-from keepbusy.record import batches, unzip
-from keepbusy.record.files import read_trace
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE
+from keepbusy.traces import json_events, trace_file
+from keepbusy.traces.trace_file import read_trace
 
 
 @pytest.fixture
@@ -190,13 +190,13 @@ def test_a_wrong_checksum_is_found(tmp_path: Path) -> None:
 
 
 def test_a_bomb_is_never_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unzip, "SMALL", 1 << 20)
+    monkeypatch.setattr(trace_file, "SMALL", 1 << 20)
     events = b'{"traceEvents": [' + b'{"ph": "i", "ts": 1, "name": "a"},' * 100_000
     refused(tmp_path / "a.json.gz", gzip.compress(events), "unpacks to more than 2 MB from 9 kB")
 
 
 def test_an_endless_event_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_LONGEST_EVENT", 1 << 20)
+    monkeypatch.setattr(json_events, "_LONGEST_EVENT", 1 << 20)
     refused(tmp_path / "a.json", b'[{"name": "' + b"a" * (2 << 20), "an event of more than 1 MB")
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 
-from keepbusy.explain.compare import compare
-from keepbusy.report import comparison
+from keepbusy.explain.comparison import compare
+from keepbusy.report import compared
 
 MENDED = replace(
     STALLED,
@@ -24,7 +24,7 @@ def test_a_run_is_the_same_as_itself() -> None:
     done = compare(STALLED, STALLED)
     assert not done.step.significant
     assert {change.verdict for change in done.causes} == {"unchanged"}
-    assert "The step is the same within noise" in comparison.render(done)
+    assert "The step is the same within noise" in compared.render(done)
 
 
 def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
@@ -35,7 +35,7 @@ def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
     ]
     assert done.predicted == COPY.predicted
     assert done.ledger["blocking_copy"].difference == -ms(20.1)
-    text = comparison.render(done)
+    text = compared.render(done)
     assert "A step takes 31.3 → 10.4 ms, 67% less (noise 1.3 ms)" in text
     assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
     assert "gone       blocking copy · mending it gains 22.4 → 0 ms · train.py:3" in text
@@ -45,7 +45,7 @@ def test_what_is_new_is_said() -> None:
     done = compare(MENDED, STALLED)
     assert [change.verdict for change in done.causes] == ["new", "unchanged"]
     assert done.predicted is None
-    assert "3.0× as long" in comparison.render(done)
+    assert "3.0× as long" in compared.render(done)
 
 
 def test_growing_and_shrinking() -> None:
@@ -86,7 +86,7 @@ def test_other_devices_and_ranks_are_said() -> None:
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_text_fits_its_width(width: int) -> None:
-    for text in (comparison.render(compare(STALLED, MENDED), width), comparison.render(compare(HEALTHY, LATE), width)):
+    for text in (compared.render(compare(STALLED, MENDED), width), compared.render(compare(HEALTHY, LATE), width)):
         assert max(map(len, text.splitlines())) <= width
-    assert comparison.render(compare(STALLED, MENDED), width, unicode=False).isascii()
-    assert "\x1b[" in comparison.render(compare(STALLED, MENDED), width, colour=True)
+    assert compared.render(compare(STALLED, MENDED), width, unicode=False).isascii()
+    assert "\x1b[" in compared.render(compare(STALLED, MENDED), width, colour=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.virtual.device import Device
-from keepbusy.virtual.device_files import names, read
+from keepbusy.virtual.costs.device import Device
+from keepbusy.virtual.costs.device_files import names, read
 
 
 def test_six_devices_come_along() -> None:

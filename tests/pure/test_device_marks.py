@@ -7,11 +7,9 @@ from clocks import LAUNCH, PaperDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.record.device_marks import RING, DeviceMarks
-from keepbusy.record.lead import DRIFT, leads
-from keepbusy.record.marked import Marked, steps_of
-from keepbusy.record.pauses import Pauses
-from keepbusy.record.rounds import ENDS
+from keepbusy.recording.interruptions import Pauses
+from keepbusy.recording.step_clock import DRIFT, RING, DeviceMarks, Marked, leads, steps_of
+from keepbusy.recording.step_detector import ENDS
 from keepbusy.timeline.model import NONE
 
 MS = 1_000_000

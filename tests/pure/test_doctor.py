@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from keepbusy.record.settings import harms
-from keepbusy.virtual.device_files import read as read_device
+from keepbusy.recording.settings import harms
+from keepbusy.virtual.costs.device_files import read as read_device
 
 MACHINE = SimpleNamespace(
     name="NVIDIA Test",
@@ -59,7 +59,7 @@ def test_what_a_driver_does_not_know_is_passed_over() -> None:
 
 
 def test_a_machine_becomes_a_device_that_reaches_what_was_measured(tmp_path: Path) -> None:
-    from keepbusy.cli.device_file import written
+    from keepbusy.cli.doctor import written
 
     path = tmp_path / "mine.toml"
     path.write_text(written(MACHINE, None), encoding="utf-8")  # type: ignore[arg-type]
@@ -74,8 +74,8 @@ def test_a_machine_becomes_a_device_that_reaches_what_was_measured(tmp_path: Pat
 
 def test_the_ranks_times_become_a_bandwidth() -> None:
     pytest.importorskip("torch")
-    from keepbusy.cli.device_file import written
-    from keepbusy.record.wires import LARGE, read
+    from keepbusy.cli.doctor import written
+    from keepbusy.recording.machine import LARGE, read
 
     said = "W: a warning\n" + json.dumps({"small": 30_000.0, "large": 30_000.0 + 1.5 * LARGE / 350}) + "\n"
     met = read(said, 4, True)

@@ -10,14 +10,13 @@ from strategies import loops
 from told import assert_sound, cause, explained, harmless, names, near, told
 
 from keepbusy.explain import CAUSES, explain
+from keepbusy.explain.causes import FINDERS, findings
 from keepbusy.explain.diagnosis import UNMENDED, Diagnosis
 from keepbusy.explain.edit import Edit, apply
-from keepbusy.explain.fixes import FINDERS, findings
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Timeline
-from keepbusy.timeline.replay import pace
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.replay import pace, settle
 from keepbusy.timeline.steps import whole_steps
 
 ITEM = ["aten::item"]

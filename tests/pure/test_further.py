@@ -14,9 +14,9 @@ from marked_runs import MAIN, MS
 from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.report import as_json, terminal
+from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.store import from_bytes, to_bytes
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json").read_text())
 EVERY, LAST, LOOKED = 50, 400, 200

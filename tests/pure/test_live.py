@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from screens import PaperScreen
 
 from keepbusy.cli.live import latest, live
-from keepbusy.report.live import BottomLine, line
-from keepbusy.timeline.figures import Figures, FiguresFile
+from keepbusy.report.live_line import BottomLine, line
+from keepbusy.timeline.plain_run import Figures, FiguresFile
 
 FIGURES = Figures(1240, ms(25), ms(24.1), ms(26.3), ms(3.2), ended=10**12, limit=ms(38))
 NOW = 10**12 + ms(5)

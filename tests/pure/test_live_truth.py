@@ -13,7 +13,7 @@ import pytest
 
 from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import Diagnosis
-from keepbusy.timeline.store import load
+from keepbusy.timeline.busy_file import load
 
 LIVE = Path(__file__).parents[1] / "gpu" / "truth" / "live"
 LINES = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_runs import MAIN, MS, run, steps
 
-from keepbusy.record.marked import Steps
-from keepbusy.record.occasions import BEFORE, DRIFT, MOST, SETTLING, STALL, Occasion, Occasions, changed, foreseen
+from keepbusy.recording.occasions import BEFORE, DRIFT, MOST, SETTLING, STALL, Occasion, Occasions, changed, foreseen
+from keepbusy.recording.step_clock import Steps
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 
 EVALUATE, SAVE = (MAIN, "train.py(41): main"), (MAIN, "train.py(55): main")

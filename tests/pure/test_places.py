@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keepbusy.script.lines import Places
+from keepbusy.instrument.lines import Places
 
 SOURCE = "def called(places):\n    return places()\n"
 

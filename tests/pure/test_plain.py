@@ -14,8 +14,7 @@ from keepbusy.explain.plain import MOST, SLOWEST, deflate, on_an_idle_device, ot
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.replay import pace
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.replay import pace, settle
 from keepbusy.timeline.steps import whole_steps
 
 OPERATOR = 25

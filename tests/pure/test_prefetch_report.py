@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.runtime.overlap import Handover, Overlap, Trip
+from keepbusy.runtime.prefetch.overlap import Handover, Overlap, Trip
 
 MS = 1_000_000
 MB = 1_000_000

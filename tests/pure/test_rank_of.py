@@ -9,10 +9,10 @@ import pytest
 from handwritten import call, command
 from traces import trace_of
 
-from keepbusy.record.events import Trace
-from keepbusy.record.files import read_trace
-from keepbusy.record.rank_of import ranks_of
 from keepbusy.timeline.errors import BadInput
+from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.rank_of import ranks_of
+from keepbusy.traces.trace_file import read_trace
 
 
 def trace(folder: Path, name: str, about: Any = None, begin: float = 0) -> Trace:

@@ -11,8 +11,7 @@ from strategies import loops
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun, plain_runs
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.replay import replay
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.replay import replay, settle
 
 SECOND = 10**9
 

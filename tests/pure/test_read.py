@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import NCCL, Read, event, reader, real, small, trace_of
 
-from keepbusy.record import side_by_side, unzip
-from keepbusy.record.events import Category, Collective, Thread, Trace
-from keepbusy.record.files import read_trace, read_traces
-from keepbusy.record.side_by_side import deal
-from keepbusy.record.split import scan
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE
+from keepbusy.traces import trace_file
+from keepbusy.traces.event_columns import Category, Collective, Thread, Trace
+from keepbusy.traces.json_events import scan
+from keepbusy.traces.trace_file import deal, read_trace, read_traces
 
 
 @pytest.fixture
@@ -199,7 +198,7 @@ def layouts() -> dict[str, bytes]:
 @pytest.mark.parametrize("block", [64, 1000, 1 << 20])
 @pytest.mark.parametrize("layout", layouts())
 def test_every_layout_reads_the_same(read: Read, monkeypatch: pytest.MonkeyPatch, layout: str, block: int) -> None:
-    monkeypatch.setattr(unzip, "BLOCK", block)
+    monkeypatch.setattr(trace_file, "BLOCK", block)
     assert_same(read(small("tokens")), read(layouts()[layout]))
 
 
@@ -247,7 +246,7 @@ def three(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("worth", [0, 1 << 40], ids=["in processes", "here"])
 def test_several_are_read_in_their_order(three: list[Path], monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
-    monkeypatch.setattr(side_by_side, "_WORTH_IT", worth)
+    monkeypatch.setattr(trace_file, "_WORTH_IT", worth)
     shares: list[float] = []
     traces = read_traces(three, lambda _, share: shares.append(share))
     for trace, path in zip(traces, three, strict=True):
@@ -259,15 +258,15 @@ def test_several_are_read_in_their_order(three: list[Path], monkeypatch: pytest.
 
 @pytest.mark.parametrize("worth", [0, 1 << 40], ids=["in processes", "here"])
 def test_one_bad_one_is_named(three: list[Path], monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
-    monkeypatch.setattr(side_by_side, "_WORTH_IT", worth)
+    monkeypatch.setattr(trace_file, "_WORTH_IT", worth)
     three[1].write_bytes(b"{}")
     with pytest.raises(BadInput, match=r"rank1\.json has no `traceEvents`"):
         read_traces(three)
 
 
 def test_a_process_that_dies_does_no_harm(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "_WORTH_IT", 0)
-    monkeypatch.setattr(side_by_side.sys, "executable", "/bin/false")
+    monkeypatch.setattr(trace_file, "_WORTH_IT", 0)
+    monkeypatch.setattr(trace_file.sys, "executable", "/bin/false")
     assert [len(trace.events) for trace in read_traces(three)] == [len(read_trace(path).events) for path in three]
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from strategies import loops, timelines
 
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
-from keepbusy.timeline.replay import replay, run, steady
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.replay import replay, run, settle, steady
 from keepbusy.timeline.steps import whole_steps
 
 seldom = settings(max_examples=120, deadline=None)

@@ -15,8 +15,8 @@ import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
 
 from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
-from keepbusy.report import bar, perfetto, table, terminal, words
-from keepbusy.report.places import LOOKS
+from keepbusy.report import csv_table, perfetto, terminal, words
+from keepbusy.report.paper import LOOKS
 from keepbusy.report.source import source_of
 
 WIDTHS = (40, 60, 80, 100, 140)
@@ -121,21 +121,21 @@ def test_every_place_has_a_look() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_bar_is_as_wide_as_the_terminal(width: int) -> None:
-    rows = bar.rows_of(STALLED.ledger, ["blocking_copy", "host_sync"])
-    assert len(bar.bar(rows, width, colour=False)) == width
-    assert len(bar.bar(rows, width, colour=True)) == width
+    rows = terminal.rows_of(STALLED.ledger, ["blocking_copy", "host_sync"])
+    assert len(terminal.bar(rows, width, colour=False)) == width
+    assert len(terminal.bar(rows, width, colour=True)) == width
 
 
 def test_a_place_of_one_percent_keeps_a_cell_however_narrow() -> None:
-    rows = bar.rows_of(dict.fromkeys(PLACES, 10), [])
-    drawn = bar.bar([*rows, bar.Row("computing", 10_000, "█")], 40, colour=False).plain
+    rows = terminal.rows_of(dict.fromkeys(PLACES, 10), [])
+    drawn = terminal.bar([*rows, terminal.Row("computing", 10_000, "█")], 40, colour=False).plain
     assert len(drawn) == 40
-    rows = bar.rows_of({"computing": 980, "host_sync": 10, "unknown": 10}, ["host_sync"])
-    assert bar.bar(rows, 20, colour=False).plain == "█" * 18 + "1?"
+    rows = terminal.rows_of({"computing": 980, "host_sync": 10, "unknown": 10}, ["host_sync"])
+    assert terminal.bar(rows, 20, colour=False).plain == "█" * 18 + "1?"
 
 
 def test_causes_stand_in_the_order_of_their_numbers() -> None:
-    rows = bar.rows_of(STALLED.ledger, ["blocking_copy", "host_sync"])
+    rows = terminal.rows_of(STALLED.ledger, ["blocking_copy", "host_sync"])
     assert [(row.place, row.mark) for row in rows] == [
         ("computing", "█"),
         ("copying", "▓"),
@@ -318,8 +318,8 @@ def test_perfetto_slices_of_a_thread_nest_or_stand_apart() -> None:
 
 
 def test_csv_has_a_line_a_span() -> None:
-    rows = list(csv.DictReader(io.StringIO("".join(table.parts(small_timeline())))))
-    assert list(rows[0]) == list(table.COLUMNS)
+    rows = list(csv.DictReader(io.StringIO("".join(csv_table.parts(small_timeline())))))
+    assert list(rows[0]) == list(csv_table.COLUMNS)
     assert [row["kind"] for row in rows] == ["launch", "kernel", "launch", "kernel", "sync"]
     times = {"start": "21000", "end": "35000", "work": "1000"}
     assert rows[4] == times | {
@@ -342,7 +342,7 @@ def test_a_timeline_of_nothing_exports_to_nothing() -> None:
         .change(marks=np.zeros(0, np.int64), frames=small_timeline().frames)
     )
     assert json.loads("".join(perfetto.parts(nothing)))["traceEvents"]
-    assert "".join(table.parts(nothing)) == ",".join(table.COLUMNS) + "\n"
+    assert "".join(csv_table.parts(nothing)) == ",".join(csv_table.COLUMNS) + "\n"
 
 
 def test_predictions_keep_their_range() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.record.rounds import BEGINS, ENDS, GOES_ON, PATIENCE, Rounds
+from keepbusy.recording.step_detector import BEGINS, ENDS, GOES_ON, PATIENCE, Rounds
 
 
 def ends(*who: int) -> list[int]:

@@ -10,10 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keepbusy.record.events import Category, Events, Thread, Trace
-from keepbusy.record.lines import ENTER, LEAVE, LINE, LINES, NOTHING, Log, follower
-from keepbusy.record.placed import MARK, Tick, offset, placed
-from keepbusy.record.seen import Seen
+from keepbusy.recording.line_log import (
+    ENTER,
+    LEAVE,
+    LINE,
+    LINES,
+    MARK,
+    NOTHING,
+    Log,
+    Seen,
+    Tick,
+    follower,
+    offset,
+    placed,
+)
+from keepbusy.traces.event_columns import Category, Events, Thread, Trace
 
 MAIN, HELPER, LIBRARY = 0, 1, 2
 CODES = (("train.py", "main", 0), ("train.py", "helper", 0), ("torch/nn/utils/clip_grad.py", "clip", 35))

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from strategies import timelines
 
 from keepbusy.timeline.model import NONE, WORKERS, Kind, LinkKind, Spans, Timeline
-from keepbusy.timeline.replay import replay
-from keepbusy.timeline.settle import TYPICAL_GAP, TYPICAL_LATENCY, settle, typical_lags
+from keepbusy.timeline.replay import TYPICAL_GAP, TYPICAL_LATENCY, replay, settle, typical_lags
 
 
 def work_of(timeline: Timeline, kind: Kind) -> list[int]:

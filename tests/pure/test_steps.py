@@ -11,8 +11,7 @@ from strategies import loops
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
-from keepbusy.timeline.replay import pace, replay
-from keepbusy.timeline.settle import settle
+from keepbusy.timeline.replay import pace, replay, settle
 from keepbusy.timeline.steps import by_pattern, period, repetition, sample, whole_steps
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import decorated, timelines
 
-from keepbusy.timeline import store
+from keepbusy.timeline import busy_file
+from keepbusy.timeline.busy_file import from_bytes, load, save, to_bytes
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
-from keepbusy.timeline.store import from_bytes, load, save, to_bytes
 
 LANES = (Lane(0, None, 0, "main"), Lane(0, 0, 7))
 ONE_LAUNCH = Timeline(
@@ -164,9 +164,9 @@ def test_nothing_points_outside(wrong: Timeline) -> None:
 
 def test_a_missing_column_holds_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a column can be added without a new format."""
-    columns = {name: dict(table) for name, table in store._columns_of(ONE_LAUNCH).items()}
+    columns = {name: dict(table) for name, table in busy_file._columns_of(ONE_LAUNCH).items()}
     del columns["spans"]["frame"], columns["meetings"]["present"]
-    monkeypatch.setattr(store, "_columns_of", lambda _: columns)
+    monkeypatch.setattr(busy_file, "_columns_of", lambda _: columns)
     assert_same(ONE_LAUNCH, from_bytes(to_bytes(ONE_LAUNCH)))
 
 
@@ -186,7 +186,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(busy_file.os, "fsync", full)
     with pytest.raises(BadInput, match=r"run\.busy cannot be written .No space left on device"):
         save(ONE_LAUNCH.change(names=("a", "b")), path)
     assert path.read_bytes() == before

@@ -15,9 +15,9 @@ import pytest
 from told import assert_sound, names
 
 from keepbusy.explain import explain
-from keepbusy.record import read
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.replay import replay
+from keepbusy.traces import read
 
 HERE = Path(__file__).parents[2]
 OURS, STALLBENCH = HERE / "tests" / "gpu" / "truth", HERE.parent / "shared" / "stallbench" / "truth"

@@ -9,8 +9,8 @@ from virtual_programs import clock, operator, rows
 
 from keepbusy.timeline.model import Direction, FrameKind, Kind, LinkKind
 from keepbusy.timeline.replay import replay
-from keepbusy.virtual.clock import BEGINNING, Clock
-from keepbusy.virtual.device import Device
+from keepbusy.virtual.clock.engine import BEGINNING, Clock
+from keepbusy.virtual.costs.device import Device
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepbusy.virtual.costs import _FAMILIES, Costs
-from keepbusy.virtual.device_files import names, read
-from keepbusy.virtual.operands import Operand
-from keepbusy.virtual.wires import wire_time
+from keepbusy.virtual.costs.device_files import names, read
+from keepbusy.virtual.costs.operands import Operand
+from keepbusy.virtual.costs.prices import _FAMILIES, Costs
+from keepbusy.virtual.costs.rings import wire_time
 
 US = 1_000
 H200 = read("h200")

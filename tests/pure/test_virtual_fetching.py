@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.fetching import Worker
+from keepbusy.virtual.pytorch.loader_workers import Worker
 
 
 def test_a_worker_is_done_its_work_after_it_was_asked() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_programs import clock, operator, rows
 
-from keepbusy.virtual.clock import Clock
-from keepbusy.virtual.host_memory import PinnedMemory
-from keepbusy.virtual.memory import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
+from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.memory.allocator import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
+from keepbusy.virtual.memory.host_memory import PinnedMemory
 
 MB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.pages import Pages
+from keepbusy.virtual.memory.host_memory import Pages
 
 
 class Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.passing import HOOK, SHORT, Passing
+from keepbusy.virtual.clock.host_time import HOOK, SHORT, Passing
 
 US = 1_000
 

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_programs import ROUND
 
+from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Direction, Kind, LinkKind, Timeline, previous_on_lane
-from keepbusy.timeline.replay import replay
-from keepbusy.timeline.settle import settle
-from keepbusy.timeline.store import from_bytes, to_bytes
-from keepbusy.virtual.clock import Clock, Moment
+from keepbusy.timeline.replay import replay, settle
+from keepbusy.virtual.clock.engine import Clock, Moment
 
 WORK = st.integers(0, 3_000)
 STREAM = st.integers(0, 2)

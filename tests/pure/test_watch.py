@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from keepbusy.record.marked import Marked
-from keepbusy.record.pauses import Pauses
-from keepbusy.record.rounds import ENDS
-from keepbusy.record.watch import LONGEST_LOOK, LOOK, REST, Watch, agreed
+from keepbusy.recording.interruptions import Pauses
+from keepbusy.recording.step_clock import Marked
+from keepbusy.recording.step_detector import ENDS
+from keepbusy.recording.watch import LONGEST_LOOK, LOOK, REST, Watch, agreed
 
 MS = 1_000_000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.script.imports import when_imported
+from keepbusy.instrument.children import when_imported
 
 
 @pytest.fixture

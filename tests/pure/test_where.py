@@ -7,7 +7,7 @@ import pytest
 from build import Run
 
 from keepbusy.explain.diagnosis import Where
-from keepbusy.explain.where import is_library, where
+from keepbusy.explain.places import is_library, where
 from keepbusy.timeline.model import Kind, Timeline
 
 TRAIN = "train.py(19): main"

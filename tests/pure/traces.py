@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from keepbusy.record.events import Trace
-from keepbusy.record.files import read_trace
+from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.trace_file import read_trace
 
 Read: TypeAlias = Callable[..., Trace]
 

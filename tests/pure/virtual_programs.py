@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepbusy.timeline.model import Kind, Timeline
-from keepbusy.virtual.clock import Clock
-from keepbusy.virtual.device import Copies, Device, HostCosts, Memory, Queue
+from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.costs.device import Copies, Device, HostCosts, Memory, Queue
 
 US = 1_000
 ROUND = Device(

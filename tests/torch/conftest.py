@@ -27,7 +27,7 @@ def machine():
     """The whole process has its virtual GPUs from here on."""
     if torch.version.cuda is not None and torch.cuda.is_available():
         pytest.skip("there is a real GPU here")
-    from keepbusy.virtual.run import Options, start
+    from keepbusy.virtual.virtual_run import Options, start
 
     start(Options(devices=8, measured=False, one_generator=True))
     from keepbusy.virtual.machine import MACHINE

@@ -93,7 +93,7 @@ def _compare(operator: Any, expected: Any, found: Any) -> None:
 
 
 def main(most: int) -> int:
-    from keepbusy.virtual.run import Options, start
+    from keepbusy.virtual.virtual_run import Options, start
 
     start(Options(measured=False, one_generator=True))
     warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import keepbusy
-from keepbusy.runtime import agreement, gather_later, together
+from keepbusy.runtime import agree, gather_later, together
 
 BEGIN = """\
 import os
@@ -173,4 +173,4 @@ class TestAlone:
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_ALONE", type(agreement._ALONE)())
+    monkeypatch.setattr(agree, "_ALONE", type(agree._ALONE)())

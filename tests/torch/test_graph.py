@@ -9,8 +9,8 @@ import graph_loops
 import pytest
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
-from keepbusy.runtime.graph import graph
-from keepbusy.runtime.prefetch import prefetch
+from keepbusy.runtime.graph.graphed_step import graph
+from keepbusy.runtime.prefetch.prefetch_iterator import prefetch
 
 torch = pytest.importorskip("torch")
 

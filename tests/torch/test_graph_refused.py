@@ -11,7 +11,7 @@ import pytest
 from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
 from graph_loops import adam, batches, net, whole
 
-from keepbusy.runtime.graph import graph
+from keepbusy.runtime.graph.graphed_step import graph
 
 torch = pytest.importorskip("torch")
 cross_entropy = torch.nn.functional.cross_entropy

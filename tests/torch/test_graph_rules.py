@@ -12,7 +12,7 @@ import torch
 from graph_programs import all_programs, said
 
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.randomness import DEFAULTS
+from keepbusy.virtual.pytorch.randomness import DEFAULTS
 
 TRUTH: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "gpu" / "truth" / "graph_rules.json").read_text(encoding="utf-8")

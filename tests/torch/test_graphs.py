@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepbusy.timeline.replay import replay
-from keepbusy.virtual.randomness import DEFAULTS
+from keepbusy.virtual.pytorch.randomness import DEFAULTS
 
 STEPS = 4
 

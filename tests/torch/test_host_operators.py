@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from keepbusy.virtual.device_files import read
-from keepbusy.virtual.host_operators import time_of
+from keepbusy.virtual.costs.device_files import read
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.pytorch.host_side import time_of
 
 MEASURED = Path(__file__).parents[1] / "gpu" / "truth" / "host_operators.json"
 MEASURED_IN = read("h100")  # a common host, as all but the H200 of the device files have

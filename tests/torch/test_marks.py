@@ -20,11 +20,10 @@ from conftest import SOURCES
 from torch import nn
 
 import keepbusy
-from keepbusy.record.marks import SETTLING, Marks
-from keepbusy.record.processor import without_processor
-from keepbusy.record.step_ends import SILENCE
-from keepbusy.timeline.figures import FiguresFile
-from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.recording.interruptions import without_processor
+from keepbusy.recording.marks import SETTLING, Marks
+from keepbusy.recording.step_detector import SILENCE
+from keepbusy.timeline.plain_run import FiguresFile, PlainRun
 
 MS = 1_000_000
 
@@ -275,7 +274,7 @@ def test_everything_is_put_back(machine: object) -> None:
         return [
             nn.Module.__call__, torch.save, torch.amp.GradScaler.step, torch.optim.Optimizer.__init__,
             dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__,
-            dict(optimizer._global_optimizer_post_hooks), list(gc.callbacks), list(keepbusy.script.steps.ENDED),
+            dict(optimizer._global_optimizer_post_hooks), list(gc.callbacks), list(keepbusy.instrument.step.ENDED),
         ]  # fmt: skip
 
     before = touched()
@@ -404,7 +403,7 @@ def test_a_stall_is_seen_by_a_thread_of_its_own(machine: object) -> None:
 
 def test_a_processor_that_others_take_is_counted(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = iter([5 * MS, 5 * MS + 250 * MS])
-    monkeypatch.setattr("keepbusy.record.marks.without_processor", lambda thread: next(waited))
+    monkeypatch.setattr("keepbusy.recording.marks.without_processor", lambda thread: next(waited))
     with Program(machine) as program:
         for _ in range(101):
             program.works(10 * MS)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import keepbusy
-from keepbusy.runtime.staging import ALIGNMENT, DIRECT, layout_of, pieces
+from keepbusy.runtime.prefetch.batch_packing import ALIGNMENT, DIRECT, layout_of, pieces
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (

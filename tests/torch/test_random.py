@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepbusy.virtual.randomness import DEFAULTS
+from keepbusy.virtual.pytorch.randomness import DEFAULTS
 
 
 @pytest.fixture(autouse=True)

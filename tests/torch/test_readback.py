@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import keepbusy
 from keepbusy.runtime import Readings
-from keepbusy.runtime.parcel import Parcel
-from keepbusy.runtime.reading import Reading
+from keepbusy.runtime.readback import Reading
+from keepbusy.runtime.tensor_readback import Parcel
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 

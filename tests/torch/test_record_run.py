@@ -23,7 +23,7 @@ SOURCES = HERE.parents[1] / "src"
 PRETENCE = """\
 import sys
 import keepbusy.cli.recorded as recorded
-import keepbusy.record.left as left
+import keepbusy.recording.recorded_run as left
 recorded.is_possible = lambda: True
 real = left._trace
 
@@ -261,7 +261,7 @@ def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_p
 
 
 LOOKS_OFTEN = """\
-import keepbusy.record.occasions as occasions
+import keepbusy.recording.occasions as occasions
 occasions.SELDOM_ASKED = 0
 """
 """To look for what is rare takes time, and only a share of the run's is granted: too little of a run of seconds."""

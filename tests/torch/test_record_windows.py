@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.record.folder import TRACE, facts_in
-from keepbusy.record.occasions import STALL, Occasion
-from keepbusy.record.run import AFTER, Options, Run
-from keepbusy.record.window import RECORDED, SETTLING
+from keepbusy.recording.occasions import STALL, Occasion
+from keepbusy.recording.recorded_run import TRACE, facts_in
+from keepbusy.recording.recorder import AFTER, Options, Run
+from keepbusy.recording.window import RECORDED, SETTLING
 
 
 def stepping(run: Run, due: Callable[[int], Occasion | None], steps: int = 40) -> None:

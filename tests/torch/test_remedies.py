@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from keepbusy.explain.fixes import FINDERS
+from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.remedies import (
     BRING_LATER,
     COMPILED,

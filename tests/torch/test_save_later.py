@@ -13,12 +13,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 import keepbusy
-from keepbusy.runtime import parcel, saving
+from keepbusy.runtime import save_later, tensor_readback
 
 
 @pytest.fixture(autouse=True)
 def _no_failure_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_LATEST", [])
+    monkeypatch.setattr(save_later, "_LATEST", [])
 
 
 class Training:
@@ -48,7 +48,7 @@ def same(one: Any, other: Any) -> bool:
 def test_the_file_holds_what_torch_save_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, device: str
 ) -> None:
-    monkeypatch.setattr(parcel, "_room", lambda *_: room)
+    monkeypatch.setattr(tensor_readback, "_room", lambda *_: room)
     training = Training(device)
     training.step()
     torch.save(training.state(), tmp_path / "plain.pt")

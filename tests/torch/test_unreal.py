@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keepbusy.timeline.store import load
+from keepbusy.timeline.busy_file import load
 
 LARGE = """\
 import torch

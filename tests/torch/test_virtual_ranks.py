@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import Kind, Mask, Spans
-from keepbusy.timeline.store import load
 
 COLLECTIVES = """\
 import os

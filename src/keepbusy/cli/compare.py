@@ -17,6 +17,7 @@ from keepbusy.cli.sources import open_timeline, progress
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
 
+
 SUMMARY = "what changed between two runs, cause by cause"
 EXAMPLES = """\
 examples:
@@ -35,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain both, and hold them against each other."""
-    from keepbusy.explain.compare import compare
-    from keepbusy.report import comparison
+    from keepbusy.explain.comparison import compare
+    from keepbusy.report import compared
 
     done = compare(_side(options.before, options.quiet), _side(options.after, options.quiet))
     if options.json:
-        return (comparison.render_json(done), "\n")
+        return (compared.render_json(done), "\n")
     shape = screen()
-    return (comparison.render(done, shape.width, colour=shape.colour, unicode=shape.unicode), "\n")
+    return (compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode), "\n")
 
 
 def _side(argument: str, quiet: bool) -> Diagnosis:

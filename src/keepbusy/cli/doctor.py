@@ -17,11 +17,81 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.output import replacing
 from keepbusy.report.words import duration
 from keepbusy.timeline.errors import BadInput
+from keepbusy.virtual.costs.device import Efficiency, Wire
 
 if TYPE_CHECKING:
-    from keepbusy.record.machine import Machine
-    from keepbusy.record.settings import Harm
-    from keepbusy.record.wires import Wires
+    from keepbusy.recording.machine import Machine, Wires
+    from keepbusy.recording.settings import Harm
+
+
+# A measured machine as a device file, which the virtual GPU takes.
+
+_REACHED = Efficiency()
+
+
+def written(machine: Machine, met: Wires | None) -> str:
+    """The file's text. Peaks follow from what was reached, by the shares that an H200 reaches of its own."""
+    return "\n".join(_lines(machine, met)) + "\n"
+
+
+def _lines(machine: Machine, met: Wires | None) -> Iterator[str]:
+    yield f"# {machine.name}, as `keepbusy doctor` measured it. Rates and bandwidth are peaks: what was reached,"
+    yield "# divided by the share that an H200 reaches of its own. What is not here is as on that H200."
+    yield f'name = "{machine.name}"'
+    yield f'capability = "{machine.capability[0]}.{machine.capability[1]}"'
+    yield f"multiprocessors = {machine.multiprocessors}"
+    yield from _table("matrix", {dtype: _peak(dtype, rate) for dtype, rate in machine.products.items()})
+    yield from _table("memory", _memory(machine))
+    yield from _table("host", _host(machine))
+    yield from _table("copies", _copies(machine))
+    if met is not None:
+        yield from _table("wire", _wire(met))
+
+
+def _table(name: str, values: dict[str, str]) -> Iterator[str]:
+    yield ""
+    yield f"[{name}]"
+    yield from (f'{key} = "{value}"' for key, value in values.items())
+
+
+def _peak(dtype: str, rate: float) -> str:
+    """A product as long as the one that was measured runs at the sustained share of the peak."""
+    share = _REACHED.simt if dtype == "float32" else _REACHED.sustained
+    return f"{rate / share / 1e3:.3g} TFLOP/s"
+
+
+def _memory(machine: Machine) -> dict[str, str]:
+    return {
+        "size": f"{machine.memory / 2**30:.1f} GiB",
+        "bandwidth": f"{machine.bandwidth / _REACHED.streaming:.4g} GB/s",
+        "malloc": _time(machine.malloc),
+        "free": _time(machine.free),
+        "host_alloc": f"{machine.pinning:.3g} ns/B",
+    }
+
+
+def _host(machine: Machine) -> dict[str, str]:
+    """An operator that launches is dispatched and launched; each takes half of what both took."""
+    half = _time(machine.launch // 2)
+    return {"operator": half, "backward": half, "view": _time(machine.view), "launch": half}
+
+
+def _copies(machine: Machine) -> dict[str, str]:
+    return {
+        "pinned": f"{(machine.to_device + machine.to_host) / 2:.3g} GB/s",
+        "to_device": f"{machine.pageable_to_device:.3g} GB/s",
+        "to_host": f"{machine.pageable_to_host:.3g} GB/s",
+    }
+
+
+def _wire(met: Wires) -> dict[str, str]:
+    latency = max(met.small - Wire().hop * (met.ranks - 1), 1_000)
+    return {"latency": _time(latency), "bandwidth": f"{met.bandwidth:.3g} GB/s"}
+
+
+def _time(nanoseconds: int) -> str:
+    return f"{max(nanoseconds, 1)} ns"
+
 
 SUMMARY = "measure what this machine can do, and find settings that harm"
 EXAMPLES = """\
@@ -39,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterable[str]:
-    from keepbusy.record import settings
+    from keepbusy.recording import settings
 
     if options.save and options.save.suffix != ".toml":
         raise BadInput(f"{options.save} is no name for a device file; it ends in .toml.")
@@ -70,17 +140,15 @@ def _missing() -> str:
 def _examined(found: list[Harm], path: Path | None) -> Iterator[str]:
     import torch
 
-    from keepbusy.record import machine, wires
+    from keepbusy.recording import machine
 
     count = torch.cuda.device_count()
     yield f"keepbusy doctor · {torch.cuda.get_device_name()} · {_software()}\n\n"
     measured = machine.measure()
-    met = wires.measure(count) if count > 1 else None
+    met = machine.measure_all_reduces(count) if count > 1 else None
     yield "".join(f"  {name:<26}{value}\n" for name, value in _figures(measured, met, count))
     yield "\n" + "\n".join([*_told([*found, *_slow(measured)]), ""])
     if path:
-        from keepbusy.cli.device_file import written
-
         with replacing(path) as part:
             part.write_text(written(measured, met), encoding="utf-8")
         yield f"\n{path} is this machine: keepbusy run --on {path} train.py\n"
@@ -137,7 +205,7 @@ def _rate(bytes_a_nanosecond: float) -> str:
 
 
 def _slow(machine: Machine) -> Iterator[Harm]:
-    from keepbusy.record.settings import Harm
+    from keepbusy.recording.settings import Harm
 
     if machine.launch > _SLOW_HOST:
         yield Harm(

@@ -18,6 +18,7 @@ from keepbusy.timeline.model import Timeline
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
 
+
 WORKERS = 8
 SUMMARY = "which line makes the GPU wait, and what mending it gains"
 EXAMPLES = """\
@@ -124,8 +125,8 @@ def _beginning(names: Sequence[str]) -> str:
 
 
 def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
-    from keepbusy.timeline import store
+    from keepbusy.timeline import busy_file
 
     if plain_step is not None:
         timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
-    store.save(timeline, path)
+    busy_file.save(timeline, path)

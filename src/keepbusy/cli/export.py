@@ -54,12 +54,12 @@ def run(options: argparse.Namespace) -> Iterable[str]:
 
 
 def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
-    from keepbusy.report import as_json, perfetto, table
+    from keepbusy.report import as_json, csv_table, perfetto
 
     if kind == "perfetto":
         return perfetto.parts(timeline)
     if kind == "csv":
-        return table.parts(timeline)
+        return csv_table.parts(timeline)
     return (as_json.render(explained(timeline)), "\n")
 
 

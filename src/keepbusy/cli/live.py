@@ -17,8 +17,9 @@ from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
-    from keepbusy.timeline.figures import Figures
     from keepbusy.timeline.model import Timeline
+    from keepbusy.timeline.plain_run import Figures
+
 
 INTERVAL = 0.25
 _SMALLEST = 40, 5
@@ -68,7 +69,7 @@ def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) 
 
 
 def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
-    from keepbusy.report.live import BottomLine, line
+    from keepbusy.report.live_line import BottomLine, line
 
     terminal = Terminal()
     bottom = BottomLine(terminal)
@@ -84,8 +85,8 @@ def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
 
 def latest(folder: Path) -> tuple[Path | None, Figures | None]:
     """Of all processes that leave figures, the one that has taken most steps."""
-    from keepbusy.record.folder import LIVE
-    from keepbusy.timeline.figures import FiguresFile
+    from keepbusy.recording.recorded_run import LIVE
+    from keepbusy.timeline.plain_run import FiguresFile
 
     found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{LIVE}")]
     return max(
@@ -111,7 +112,7 @@ class _Window:
         return self._diagnosis
 
     def _explain(self, process: Path) -> None:
-        from keepbusy.record.left import timeline_in
+        from keepbusy.recording.recorded_run import timeline_in
 
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _MODEST)
@@ -120,6 +121,6 @@ class _Window:
 
 
 def _has_closed(process: Path) -> bool:
-    from keepbusy.record.folder import TRACE, facts_in
+    from keepbusy.recording.recorded_run import TRACE, facts_in
 
     return (process / TRACE).exists() and bool(facts_in(process).get("closed"))

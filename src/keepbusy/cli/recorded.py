@@ -3,26 +3,83 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
+import resource
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from keepbusy.cli import ranks
+from keepbusy.cli import launch
 from keepbusy.cli.live import live
 from keepbusy.cli.output import screen, show
-from keepbusy.cli.supervised import end_as, supervise
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
+
+
+# A program in a child process of its own, so that whatever ends it, its report is still made.
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux."""
+
+
+def supervise(program: Callable[[], int], meanwhile: AbstractContextManager[object] | None = None) -> int:
+    """Run `program` in a child to its end; returns how that went, as `os.waitpid` tells it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        _die_with(parent)
+        sys.exit(program())
+    before = {number: signal.signal(number, _to(child)) for number in _FORWARDED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells the child itself
+    try:
+        with meanwhile or nullcontext():
+            return os.waitpid(child, 0)[1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_as(status: int) -> None:
+    """End this process as the child ended: with its exit code, or by the signal that ended it."""
+    if not os.WIFSIGNALED(status):
+        sys.exit(os.waitstatus_to_exitcode(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of this process would tell nobody anything
+    sys.stdout.flush()
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _to(child: int) -> Callable[[int, FrameType | None], None]:
+    def forward(number: int, _: FrameType | None) -> None:
+        os.kill(child, number)
+
+    return forward
+
+
+def _die_with(parent: int) -> None:
+    """Nobody else would end the child of a supervisor that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
 
 DRIVER = Path("/dev/nvidiactl")
 ENOUGH = 10
@@ -69,11 +126,11 @@ def run(
 
 def _is_seen(options: argparse.Namespace) -> bool:
     """Of several ranks, one draws."""
-    return options.live and ranks.rank() == 0
+    return options.live and launch.rank() == 0
 
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace) -> int:
-    from keepbusy.record.run import Options, start
+    from keepbusy.recording.recorder import Options, start
 
     watched = start(Options(str(folder), options.after, _is_seen(options)))
     try:
@@ -85,38 +142,37 @@ def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespa
 def _whole(folder: Path, source: str) -> Timeline | None:
     """What all processes of this rank left, and on the first rank what all ranks did."""
     timelines, why = _left(folder, source)
-    if ranks.world() > 1:
-        timelines, why = ranks.shared(timelines, why)
+    if launch.world() > 1:
+        timelines, why = launch.shared(timelines, why)
     for sentence in why:
         sys.stderr.write(f"keepbusy: {sentence}\n")
     if not timelines:
         return None
-    from keepbusy.record.together import together
+    from keepbusy.recording.recorded_run import together
 
     return together(timelines)
 
 
 def _tell_of_marks(folder: Path, source: str) -> None:
     """Where there is no window, what marks alone know is better than nothing."""
-    from keepbusy.record.folder import facts_in
-    from keepbusy.report import plain_run
+    from keepbusy.recording.recorded_run import facts_in
+    from keepbusy.report import whole_run
 
     runs = [PlainRun.of_fact(facts_in(one).get("marks")) for one in folder.iterdir() if one.is_dir()]
     run = max((run for run in runs if run is not None), key=lambda run: run.steps, default=None)
     if run is not None and run.steps >= ENOUGH:
         sheet = screen()
-        show(("\n", plain_run.render(run, source, sheet.width, colour=sheet.colour, unicode=sheet.unicode), "\n"))
+        show(("\n", whole_run.render(run, source, sheet.width, colour=sheet.colour, unicode=sheet.unicode), "\n"))
 
 
 def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
     """Of the processes that took steps, each rank's; and why any are missing."""
-    from keepbusy.record.folder import facts_in
-    from keepbusy.record.left import timeline_in
+    from keepbusy.recording.recorded_run import facts_in, timeline_in
 
     found, why = dict[int, Timeline](), dict[int, str]()
     left = {one: facts_in(one) for one in folder.iterdir() if one.is_dir()}
     for one in sorted(left, key=lambda one: -left[one].get("steps", 0)):
-        rank = left[one].get("rank", ranks.rank())
+        rank = left[one].get("rank", launch.rank())
         if rank not in found and (left[one].get("steps", 0) or len(left) == 1):
             try:
                 found[rank] = timeline_in(one, {"source": source})

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from keepbusy.cli import ranks, recorded, values
+from keepbusy.cli import launch, recorded, values
 from keepbusy.cli.explain import check_name, explained, rendered, save
 from keepbusy.cli.output import show
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
+
 
 SUMMARY = "run a program and explain the run: on the GPU there is, or else on a virtual one"
 EXAMPLES = """\
@@ -99,18 +100,18 @@ def _steps(text: str) -> int:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
-    from keepbusy.script import main
+    from keepbusy.instrument import script
 
     if options.save:
         check_name(options.save)
-    path = None if options.module else main.find(options.script)
+    path = None if options.module else script.find(options.script)
     real = options.on == "auto" and recorded.is_possible()
     if options.live and not real:
         raise BadInput(
             "--live shows what a real GPU does while it does it, and this run has a virtual one; leave it out."
         )
     if options.ranks > 1:
-        sys.exit(ranks.launch(options.ranks, _command(options)))
+        sys.exit(launch.launch(options.ranks, _command(options)))
     if real:
         recorded.run(
             options,
@@ -122,26 +123,25 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _program(options: argparse.Namespace, path: Path | None) -> int:
-    from keepbusy.script import main
+    from keepbusy.instrument import script
 
     with _program_output(options.json):
         if path is None:
-            return main.run_module(options.script, options.arguments)
-        return main.run_file(path, options.arguments)
+            return script.run_module(options.script, options.arguments)
+        return script.run_file(path, options.arguments)
 
 
 def _virtual(options: argparse.Namespace, path: Path | None) -> NoReturn:
-    from keepbusy.virtual.run import Options, start
-    from keepbusy.virtual.steady import steady
+    from keepbusy.virtual.virtual_run import Options, start, steady
 
     device = "h200" if options.on == "auto" else options.on
-    asked = Options(device, ranks.devices(options.gpus), options.clock == "measured", options.values == "real")
-    timeline = start(asked, ranks.rank())
+    asked = Options(device, launch.devices(options.gpus), options.clock == "measured", options.values == "real")
+    timeline = start(asked, launch.rank())
     process = os.getpid()
     code = _program(options, path)
     if os.getpid() != process:  # a child that the program forked and let return has nothing to tell
         os._exit(code)
-    whole = ranks.gathered(timeline(source=options.script))
+    whole = launch.gathered(timeline(source=options.script))
     if whole is not None:
         _report(steady(whole), options)
     sys.exit(code)
@@ -198,8 +198,5 @@ def _again(options: argparse.Namespace) -> str:
     """The command that shows the report again: without the run, where it was kept."""
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save)])
-    several = ["--ranks", str(ranks.world())] if ranks.world() > 1 else []
+    several = ["--ranks", str(launch.world())] if launch.world() > 1 else []
     return shlex.join(["keepbusy", "run", *several, *_command(options)])
-
-
-__all__ = ["EXAMPLES", "SUMMARY", "add_arguments", "run"]

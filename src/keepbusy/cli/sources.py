@@ -20,7 +20,7 @@ def open_timeline(arguments: Sequence[str], on_progress: Progress | None = None)
     paths = expand(arguments)
     saved = [path for path in paths if path.suffix == SAVED]
     if not saved:
-        from keepbusy.record import read
+        from keepbusy.traces import read
 
         return read(paths, on_progress)
     if len(paths) > 1:
@@ -28,7 +28,7 @@ def open_timeline(arguments: Sequence[str], on_progress: Progress | None = None)
             f"{saved[0]} is a whole saved run, but {len(paths)} files were given; "
             "give it alone, or compare two runs with `keepbusy compare`."
         )
-    from keepbusy.timeline.store import load
+    from keepbusy.timeline.busy_file import load
 
     return load(saved[0])
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis
-from keepbusy.explain.fixes import FINDERS
 from keepbusy.explain.further import later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.explain.plain import as_recorded
 from keepbusy.explain.story import Story

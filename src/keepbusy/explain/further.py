@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Later, Prediction, Rare, Where
-from keepbusy.explain.forecast import NOISE
+from keepbusy.explain.ledger import NOISE
 from keepbusy.explain.remedies import CHECKPOINT
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput

@@ -19,7 +19,7 @@ from keepbusy.timeline.plain_run import plain_runs
 from keepbusy.timeline.replay import pace
 
 USUAL = 1.0
-"""The costs in record/recording.py were measured, so one is the factor of a host like that one."""
+"""The costs in traces/host_spans.py were measured, so one is the factor of a host like that one."""
 MOST = 8.0
 """No recorder was seen to cost more than this; what is missing then is a host that ran slower altogether."""
 SLOWEST = 0.4

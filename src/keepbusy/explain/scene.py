@@ -11,8 +11,6 @@ import numpy as np
 from keepbusy.timeline.model import (
     NONE,
     WORKERS,
-    Direction,
-    FrameKind,
     Ints,
     Kind,
     LinkKind,
@@ -233,6 +231,3 @@ class Scene:
     @cached_property
     def operator_names(self) -> np.ndarray:
         return np.array(["::" in name for name in self.timeline.names], bool)
-
-
-__all__ = ["LARGE", "NONE", "Direction", "FrameKind", "Scene"]

@@ -2,29 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, PLACES, WIRE, Cause, Diagnosis, Harmless
-from keepbusy.explain.edit import Edit
-from keepbusy.explain.fixes import Finding, findings
-from keepbusy.explain.fixes.peers import without_messages
-from keepbusy.explain.forecast import Forecast
-from keepbusy.explain.late import late_ranks
-from keepbusy.explain.ledger import Busy
-from keepbusy.explain.notes import notes_of
+from keepbusy.explain.causes import Finding, findings
+from keepbusy.explain.causes.peers import without_messages
+from keepbusy.explain.diagnosis import CAUSES, COMPUTING, COPYING, PLACES, WIRE, Cause, Diagnosis, Harmless, Late
+from keepbusy.explain.edit import Beside, Edit
+from keepbusy.explain.ledger import Busy, Forecast
+from keepbusy.explain.places import gathered, sites_of
 from keepbusy.explain.plain import Plain, other_view, plain_run
-from keepbusy.explain.remedies import remedy_for
-from keepbusy.explain.scene import Scene
-from keepbusy.explain.seen import seen
-from keepbusy.explain.sentences import what_happened, why_harmless
-from keepbusy.explain.sites import gathered, sites_of
-from keepbusy.timeline.model import WORKERS, Timeline
+from keepbusy.explain.remedies import Seen, remedy_for
+from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.model import NONE, WORKERS, Direction, Ints, Kind, Timeline
 from keepbusy.timeline.plain_run import plain_runs
+
+# What decides between remedies of one cause.
+
+
+def seen(scene: Scene, finding: Finding) -> Seen:
+    spans, edit = scene.timeline.spans, finding.edit
+    host_excess = np.maximum(spans.work - edit.work, 0)[~scene.timeline.on_device & edit.touched].sum()
+    device_excess = (spans.work * (1 - edit.scale))[edit.scale < 1].sum()
+    copies = scene.is_copy & (edit.beside > 0)
+    home = copies & (spans.direction == Direction.DEVICE_TO_HOST)
+    return Seen(
+        unequal=bool(device_excess > host_excess),
+        alone=bool(finding.cause == "peer_late" and (scene.apart[finding.rows] != NONE).all()),
+        homeward=bool(spans.work[home].sum() > spans.work[copies & ~home].sum()),
+        small=bool(spans.size[copies].max(initial=0) <= LARGE),
+        peers=bool((spans.kind == Kind.COLLECTIVE).any()),
+        again=_again(scene, np.flatnonzero(edit.beside == Beside.WIRE)),
+    )
+
+
+def _again(scene: Scene, rows: Ints) -> bool:
+    """Each of several buckets of gradients travels more than once a step. Of a single one that could not be told."""
+    spans, rank = scene.timeline.spans, scene.timeline.rank_of_rows
+    reducing = np.array(["AllReduce" in name or "ReduceScatter" in name for name in scene.timeline.names], bool)
+    mine = rows[reducing[spans.name[rows]] & (rank[rows] == scene.timeline.ranks[0])]
+    times = np.unique(spans.size[mine], return_counts=True)[1] / scene.steps
+    return len(times) > 1 and bool(times.min() > 1.5)
+
+
+# Which ranks come late, by how much, and what they do meanwhile.
+
+WORTH_NAMING = 0.2
+"""Ranks that are late by less than this share of the latest one are not worth a line."""
+
+
+def late_ranks(scene: Scene, finding: Finding | None) -> tuple[Late, ...]:
+    if finding is None:
+        return ()
+    excess = np.where(finding.owner >= 0, finding.edit.saves(scene.timeline.spans.work), 0)
+    rank = scene.timeline.rank_of_rows
+    late = np.unique(rank[finding.rows]).tolist()
+    found = [_late(scene, finding, one, np.where(rank == one, excess, 0)) for one in late]
+    latest = max(one.late for one in found)
+    return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
+
+
+def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
+    """The place that loses most, were its rank like the others."""
+    rows = np.flatnonzero(excess)
+    on_device = scene.timeline.on_device[rows]
+    computing = excess[rows[on_device]].sum() > excess[rows[~on_device]].sum()
+    rows = rows[on_device == computing]
+    hosts = finding.owner[rows]
+    of_host = np.bincount(hosts, excess[rows], len(excess))
+    places = gathered(scene, np.unique(hosts), apart=True)
+    worst = max(places, key=lambda place: of_host[places[place]].sum())
+    ranks, late = len(scene.timeline.ranks), excess[rows].sum() / scene.steps
+    if computing:  # it would keep its share of what it does beyond the others
+        return Late(rank, int(late * ranks / (ranks - 1)), "computing", worst)
+    return Late(rank, int(late), "host_work", worst)
+
+
+# What a reader should know before trusting the figures, a sentence each.
+
+
+def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
+    notes = [*map(str, whole.facts.get("notes", ()))]  # what the recorder has to say itself
+    if not plain_given and "recorded" not in whole.facts:
+        notes.append(
+            "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
+            "Time a step without the profiler and give it with --plain-step."
+        )
+    if not whole.facts.get("values", True):
+        notes.append("The run computed nothing: what it would have computed reads as zero.")
+    if whole.facts.get("modelled"):
+        notes.append("The host's time is modelled: Python, files and loader workers take none, operators do.")
+    if not whole.facts.get("stacks", True):
+        notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
+    if whole.facts.get("skipped"):
+        notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
+    if whole.facts.get("marks_a_step"):
+        notes.append(f"{whole.facts['marks_a_step']} marked steps count as one: the plain step given is that long.")
+    if left_out := whole.facts.get("left_out", {}).get("steps"):
+        which = f"step{'s' if len(left_out) > 1 else ''} {' and '.join(map(str, left_out))}"
+        notes.append(f"Of these, {which} stalled as steps do now and then, and is told of apart.")
+    steps = len(whole.marks_of(whole.ranks[0]))
+    if scene.steps < steps:
+        notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")
+    if _peers_missing(whole):
+        notes.append("Peers of this rank are not in the recording, so waiting for them counts as the wire.")
+    if plain_given and not 0.85 < plain.ratio < 1.15:
+        notes.append("The plain step and the recording differ by more than recording explains; " + _why_differ(whole))
+    return tuple(notes)
+
+
+def _why_differ(whole: Timeline) -> str:
+    """Plain step and recording of one run are of the same program: only that moment can have been another."""
+    if "recorded" in whole.facts:
+        return "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
+    return "were they of the same program and machine?"
+
+
+def _peers_missing(timeline: Timeline) -> bool:
+    groups = timeline.facts.get("groups") or {}
+    met = timeline.spans.group[timeline.spans.kind == Kind.COLLECTIVE]
+    return any(groups.get(str(group), 2) > len(timeline.ranks) for group in np.unique(met).tolist())
+
+
+# What happened, in a sentence with its counts. Durations are left to the report.
+
+
+def what_happened(scene: Scene, finding: Finding) -> str:
+    return _SENTENCES[finding.cause](scene, finding)
+
+
+def times(count: float) -> str:
+    """Once, twice, 12 times a step."""
+    if count < 0.95:
+        return f"once in {round(1 / max(count, 1e-3))} steps"
+    rounded = round(count)
+    return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
+
+
+def _count(scene: Scene, finding: Finding) -> float:
+    return finding.seen / scene.steps / len(scene.timeline.ranks)
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def _moved(scene: Scene, finding: Finding) -> str:
+    spans = scene.timeline.spans
+    copies = (finding.edit.beside > 0) & (spans.kind == Kind.COPY)
+    return _bytes(float(spans.size[copies].sum()) / scene.steps / len(scene.timeline.ranks))
+
+
+def _reads(scene: Scene, finding: Finding) -> str:
+    return f"The host stops {times(_count(scene, finding))} until the device has caught up, and loses its lead."
+
+
+def _blocking(scene: Scene, finding: Finding) -> str:
+    return f"{_moved(scene, finding)} a step are copied while the host waits ({times(_count(scene, finding))})."
+
+
+def _in_line(scene: Scene, finding: Finding) -> str:
+    return f"{_moved(scene, finding)} a step are copied in line with the kernels, when they could travel beside them."
+
+
+def _inputs(scene: Scene, finding: Finding) -> str:  # noqa: ARG001
+    if scene.by_workers.any():
+        return "The loop waits for the loader's workers, and the GPU for the loop."
+    return "The training process prepares its own batches, and the GPU waits for its input."
+
+
+def _made(scene: Scene, finding: Finding) -> str:
+    return f"A tensor is made on the host and then copied to the device ({times(_count(scene, finding))})."
+
+
+def _launches(scene: Scene, finding: Finding) -> str:
+    launches = _count(scene, finding)
+    return f"The host cannot enqueue {launches:,.0f} launches a step as fast as the GPU works them off."
+
+
+def _allocations(scene: Scene, finding: Finding) -> str:
+    count = times(_count(scene, finding))
+    return f"The driver is asked for memory, or given it back, {count}; some of these calls stop the device."
+
+
+def _work(scene: Scene, finding: Finding) -> str:  # noqa: ARG001
+    return "The training thread does other work between its launches, and the GPU has nothing to do meanwhile."
+
+
+def _late_sentence(scene: Scene, finding: Finding) -> str:
+    late = sorted(one.rank for one in late_ranks(scene, finding))
+    several = f"ranks {', '.join(map(str, late[:-1]))} and {late[-1]}" if len(late) <= 4 else f"{len(late)} ranks"
+    named = f"rank {late[0]}" if len(late) == 1 else several
+    comes = "comes" if len(late) == 1 else "come"
+    return f"{named.capitalize()} {comes} late to the collectives, and the others wait there."
+
+
+def _exposed(scene: Scene, finding: Finding) -> str:
+    count = times(_count(scene, finding))
+    return f"Collectives ({count}) stand in line with the compute instead of travelling beside it."
+
+
+_SENTENCES: dict[str, Callable[[Scene, Finding], str]] = {
+    "host_sync": _reads,
+    "blocking_copy": _blocking,
+    "copy_not_overlapped": _in_line,
+    "input_late": _inputs,
+    "made_on_host": _made,
+    "launch_bound": _launches,
+    "allocator": _allocations,
+    "host_work": _work,
+    "peer_late": _late_sentence,
+    "exposed_collective": _exposed,
+}
+
+
+def why_harmless(named: set[str], waiting_share: float) -> str:
+    if waiting_share < 0.05:
+        return "the GPU has work all the time"
+    if "launch_bound" in named:
+        return "the step is launch-bound: the host would not have been ahead anyway"
+    return "something else holds the step up at the same time"
+
 
 RESIDUAL = ("launch_bound", "host_work")
 """Causes that every program has a little of; in the ledger they take what the others leave."""

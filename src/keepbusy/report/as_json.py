@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, Rare, Site, Where
-from keepbusy.report.plain_run import called_at, where_of
+from keepbusy.report.whole_run import called_at, where_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 

@@ -14,11 +14,214 @@ short. Wrappers go on averaging over ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from contextlib import ExitStack
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from keepbusy.runtime.deferral import Deferral
+# Gradient collectives held back until the last micro-batch of a group, and the proof that they were.
+#
+# Each kind of wrapper is watched where it decides: DDP in its forward pass, FSDP2 where it hands over a reduced gradient.
+# An optimizer is checked before it steps, so that no wrong gradient is ever applied.
+
+
+class NotDeferred(RuntimeError):  # noqa: N818 -- what was found, as PyTorch's own names go
+    """Gradients travelled too early, or not at all."""
+
+
+class Deferral:
+    """Of one model, for one loop."""
+
+    def __init__(self, model: torch.nn.Module, keep_sharded: bool) -> None:
+        self._model = model
+        self._parts: list[_Wrapped | _Sharded] = [_Wrapped(one) for one in _wrappers(model)]
+        if shards := [one for one in model.modules() if hasattr(one, "set_requires_all_reduce")]:
+            self._parts.append(_Sharded(shards, keep_sharded))
+        elif keep_sharded:
+            raise ValueError("accumulate got keep_sharded=True for a model without HSDP; leave it out")
+        self._last, self._proven = True, False
+
+    def __enter__(self) -> Self:
+        self._exits = ExitStack()
+        hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            self._model.register_forward_pre_hook(self._before_forward),
+        ]
+        for hook in hooks:
+            self._exits.callback(hook.remove)
+        for part in self._parts:
+            self._exits.enter_context(part)
+        self._trained = {id(one) for one in self._model.parameters() if one.requires_grad}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._exits.close()
+
+    def begin(self, last: bool) -> None:
+        self._last, self._proven = last, False
+        for part in self._parts:
+            part.begin(last)
+
+    def end(self) -> None:
+        if self._last and not self._proven:
+            self._prove()
+
+    def _prove(self) -> None:
+        for part in self._parts:
+            part.prove()
+        self._proven = True
+
+    def _before_forward(self, model: torch.nn.Module, _arguments: Any) -> None:
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if outer is not None and outer is not model and not any(part.module is outer for part in self._parts):
+            raise NotDeferred(
+                "accumulate was given a module inside DistributedDataParallel, which sends gradients at every "
+                "micro-batch; give it the DistributedDataParallel itself"
+            )
+
+    def _before_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        if not any(id(one) in self._trained for one in stepped):
+            self._check_stranger(optimizer, stepped)
+        elif not self._last:
+            raise NotDeferred(
+                "optimizer.step() came at a micro-batch that is not the last of its group, with gradients that have "
+                "not travelled; step under `if micro.last:`"
+            )
+        elif not self._proven:
+            self._prove()
+
+    def _check_stranger(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
+        """An optimizer of another model has gradients of its own."""
+        waiting = any(one.grad is not None for one in self._model.parameters())
+        if waiting and self._last and all(one.grad is None for one in stepped):
+            raise NotDeferred(
+                f"{type(optimizer).__name__} steps {len(stepped)} parameters, none of which has a gradient or belongs "
+                "to the model; it was made before the model was wrapped: make it afterwards"
+            )
+
+
+class _Wrapped:
+    """DDP, and what else has `no_sync`: it decides in its forward pass whether the backward pass will send."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._stack = ExitStack()
+        self._sends, self._called = True, False
+
+    def __enter__(self) -> Self:
+        self._hook = self.module.register_forward_hook(self._after_forward)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._hook.remove()
+        self._stack.close()
+
+    def begin(self, last: bool) -> None:
+        self._sends, self._called = last or _never_ran(self.module), False
+        self._stack.close()
+        if not self._sends:
+            self._stack.enter_context(self.module.no_sync())
+
+    def _after_forward(self, module: Any, *_arguments: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._called = True
+        if getattr(module, "require_backward_grad_sync", self._sends) != self._sends:
+            raise NotDeferred(
+                f"gradients would {'stay' if self._sends else 'travel'} at this micro-batch, because "
+                "require_backward_grad_sync or no_sync() was changed inside the loop; leave both to accumulate"
+            )
+
+    def prove(self) -> None:
+        if not self._called:
+            raise NotDeferred(
+                f"{type(self.module).__name__} was not called at the last micro-batch of the group, so its gradients "
+                "have not travelled; call it, and not its `.module`, inside the loop and at every micro-batch"
+            )
+
+
+class _Sharded:
+    """FSDP2 and HSDP: flags on every module, and a hook where a reduced gradient is handed over.
+
+    `set_is_last_backward(False)` is left alone: FSDP2 would keep the order of one forward pass, prefetch by it in the
+    next backward pass, and gather weights that nobody needs.
+    """
+
+    module = None
+
+    def __init__(self, modules: list[Any], keep_sharded: bool) -> None:
+        self._modules, self._keep_sharded = modules, keep_sharded
+        self._last, self._reduced = True, 0
+        if keep_sharded and not any(map(_is_replicated, self._parameters())):
+            raise ValueError("accumulate got keep_sharded=True for a model on one mesh dimension; it is for HSDP")
+
+    def __enter__(self) -> Self:
+        for one in self._modules:
+            one.reshard()  # parameters that are whole still, from an evaluation, are not those that are trained
+        self._hooks = [one.register_post_accumulate_grad_hook(self._count) for one in self._parameters()]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.begin(last=True)
+
+    def begin(self, last: bool) -> None:
+        self._last, self._reduced = last, 0
+        for one in self._modules:
+            if self._keep_sharded:
+                one.set_requires_all_reduce(last, recurse=False)
+            else:
+                one.set_requires_gradient_sync(last, recurse=False)
+            if _stays_whole(one):
+                one.set_reshard_after_backward(last, recurse=False)
+
+    def _count(self, _parameter: torch.Tensor) -> None:
+        self._reduced += 1
+        if not self._last:
+            raise NotDeferred(
+                "gradients travelled at a micro-batch that is not the last of its group, because "
+                "set_requires_gradient_sync was called inside the loop; leave it to accumulate"
+            )
+
+    def prove(self) -> None:
+        if not self._reduced:
+            raise NotDeferred(
+                "no gradient was reduced at the last micro-batch of the group; call the model and its backward pass "
+                "inside the loop and at every micro-batch"
+            )
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return {one for module in self._modules for one in module.parameters() if one.requires_grad}
+
+
+def _wrappers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost modules that can hold their gradients back."""
+    if hasattr(module, "no_sync"):
+        yield module
+    else:
+        for child in module.children():
+            yield from _wrappers(child)
+
+
+def _never_ran(module: Any) -> bool:
+    """DDP of a static graph learns it from its very first backward pass, which has to send; it may do so twice."""
+    return getattr(module, "static_graph", False) and not module._static_graph_delay_allreduce_enqueued
+
+
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    return any(one.is_replicate() for one in getattr(parameter, "placements", ()))
+
+
+def _stays_whole(module: Any) -> bool:
+    """Whether its weights stay gathered from forward to backward anyway; then they may between micro-batches, too."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return all(group is not None and group.post_forward_mesh_info is None for group in groups)
+
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, Spans, Timeline
 from keepbusy.timeline.plain_run import FACT, OF_RANKS
-from keepbusy.timeline.settle import last_arrival, settle
+from keepbusy.timeline.replay import last_arrival, settle
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""

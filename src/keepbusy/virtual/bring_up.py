@@ -8,23 +8,12 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from keepbusy.virtual import (
-    compiled,
-    cuda_module,
-    distributed,
-    host_operators,
-    host_side,
-    operators,
-    pinned,
-    randomness,
-    storages,
-    workers,
-)
-from keepbusy.virtual.device import Device
-from keepbusy.virtual.guard import replace_guard
-from keepbusy.virtual.hooks import replace_hooks
+from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.machine import MACHINE, Machine
-from keepbusy.virtual.unreal import VALUES
+from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.pytorch import cuda_api, host_side, loader_workers, operators, process_group, randomness, tensors
+from keepbusy.virtual.pytorch.cpp_hooks import replace_guard, replace_hooks
+from keepbusy.virtual.pytorch.unreal import VALUES
 
 
 def bring_up(
@@ -48,20 +37,20 @@ def bring_up(
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
-    _put_in_place(replace_guard(), replace_hooks(pinned.answer, pinned.asked_for))
-    cuda_module.patch()
-    storages.patch()
-    compiled.patch()
-    host_side.patch()
+    _put_in_place(replace_guard(), replace_hooks(host_memory.answer, host_memory.asked_for))
+    cuda_api.patch()
+    tensors.patch()
+    host_side.patch_compile()
+    host_side.patch_host_side()
     if measured:
-        workers.patch()
+        loader_workers.patch()
     operators.register()
     if dist.is_available():
-        distributed.patch()
+        process_group.patch()
     if not measured:
-        host_operators.patch()
+        host_side.patch_host_operators()
     MACHINE.calibrate()
-    cuda_module.not_asked_yet()
+    cuda_api.not_asked_yet()
     return MACHINE
 
 

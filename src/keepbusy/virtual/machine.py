@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from keepbusy.script.lines import Places
+from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind
-from keepbusy.virtual.clock import Clock
-from keepbusy.virtual.costs import Costs
-from keepbusy.virtual.current import ACCELERATOR_ERROR, CURRENT
-from keepbusy.virtual.device import Device
-from keepbusy.virtual.host_thread import Host
-from keepbusy.virtual.host_time import HostTime
-from keepbusy.virtual.memory import Block, Memory, OutOfMemory
-from keepbusy.virtual.onlooker import Onlooker
-from keepbusy.virtual.pages import Pages
-from keepbusy.virtual.tensors import to_device
-from keepbusy.virtual.unreal import VALUES
+from keepbusy.virtual.clock.engine import Clock, Host
+from keepbusy.virtual.clock.host_time import HostTime
+from keepbusy.virtual.clock.onlooker import Onlooker
+from keepbusy.virtual.costs.device import Device
+from keepbusy.virtual.costs.prices import Costs
+from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
+from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
+from keepbusy.virtual.memory.host_memory import Pages
+from keepbusy.virtual.pytorch.tensors import to_device
+from keepbusy.virtual.pytorch.unreal import VALUES
 
 if TYPE_CHECKING:
-    from keepbusy.virtual.recording import Recording
+    from keepbusy.virtual.pytorch.cuda_graphs import Recording
+
 
 _size = torch._C.StorageBase.nbytes
 _precision = torch._C._get_fp32_precision_getter

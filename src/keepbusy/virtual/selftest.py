@@ -124,6 +124,6 @@ def _key(root: Path) -> str:
         if path.exists():
             about = path.stat()
             digest.update(f"{name} {about.st_size} {about.st_mtime_ns}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

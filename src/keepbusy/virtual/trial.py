@@ -23,14 +23,14 @@ def _tell(pipe: int, stage: Callable[[], None]) -> None:
 
 
 def _layout() -> None:
-    from keepbusy.virtual.abi import GUARD, HOOKS, slots
+    from keepbusy.virtual.pytorch.cpp_hooks import GUARD, HOOKS, slots
 
     _must(len(slots(HOOKS)) > 20 and len(slots(GUARD)) > 10, "the headers declare too little")
 
 
 def _bring_up() -> None:
     from keepbusy.virtual.bring_up import bring_up
-    from keepbusy.virtual.device import Device
+    from keepbusy.virtual.costs.device import Device
 
     bring_up(Device(), devices=8, measured=False)
 

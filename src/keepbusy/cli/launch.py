@@ -1,0 +1,109 @@
+"""Several ranks of one run: started together, and brought back together by the first of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from keepbusy.timeline.model import Timeline
+
+
+PATIENCE = 30.0
+"""Seconds that the first rank waits for the others' timelines once its own program has ended."""
+_POLL = 0.05
+
+
+def launch(count: int, command: Sequence[str]) -> int:
+    """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns its exit code."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
+    return subprocess.run([*agent, "-m", "keepbusy", "run", *command], check=False, env=environment).returncode
+
+
+def rank() -> int:
+    """Of this process, as its launcher numbers it; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def devices(asked: int) -> int:
+    """Each rank of this host has a device of its own."""
+    return max(asked, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def gathered(timeline: Timeline) -> Timeline | None:
+    """On the first rank the timeline of all of them, on the others nothing."""
+    if world() == 1:
+        return timeline
+    from keepbusy.timeline.ranks import merge
+
+    timelines, _ = shared([timeline], [])
+    return merge([one for one in timelines if len(one)] or timelines[:1]) if timelines else None
+
+
+def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
+    """Leave this rank's for the first, which gets those of all ranks of this host, and why any are missing."""
+    folder = _folder()
+    for one in timelines[:1]:
+        _leave(one, folder / f"rank{rank()}.busy")
+    if not timelines:
+        _say(why, folder / f"rank{rank()}.txt")
+    return ([], []) if rank() != 0 else _collected(folder)
+
+
+def _folder() -> Path:
+    """One that the ranks of this run know, and no other run."""
+    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
+    folder = Path(tempfile.gettempdir()) / f"keepbusy-{os.getuid()}-{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _leave(timeline: Timeline, path: Path) -> None:
+    """It appears once it is whole."""
+    from keepbusy.timeline.busy_file import save
+
+    part = path.with_suffix(".part.busy")
+    save(timeline, part)
+    part.replace(path)
+
+
+def _say(why: Sequence[str], path: Path) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
+    part.replace(path)
+
+
+def _collected(folder: Path) -> tuple[list[Timeline], list[str]]:
+    """Of the ranks of this host; one that was killed together with its supervisor says nothing at all."""
+    from keepbusy.timeline.busy_file import load
+
+    mine = range(int(os.environ.get("LOCAL_WORLD_SIZE", world())))
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and not all(_has_spoken(folder, one) for one in mine):
+        time.sleep(_POLL)
+    timelines = [load(path) for one in mine if (path := folder / f"rank{one}.busy").exists()]
+    why = [_why_missing(folder, one) for one in mine if not (folder / f"rank{one}.busy").exists()]
+    shutil.rmtree(folder, ignore_errors=True)
+    return timelines, why
+
+
+def _has_spoken(folder: Path, one: int) -> bool:
+    return (folder / f"rank{one}.busy").exists() or (folder / f"rank{one}.txt").exists()
+
+
+def _why_missing(folder: Path, one: int) -> str:
+    said = folder / f"rank{one}.txt"
+    why = said.read_text(encoding="utf-8") if said.exists() else "It was killed before it could write anything."
+    return f"rank {one} is missing from this report: {why}"

@@ -1,0 +1,31 @@
+"""Fixes: for each cause, the edit that mends it everywhere."""
+
+from __future__ import annotations
+
+from keepbusy.explain.causes import copies, host, inputs, peers, reads
+from keepbusy.explain.causes.finding import Finding
+from keepbusy.explain.scene import Scene
+
+FINDERS = {
+    "host_sync": reads.find,
+    "blocking_copy": copies.find_blocking,
+    "copy_not_overlapped": copies.find_in_line,
+    "input_late": inputs.find,
+    "made_on_host": host.find_made,
+    "launch_bound": host.find_launches,
+    "allocator": host.find_allocations,
+    "host_work": host.find_work,
+    "peer_late": peers.find_late,
+    "exposed_collective": peers.find_exposed,
+}
+
+
+__all__ = ["FINDERS", "Finding", "findings"]
+
+
+def findings(scene: Scene) -> dict[str, Finding]:
+    """Only causes that were seen at all."""
+    found = {cause: find(scene) for cause, find in FINDERS.items()}
+    # what makes a tensor on the host is told once, under its own name
+    found["host_work"] = found["host_work"].without(found["made_on_host"].edit.gone)
+    return {cause: finding for cause, finding in found.items() if len(finding.rows)}

@@ -1,0 +1,62 @@
+"""Copies that hold up the host, or stand in line with the compute instead of running beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepbusy.explain.causes.finding import Draft, Finding
+from keepbusy.explain.edit import Beside
+from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.model import NONE, Direction, Ints, Kind, Mask, Timeline
+
+_LINKS = ((("H100", "H200", "B100", "B200", "GH200"), 52.0), (("V100", "T4", "P100", "RTX 20"), 12.0))
+_OTHERWISE = 24.0
+"""Pinned bandwidth in GB/s: PCIe 5 measured on H200, PCIe 3 and 4 by their usual share of the link."""
+SETUP = 2_000
+
+
+def find_blocking(scene: Scene) -> Finding:
+    draft, spans = Draft("blocking_copy", scene), scene.timeline.spans
+    copies = np.flatnonzero(blocking(scene))
+    inbound = spans.direction[copies] == Direction.HOST_TO_DEVICE
+    draft.edit.beside[copies] = np.where(inbound, Beside.FETCH, Beside.BRING)
+    draft.edit.work[copies] = np.minimum(spans.work[copies], pinned_time(scene.timeline, spans.size[copies]))
+    draft.blame(copies, scene.sync_of_copy[copies])
+    syncs = np.flatnonzero(np.isin(scene.copy_of_sync, copies))  # the call itself may wait, and a sync after it
+    draft.edit.free[syncs] = True
+    draft.edit.work[syncs] = 0
+    draft.blame(syncs, scene.sync_of_copy[scene.copy_of_sync[syncs]])
+    return draft.done()
+
+
+def blocking(scene: Scene) -> Mask:
+    """Copies that the host waits for: all that come in, and those that bring much home. A small one is a read."""
+    spans = scene.timeline.spans
+    inbound = spans.direction == Direction.HOST_TO_DEVICE
+    outbound = (spans.direction == Direction.DEVICE_TO_HOST) & (spans.size > LARGE)
+    return scene.is_copy & (scene.sync_of_copy != NONE) & (inbound | outbound)
+
+
+def find_in_line(scene: Scene) -> Finding:
+    """Asynchronous, and yet the compute waits for it: on its own stream, or on one that it waits for at once."""
+    draft, spans = Draft("copy_not_overlapped", scene), scene.timeline.spans
+    inbound = (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > LARGE)
+    copies = np.flatnonzero(scene.is_copy & inbound & (scene.sync_of_copy == NONE) & (scene.launch != NONE))
+    draft.edit.beside[copies] = Beside.FETCH
+    draft.blame(copies, scene.launch[copies])
+    return draft.done()
+
+
+def pinned_time(timeline: Timeline, size: Ints) -> Ints:
+    return (size / pinned_bandwidth(timeline) + SETUP).astype(np.int64)
+
+
+def pinned_bandwidth(timeline: Timeline) -> float:
+    """Bytes a nanosecond: what this run's own pinned copies reach, else what the device's link usually gives."""
+    spans = timeline.spans
+    known = (spans.kind == Kind.COPY) & (spans.pinned == 1) & (spans.size > 1 << 22) & (spans.work > 0)
+    known &= (spans.direction == Direction.HOST_TO_DEVICE) | (spans.direction == Direction.DEVICE_TO_HOST)
+    if known.any():
+        return float(np.median(spans.size[known] / spans.work[known]))
+    device = str(timeline.facts.get("device", ""))
+    return next((speed for names, speed in _LINKS if any(name in device for name in names)), _OTHERWISE)

@@ -1,0 +1,148 @@
+"""Work of the host itself: tensors made there, Python between the steps, the launches, the driver's memory calls."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from keepbusy.explain.causes.finding import Draft, Finding
+from keepbusy.explain.causes.inputs import loader_frame
+from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask
+
+HEAVY = 1_000_000
+"""Host work that goes on this long without a launch is no launch overhead: a graph would not take it away."""
+OWN = 300_000
+"""Nor is an operator or a function of the user's that launches nothing and takes this long."""
+ROUND_TRIP = 100_000
+"""Less than this between a read and a copy back is the overhead of the two."""
+_FRAMEWORK = ("Optimizer.", "torch/", "autograd::", "nn.Module")
+_MAKES = re.compile(
+    r"^aten::(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
+    r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
+)
+_SHAPES = re.compile(
+    r"^aten::(mul|add|sub|div|neg|clamp|pow|sqrt|rsqrt|exp|log|sin|cos|abs|sigmoid|tanh|where|lt|gt|le|ge|eq|ne"
+    r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
+    r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
+)
+
+
+def find_made(scene: Scene) -> Finding:
+    """Drawn or filled on the host, at most transformed elementwise, and sent to the device at once."""
+    draft, spans = Draft("made_on_host", scene), scene.timeline.spans
+    copies = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > LARGE))
+    for copy in copies[scene.launch[copies] != NONE].tolist():
+        made = _making(scene, int(scene.launch[copy]))
+        if len(made):
+            owner = int(scene.launch[copy])
+            sync = int(scene.sync_of_copy[copy])
+            leaves = np.array([*made, owner, copy, *([sync] if sync != NONE else [])], np.int64)
+            draft.edit.gone[leaves] = True
+            draft.blame(leaves, owner)
+    return draft.done()
+
+
+def _making(scene: Scene, launch: int) -> Ints:
+    """The rows before this launch in which its tensor was made; none if anything but making went on there."""
+    spans, lane = scene.timeline.spans, scene.timeline.spans.lane[launch]
+    rows: list[int] = []
+    row, makes = int(scene.before[launch]), False
+    while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
+        name = _operator(scene, row)
+        if spans.work[row] >= OWN // 3 and not (_MAKES.match(name) or _SHAPES.match(name)):
+            break
+        makes |= bool(_MAKES.match(name)) and bool(spans.work[row] >= OWN // 3)
+        rows.append(row)
+        row = int(scene.before[row])
+    heavy = [one for one in rows if spans.work[one] >= OWN // 3]
+    return np.array(heavy if makes else [], np.int64)
+
+
+def _operator(scene: Scene, row: int) -> str:
+    """The innermost operator around a row."""
+    frames, frame = scene.timeline.frames, int(scene.timeline.spans.frame[row])
+    while frame != NONE and frames.kind[frame] != FrameKind.OPERATOR:
+        frame = int(frames.parent[frame])
+    return scene.timeline.names[frames.name[frame]] if frame != NONE else ""
+
+
+def find_work(scene: Scene) -> Finding:
+    """Python or CPU operators that keep the training thread from launching."""
+    draft = Draft("host_work", scene)
+    rows = np.flatnonzero(heavy(scene))
+    draft.edit.gone[rows] = True
+    draft.blame(rows, rows)
+    return draft.done()
+
+
+def heavy(scene: Scene) -> Mask:
+    """Work in its own right: anything long, and what the user's own calls do for a while without a launch."""
+    spans = scene.timeline.spans
+    own = _outermost_own(scene)
+    lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[own] >= OWN
+    long = spans.work >= HEAVY
+    work = (spans.kind == Kind.WORK) & ~scene.by_workers & (loader_frame(scene) == NONE)
+    return work & (long | ((own != NONE) & lasting) | round_trip(scene))
+
+
+def round_trip(scene: Scene) -> Mask:
+    """Work on what came home, before it goes back: between a read and the copy of something else to the device."""
+    spans = scene.timeline.spans
+    result = np.zeros(len(spans), bool)
+    back = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (scene.launch != NONE))
+    for launch in scene.launch[back].tolist():
+        before = int(scene.last_launch[scene.before[launch]]) if scene.before[launch] != NONE else NONE
+        if before == NONE or spans.direction[scene.command[before]] != Direction.DEVICE_TO_HOST:
+            continue
+        rows = np.arange(before + 1, launch)
+        rows = rows[(spans.lane[rows] == spans.lane[launch]) & (spans.kind[rows] == Kind.WORK)]
+        result[rows] = spans.work[rows].sum() >= ROUND_TRIP
+    return result
+
+
+def _outermost_own(scene: Scene) -> Ints:
+    """Of each row, the outermost call around it that launches nothing and is no part of PyTorch's own Python."""
+    timeline = scene.timeline
+    framework = np.array([name.startswith(_FRAMEWORK) for name in timeline.names], bool)
+    quiet = scene.launch_free & ~scene.frames_named(framework) & (timeline.frames.kind != FrameKind.ANNOTATION)
+    inside = scene.within(scene.frames_named(framework) & ~scene.launch_free)
+    stepping = np.array([name.startswith("Optimizer.") for name in timeline.names], bool)
+    within_step = scene.within(scene.frames_named(stepping))
+    found = scene.outermost(quiet)
+    return np.where(within_step | (inside & ~_is_operator(scene, found)), NONE, found)
+
+
+def _is_operator(scene: Scene, frame: Ints) -> Mask:
+    kinds = np.append(scene.timeline.frames.kind, FrameKind.ANNOTATION)
+    return kinds[frame] == FrameKind.OPERATOR
+
+
+def find_launches(scene: Scene) -> Finding:
+    """Everything that a captured graph would not do again: launches, and the host work between them."""
+    draft, spans = Draft("launch_bound", scene), scene.timeline.spans
+    host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
+    rows = np.flatnonzero(host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE))
+    draft.edit.work[rows] = 0
+    draft.blame(rows, scene.last_launch[rows])
+    commands = _launched_alone(scene)
+    draft.edit.captured[commands] = True
+    draft.blame(commands, scene.launch[commands])
+    return draft.done()
+
+
+def _launched_alone(scene: Scene) -> Ints:
+    """The commands that no graph launches yet: of a graph's launch there are many."""
+    commands = np.flatnonzero(scene.launch != NONE)
+    launches = scene.launch[commands]
+    return commands[np.bincount(launches)[launches] == 1]
+
+
+def find_allocations(scene: Scene) -> Finding:
+    """cudaMalloc and cudaFree in the steady state: memory that the caching allocator should have kept."""
+    draft = Draft("allocator", scene)
+    rows = np.flatnonzero(scene.timeline.spans.kind == Kind.ALLOCATE)
+    draft.edit.gone[rows] = True
+    draft.blame(rows, rows)
+    return draft.done()

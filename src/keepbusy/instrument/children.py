@@ -1,0 +1,96 @@
+"""What is to happen once the program itself imports a module.
+
+Nothing is imported on the program's behalf: what it sets before its imports (threads, devices, logs) keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing.spawn
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Processes that the program spawns: each becomes what its parent is before it imports the program again.
+
+CHILD = "KEEPBUSY_SPAWNED"
+"""How a spawned child is told what to be: what to call first, with which options, and the script of its parent."""
+_FILE = __file__
+_SCRIPT, _MODULE = _MAIN = ("init_main_from_path", "init_main_from_name")
+"""How Python tells a child which program it belongs to: a file, or with `-m` a module."""
+
+
+def follow(begin: Callable[..., object], options: dict[str, Any]) -> None:
+    """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway."""
+    prepare = multiprocessing.spawn.get_preparation_data
+    told = {"module": begin.__module__, "function": begin.__qualname__, "options": options}
+
+    def prepared(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        main = {key: data[key] for key in _MAIN if data.get(key) not in (None, _FILE)}
+        if main:
+            os.environ[CHILD] = json.dumps({**told, **main})
+            data = {key: value for key, value in data.items() if key not in _MAIN} | {"init_main_from_path": _FILE}
+        return data
+
+    multiprocessing.spawn.get_preparation_data = prepared
+
+
+def _be_child(told: dict[str, Any], names: dict[str, Any]) -> None:
+    """Python runs this file in place of the script: become what the parent is, then be the script."""
+    getattr(import_module(told["module"]), told["function"])(**told["options"])
+    if _MODULE in told:
+        names.update(runpy.run_module(told[_MODULE], run_name="__mp_main__", alter_sys=True))
+        return
+    script = told[_SCRIPT]
+    names["__file__"] = script
+    with open(script, "rb") as file:  # noqa: PTH123  # before the program may have changed anything
+        exec(compile(file.read(), script, "exec"), names)
+
+
+if __name__ == "__mp_main__" and CHILD in os.environ:
+    _be_child(json.loads(os.environ[CHILD]), globals())
+
+
+def when_imported(name: str, then: Callable[[], object]) -> None:
+    """Call `then` right after the program's own import of the module; at once if it has been imported already."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Expected(name, then))
+
+
+class _Expected:
+    """Asked first for every import, it answers for one module only, and once."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)  # what comes now is for those who know modules
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            _follow(spec.loader, self._then)
+        return spec
+
+
+def _follow(loader: object, then: Callable[[], object]) -> None:
+    """The loader is this module's own. It stays what it is, but for the one time when the module is run."""
+    execute = loader.exec_module  # type: ignore[attr-defined]
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module  # type: ignore[attr-defined]
+        execute(module)
+        then()
+
+    loader.exec_module = exec_module  # type: ignore[attr-defined]

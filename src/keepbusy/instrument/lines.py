@@ -1,0 +1,132 @@
+"""Where the program is: a stack walk at the call, from the operator out to the script.
+
+The place of a call is the chain of the user's own lines, the innermost library frame after them
+where a library stands between the user and PyTorch. A chain seen before costs a walk and one
+look-up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_SCRIPT = str(Path(__file__).with_name("script.py"))
+
+
+def _folder(package: str) -> str:
+    """Where a package lies, found without importing it."""
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    return folders[0] + os.sep if folders else "<not installed>"
+
+
+_TORCH = _folder("torch")
+MOST = 24
+"""User lines of one chain; recursion may go deeper, and what is further out is left off."""
+USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
+"""Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
+is PyTorch's way from a call to an operator, machinery, and ours;
+what calls the script stands outside of it."""
+
+
+class Places:
+    """Numbers for places, as the clock's `place` gives them."""
+
+    def __init__(self, number: Callable[..., int]) -> None:
+        self._number = number
+        # by identity, for Python takes the same words in two files for equal; what is kept keeps its identity
+        self._kinds: dict[int, int] = {}
+        self._codes: dict[int, CodeType] = {}
+        self._known: dict[tuple[Any, ...], int] = {}
+        self.in_library: set[int] = set()  # places whose last line is a library's
+
+    def here(self, frame: FrameType | None = None) -> int:
+        """The place of the caller's caller, or of `frame`."""
+        frame = sys._getframe(2) if frame is None else frame
+        kinds = self._kinds
+        key: list[Any] = []
+        library: tuple[int, int] | None = None
+        while frame is not None:
+            code = id(frame.f_code)
+            kind = kinds.get(code)
+            if kind is None:
+                kind = self._meet(frame.f_code)
+            if kind == USER:
+                key += (code, frame.f_lasti)
+            elif kind == OUTSIDE:
+                break
+            elif kind != HIDDEN and library is None and not key:
+                library = (code, frame.f_lasti)
+            frame = frame.f_back
+        whole = (*key[: 2 * MOST], library)
+        known = self._known.get(whole)
+        return self._remember(whole) if known is None else known
+
+    def _meet(self, code: CodeType) -> int:
+        self._codes[id(code)] = code
+        kind = self._kinds[id(code)] = kind_of(code.co_filename)
+        return kind
+
+    def _remember(self, key: tuple[Any, ...]) -> int:
+        *chain, library = key
+        lines = [_line(self._codes[chain[at]], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
+        lines += [_line(self._codes[library[0]], library[1])] if library and lines else []
+        number = self._known[key] = self._number(*lines)
+        if library and len(chain) > 0:
+            self.in_library.add(number)
+        return number
+
+
+def kind_of(file: str) -> int:
+    """Whose code a file holds."""
+    if file == _SCRIPT:
+        return OUTSIDE
+    if file.startswith((_OURS, "<")):
+        return HIDDEN
+    if file.startswith(_TORCH):
+        return TORCH if _speaks_for_itself(file) else HIDDEN
+    if any(part in file for part in _INSTALLED):
+        return LIBRARY
+    return PYTHON if file.startswith(_LIBRARIES) else USER
+
+
+def _speaks_for_itself(file: str) -> bool:
+    """Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
+    within = file[len(_TORCH) :].replace(os.sep, "/")
+    return within.startswith(("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "_tensor_str.py"))
+
+
+def _line(code: CodeType, instruction: int) -> str:
+    line = _line_number(code, instruction)
+    return f"{shown(code.co_filename)}({line}): {code.co_name}"
+
+
+def _line_number(code: CodeType, instruction: int) -> int:
+    for begin, end, line in code.co_lines():
+        if begin <= instruction < end and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+def shown(file: str) -> str:
+    """As Kineto writes it: below site-packages from the package on, else relative to where the program runs."""
+    for part in _INSTALLED:
+        if part in file:
+            return file.split(part, 1)[1]
+    if file.startswith(_LIBRARIES):
+        return next(file[len(root) :] for root in _LIBRARIES if file.startswith(root))
+    try:
+        relative = os.path.relpath(file)
+    except ValueError:  # another drive
+        return file
+    return file if relative.startswith("..") else relative

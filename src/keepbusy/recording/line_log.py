@@ -1,0 +1,458 @@
+"""A log of the lines that run while a window is open: the program's own and its libraries'.
+
+A profiler names functions; which of their lines called is told by the interpreter itself: see
+`monitored.py` and `traced.py`. Lines rather than calls are logged, since `a + b`, `x[mask]` and
+`if loss:` are no calls. Of PyTorch's optimizers and the like the functions will do: a step runs
+thousands of their lines, and each costs a microsecond.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of
+from keepbusy.timeline.model import Ints
+from keepbusy.traces.event_columns import Category, Events, Trace
+
+# The log of lines as it is kept: five columns, and the names of the code they speak of.
+
+
+class Stretch(NamedTuple):
+    """A thread was at a line, or in what it called, from `start` to `end`; 0 is no line: somewhere in the function."""
+
+    thread: int
+    code: int
+    line: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a log holds. Threads bear the system's numbers; a code is an index into `codes`."""
+
+    columns: Ints  # time, thread, what, code, line: a row each
+    codes: tuple[tuple[str, str, int], ...]  # file, function and first line, or 0 where each line is told
+    until: int = 0  # when the profiler had stopped: what was open then, was so until then
+
+    @staticmethod
+    def of(log: Log) -> Seen:
+        """What stands in a log that is closed; threads that nobody can name are left out."""
+        codes = {id(entry[3]): entry[3] for entry in log.entries}
+        number = {one: index for index, one in enumerate(codes)}
+        rows = [(time, thread, what, number[id(code)], line) for time, thread, what, code, line in log.entries]
+        columns = np.array(rows, np.int64).reshape(-1, 5)
+        known = np.isin(columns[:, 1], list(log.threads))
+        columns = columns[known]
+        columns[:, 1] = [log.threads[one] for one in columns[:, 1].tolist()]
+        return Seen(columns.T.copy(), tuple(_about(code, log) for code in codes.values()), log.clock())
+
+    @staticmethod
+    def nothing() -> Seen:
+        return Seen(np.zeros((5, 0), np.int64), ())
+
+    def save(self, path: Path) -> None:
+        names = np.frombuffer(json.dumps(self.codes).encode(), np.uint8)
+        np.savez(path, columns=self.columns, codes=names, until=self.until)
+
+    @staticmethod
+    def load(path: Path) -> Seen:
+        """Holds no pickle, so nothing in the file is ever executed."""
+        with np.load(path, allow_pickle=False) as kept:
+            codes = json.loads(kept["codes"].tobytes())
+            return Seen(
+                kept["columns"], tuple((file, function, first) for file, function, first in codes), int(kept["until"])
+            )
+
+    def written(self, code: int, line: int) -> str:
+        """A line as a timeline's frames name it."""
+        file, function, first = self.codes[code]
+        return f"{file}({line or first}): {function}"
+
+    def stretches(self) -> Iterator[Stretch]:
+        """How long each thread was at each line."""
+        threads = self.columns[1]
+        for thread in np.unique(threads).tolist():
+            mine = self.columns[:, threads == thread]
+            for one in _stretches(thread, mine.T.tolist(), self.until):
+                if one.end > one.start and (one.line or self.codes[one.code][2]):
+                    yield one
+
+
+def _about(code: CodeType, log: Log) -> tuple[str, str, int]:
+    from keepbusy.instrument.lines import shown
+
+    first = 0 if log.detail(code) == LINES else code.co_firstlineno
+    return shown(code.co_filename), code.co_name, first
+
+
+class _Open(NamedTuple):
+    """A function that runs: which, at which line, since when; 0 before its first line."""
+
+    code: int
+    line: int
+    since: int
+
+
+def _stretches(thread: int, entries: list[list[int]], last: int) -> Iterator[Stretch]:
+    """Functions stand within functions. One that an exception ended is closed by the next line outside of it."""
+    stack: list[_Open] = []
+    for at, _, what, code, line in entries:
+        if what == ENTER:
+            stack.append(_Open(code, 0, at))
+            continue
+        for _ in range(_ended(stack, code)):
+            yield Stretch(thread, *stack.pop(), at)
+        if what != LEAVE:
+            stack.append(_Open(code, line, at))
+    for one in stack:
+        yield Stretch(thread, *one, last)
+
+
+def _ended(stack: list[_Open], code: int) -> int:
+    """How many of the innermost functions end, or change their line, when this code speaks."""
+    for depth, one in enumerate(reversed(stack)):
+        if one.code == code:
+            return depth + 1
+    return 0
+
+
+# The lines seen, as events of the trace and in its own time, so that they enclose its operators.
+
+MARK = "keepbusy.step#"
+"""Our own mark of a step's end in the trace."""
+_CLOSE = 100
+_TRIALS = 64
+
+
+class Tick(NamedTuple):
+    """One of our marks: the profiler noted it between these two readings of the host's clock."""
+
+    number: int
+    before: int
+    after: int
+
+
+def placed(trace: Trace, seen: Seen, ticks: Sequence[Tick]) -> Trace:
+    """The trace with the lines seen, and with our marks as what they are: the profiler takes them for operators."""
+    ours = _marked(trace)
+    category = np.where(ours, Category.ANNOTATION, trace.events.category)
+    trace = replace(trace, events=trace.events.change(category=category))
+    number = {thread.number: index for index, thread in enumerate(trace.threads)}
+    stretches = [one for one in seen.stretches() if str(one.thread) in number]
+    if not stretches or not ours.any():
+        return trace
+    thread = np.array([number[str(one.thread)] for one in stretches], np.int64)
+    start = np.array([one.start for one in stretches], np.int64)
+    shift = offset(trace, ticks, {one: start[thread == one] for one in np.unique(thread).tolist()})
+    return _with_lines(trace, seen, stretches, thread, shift)
+
+
+def _with_lines(trace: Trace, seen: Seen, stretches: Sequence[Stretch], thread: Ints, shift: int) -> Trace:
+    number: dict[str, int] = {}
+    names = [seen.written(one.code, one.line) for one in stretches]
+    lines = Events.of(
+        len(stretches),
+        category=np.array([Category.LINE if one.line else Category.PYTHON for one in stretches], np.int64),
+        name=np.array([number.setdefault(name, len(trace.names) + len(number)) for name in names], np.int64),
+        thread=thread,
+        start=np.array([one.start for one in stretches], np.int64) + shift,
+        end=np.array([one.end for one in stretches], np.int64) + shift,
+    )
+    events = Events.concatenate([trace.events, lines])
+    return replace(trace, names=(*trace.names, *number), events=events)
+
+
+def _marked(trace: Trace) -> np.ndarray:
+    return np.array([name.startswith(MARK) for name in trace.names], bool)[trace.events.name]
+
+
+def offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
+    """From the host's clock to the trace's: as the marks allow, and such that lines begin between operators."""
+    rows = np.flatnonzero(_marked(trace))
+    noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
+    pairs = [(noted[f"{MARK}{tick.number}"], tick) for tick in ticks if f"{MARK}{tick.number}" in noted]
+    least, most = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
+    trials = np.linspace(least, most, 1 + min(_TRIALS, (most - least) // _CLOSE)).astype(np.int64)
+    within = sum(_begun_within(trace, thread, times, trials) for thread, times in begins.items())
+    best = trials[within == np.min(within)]
+    return int(best[len(best) // 2])
+
+
+def _begun_within(trace: Trace, thread: int, times: Ints, trials: Ints) -> Ints:
+    """Under each shift, how many lines begin within an operator of their thread."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.OPERATOR) & (events.thread == thread))
+    rows = rows[np.argsort(events.start[rows], kind="stable")]
+    start, end = events.start[rows], np.maximum.accumulate(events.end[rows])
+    found = [np.searchsorted(start, times + shift, side="right") for shift in trials.tolist()]
+    ends = np.concatenate([[np.iinfo(np.int64).min], end])
+    return np.array([(times + shift < ends[place]).sum() for place, shift in zip(found, trials.tolist(), strict=True)])
+
+
+# Lines by `sys.monitoring`, since Python 3.12: events of the code that is followed, and none elsewhere.
+
+_TOOLS = (4, 3, 5, 2, 1, 0)
+"""Places for tools; the ones without a meaning of their own first."""
+CHUNK = 1024
+_HOT = 32
+"""What is seen so often within a chunk is in a loop."""
+QUICK = 1_800
+"""Nanoseconds between entries on average; where they follow each other as quickly, nothing is launched."""
+
+
+class Monitored:
+    """Follows all threads. A loop in pure Python falls silent soon: following it would cost more than it tells.
+
+    Each line of such a loop is then told once, and not again before the program has left the loop. A
+    function or generator that is called as often is no longer told apart from the line that calls it.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
+        self._tool: int | None = None
+        self._codes: dict[int, CodeType] = {}  # by identity: the same words in two files are equal
+        self._hot: set[tuple[int, int]] = set()
+        self._silent: set[int] = set()
+        self._left_out: set[int] = set()
+        self._looked = 0
+
+    def begin(self) -> str:
+        """Returns why not, if it cannot."""
+        self._tool = next((one for one in _TOOLS if self._api.get_tool(one) is None), None)
+        if self._tool is None:
+            return "other tools hold all places of sys.monitoring"
+        self._api.use_tool_id(self._tool, "keepbusy")
+        for event, callback in self._callbacks().items():
+            self._api.register_callback(self._tool, event, callback)
+        for frames in self.log.open_frames().values():
+            for frame in frames:
+                self._follow(frame.f_code)
+        self._looked = len(self.log.entries)
+        self._api.restart_events()  # what an earlier window disabled
+        self._api.set_events(self._tool, self._api.events.PY_START | self._api.events.PY_RESUME)
+        return ""
+
+    def end(self) -> None:
+        if self._tool is None:
+            return
+        tool, self._tool = self._tool, None
+        self._api.set_events(tool, 0)
+        for code in self._codes.values():
+            self._api.set_local_events(tool, code, 0)
+        for event in self._callbacks():
+            self._api.register_callback(tool, event, None)
+        self._api.free_tool_id(tool)
+
+    def _callbacks(self) -> dict[int, Any]:
+        events = self._api.events
+        return {
+            events.LINE: self._line,
+            events.PY_START: self._enter,
+            events.PY_RESUME: self._enter,
+            events.PY_RETURN: self._leave,
+            events.PY_YIELD: self._leave,
+        }
+
+    def _follow(self, code: CodeType) -> None:
+        events = self._api.events
+        self._codes[id(code)] = code
+        lines = events.LINE if self.log.detail(code) == LINES else 0
+        self._api.set_local_events(self._tool, code, lines | events.PY_RETURN | events.PY_YIELD)
+
+    def _enter(self, code: CodeType, _: int) -> Any:
+        if not self.log.detail(code) or id(code) in self._left_out:
+            return self._api.DISABLE
+        if id(code) not in self._codes and self._tool is not None:
+            self._follow(code)
+        self.log.meet()
+        self._add(ENTER, code, 0)
+        return None
+
+    def _leave(self, code: CodeType, _: int, __: object) -> None:
+        self._add(LEAVE, code, 0)
+
+    def _line(self, code: CodeType, line: int) -> Any:
+        self._add(LINE, code, line)
+        if not self._hot:
+            return None
+        if (id(code), line) in self._hot:
+            self._silent.add(id(code))
+            return self._api.DISABLE
+        if id(code) in self._silent:
+            self._wake(code)
+        return None
+
+    def _add(self, what: int, code: CodeType, line: int) -> None:
+        entries = self.log.entries
+        entries.append((self.log.clock(), threading.get_ident(), what, code, line))
+        if len(entries) - self._looked >= CHUNK:
+            self._look()
+
+    def _look(self) -> None:
+        """Find the loops among what came last."""
+        last = self.log.entries[self._looked :]
+        self._looked = len(self.log.entries)
+        if self._looked > MOST:
+            self.end()
+        elif last[-1][0] - last[0][0] < QUICK * len(last):
+            counts = Counter((id(code), what, line) for _, _, what, code, line in last)
+            often = [place for place, count in counts.items() if count > _HOT]
+            self._hot |= {(code, line) for code, what, line in often if what == LINE}
+            self._leave_out({code for code, what, _ in often if what == ENTER})
+
+    def _leave_out(self, codes: set[int]) -> None:
+        self._left_out |= codes
+        for code in codes:
+            self._api.set_local_events(self._tool, self._codes[code], 0)
+
+    def _wake(self, code: CodeType) -> None:
+        """Another line of it runs, so the program has left the loop."""
+        self._silent.discard(id(code))
+        if self._tool is not None:
+            self._api.set_local_events(self._tool, code, 0)
+            self._follow(code)
+
+
+# Lines by `sys.settrace`, before Python 3.12: of the thread that takes the steps alone, and dearer.
+
+OFTEN = 2_000
+"""Calls of one function, or turns of a generator, beyond which it is no longer told apart from who calls it."""
+
+
+class Traced:
+    """Follows the thread in which it began."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._frames: list[FrameType] = []
+        self._follows = False
+        self._calls: Counter[int] = Counter()
+
+    def begin(self) -> str:
+        """Returns why not, if it cannot."""
+        if sys.gettrace() is not None:
+            return "a debugger or a coverage tool traces the program"
+        self._frames = self.log.open_frames().get(threading.get_ident(), [])
+        for frame in self._frames:
+            frame.f_trace = self._within
+            frame.f_trace_lines = self.log.detail(frame.f_code) == LINES
+        self._follows = True
+        sys.settrace(self._entered)
+        return ""
+
+    def end(self) -> None:
+        if self._follows:
+            sys.settrace(None)
+        self._follows = False
+        for frame in self._frames:
+            frame.f_trace = None
+            frame.f_trace_lines = True
+        self._frames = []
+
+    def _entered(self, frame: FrameType, _: str, __: object) -> Any:
+        if not self._follows or len(self.log.entries) > MOST or not self.log.detail(frame.f_code):
+            return None
+        self._calls[id(frame.f_code)] += 1
+        if self._calls[id(frame.f_code)] > OFTEN:
+            return None
+        self.log.add(ENTER, frame.f_code)
+        frame.f_trace_lines = self.log.detail(frame.f_code) == LINES
+        return self._within
+
+    def _within(self, frame: FrameType, event: str, _: object) -> Any:
+        if self._calls[id(frame.f_code)] > OFTEN:
+            return self._within
+        if event == "line":
+            self.log.add(LINE, frame.f_code, frame.f_lineno)
+        elif event == "return":
+            self.log.add(LEAVE, frame.f_code)
+        return self._within
+
+
+LINE, ENTER, LEAVE = 0, 1, 2
+MOST = 2_000_000
+"""Entries of one window; what comes later has no lines."""
+NOTHING, FUNCTIONS, LINES = 0, 1, 2
+_DETAIL = {USER: LINES, LIBRARY: LINES, TORCH: FUNCTIONS}
+
+Entry: TypeAlias = "tuple[int, int, int, CodeType, int]"
+"""When, in which thread, what (LINE, ENTER or LEAVE), of which code, and the line."""
+
+
+class Follower(Protocol):
+    """What writes the log."""
+
+    def begin(self) -> str:
+        """Returns why not, if it cannot."""
+
+    def end(self) -> None: ...
+
+
+class Log:
+    """What was seen, in the order in which it was."""
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock = clock
+        self.entries: list[Entry] = []
+        self.threads: dict[int, int] = {}
+        """The system's number of each thread, by Python's own."""
+        self._detail: dict[int, tuple[int, CodeType]] = {}  # by identity: the same words in two files are equal
+
+    def detail(self, code: CodeType) -> int:
+        """How closely this code is followed."""
+        known = self._detail.get(id(code))
+        if known is None:
+            known = self._detail[id(code)] = _DETAIL.get(kind_of(code.co_filename), NOTHING), code
+        return known[0]
+
+    def add(self, what: int, code: CodeType, line: int = 0) -> None:
+        self.entries.append((self.clock(), threading.get_ident(), what, code, line))
+
+    def meet(self) -> None:
+        """Remember the calling thread's number."""
+        ident = threading.get_ident()
+        if ident not in self.threads:
+            self.threads[ident] = threading.get_native_id()
+
+    def open_frames(self) -> dict[int, list[FrameType]]:
+        """Where every thread stands, from the outside in; noted as if it had just come there."""
+        self.threads.update({one.ident: one.native_id for one in threading.enumerate() if one.ident and one.native_id})
+        self.threads[threading.get_ident()] = threading.get_native_id()  # a child that was forked has another number
+        found = {thread: self._followed_of(top) for thread, top in sys._current_frames().items()}
+        for thread, frames in found.items():
+            for frame in frames:
+                now = self.clock()
+                self.entries.append((now, thread, ENTER, frame.f_code, 0))
+                if self.detail(frame.f_code) == LINES:
+                    self.entries.append((now, thread, LINE, frame.f_code, frame.f_lineno or 0))
+        return found
+
+    def _followed_of(self, top: FrameType) -> list[FrameType]:
+        return [frame for frame in outwards(top) if self.detail(frame.f_code)][::-1]
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def follower(log: Log) -> Follower:
+    """The way that this Python offers."""
+    if sys.version_info >= (3, 12):
+        return Monitored(log)
+
+    return Traced(log)

@@ -1,0 +1,261 @@
+"""What an all-reduce among the GPUs of this host takes: a process a GPU, started by torchrun's own agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# What a GPU and its host can do, measured in a few seconds: what launches, copies, products and memory cost here.
+#
+# Every figure is the median of several rounds. Host times are read from `now`, device times from
+# events, so that the virtual GPU can be measured like a real one.
+
+ROUNDS = 5
+CALLS = 200
+"""Launches in a row: fewer than a stream's queue holds, so none of them waits."""
+MEGABYTE = 1_000_000
+DTYPES = ("bfloat16", "float16", "tfloat32", "float32")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and its host. Times are nanoseconds, bandwidths bytes and rates operations a nanosecond."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    memory: int
+    launch: int  # the host's time for an operator that launches one kernel
+    view: int  # the host's time for one that launches none
+    read: int  # `.item()` on an idle GPU
+    malloc: int  # what asking the driver for memory adds to an allocation
+    free: int  # giving it back, on an idle device
+    pinning: float  # nanoseconds a byte, of memory that was never pinned before
+    to_device: float  # pinned
+    to_host: float
+    pageable_to_device: float
+    pageable_to_host: float
+    bandwidth: float  # of the memory: read and written
+    products: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the probes are."""
+
+    copied: int = 256 * MEGABYTE
+    streamed: int = 1024 * MEGABYTE
+    product: int = 8192
+
+
+def measure(
+    sizes: Sizes | None = None,
+    now: Callable[[], int] = time.perf_counter_ns,
+    on_progress: Callable[[str], object] = lambda _what: None,
+) -> Machine:
+    """Measure the current device. It should be idle, and so should its host."""
+    sizes = sizes or Sizes()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    sizes = _that_fit(sizes, properties.total_memory)
+    on_progress("launches")
+    one = torch.ones(16, device="cuda")
+    launch, view = _host_time(lambda: one.mul_(1), now), _host_time(lambda: one.view(4, 4), now)
+    read = _alone(one[0].item, now)
+    on_progress("memory")
+    malloc, free = _driver_calls(now)
+    on_progress("copies")
+    pinning = _pinning(sizes.copied, now)
+    inward, home = _copies(sizes.copied)
+    on_progress("matrix products")
+    return Machine(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        memory=properties.total_memory,
+        launch=launch,
+        view=view,
+        read=read,
+        malloc=malloc,
+        free=free,
+        pinning=pinning,
+        to_device=inward[0],
+        to_host=home[0],
+        pageable_to_device=inward[1],
+        pageable_to_host=home[1],
+        bandwidth=_bandwidth(sizes.streamed),
+        products={dtype: _product(dtype, sizes.product) for dtype in DTYPES},
+    )
+
+
+def _that_fit(sizes: Sizes, memory: int) -> Sizes:
+    """On a small device smaller ones."""
+    share = memory // 10
+    return Sizes(min(sizes.copied, share), min(sizes.streamed, share), sizes.product)
+
+
+def _host_time(call: Callable[[], object], now: Callable[[], int]) -> int:
+    """A call's share of a row of calls, while the device is not yet behind."""
+    spent = []
+    for _ in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        begun = now()
+        for _ in range(CALLS):
+            call()
+        spent.append((now() - begun) / CALLS)
+    torch.cuda.synchronize()
+    return round(median(spent[1:]))
+
+
+def _alone(call: Callable[[], object], now: Callable[[], int]) -> int:
+    """A call on an idle device, until it comes back."""
+    spent = []
+    for _ in range(4 * ROUNDS):
+        torch.cuda.synchronize()
+        begun = now()
+        call()
+        spent.append(now() - begun)
+    return round(median(spent[1:]))
+
+
+def _driver_calls(now: Callable[[], int]) -> tuple[int, int]:
+    """What a segment of its own costs, taken from the driver and given back."""
+    taken, given = [], []
+    for _ in range(ROUNDS + 1):
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        begun = now()
+        block = torch.empty(64 * MEGABYTE, dtype=torch.uint8, device="cuda")
+        taken.append(now() - begun)
+        del block
+        begun = now()
+        torch.cuda.empty_cache()
+        given.append(now() - begun)
+    return round(median(taken[1:])), round(median(given[1:]))
+
+
+def _pinning(size: int, now: Callable[[], int]) -> float:
+    """Once: memory that was pinned before comes from a cache."""
+    begun = now()
+    torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return (now() - begun) / size
+
+
+def device_time(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Nanoseconds of the device, or of the host where it waits for each call."""
+    spent = []
+    for _ in range(rounds + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        spent.append(begin.elapsed_time(end) * 1e6)
+    return max(median(spent[1:]), 1.0)
+
+
+def _copies(size: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """To the device and home, each pinned and pageable, in bytes a nanosecond."""
+    device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    pageable = torch.zeros(size, dtype=torch.uint8)  # touched, so that no page is mapped on the way
+    pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+    def both(copy: Callable[[Tensor], object]) -> tuple[float, float]:
+        return size / device_time(lambda: copy(pinned)), size / device_time(lambda: copy(pageable))
+
+    return (
+        both(lambda host: device.copy_(host, non_blocking=True)),
+        both(lambda host: host.copy_(device, non_blocking=True)),
+    )
+
+
+def _bandwidth(size: int) -> float:
+    """Bytes read and written a nanosecond, by an operator on more than any cache holds."""
+    source = torch.zeros(size // 4, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / device_time(lambda: torch.mul(source, 2, out=target))
+
+
+def _product(dtype: str, size: int) -> float:
+    """Operations a nanosecond. Float32 is measured as PyTorch computes it by default, without TF32, and with it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tfloat32"
+    try:
+        kind = torch.float32 if dtype.endswith("float32") else getattr(torch, dtype)
+        # drawn, not constant: a GPU multiplies zeros with less power, and so faster
+        one, other = (torch.randn(size, size, device="cuda").to(kind) for _ in range(2))
+        return 2 * size**3 / device_time(lambda: torch.mm(one, other))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+SMALL, LARGE = 1_000, 256_000_000
+"""Bytes: one is all latency, the other all bandwidth."""
+ALL_REDUCE_ROUNDS = 20
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Among `ranks` GPUs: nanoseconds of a small all-reduce, and the bytes a nanosecond on each GPU's links."""
+
+    ranks: int
+    small: int
+    bandwidth: float
+    peers: bool  # whether each reaches every other's memory
+
+
+def measure_all_reduces(ranks: int) -> Wires | None:
+    """Nothing where the ranks could not meet."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    try:
+        ran = subprocess.run(
+            [*agent, "-m", __name__], capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return read(ran.stdout, ranks, _all_reach(ranks)) if ran.returncode == 0 else None
+
+
+def read(said: str, ranks: int, peers: bool) -> Wires | None:
+    """What the first rank said of the two times."""
+    found = next((line for line in said.splitlines() if line.startswith("{")), None)
+    if found is None:
+        return None
+    times: dict[str, Any] = json.loads(found)
+    travelled = 2 * (ranks - 1) / ranks * LARGE
+    return Wires(ranks, round(times["small"]), travelled / max(times["large"] - times["small"], 1.0), peers)
+
+
+def _all_reach(ranks: int) -> bool:
+    pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
+    return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+
+
+def be_rank() -> None:
+    """One of the processes: the first one says what it found."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    found = {}
+    for name, size in (("small", SMALL), ("large", LARGE)):
+        data = torch.ones(size // 4, device="cuda")
+        found[name] = device_time(lambda data=data: dist.all_reduce(data), ALL_REDUCE_ROUNDS)  # type: ignore[misc]
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    be_rank()

@@ -1,0 +1,169 @@
+"""The ranks of one recorded run in one timeline, the same steps of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepbusy.recording.line_log import Seen, Tick, placed
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.ranks import merge
+from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.trace_file import read_trace
+
+# The folder in which a process leaves what it saw: its facts, and of its window the profiler's trace and the lines.
+#
+# While it runs it may leave the figures of its last steps there, too.
+
+FACTS, TRACE, LINES, LIVE = "facts.json", "window.json", "lines.npz", "live"
+
+
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """They appear once they are whole."""
+    part = folder / f"{FACTS}.part"
+    part.write_text(json.dumps(facts, default=str), encoding="utf-8")
+    part.replace(folder / FACTS)
+
+
+def facts_in(folder: Path) -> dict[str, Any]:
+    """What the process knew of itself; nothing if it did not live to write it."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts
+
+
+# What a recorded process left in its folder -> `Timeline`.
+
+RECORDED = "Recorded were"
+"""How the note on what was recorded begins."""
+
+
+def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
+    """The window, its lines and the plain run. Raises BadInput with the reason where there is no window."""
+    left = facts_in(folder)
+    trace = _trace(folder, left, str(facts.get("source", "the program")))
+    timeline = timeline_of(trace, left.get("rank", 0))
+    told = {**timeline.facts, **_told(left, trace), "marks": left.get("marks", {}), "notes": _notes(left)}
+    return timeline.change(facts={**told, **facts}, further=tuple(_further(folder, left, facts)))
+
+
+def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Timeline]:
+    """What the other windows saw. One that the program's end has cut off tells nothing."""
+    for look in left.get("further", ()):
+        within = folder / look["folder"]
+        with suppress(BadInput):
+            trace = _trace(within, look, str(facts.get("source", "")))
+            timeline = timeline_of(trace, left.get("rank", 0))
+            told = {**timeline.facts, **_told(look, trace), "why": look["why"], "about": look["about"]}
+            yield timeline.change(facts={**told, **facts})
+
+
+def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
+    if not (folder / TRACE).exists():
+        raise BadInput(_why_not(left, source))
+    trace = read_trace(folder / TRACE)
+    if not (trace.events.category <= Category.FILL).any():
+        raise BadInput(_no_commands(trace, source))
+    ticks = [Tick(*tick) for tick in left.get("ticks", ())]
+    seen = Seen.load(folder / LINES) if (folder / LINES).exists() else Seen.nothing()
+    return placed(trace, seen, ticks)
+
+
+def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
+    has_lines = bool((trace.events.category == Category.LINE).any())
+    told = {"stacks": has_lines, "recorded": [tick[0] for tick in left.get("ticks", ())]}
+    return told | ({"plain_step": left["plain_step"]} if left.get("plain_step") else {})
+
+
+def _notes(left: Mapping[str, Any]) -> list[str]:
+    notes = list(left.get("notes", ()))
+    looks = [look for look in (left, *left.get("further", ())) if len(look.get("ticks", ())) > 1]
+    if looks:
+        notes.insert(0, _what_was_recorded(looks, left["steps"]))
+    if not left.get("plain_step"):
+        notes.append("Too few steps were taken without the recorder to know what a plain step takes: let it take 20.")
+    return notes
+
+
+def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int) -> str:
+    first, *further = [f"{look['ticks'][0][0] + 1} to {look['ticks'][-1][0]}" for look in looks]
+    again = f", and again {' and '.join(further)}" if further else ""
+    cost = sum(look["cost"] for look in looks) / 1e9
+    return (
+        f"{RECORDED} steps {first} of {steps}{again}; opening and closing the recorder held the program up "
+        f"for {cost:.1f} s{' in all' if further else ', once'}."
+    )
+
+
+def _why_not(left: Mapping[str, Any], source: str) -> str:
+    if not left:
+        return f"{source} ended before keepbusy could write down anything."
+    if left.get("notes"):
+        return f"{source} was not recorded. {' '.join(left['notes'])}"
+    steps, after = left.get("steps", 0), left.get("after", 0)
+    if not steps:
+        return (
+            f"{source} took no step: none of its optimizers stepped; "
+            "call keepbusy.step() at the end of each step, wherever the program has one."
+        )
+    if left.get("opened", 0) > 0:
+        return (
+            f"{source} ended while its steps were recorded, which began after {left['opened']}; "
+            "what they showed is lost with it; give --after to record earlier or later."
+        )
+    return (
+        f"{source} ended after {steps} steps, and recording begins after {after}; "
+        "let it take 20 steps, or give --after with a smaller number."
+    )
+
+
+def _no_commands(trace: Trace, source: str) -> str:
+    if np.count_nonzero(trace.events.category == Category.RUNTIME):
+        return (
+            f"{source} launched work, but CUPTI reported nothing of it: another tool (Nsight, DCGM) holds the GPU's "
+            "counters, or this user may not read them; stop the other tool, or ask for the permission."
+        )
+    return f"{source} ran nothing on the GPU while it was recorded."
+
+
+def together(timelines: Sequence[Timeline]) -> Timeline:
+    """A rank that ended early has fewer steps than the others: what is told of all are the steps that all took."""
+    numbers = [list(one.facts.get("recorded", ())) for one in timelines]
+    shared = sorted(set.intersection(*map(set, numbers)))
+    notes = dict.fromkeys(note for one in timelines for note in _notes_of_all(one, first=one is timelines[0]))
+    whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
+    facts = {key: value for key, value in whole.facts.items() if key != "sources"}  # it is one program
+    told = {**facts, "recorded": shared, "notes": list(notes)}
+    return whole.change(facts=told, further=tuple(_further_of_all(timelines)))
+
+
+def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
+    """Each rank decides for itself where it looks again; those that saw the same steps saw the same."""
+    alike: dict[tuple[int, ...], list[Timeline]] = {}
+    for one in timelines:
+        for again in one.further:
+            alike.setdefault(tuple(again.facts["recorded"]), []).append(again)
+    for ranks in alike.values():
+        whole = merge(ranks)
+        yield whole.change(facts={key: value for key, value in whole.facts.items() if key != "sources"})
+
+
+def _notes_of_all(timeline: Timeline, first: bool) -> list[str]:
+    """Which steps were recorded is said once."""
+    notes = [str(note) for note in timeline.facts.get("notes", ())]
+    return notes if first else [note for note in notes if not note.startswith(RECORDED)]
+
+
+def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int]) -> Timeline:
+    if len(numbers) != len(timeline.marks) or len(wanted) < 3:
+        return timeline
+    return timeline.change(marks=timeline.marks[np.isin(numbers, wanted)])

@@ -1,0 +1,159 @@
+"""Two runs held against each other, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
+from keepbusy.report import words
+from keepbusy.report.as_json import VERSION, milliseconds, place
+from keepbusy.report.paper import FAINT, STRONG, laid_out, line, look
+from keepbusy.report.terminal import bar, rows_of
+from keepbusy.report.words import duration, tame
+
+BETTER, WORSE = "bold green", "bold red"
+_STYLES = {GONE: BETTER, SMALLER: "green", LARGER: "red", NEW: WORSE}
+_BLANK = line("")
+_SMALL = 0.005
+"""Of the longer step: a place with less in both runs is not shown."""
+
+
+def render(comparison: Comparison, width: int = 100, *, colour: bool = False, unicode: bool = True) -> str:
+    """What changed, as text."""
+    return laid_out(parts(comparison, width, colour), width, colour, unicode)
+
+
+def parts(comparison: Comparison, width: int, colour: bool = False) -> Iterator[RenderableType]:
+    """The report's paragraphs, from top to bottom."""
+    sides = " → ".join(words.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
+    yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
+    yield _BLANK
+    yield _headline(comparison.step)
+    yield from _prediction(comparison)
+    yield _BLANK
+    yield from _bars(comparison, width, colour)
+    yield _BLANK
+    yield _ledger(comparison.ledger, max(comparison.step.before, comparison.step.after))
+    yield from _causes(comparison)
+    if comparison.notes:
+        yield _BLANK
+    for note in comparison.notes:
+        yield line(("note    ", FAINT), tame(note))
+
+
+def _headline(step: Change) -> RenderableType:
+    if not step.significant:
+        same = f"The step is the same within noise: {words.transition(step.before, step.after)}"
+        return line((same, STRONG), (f" (noise {duration(step.noise)})", FAINT))
+    style = BETTER if step.difference < 0 else WORSE
+    gain = f"{words.transition(step.before, step.after)}, {words.change(step.before, step.after)}"
+    return line("A step takes ", (gain, style), (f" (noise {duration(step.noise)})", FAINT))
+
+
+def _prediction(comparison: Comparison) -> Iterator[RenderableType]:
+    predicted, step = comparison.predicted, comparison.step
+    if predicted is not None:
+        span = words.span_of(predicted.low, predicted.high, step.before)
+        yield line(f"Predicted was {words.transition(step.before, predicted.step)} ({span}).")
+
+
+def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
+    whole = max(comparison.step.before, comparison.step.after)
+    causes = [change.cause for change in comparison.causes]
+    for name, side in (("before", comparison.before), ("after", comparison.after)):
+        drawn = bar(rows_of(side.ledger, causes), width - 8, colour, whole)
+        yield Text.assemble((f"{name:8}", FAINT), drawn)
+
+
+def _ledger(ledger: Mapping[str, Change], whole: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name, change in ledger.items():
+        if max(change.before, change.after) < _SMALL * whole and name != COMPUTING:
+            continue
+        said = words.change(change.before, change.after) if change.significant and change.before else ""
+        style = (
+            _STYLES[SMALLER if change.difference < 0 else LARGER] if change.significant and name != COMPUTING else FAINT
+        )
+        table.add_row(
+            look(name).name,
+            *(duration(time, whole) for time in (change.before, change.after)),
+            Text(said or _unsaid(change), style),
+        )
+    return table
+
+
+def _unsaid(change: Change) -> str:
+    return "new" if change.significant else "within noise"
+
+
+def _causes(comparison: Comparison) -> Iterator[RenderableType]:
+    if comparison.causes:
+        yield _BLANK
+    for change in comparison.causes:
+        yield line((f"{change.verdict:11}", _STYLES.get(change.verdict, FAINT)), *_cause(change))
+
+
+def _cause(change: CauseChange) -> Iterator[tuple[str, str]]:
+    yield look(change.cause).name, STRONG
+    gain = change.predicted_gain
+    yield f" · mending it gains {words.transition(gain.before, gain.after)} · ", ""
+    yield words.spot(change.where), "cyan"
+
+
+def render_json(comparison: Comparison) -> str:
+    """The same as JSON; `docs/reference/json.md` describes every field."""
+    return json.dumps(as_object(comparison), indent=1, allow_nan=False)
+
+
+def as_object(comparison: Comparison) -> dict[str, Any]:
+    predicted = comparison.predicted
+    return {
+        "version": VERSION,
+        "before": _side(comparison.before),
+        "after": _side(comparison.after),
+        "step": _change(comparison.step),
+        "ledger": {name: _change(change) for name, change in comparison.ledger.items()},
+        "causes": [_cause_object(change) for change in comparison.causes],
+        "predicted_step": milliseconds(predicted.step) if predicted else None,
+        "predicted_low": milliseconds(predicted.low) if predicted else None,
+        "predicted_high": milliseconds(predicted.high) if predicted else None,
+        "notes": list(comparison.notes),
+    }
+
+
+def _side(side: Diagnosis) -> dict[str, Any]:
+    return {
+        "sources": list(side.sources),
+        "device": side.device,
+        "ranks": [int(rank) for rank in side.ranks],
+        "plain_given": side.plain_given,
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {
+        "before": milliseconds(change.before),
+        "after": milliseconds(change.after),
+        "noise": milliseconds(change.noise),
+        "significant": change.significant,
+    }
+
+
+def _cause_object(change: CauseChange) -> dict[str, Any]:
+    return {
+        "cause": change.cause,
+        "verdict": change.verdict,
+        "predicted_gain": _change(change.predicted_gain),
+        "wait": _change(change.wait),
+        "where": str(change.where),
+        "place": place(change.where),
+    }

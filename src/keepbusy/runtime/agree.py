@@ -1,0 +1,208 @@
+"""What ranks decide together, a step late, so that nobody waits for the step that is under way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keepbusy.runtime.readback import Reading, refuse_capture, send, whole
+from keepbusy.runtime.tensor_readback import side_stream
+
+T = TypeVar("T")
+_END: Any = object()
+
+
+def agree(flag: Any) -> bool:
+    """Whether any rank said yes a call ago: `if keepbusy.agree(stop): break` leaves the loop on all ranks at once.
+
+    Every rank calls it once a step. The k-th call hands this rank's flag over and returns, on every rank the same,
+    whether any of them handed over a yes at the call before: one step late, so that the answer has had a step's time to
+    come and the host does not wait for it, let alone for the device. It waits only for ranks that have not begun the
+    step before. The first call answers no. After a yes everything is forgotten: the next call is a first one again.
+
+    `flag` is true or false (`readings.nonfinite()`, a loader that has ended, a signal that was caught), or a tensor or
+    `Reading`, which counts one call later still: nobody waits for it to come home. A single process gets its own flag
+    back, a tensor's one call late.
+
+    A rank must not just stop calling, for the others would wait for it until their process group loses patience; one
+    whose process has ended is named by an error at once. Where data may end earlier on one rank than on others, loop
+    over `keepbusy.runtime.together(loader)`.
+    """
+    ranks = _ranks("agree()")
+    if ranks is None:
+        return _ALONE.own(flag)
+    return ranks.agreed(flag)
+
+
+def together(batches: Iterable[T]) -> Iterator[T]:
+    """The batches of a rank for as long as every rank has one: `for batch in keepbusy.runtime.together(loader)`.
+
+    All ranks get the same number of batches, that of the rank with the fewest. Each looks one batch ahead and tells the
+    others while the batch before is worked on, so nobody waits but for the first one. A rank that leaves its loop
+    early, or whose data fails, ends it for the others after the step that they are in.
+    """
+    ranks = _ranks("together()")
+    return iter(batches) if ranks is None else _together(iter(batches), ranks.loops)
+
+
+def gather_later(value: Any) -> Reading:
+    """Every rank's value, on every rank, without waiting: a `Reading` of shape (ranks, *value.shape).
+
+    `losses = keepbusy.runtime.gather_later(loss)`, and a step later `losses.tensor.mean()`. All ranks call it; any of
+    them may read what comes of it, or none. A tensor of the device is gathered by the process group's own collective,
+    beside the compute; a number or a tensor of the host by gloo, beside everything. It is the same kind on all ranks.
+    """
+    if not isinstance(value, Tensor | int | float):
+        raise TypeError(f"gather_later() takes a tensor or a number, but was given a {type(value).__name__}.")
+    ranks = _ranks("gather_later()")
+    tensor = whole(value).detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    if ranks is None:
+        return Reading(send([tensor[None]]))
+    if tensor.device.type == "cuda" and dist.get_backend() != "gloo":
+        return _gathered_on_device(tensor)
+    return Reading(_Gathered(tensor.cpu(), ranks))
+
+
+class _Own:
+    """This process's flag: one on the device is known a call after it was given."""
+
+    def __init__(self) -> None:
+        self.late: Reading | None = None
+
+    def own(self, flag: Any) -> bool:
+        before, self.late = self.late, _under_way(flag)
+        said = bool(before) if before is not None else False
+        return said or (self.late is None and bool(flag))
+
+
+_ALONE = _Own()
+
+
+class _Ranks(_Own):
+    """What the ranks tell each other from host to host, by process groups of their own."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__()
+        self.world = world
+        self.group = dist.new_group(backend="gloo")
+        self.loops = dist.new_group(backend="gloo")  # loops may be run ahead by a thread of their own
+        self.before: _Answer | None = None
+
+    def agreed(self, flag: Any) -> bool:
+        before, self.before = self.before, _Answer(self.own(flag), self.group)
+        said = before is not None and before.yes()
+        if said:
+            self.before = self.late = None
+        return said
+
+
+class _Answer:
+    """Whether any rank says yes, once all of them have been asked."""
+
+    def __init__(self, flag: bool, group: Any) -> None:
+        self._flag = torch.tensor([flag], dtype=torch.int32, device="cpu")
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group, async_op=True)
+
+    def yes(self) -> bool:
+        _wait(self._work)
+        return bool(self._flag.item())
+
+
+class _Gathered:
+    """A value of each rank, from host to host."""
+
+    def __init__(self, mine: Tensor, ranks: _Ranks) -> None:
+        self._all = mine.new_empty((dist.get_world_size(), *mine.shape))
+        self._work = dist.all_gather(list(self._all.unbind()), mine.contiguous(), ranks.group, async_op=True)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def land(self) -> None:
+        _wait(self._work)
+
+    def open(self, place: int) -> Tensor:
+        self.land()
+        return (self._all,)[place]
+
+
+def _gathered_on_device(value: Tensor) -> Reading:
+    """On a stream of its own from the collective on: the compute goes on."""
+    refuse_capture("gather_later()", "call it after the replay")
+    side, mine = side_stream(value.device), value.clone(memory_format=torch.contiguous_format)
+    side.wait_stream(torch.cuda.current_stream(value.device))
+    mine.record_stream(side)  # it is freed before the collective has read it
+    with torch.cuda.stream(side):
+        every = mine.new_empty((dist.get_world_size(), *mine.shape))
+        dist.all_gather(list(every.unbind()), mine, async_op=True).wait()
+        return Reading(send([every]))
+
+
+def _together(source: Iterator[T], group: Any) -> Iterator[T]:
+    batch, failure = _next(source)
+    answer = _Answer(batch is _END, group)
+    while not answer.yes():
+        ahead, failure = _next(source)
+        answer = _Answer(ahead is _END, group)
+        try:
+            yield batch
+        except GeneratorExit:
+            if not answer.yes():
+                _Answer(True, group)
+            raise
+        batch = ahead
+    if failure is not None:
+        raise failure
+
+
+def _next(source: Iterator[T]) -> tuple[T, BaseException | None]:
+    """The next batch; in its place an end, and why, where there is none."""
+    try:
+        return next(source, _END), None
+    except Exception as failure:
+        return _END, failure
+
+
+def _under_way(flag: Any) -> Reading | None:
+    if isinstance(flag, Tensor) and flag.device.type != "cpu":
+        return Reading(send([(flag != 0).any()]))
+    return flag if isinstance(flag, Reading) else None
+
+
+_KNOWN: list[_Ranks] = []
+
+
+def _ranks(who: str) -> _Ranks | None:
+    """Those of the present process group; None where there is but one process."""
+    if not dist.is_available() or not dist.is_initialized():
+        _check_alone(who)
+        return None
+    if dist.get_world_size() == 1:
+        return None
+    if not _KNOWN or _KNOWN[0].world is not dist.group.WORLD:
+        _KNOWN[:] = [_Ranks(dist.group.WORLD)]
+    return _KNOWN[0]
+
+
+def _check_alone(who: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            f"{who} was called on rank {os.environ.get('RANK', '0')} of {os.environ['WORLD_SIZE']} before there is a "
+            "process group; call torch.distributed.init_process_group() first."
+        )
+
+
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a rank has ended, or was not heard of for too long, while others waited for what it says; every rank must "
+            "come to agree(), gather_later() and together() as often as the others."
+        ) from error

@@ -1,0 +1,119 @@
+"""What a step does on the host, where a replay does nothing: counters, schedules, random numbers, lists that grow."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from keepbusy.runtime.graph.names_read import PLAIN, Name, constant, size
+from keepbusy.runtime.graph.participants import Cast, scalers, schedulers
+
+# The random numbers of the host: Python's, NumPy's where it is in use, and PyTorch's on the CPU.
+
+
+def drawn() -> tuple[Any, ...]:
+    """How far they have been drawn, as a value that can be compared."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
+    return random.getstate(), torch.get_rng_state().tolist(), of_numpy and (of_numpy[1].tolist(), of_numpy[2:])
+
+
+def kept() -> Callable[[], None]:
+    """What sets them back to where they are now."""
+    numpy = sys.modules.get("numpy")
+    python, host = random.getstate(), torch.get_rng_state()
+    of_numpy = numpy.random.get_state() if numpy else None
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+    return restore
+
+
+Key: TypeAlias = tuple[str, int]
+"""What a person calls it, and whose it is."""
+
+
+class _Itself:
+    """Equal to nothing but the same object, which it keeps alive meanwhile."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.held is other.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class HostState:
+    """Reads everything that a step may change there."""
+
+    def __init__(self, cast: Cast, names: list[Name]) -> None:
+        self._cast, self._names = cast, names
+        self._schedulers, self._scalers = schedulers(), scalers()
+
+    def read(self) -> dict[Key, Any]:
+        return dict(self._pairs())
+
+    def _pairs(self) -> Iterator[tuple[Key, Any]]:
+        yield ("the random numbers of the host", 0), drawn()
+        for name in self._names:
+            value = name.read()
+            yield (f"`{name.label}`", 0), (constant(value), size(value))
+        for module in self._cast.modules:
+            yield from _of_module(module)
+        for optimizer in self._cast.optimizers:
+            yield from _of_optimizer(optimizer)
+        for scheduler in self._schedulers:
+            yield (f"the epoch of {type(scheduler).__name__}", id(scheduler)), getattr(scheduler, "last_epoch", None)
+        for scaler in self._scalers:
+            stages = [str(one["stage"]) for one in scaler._per_optimizer_states.values()]
+            yield ("the stage of GradScaler", id(scaler)), stages
+
+
+def changed(before: dict[Key, Any], after: dict[Key, Any]) -> Key | None:
+    """What differs first."""
+    return next((key for key, value in after.items() if key in before and before[key] != value), None)
+
+
+def settings(group: dict[str, Any]) -> tuple[Any, ...]:
+    """A parameter group's hyperparameters."""
+    return tuple(
+        constant(value) if isinstance(value, torch.Tensor) else value
+        for label, value in group.items()
+        if label != "params" and isinstance(value, (*PLAIN, tuple, torch.Tensor))
+    )
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
+    """Its numbers, and its buffers themselves: one that is bound anew at each step would be read stale by a replay."""
+    kind = type(module).__name__
+    for label, value in vars(module).items():
+        if type(value) in PLAIN:
+            yield (f"`{kind}.{label}`", id(module)), value
+    for label, buffer in module._buffers.items():
+        yield (f"the buffer `{kind}.{label}`", id(module)), _Itself(buffer)
+
+
+def _of_optimizer(optimizer: Optimizer) -> Iterator[tuple[Key, Any]]:
+    kind = type(optimizer).__name__
+    yield (f"the settings of {kind}", id(optimizer)), [settings(group) for group in optimizer.param_groups]
+    if "capturable" not in optimizer.defaults:
+        yield (f"the step count of {kind}", id(optimizer)), [*map(_counts, optimizer.state.values())]
+
+
+def _counts(state: Any) -> tuple[Any, ...]:
+    """Numbers and host tensors of one parameter's state."""
+    held = state.values() if isinstance(state, dict) else ()
+    return tuple(
+        constant(one) for one in held if type(one) in PLAIN or (isinstance(one, torch.Tensor) and not one.is_cuda)
+    )

@@ -1,0 +1,260 @@
+"""`save_later`: a checkpoint that is brought home and written while the training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import pickle
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from keepbusy.runtime.readback import refuse_capture
+from keepbusy.runtime.tensor_readback import Arrived, Parcel
+
+# A state as it is at one moment: its tensors on their way home, everything else pickled.
+
+_Key = tuple[torch.device, int, int]
+_Rebuild = Callable[[], Tensor]
+
+
+class Snapshot:
+    """What `torch.save` would write now. Nothing that happens afterwards changes it, and nobody has waited for it."""
+
+    def __init__(self, state: Any) -> None:
+        self.sharded = False
+        self._memory = _Memory()
+        structure = _Structure(self._take)
+        structure.dump(state)
+        self._structure, self._rebuilds = structure.file.getvalue(), structure.rebuilds
+        self._memory.set_aside()
+
+    def home(self) -> Any:
+        """The state on the host. It is the thread that writes it which waits here."""
+        self._memory.bring_home()
+        return _Filled(self._structure, self._rebuilds).load()
+
+    def _take(self, tensor: Tensor) -> _Rebuild:
+        """Note what the tensor holds; what is returned makes one like it, once all are home."""
+        if is_traceable_wrapper_subclass(tensor):
+            return self._take_wrapper(tensor)
+        if not _is_plain(tensor):
+            host = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+            return lambda: host
+        key, memory, dress = self._memory.note(tensor), self._memory, _dress_of(tensor)
+        dtype, look = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return lambda: dress(torch.empty(0, dtype=dtype, device="cpu").set_(memory.homes[key], *look))
+
+    def _take_wrapper(self, tensor: Any) -> _Rebuild:
+        """A tensor made of others, such as a rank's part of a sharded one."""
+        self.sharded |= hasattr(tensor, "placements")
+        kind, look = type(tensor), (tensor.shape, tensor.stride())
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self._take_part(getattr(tensor, name)) for name in names}
+        return lambda: kind.__tensor_unflatten__({name: part() for name, part in parts.items()}, context, *look)
+
+    def _take_part(self, part: Any) -> Callable[[], Any]:
+        return self._take(part) if isinstance(part, Tensor) else lambda: part
+
+
+class _Memory:
+    """What the tensors lie in: tensors that share memory still do so in the end."""
+
+    def __init__(self) -> None:
+        self._noted: dict[_Key, Tensor] = {}
+        self.homes: dict[_Key, UntypedStorage] = {}
+
+    def note(self, tensor: Tensor) -> _Key:
+        storage = tensor.untyped_storage()
+        key = tensor.device, storage.data_ptr(), storage.nbytes()
+        if key not in self._noted:
+            self._noted[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        return key
+
+    def set_aside(self) -> None:
+        self._sent = []
+        for device in dict.fromkeys(device for device, *_ in self._noted):
+            ones = {key: whole for key, whole in self._noted.items() if key[0] == device}
+            kind = Parcel if device.type == "cuda" else Arrived
+            self._sent.append((list(ones), kind(list(ones.values()))))
+        self._noted.clear()
+
+    def bring_home(self) -> None:
+        for _, parcel in self._sent:
+            parcel.send()
+        for keys, parcel in self._sent:
+            for place, key in enumerate(keys):
+                self.homes[key] = parcel.open(place).untyped_storage()
+
+
+class _Structure(pickle.Pickler):
+    """Everything but the tensors, which are taken out, each with what makes it anew."""
+
+    def __init__(self, take: Callable[[Tensor], _Rebuild]) -> None:
+        self.file = io.BytesIO()
+        self.rebuilds: list[_Rebuild] = []
+        self._take = take
+        self._known: dict[int, tuple[int, Tensor]] = {}
+        super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = len(self.rebuilds), value  # kept, so that its id stays its own
+            self.rebuilds.append(self._take(value))
+        return self._known[id(value)][0]
+
+
+class _Filled(pickle.Unpickler):
+    """The structure with its tensors in place."""
+
+    def __init__(self, structure: bytes, rebuilds: list[_Rebuild]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._rebuilds = rebuilds
+        self._tensors: dict[int, Tensor] = {}
+
+    def persistent_load(self, number: int) -> Tensor:
+        if number not in self._tensors:
+            self._tensors[number] = self._rebuilds[number]()
+        return self._tensors[number]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Its values lie in its storage as they are."""
+    strided = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type in ("cpu", "cuda")
+    return strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _dress_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes a parameter, or another kind of tensor, of a bare one again."""
+    kind, learns = type(tensor), tensor.requires_grad
+    if isinstance(tensor, torch.nn.Parameter):
+        return lambda bare: torch.nn.Parameter(bare, learns)
+    return lambda bare: bare.as_subclass(kind).requires_grad_(learns)
+
+
+def save_later(state: Any, path: str | os.PathLike[str]) -> Saving:
+    """Write a checkpoint without stopping the training: `keepbusy.save_later({"model": model.state_dict()}, path)`.
+
+    The file holds what `torch.save(state, path)` would write now, with its tensors on the host. What the next step
+    changes does not get into it: on the device a copy is made first, at the speed of its memory, and travels home
+    beside the compute. Where the device has no room for it, the next work of the current stream waits until the rest
+    has been copied; the host does not. A thread then writes it under another name and renames it once it is whole, so
+    `path` never holds half a checkpoint. A state with sharded tensors (FSDP2, tensor parallelism) becomes a folder that
+    `torch.distributed.checkpoint.load` reads; all ranks must call then, with the same path.
+
+    One checkpoint is written at a time: a call waits for the one before, and raises its error if it failed. The program
+    does not end before the last one is written.
+    """
+    refuse_capture("save_later()", "call it between replays")
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}; make it first.")
+    for before in _LATEST:
+        before.wait()
+    _LATEST[:] = [Saving(Snapshot(state), path)]
+    return _LATEST[0]
+
+
+class Saving:
+    """A checkpoint on its way to its file."""
+
+    def __init__(self, snapshot: Snapshot, path: Path) -> None:
+        self.path = path
+        self._failure: BaseException | None = None
+        self._told = False
+        self._group = _group() if snapshot.sharded else None
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"keepbusy: {path.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Come back once it is written, with its path; raises what kept it from being written."""
+        self._thread.join()
+        if self._failure is not None and not self._told:
+            self._told = True
+            raise RuntimeError(self._sentence()) from self._failure
+        return self.path
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            if self._group is None:
+                _write_file(snapshot.home(), self.path)
+            else:
+                _write_shards(snapshot.home(), self.path, self._group)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _sentence(self) -> str:
+        return f"the checkpoint {self.path} was not written ({self._failure}); what was there before is unchanged."
+
+    def tell(self) -> None:
+        """At the end of the program, what nobody has asked for."""
+        if self._failure is not None and not self._told:
+            sys.stderr.write(f"keepbusy: {self._sentence()}\n")
+
+
+_LATEST: list[Saving] = []
+
+
+@atexit.register
+def _tell() -> None:
+    for saving in _LATEST:
+        saving.tell()
+
+
+def _write_file(state: Any, path: Path) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        torch.save(state, part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_shards(state: Any, path: Path, group: Any) -> None:
+    """Each rank its part; the first one renames the folder once all have written theirs."""
+    from torch.distributed import checkpoint
+
+    part = path.with_name(f".{path.name}.part")
+    checkpoint.save(state, checkpoint_id=part, process_group=group)
+    if dist.get_rank() == 0:
+        _replace_folder(part, path)
+    dist.barrier(group)
+
+
+def _replace_folder(part: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.replace(old)
+    part.replace(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+_GROUPS: dict[Any, Any] = {}
+
+
+def _group() -> Any:
+    """Of the present world a group on the hosts that only the writing threads use."""
+    world = dist.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS.clear()
+        _GROUPS[world] = dist.new_group(backend="gloo")
+    return _GROUPS[world]

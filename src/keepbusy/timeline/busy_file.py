@@ -1,0 +1,331 @@
+"""Tables of integers in few bytes, and back.
+
+A column is first told apart from what can be guessed (the row before it, the start of its span),
+then kept in as few bytes a number as its range needs, all first bytes before all second ones, since
+the higher bytes are nearly always alike; then zlib finds the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import (
+    EVERY_LANE,
+    NONE,
+    Direction,
+    FrameKind,
+    Frames,
+    Ints,
+    Kind,
+    Lane,
+    LinkKind,
+    Links,
+    Meetings,
+    Spans,
+    Table,
+    Timeline,
+)
+
+# Timelines in files of our own: docs/reference/busy-file.md describes the format.
+
+VERSION = 1
+_MAGIC = b"\x89busy\r\n\n"
+_PREFACE = struct.Struct("<8sIIQ")  # magic, version, checksum and length of the rest
+_LENGTH = struct.Struct("<Q")
+_TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Frames, "meetings": Meetings}
+_MOST_RATIO = 400
+_SMALL = 64 << 20
+_FAULTS = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
+
+Header: TypeAlias = dict[str, Any]
+
+
+def save(timeline: Timeline, path: str | Path) -> None:
+    """Write it whole or not at all: whatever stood there before stays until the new file is complete."""
+    content = to_bytes(timeline)
+    try:
+        _replace(Path(path), content)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be written ({reason}); give a path where a file may be made.") from None
+
+
+def load(path: str | Path) -> Timeline:
+    """What `save` wrote; raises `BadInput` for anything else."""
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; give a .busy file that keepbusy saved.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be read ({reason}); give a .busy file that keepbusy saved.") from None
+    return from_bytes(content, str(path))
+
+
+def to_bytes(timeline: Timeline) -> bytes:
+    """The same bytes for the same timeline."""
+    described, contents = {}, []
+    for name, table in _columns_of(timeline).items():
+        packed = list(pack(table))
+        described[name] = {"rows": len(next(iter(table.values()))), "columns": [column for column, _ in packed]}
+        contents += [content for _, content in packed]
+    header: Header = {
+        "lanes": timeline.lanes,
+        "names": timeline.names,
+        "facts": timeline.facts,
+        "tables": described,
+    }
+    further = [to_bytes(one) for one in timeline.further]
+    header |= {"further": [len(one) for one in further]} if further else {}
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
+    packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), 6)  # a name may be any string
+    rest = b"".join([_LENGTH.pack(len(packed_header)), packed_header, *contents, *further])
+    return _PREFACE.pack(_MAGIC, VERSION, zlib.crc32(rest), len(rest)) + rest
+
+
+def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
+    """The timeline again; `path` is what a complaint calls it."""
+    rest = _checked(content, path)
+    try:
+        header, tables, further = _tables(rest)
+        timeline = _timeline(header, tables)
+        _check(timeline)
+        timeline = timeline.change(further=tuple(from_bytes(bytes(one), path) for one in further))
+    except _FAULTS as error:
+        raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None
+    return timeline
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _checked(content: bytes, path: str) -> memoryview:
+    """What follows the preface, if it is whole and of this version."""
+    if not content.startswith(_MAGIC):
+        raise BadInput(f"{path} is no .busy file (it begins with {content[:8]!r}); give one that keepbusy saved.")
+    if len(content) < _PREFACE.size:
+        raise BadInput(f"{path} is cut off after {len(content)} bytes; copy it or save the run again.")
+    _, version, checksum, length = _PREFACE.unpack_from(content)
+    if version != VERSION:
+        raise BadInput(
+            f"{path} has format {version}, and this keepbusy reads format {VERSION}; "
+            f"{'update keepbusy' if version > VERSION else 'save the run again, from its traces'}."
+        )
+    rest = memoryview(content)[_PREFACE.size :]
+    if len(rest) < length:
+        raise BadInput(f"{path} is cut off: {len(rest)} bytes of {length} are there; copy it or save the run again.")
+    if zlib.crc32(rest[:length]) != checksum or len(rest) > length:
+        raise BadInput(f"{path} is damaged (its checksum does not match); copy it or save the run again.")
+    return rest
+
+
+def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns], list[memoryview]]:
+    """The header, what stands in the tables, and the timelines behind them, each whole as in a file of its own."""
+    (size,) = _LENGTH.unpack_from(rest)
+    most = max(_SMALL, _MOST_RATIO * len(rest))
+    header = json.loads(_inflated(rest[_LENGTH.size : _LENGTH.size + size], most).decode("utf-8", "surrogatepass"))
+    content = rest[_LENGTH.size + size :]
+    tables = {}
+    for name in (*_TABLES, "marks"):
+        rows, described = header["tables"][name]["rows"], header["tables"][name]["columns"]
+        if not 0 <= rows * 8 * len(described) <= most:
+            raise ValueError(f"{rows} rows of {name}")
+        tables[name] = unpack(described, content, rows)
+        content = content[sum(column[-1] for column in described) :]
+    return header, tables, _apart(content, header.get("further", ()))
+
+
+def _apart(content: memoryview, lengths: Sequence[int]) -> list[memoryview]:
+    """Cut into parts of these lengths, which must be all there is."""
+    if sum(lengths) != len(content) or min(lengths, default=1) < 1:
+        raise ValueError(f"{len(content)} bytes where {sum(lengths)} belong")
+    ends = [*accumulate(lengths)]
+    return [content[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def _inflated(content: memoryview, most: int) -> bytes:
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(content, most)
+    if not unpacker.eof:
+        raise ValueError("its header does not end")
+    return text
+
+
+def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
+    made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in _TABLES.items()}
+    return Timeline(
+        lanes=tuple(_lane(*lane) for lane in header["lanes"]),
+        names=tuple(header["names"]),
+        marks=tables["marks"]["marks"],
+        facts=dict(header["facts"]),
+        **made,  # type: ignore[arg-type]
+    )
+
+
+def _lane(rank: int, device: int | None, number: int, name: str) -> Lane:
+    return Lane(int(rank), None if device is None else int(device), int(number), str(name))
+
+
+def _columns_of(timeline: Timeline) -> dict[str, Columns]:
+    tables = {name: getattr(timeline, name).columns() for name in _TABLES}
+    return tables | {"marks": {"marks": np.asarray(timeline.marks)}}
+
+
+def _check(timeline: Timeline) -> None:
+    """Whatever points somewhere points to something, so that nobody who follows it falls."""
+    spans, links, frames, meetings = timeline.spans, timeline.links, timeline.frames, timeline.meetings
+    lanes, names = len(timeline.lanes), len(timeline.names)
+    if not all(isinstance(name, str) for name in timeline.names):
+        raise ValueError("a name that is no text")
+    for what, numbers, low, high in (
+        ("lane", spans.lane, 0, lanes),
+        ("name", spans.name, 0, names),
+        ("frame", spans.frame, NONE, len(frames)),
+        ("awaited lane", spans.awaits, EVERY_LANE, lanes),
+        ("meeting", spans.meeting, NONE, len(meetings)),
+        ("direction", spans.direction, 0, len(Direction)),
+        ("source", links.source, 0, len(spans)),
+        ("target", links.target, 0, len(spans)),
+        ("kind of link", links.kind, 0, len(LinkKind)),
+        ("lane of a frame", frames.lane, 0, lanes),
+        ("name of a frame", frames.name, 0, names),
+        ("kind of frame", frames.kind, 0, len(FrameKind)),
+        ("name of a meeting", meetings.name, 0, names),
+        ("mark", timeline.marks, 0, len(spans)),
+    ):
+        _check_range(what, numbers, low, high)
+    if not np.isin(spans.kind, list(Kind)).all():
+        raise ValueError("a kind of span that does not exist")
+    if not ((frames.parent >= NONE) & (frames.parent < np.arange(len(frames)))).all():
+        raise ValueError("a frame that stands before its parent")
+
+
+def _check_range(what: str, numbers: Ints, low: int, high: int) -> None:
+    if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
+        raise ValueError(f"a {what} that does not exist")
+
+
+def _plain(value: Any) -> Any:
+    """Facts may hold numpy's numbers and any mapping."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a timeline's facts cannot hold {type(value).__name__}: {value!r}")
+
+
+Columns: TypeAlias = dict[str, Ints]
+Described: TypeAlias = tuple[str, str, int, int]
+"""A packed column: its name, what its numbers were taken from, bytes a number, bytes in all."""
+
+_LEVEL = 6
+_GUESSES = {
+    "start": "lane",
+    "end": "start",
+    "work": "length",
+    "parent": "before",
+    "source": "before",
+    "target": "before",
+    "marks": "before",
+}
+_WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_NEEDS = {"lane": ("lane",), "start": ("start",), "length": ("start", "end")}
+
+
+def pack(table: Columns) -> Iterator[tuple[Described, bytes]]:
+    """Each column, described and packed; what a column is guessed from comes before it."""
+    for name in _ordered(table):
+        guess = _guess(name, table)
+        numbers = _narrow(_differences(table[name].astype(np.int64), guess, table))
+        content = zlib.compress(_planes(numbers), _LEVEL)
+        yield (name, guess, numbers.itemsize, len(content)), content
+
+
+def unpack(described: list[Described], content: memoryview, rows: int) -> Columns:
+    """The columns again; raises ValueError or the like for what `pack` did not write."""
+    table: Columns = {}
+    for name, guess, width, size in described:
+        planes = _inflated_column(content[:size], rows * width)
+        numbers = np.frombuffer(planes, np.uint8).reshape(width, rows).T
+        differences = np.ascontiguousarray(numbers).view(_WIDTHS[width]).reshape(rows).astype(np.int64)
+        table[name] = _summed(differences, guess, table)
+        content = content[size:]
+    return table
+
+
+def _ordered(table: Columns) -> list[str]:
+    first = [name for name in ("lane", "start", "end") if name in table]
+    return first + [name for name in table if name not in first]
+
+
+def _guess(name: str, table: Columns) -> str:
+    guess = _GUESSES.get(name, "")
+    return guess if all(needed in table for needed in _NEEDS.get(guess, ())) else ""
+
+
+def _differences(numbers: Ints, guess: str, table: Columns) -> Ints:
+    if guess == "before":
+        return np.diff(numbers, prepend=np.int64(0))
+    if guess == "lane":
+        return np.diff(numbers[_by_lane(table)], prepend=np.int64(0))
+    return numbers - _expected(guess, table)
+
+
+def _summed(differences: Ints, guess: str, table: Columns) -> Ints:
+    """64-bit sums wrap as the differences did, so even the ends of the range come back."""
+    if guess == "before":
+        return np.cumsum(differences)
+    if guess == "lane":
+        numbers = np.empty_like(differences)
+        numbers[_by_lane(table)] = np.cumsum(differences)
+        return numbers
+    return differences + _expected(guess, table)
+
+
+def _by_lane(table: Columns) -> Ints:
+    return np.argsort(table["lane"], kind="stable")
+
+
+def _expected(guess: str, table: Columns) -> Ints:
+    if guess == "start":
+        return table["start"]
+    return table["end"] - table["start"] if guess == "length" else np.zeros(1, np.int64)
+
+
+def _narrow(numbers: Ints) -> Ints:
+    low, high = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
+    fits = [dtype for dtype in _WIDTHS.values() if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max]
+    narrow: Ints = numbers.astype(fits[0])
+    return narrow
+
+
+def _planes(numbers: Ints) -> bytes:
+    return np.ascontiguousarray(numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize).T).tobytes()
+
+
+def _inflated_column(content: memoryview, size: int) -> bytes:
+    """Exactly so many bytes, and never more, whatever the content claims."""
+    unpacker = zlib.decompressobj()
+    planes = unpacker.decompress(content, size + 1)
+    if len(planes) != size or not unpacker.eof:
+        raise ValueError("a column of another length")
+    return planes

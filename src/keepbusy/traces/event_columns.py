@@ -1,0 +1,336 @@
+"""Decoded rows, turned into the columns of `Events` batch by batch, so that the rows can go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import IntEnum
+from itertools import compress
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.timeline.model import NONE, Ints, Mask, Table, column
+from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, Naming, Rows
+
+# A profiler trace as columns: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.
+
+
+class Category(IntEnum):
+    """Kineto's `cat`, of the complete events (`ph: X`) that say something about who waits for whom."""
+
+    KERNEL = 0  # kernel
+    COPY = 1  # gpu_memcpy
+    FILL = 2  # gpu_memset
+    RUNTIME = 3  # cuda_runtime
+    DRIVER = 4  # cuda_driver
+    OPERATOR = 5  # cpu_op
+    PYTHON = 6  # python_function
+    ANNOTATION = 7  # user_annotation
+    OVERHEAD = 8  # overhead
+    SYNC = 9  # cuda_sync, of traces with enable_cuda_sync_events
+    RECORD = 10  # cuda_event, beside them: an event recorded on a stream, where Kineto is new enough
+    LINE = 11  # not Kineto's: a line of the program, from our own window
+
+
+@dataclass(frozen=True, eq=False)
+class Events(Table):
+    """One complete event a row, in the order of the file. Times are nanoseconds; what an event does not say is NONE."""
+
+    category: Ints = column(np.int8)
+    name: Ints = column(np.int32)
+    thread: Ints = column(np.int32)  # an index into Trace.threads
+    start: Ints = column(np.int64)
+    end: Ints = column(np.int64)
+    correlation: Ints = column(np.int64, NONE)
+    device: Ints = column(np.int32, NONE)
+    stream: Ints = column(np.int64, NONE)
+    size: Ints = column(np.int64, NONE)  # args.bytes
+    sequence: Ints = column(np.int64, NONE)  # args."Sequence number"; of a collective its "Seq"
+    collective: Ints = column(np.int32, NONE)  # an index into Trace.collectives
+    graph: Ints = column(np.int64, NONE)  # args."graph id", of kernels that a graph launched
+    awaited_stream: Ints = column(np.int64, NONE)  # args.wait_on_stream
+    awaited_record: Ints = column(np.int64, NONE)  # args.wait_on_cuda_event_record_corr_id
+    event: Ints = column(np.int64, NONE)  # args.wait_on_cuda_event_id; of a RECORD, event_id
+
+
+class Thread(NamedTuple):
+    """Where an event stood: a host thread, or a stream of a device."""
+
+    process: str
+    number: str
+    name: str
+
+
+class Collective(NamedTuple):
+    """What an NCCL kernel says of itself."""
+
+    name: str
+    elements_in: int
+    elements_out: int
+    dtype: str
+    group: str  # "Process Group Name"
+    group_size: int
+    ranks: tuple[int, ...]  # of the group, empty where the trace abbreviates them
+    peer: int = NONE  # of a send or recv: the other rank
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One file."""
+
+    path: str
+    events: Events
+    names: tuple[str, ...]
+    threads: tuple[Thread, ...]
+    collectives: tuple[Collective, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that stands beside `traceEvents`: schemaVersion, deviceProperties, distributedInfo, with_stack, …"""
+    skipped: int = 0
+    """Events that could not be read."""
+
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+
+CATEGORIES = {
+    "kernel": Category.KERNEL,
+    "gpu_memcpy": Category.COPY,
+    "gpu_memset": Category.FILL,
+    "cuda_runtime": Category.RUNTIME,  # AMD's calls too
+    "xpu_runtime": Category.RUNTIME,
+    "mtia_runtime": Category.RUNTIME,
+    "privateuse1_runtime": Category.RUNTIME,
+    "cuda_driver": Category.DRIVER,
+    "xpu_driver": Category.DRIVER,
+    "privateuse1_driver": Category.DRIVER,
+    "cpu_op": Category.OPERATOR,
+    "python_function": Category.PYTHON,
+    "user_annotation": Category.ANNOTATION,
+    "overhead": Category.OVERHEAD,
+    "cuda_sync": Category.SYNC,
+    "cuda_event": Category.RECORD,
+}
+
+
+class _Numbers(dict[str, int]):
+    def __missing__(self, name: str) -> int:
+        return NONE
+
+
+def _among(*categories: Category) -> Mask:
+    return np.isin(np.arange(len(Category)), categories)
+
+
+_NUMBERS = _Numbers({name: int(category) for name, category in CATEGORIES.items()})
+_ON_DEVICE = _among(Category.KERNEL, Category.COPY, Category.FILL, Category.SYNC, Category.RECORD)
+_CALL = _among(Category.RUNTIME, Category.DRIVER)
+_OPERATOR = _among(Category.OPERATOR)
+_LARGEST_TIME = 2.0**52
+"""Microseconds beyond which nanoseconds would leave 64 bits."""
+_NO_ARGUMENTS = Arguments()
+
+
+class Interned(dict[Any, int]):
+    """Numbers its keys in the order of their first use."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = index = len(self)
+        return index
+
+
+class Threads(dict[tuple[Any, Any], int]):
+    """The same for threads, which may call themselves 7 or "7"."""
+
+    def __init__(self) -> None:
+        self.spelled = Interned()
+        self.labels: dict[int, str] = {}
+
+    def __missing__(self, key: tuple[Any, Any]) -> int:
+        self[key] = index = self.spelled[str(key[0]), str(key[1])]
+        return index
+
+    def label(self, naming: list[Naming]) -> None:
+        for row in naming:
+            if row.name == "thread_name" and row.args and isinstance(row.args.name, str):
+                self.labels[self[row.pid, row.tid]] = row.args.name
+
+    def table(self) -> tuple[Thread, ...]:
+        return tuple(Thread(process, number, self.labels.get(i, "")) for (process, number), i in self.spelled.items())
+
+
+class Collector:
+    """Takes the rows of one trace; `events` gives them back as columns."""
+
+    def __init__(self) -> None:
+        self.names, self.threads, self.collectives = Interned(), Threads(), Interned()
+        self.skipped = 0
+        self._count = 0
+        self._dense: list[Columns] = []
+        self._sparse: list[tuple[Ints, Columns]] = []  # what only the events of these rows can say
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, rows: Rows) -> None:
+        self.threads.label(rows.naming)
+        complete, category = _telling(rows.complete)
+        start, end, sound = _times(complete)
+        if not sound.all():
+            self.skipped += int((~sound).sum())
+            complete, category = list(compress(complete, sound)), category[sound]
+            start, end = start[sound], end[sound]
+        if complete:
+            self._dense.append(self._of_all(complete) | {"category": category, "start": start, "end": end})
+            self._add_sparse(complete, category)
+            self._count += len(complete)
+
+    def events(self) -> Events:
+        """All rows so far. The batches are given up column by column, so that memory holds them once."""
+        types = {name: column.dtype for name, column in Events.of(0).columns().items()}
+        dense = list(self._dense[0]) if self._dense else []
+        columns = {name: np.concatenate([part.pop(name) for part in self._dense]) for name in dense}
+        sparse = dict.fromkeys(name for _, part in self._sparse for name in part)
+        columns |= {name: self._scattered(name, types[name]) for name in sparse}
+        return Events.of(self._count, **columns)
+
+    def _scattered(self, name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        whole = np.full(self._count, NONE, dtype)
+        for rows, part in self._sparse:
+            if name in part:
+                whole[rows] = part.pop(name)
+        return whole
+
+    def _of_all(self, complete: list[Complete]) -> Columns:
+        names, threads = self.names, self.threads
+        return {
+            "name": np.array([names[row.name] for row in complete], np.int32),
+            "thread": np.array([threads[row.pid, row.tid] for row in complete], np.int32),
+        }
+
+    def _add_sparse(self, complete: list[Complete], category: Ints) -> None:
+        for wanted, facts in ((_OPERATOR, _operator), (_CALL, _call), (_ON_DEVICE, self._device)):
+            rows = np.flatnonzero(wanted[category])
+            if len(rows):
+                part = facts([complete[row] for row in rows.tolist()], category[rows])
+                self._sparse.append((rows + self._count, part))
+
+    def _device(self, complete: list[Complete], category: Ints) -> Columns:
+        arguments, command = _arguments(complete), category <= Category.FILL
+        device = _either([one.device for one in arguments], [row.pid for row in complete], command)
+        graph = integers([one.graph for one in arguments])
+        events = [(one.awaited_event, one.recorded_event) for one in arguments]
+        sequence = [one.sequence if one.collective_sequence == NONE else one.collective_sequence for one in arguments]
+        return {
+            "device": np.where(np.abs(device) < 1 << 31, device, NONE),
+            "stream": _either([one.stream for one in arguments], [row.tid for row in complete], command),
+            "correlation": integers([one.correlation for one in arguments]),
+            "size": integers([one.size for one in arguments]),
+            "sequence": integers(sequence),
+            "collective": self._collectives(arguments, category),
+            "graph": np.where(graph == 0, NONE, graph),  # 0 is Kineto's word for a kernel of no graph
+            "awaited_stream": integers([one.awaited_stream for one in arguments]),
+            "awaited_record": integers([one.awaited_record for one in arguments]),
+            "event": integers([recorded if awaited == NONE else awaited for awaited, recorded in events]),
+        }
+
+    def _collectives(self, arguments: list[Arguments], category: Ints) -> Ints:
+        kernel = (category == Category.KERNEL).tolist()
+        found = [
+            self.collectives[_collective(one)] if here and isinstance(one.collective, str) else NONE
+            for here, one in zip(kernel, arguments, strict=True)
+        ]
+        return np.array(found, np.int64)
+
+
+def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
+    """The events that say something about who waits for whom, and their categories."""
+    category: Ints = np.array([_NUMBERS[row.cat] for row in complete], np.int64)
+    telling = category != NONE
+    return (complete, category) if telling.all() else (list(compress(complete, telling)), category[telling])
+
+
+def _operator(complete: list[Complete], _: Ints) -> Columns:
+    return {"sequence": integers([one.sequence for one in _arguments(complete)])}
+
+
+def _call(complete: list[Complete], _: Ints) -> Columns:
+    return {"correlation": integers([one.correlation for one in _arguments(complete)])}
+
+
+def _arguments(complete: list[Complete]) -> list[Arguments]:
+    return [row.args or _NO_ARGUMENTS for row in complete]
+
+
+def _times(complete: list[Complete]) -> tuple[Ints, Ints, Mask]:
+    """Start and end in nanoseconds, and which of them are sound.
+
+    The fractions are added before they are rounded, so an event that ends with its parent in the
+    file still does.
+    """
+    ts, dur = [row.ts for row in complete], [row.dur for row in complete]
+    start, length = np.array(ts, np.float64), np.array(dur, np.float64)
+    sound = (np.abs(start) < _LARGEST_TIME) & (length >= 0) & (length < _LARGEST_TIME)
+    if len(start) and start[sound].max(initial=0) > LARGEST_FLOAT_TIME and isinstance(ts[0], Decimal):
+        return _exact(ts, sound), _exact([a + b for a, b in zip(ts, dur, strict=True)], sound), sound
+    start, length = np.where(sound, start, 0), np.where(sound, length, 0)
+    whole, whole_length = np.floor(start), np.floor(length)
+    fraction = start - whole
+    base = whole.astype(np.int64) * 1000
+    end = base + whole_length.astype(np.int64) * 1000 + _rounded(fraction + (length - whole_length))
+    return base + _rounded(fraction), end, sound
+
+
+def _rounded(microseconds: npt.NDArray[np.float64]) -> Ints:
+    return np.rint(microseconds * 1000).astype(np.int64)
+
+
+def _exact(times: list[Any], sound: Mask) -> Ints:
+    return np.array([round(time * 1000) if ok else 0 for time, ok in zip(times, sound.tolist(), strict=True)], np.int64)
+
+
+def integers(values: list[Any]) -> Ints:
+    """What is no integer of 64 bits is not known."""
+    try:
+        numbers = np.array(values, np.int64)
+        if numbers.ndim == 1:
+            return numbers
+    except (ValueError, TypeError, OverflowError):
+        pass
+    return np.array([one if isinstance(one, int) and -(1 << 63) <= one < 1 << 63 else NONE for one in values], np.int64)
+
+
+def _either(said: list[Any], stood: list[Any], wanted: Mask) -> Ints:
+    """What the arguments say, else, of a command, where its row stood."""
+    numbers = integers(said)
+    unknown = (numbers == NONE) & wanted
+    return np.where(unknown, integers(stood), numbers) if unknown.any() else numbers
+
+
+def _collective(one: Arguments) -> Collective:
+    peer = _number(one.from_rank) if _number(one.from_rank) != NONE else _number(one.to_rank)
+    return Collective(
+        str(one.collective),
+        _number(one.elements_in),
+        _number(one.elements_out),
+        str(one.dtype),
+        str(one.group),
+        _number(one.group_size),
+        _ranks(one.ranks),
+        peer,
+    )
+
+
+def _number(value: Any) -> int:
+    return int(integers([value])[0])
+
+
+def _ranks(said: Any) -> tuple[int, ...]:
+    """Either a list or one in a string, which ends with `...` when it is long."""
+    if isinstance(said, list):
+        return tuple(one for one in said if isinstance(one, int))
+    if not isinstance(said, str) or "." in said:
+        return ()
+    return tuple(int(digits) for digits in re.findall(r"\d{1,9}", said))

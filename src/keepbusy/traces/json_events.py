@@ -1,0 +1,462 @@
+"""A trace's events, batch by batch, and what stands around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from decimal import Decimal
+from typing import Any, NamedTuple, Union
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import NONE, Ints, Mask
+
+# JSON events, decoded into the few fields that are of use; everything else is passed over unread.
+#
+# What each row may carry was read in Kineto's sources (output_json.cpp writes the rows and copies the
+# collective's facts from `record_param_comms` to the kernel; CuptiActivity.h names the arguments of
+# kernels, copies, syncs and events; RoctracerActivity_inl.h those of AMD, whose runtime rows name
+# streams by address) and in saveNcclMeta of PyTorch's profiler.
+
+_ARGUMENTS = {
+    "size": "bytes",
+    "sequence": "Sequence number",
+    "graph": "graph id",
+    "awaited_stream": "wait_on_stream",
+    "awaited_record": "wait_on_cuda_event_record_corr_id",
+    "awaited_event": "wait_on_cuda_event_id",
+    "recorded_event": "event_id",
+    "collective": "Collective name",
+    "elements_in": "In msg nelems",
+    "elements_out": "Out msg nelems",
+    "group": "Process Group Name",
+    "group_size": "Group size",
+    "ranks": "Process Group Ranks",
+    "from_rank": "Src Rank",
+    "to_rank": "Dst Rank",
+    "collective_sequence": "Seq",
+}
+
+
+class Arguments(msgspec.Struct, gc=False, rename=_ARGUMENTS):
+    """`args`. Of any type: a producer that writes a string for a number loses that number, not the event."""
+
+    correlation: Any = -1
+    device: Any = -1
+    stream: Any = -1
+    size: Any = -1
+    sequence: Any = -1
+    graph: Any = 0
+    awaited_stream: Any = -1
+    awaited_record: Any = -1
+    awaited_event: Any = -1
+    recorded_event: Any = -1
+    collective: Any = None
+    elements_in: Any = 0
+    elements_out: Any = 0
+    dtype: Any = ""
+    group: Any = ""
+    group_size: Any = 0
+    ranks: Any = None
+    from_rank: Any = -1
+    to_rank: Any = -1
+    collective_sequence: Any = -1
+
+
+class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """An event with a duration."""
+
+    ts: float
+    dur: float
+    name: str = ""
+    cat: str = ""
+    pid: int | str | float | None = 0
+    tid: int | str | float | None = 0
+    args: Arguments | None = None
+
+
+class ExactlyTimed(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """The same, for times too large for a float to hold their nanoseconds."""
+
+    ts: Decimal
+    dur: Decimal
+    name: str = ""
+    cat: str = ""
+    pid: int | str | float | None = 0
+    tid: int | str | float | None = 0
+    args: Arguments | None = None
+
+
+class Label(msgspec.Struct, gc=False):
+    """`args` of a Naming."""
+
+    name: Any = None
+
+
+class Naming(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
+    """What names a thread or a process."""
+
+    name: str = ""
+    pid: int | str | float | None = 0
+    tid: int | str | float | None = 0
+    args: Label | None = None
+
+
+_OTHERS = [
+    msgspec.defstruct(f"Other{index}", [], gc=False, tag_field="ph", tag=phase)
+    for index, phase in enumerate("BEIiCbneSTpFstfPNODVvRc()")
+]
+_Row: Any = Union[(Complete, Naming, *_OTHERS)]
+_ExactRow: Any = Union[(ExactlyTimed, Naming, *_OTHERS)]
+
+LARGEST_FLOAT_TIME = 2.0**43
+"""Microseconds up to which a float keeps each nanosecond apart from the next."""
+ERRORS = (ValueError, RecursionError)
+"""What msgspec raises: its own errors and those of UTF-8 are ValueErrors."""
+
+_NOT_A_NUMBER = re.compile(rb"(:\s*)[-+]?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
+_NAME = re.compile(rb'("name": ")(.*)(", "p(?:id|h)": )')
+_BARE_QUOTE = re.compile(rb'(?<!\\)"')
+_SURROGATES = re.compile(rb"(?:\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(\\u[dD][89a-fA-F]..)")
+_NO_CONTROL = bytes(32 if code < 32 else code for code in range(256))
+
+
+class Rows(NamedTuple):
+    """What a piece of a trace holds."""
+
+    complete: list[Complete]
+    naming: list[Naming]
+
+
+class Decoder:
+    """Decodes pieces of one trace, and counts what it had to pass over."""
+
+    def __init__(self) -> None:
+        self.bad, self.read, self.fault = 0, 0, ""
+        self._kind: type = Complete
+        self._many, self._one = msgspec.json.Decoder(list[_Row]), msgspec.json.Decoder(_Row)
+
+    def together(self, events: memoryview) -> Rows:
+        """Events with commas between them, all sound; else raises one of ERRORS."""
+        return self._sorted(self._decoded(b"".join((b"[", events, b"]"))))
+
+    def one_by_one(self, events: list[bytes]) -> Rows:
+        """Of these events the sound ones, and of the others those that can be repaired."""
+        return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
+
+    def _decoded(self, events: bytes) -> list[Any]:
+        rows = self._many.decode(events)
+        if self._kind is Complete and any(row.ts > LARGEST_FLOAT_TIME for row in _first_complete(rows)):
+            self._kind = ExactlyTimed
+            self._many, self._one = msgspec.json.Decoder(list[_ExactRow]), msgspec.json.Decoder(_ExactRow)
+            return self._many.decode(events)
+        return rows
+
+    def _repaired(self, event: bytes) -> Any:
+        for attempt in (_as_it_is, repair, _without_arguments):
+            try:
+                return self._one.decode(attempt(event))
+            except ERRORS as error:
+                fault = error
+        self.bad += 1
+        self.fault = self.fault or str(fault)
+        return None
+
+    def _sorted(self, rows: list[Any]) -> Rows:
+        self.read += len(rows)
+        complete: list[Any] = [row for row in rows if type(row) is self._kind]
+        return Rows(complete, [row for row in rows if type(row) is Naming])
+
+
+def _first_complete(rows: list[Any]) -> list[Complete]:
+    first = next((row for row in rows if type(row) is Complete), None)
+    return [first] if first else []
+
+
+def repair(text: bytes) -> bytes:
+    """Mends what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
+    text = text.decode("utf-8", "replace").encode()
+    text = _NAME.sub(lambda found: found[1] + _BARE_QUOTE.sub(rb"\"", found[2]) + found[3], text)
+    text = _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
+    return _NOT_A_NUMBER.sub(rb"\1null", text.translate(_NO_CONTROL))
+
+
+def is_json(text: bytes) -> bool:
+    """Whether the text can be read at all, whatever it says."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except ERRORS:
+        return False
+    return True
+
+
+def _as_it_is(event: bytes) -> bytes:
+    return event
+
+
+def _without_arguments(event: bytes) -> bytes:
+    head, found, _ = repair(event).partition(b'"args"')
+    return head.rstrip().rstrip(b",") + b"}" if found else event
+
+
+# Where one event of a JSON text ends and the next begins.
+#
+# Usually a cheap guess is right, and decoding tells when it is not: a cut at the wrong depth leaves
+# brackets open. Then the text is scanned exactly, with numpy, whatever its layout.
+
+_BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
+_END, _BETWEEN, _LAST = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
+"""Kineto's layout; its strings hold no line breaks."""
+_WINDOWS = (8 << 10, 256 << 10)
+_BOM = b"\xef\xbb\xbf"
+
+_DEPTH = np.zeros(256, np.int64)
+_DEPTH[list(b"{[")] = 1
+_DEPTH[list(b"}]")] = -1
+_TELLING = np.zeros(256, np.bool_)
+_TELLING[list(b'{}[]"\n')] = True
+
+
+class Piece(NamedTuple):
+    """The whole events of a text that begins within a list: from where to where, and where the list is closed."""
+
+    events: list[tuple[int, int]]
+    closing: int
+
+    @property
+    def until(self) -> int:
+        """Up to where the text is understood."""
+        if self.closing != NONE:
+            return self.closing
+        return self.events[-1][1] if self.events else 0
+
+
+def last_boundary(text: bytes) -> int:
+    """A comma that probably parts two events, as late as possible; NONE if there is none."""
+    for window in _WINDOWS:
+        begin = max(0, len(text) - window)
+        found = [match.start(1) for match in _BOUNDARY.finditer(text, begin)]
+        if found:
+            return found[-1]
+    return NONE
+
+
+def scan(text: bytes) -> Piece:
+    """The events between here and the end of the list, found exactly."""
+    places, characters, depth = _brackets(text)
+    closed = np.flatnonzero(depth < 0)
+    last = int(closed[0]) if len(closed) else len(places)
+    starts = places[:last][(characters[:last] == ord("{")) & (depth[:last] == 1)]
+    ends = places[:last][(characters[:last] == ord("}")) & (depth[:last] == 0)] + 1
+    events = list(zip(starts.tolist(), ends.tolist(), strict=False))
+    return Piece(events, int(places[last]) if len(closed) else NONE)
+
+
+def scan_layout(text: bytes) -> Piece:
+    """The events as Kineto lays them out, whatever stands in them; none if the layout is another."""
+    closing = text.find(_LAST)
+    upto = text.rfind(_BETWEEN) if closing == NONE else closing
+    begin = text.find(b"{")
+    if upto < begin or begin == NONE:
+        return Piece([], NONE)
+    events = []
+    for inner in text[begin + 1 : upto].split(_BETWEEN):
+        events.append((begin, begin + 1 + len(inner) + len(_END)))
+        begin += len(inner) + len(_BETWEEN)
+    return Piece(events, NONE if closing == NONE else closing + len(_LAST) - 1)
+
+
+def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:
+    """Of each bracket outside strings: where it stands, which it is, and the depth after it."""
+    if b"\\" in text:
+        text = _ESCAPE.sub(b"  ", text)
+    content = np.frombuffer(text, np.uint8)
+    places = np.flatnonzero(_TELLING[content])
+    characters = content[places]
+    outside = ~_within_string(characters)
+    step = np.where(outside, _DEPTH[characters], 0)
+    kept = step != 0
+    return places[kept], characters[kept], np.cumsum(step[kept])
+
+
+def _within_string(characters: npt.NDArray[Any]) -> Mask:
+    """JSON allows no line break in a string, so each line starts afresh: a stray quote harms one line only."""
+    quotes = np.cumsum(characters == ord('"'))
+    before = np.maximum.accumulate(np.where(characters == ord("\n"), quotes, 0))
+    return ((quotes - before) & 1).astype(np.bool_)
+
+
+def opening(path: str, text: bytes) -> int:
+    """Where the list of events opens, just past its bracket; NONE if that is still to come."""
+    if text.startswith(b"["):
+        return 1
+    if not text.startswith(b"{"):
+        if text:
+            raise BadInput(f"{path} is not JSON: it begins with {text[:16]!r}; give a PyTorch profiler trace.")
+        return NONE
+    for match in _TRACE_EVENTS.finditer(text):
+        if _is_key(text[: match.start()]):
+            if match[1] != b"[":
+                raise BadInput(f"{path} has a `traceEvents` that is no list; give a PyTorch profiler trace.")
+            return match.end()
+    return NONE
+
+
+def begin_of(text: bytes) -> int:
+    """Past a byte order mark and blanks."""
+    mark = len(_BOM) if text.startswith(_BOM) else 0
+    return len(text) - len(text[mark:].lstrip())
+
+
+def _is_key(before: bytes) -> bool:
+    """Whether what follows is a key of the outermost object."""
+    depth = _brackets(before)[2]
+    return len(depth) > 0 and int(depth[-1]) == 1
+
+
+_MOST_BEFORE = 16 << 20
+_MOST_AFTER = 64 << 20
+_LONGEST_EVENT = 16 << 20
+_LINE = re.compile(rb'^\s*"(\w+)": (.*?),?\s*$', re.MULTILINE)
+
+
+class Batches:
+    """Iterate over the events; then `facts` says what the file holds beside them."""
+
+    def __init__(self, path: str, blocks: Iterator[bytes]) -> None:
+        self.path = path
+        self.decoder = Decoder()
+        self._blocks = blocks
+        self._before = b""
+        self._after = b""
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Rows]:
+        text = self._open()
+        for block in self._blocks:
+            rows, text = self._whole_events(text + block)
+            yield rows
+            if self._closed:
+                break
+            self._refuse_endless(text)
+        else:
+            rows, text = self._whole_events_exactly(text, patience=0)
+            yield rows
+        if not self._closed:
+            raise self._truncated()
+        self._collect_after(text)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything beside `traceEvents`."""
+        if not self._before:  # the file is the list itself
+            return {}
+        whole = self._before + b"null" + self._after
+        for attempt in (whole, repair(whole)):
+            try:
+                facts: dict[str, Any] = msgspec.json.decode(attempt)
+                facts.pop("traceEvents", None)
+                return facts
+            except ERRORS:
+                pass
+        if not self._after.rstrip().endswith(b"}"):
+            raise self._truncated()
+        if not self._after.lstrip().startswith((b",", b"}")):
+            raise self._damaged()
+        return _facts_by_line(whole)
+
+    def _open(self) -> bytes:
+        text = b""
+        for block in self._blocks:
+            text = text + block if text else block[begin_of(block) :]
+            start = opening(self.path, text)
+            if start != NONE:
+                self._before = text[: start - 1]
+                return text[start:]
+            if len(text) > _MOST_BEFORE:
+                raise BadInput(
+                    f"{self.path} has no `traceEvents` in its first {_MOST_BEFORE >> 20} MB; "
+                    "give a PyTorch profiler trace."
+                )
+        raise self._without_events(text)
+
+    def _whole_events(self, text: bytes) -> tuple[Rows, bytes]:
+        cut = last_boundary(text)
+        rows = None if cut == NONE else self._together(text, cut)
+        return (rows, text[cut + 1 :]) if rows else self._whole_events_exactly(text)
+
+    def _whole_events_exactly(self, text: bytes, patience: int = 1 << 20) -> tuple[Rows, bytes]:
+        piece = scan(text)
+        rows = self._together(text, piece.until)
+        if rows is None or (piece.until == 0 and len(text) >= patience):
+            piece = _despite_faults(text, piece)
+            rows = self.decoder.one_by_one([text[start:end] for start, end in piece.events])
+        self._closed = piece.closing != NONE
+        if self._closed and text[piece.closing : piece.closing + 1] != b"]":
+            raise self._damaged()
+        return rows, text[piece.closing + 1 :] if self._closed else text[piece.until :].lstrip(b" \t\r\n,")
+
+    def _together(self, text: bytes, until: int) -> Rows | None:
+        try:
+            return self.decoder.together(memoryview(text)[:until])
+        except ERRORS:
+            return None
+
+    def _collect_after(self, text: bytes) -> None:
+        parts, size = [text], len(text)
+        for block in self._blocks:
+            parts.append(block)
+            size += len(block)
+            if size > _MOST_AFTER:
+                raise BadInput(
+                    f"{self.path} has over {_MOST_AFTER >> 20} MB beside its `traceEvents`; "
+                    "give a PyTorch profiler trace."
+                )
+        self._after = b"".join(parts)
+
+    def _refuse_endless(self, text: bytes) -> None:
+        if len(text) > _LONGEST_EVENT:
+            raise BadInput(
+                f"{self.path} has an event of more than {_LONGEST_EVENT >> 20} MB; give a PyTorch profiler trace."
+            )
+
+    def _truncated(self) -> BadInput:
+        return BadInput(
+            f"{self.path} ends in the middle of its JSON, so it was cut off while being written or copied; "
+            "export or copy the trace again."
+        )
+
+    def _damaged(self) -> BadInput:
+        return BadInput(f"{self.path} is damaged: the brackets of its JSON do not match; export or copy it again.")
+
+    def _without_events(self, text: bytes) -> BadInput:
+        if not text:
+            return BadInput(f"{self.path} is blank; export the trace again, after the profiler has stopped.")
+        try:
+            keys = list(msgspec.json.decode(text))
+        except ERRORS:
+            return self._truncated()
+        held = ", ".join(str(key) for key in keys[:5]) or "none"
+        return BadInput(
+            f"{self.path} has no `traceEvents` (its keys: {held}); give a trace that PyTorch's profiler exported."
+        )
+
+
+def _despite_faults(text: bytes, exact: Piece) -> Piece:
+    """Stray quotes and brackets hide where events end, but not from who knows Kineto's layout."""
+    layout = scan_layout(text)
+    return layout if len(layout.events) > len(exact.events) and not is_json(b"[%b]" % text[: exact.until]) else exact
+
+
+def _facts_by_line(text: bytes) -> dict[str, Any]:
+    """Kineto writes a fact a line and quotes none of the strings that users add, so some lines may be no JSON."""
+    facts = {}
+    for name, value in _LINE.findall(text):
+        with suppress(*ERRORS):
+            facts[name.decode()] = msgspec.json.decode(value)
+    return facts

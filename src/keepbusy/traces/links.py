@@ -1,0 +1,188 @@
+"""Who released whom: launches and their commands, stream waits, handoffs between host threads."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from typing import TypeAlias
+
+import numpy as np
+
+from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
+from keepbusy.timeline.replay import NEVER
+from keepbusy.traces.cuda_calls import Calls
+from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.host_threads import Threads
+
+_STREAM_WAIT = re.compile(r"^(cuda|hip)StreamWaitEvent|^cuStreamWaitEvent")
+CLOCK_JITTER = 1_000
+"""Commands of two streams may seem to overlap by this much although one waited for the other."""
+TIGHT = 8_000
+_EVENT_SYNC = re.compile(r"EventSynchronize$")
+
+Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
+Said: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
+"""By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
+
+
+def launch_links(call_rows: Ints, command_rows: Ints, launch: Ints) -> Links:
+    known = np.flatnonzero(launch != NONE)
+    return Links.of(len(known), source=call_rows[launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH)
+
+
+def queue_links(commands: Ints, queue_rows: Ints) -> Links:
+    """A host that found a queue full goes on when a command has made room."""
+    return Links.of(len(commands), source=commands, target=queue_rows, kind=LinkKind.ORDER)
+
+
+def handoff_links(timeline: Timeline, lane_of: dict[int, int], hosts: Threads) -> Links:
+    """The main thread -> a burst of another, and back."""
+    source, target = [], []
+    main = timeline.rows_of(lane_of[hosts.main])
+    ends, starts = timeline.spans.end[main], timeline.spans.start[main]
+    for thread in np.unique(hosts.handoffs[:, 0]).tolist():
+        bursts = hosts.handoffs[hosts.handoffs[:, 0] == thread]
+        rows = timeline.rows_of(lane_of[thread])
+        first = np.searchsorted(timeline.spans.start[rows], bursts[:, 1])
+        last = np.searchsorted(timeline.spans.start[rows], bursts[:, 2]) - 1
+        before = np.searchsorted(ends, bursts[:, 1], side="right") - 1
+        after = np.searchsorted(starts, bursts[:, 2])
+        into, back = (before >= 0) & (first < len(rows)), (after < len(main)) & (last >= 0)
+        source += [main[before[into]], rows[last[back]]]
+        target += [rows[first[into]], main[after[back]]]
+    if not source:
+        return Links.of(0)
+    sources, targets = np.concatenate(source), np.concatenate(target)
+    forward = sources < targets
+    return Links.of(int(forward.sum()), source=sources[forward], target=targets[forward], kind=LinkKind.HANDOFF)
+
+
+def order_links(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints) -> Links:
+    """Waits of one stream for another, and of the host for an event."""
+    streams = {
+        (lane.device, lane.number): _Stream(timeline, index)
+        for index, lane in enumerate(timeline.lanes)
+        if lane.device is not None
+    }
+    said = _said(trace, streams)
+    pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, calls, call_rows, said)]
+    table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
+    return Links.of(len(table), source=table[:, 0], target=table[:, 1], kind=LinkKind.ORDER)
+
+
+def _stream_waits(trace: Trace, streams: Streams, said: Said) -> list[tuple[int, int]]:
+    """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
+    events = trace.events
+    named = np.array([bool(_STREAM_WAIT.match(name)) for name in trace.names], bool)
+    waits = np.flatnonzero(_is_call(trace) & named[events.name])
+    waits = waits[np.argsort(events.start[waits], kind="stable")]
+    if len(streams) < 2:
+        return []
+    known, pairs = list(streams.values()), list[tuple[int, int]]()
+    for when, correlation in zip(events.start[waits].tolist(), events.correlation[waits].tolist(), strict=True):
+        if correlation in said:
+            stream, source = said[correlation]
+            pairs += stream.bound_to(source, when) if stream and source != NONE else []
+        else:
+            pairs += _bound_by(known, when)
+    return pairs
+
+
+def _is_call(trace: Trace) -> Mask:
+    category = trace.events.category
+    return (category == Category.RUNTIME) | (category == Category.DRIVER)
+
+
+def _said(trace: Trace, streams: Streams) -> Said:
+    """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.SYNC) & (events.awaited_stream >= 0) & (events.device >= 0))
+    calls = np.flatnonzero(_is_call(trace) & (events.correlation >= 0)) if len(rows) else rows
+    called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
+    said: Said = {}
+    for row in rows.tolist():
+        correlation, record = int(events.correlation[row]), int(events.awaited_record[row])
+        recorded = called.get(record, called.get(correlation))
+        if recorded is not None:
+            device = int(events.device[row])
+            source = streams.get((device, int(events.awaited_stream[row])))
+            waiting = streams.get((device, int(events.stream[row])))
+            said[correlation] = (waiting, source.last_before(recorded) if source else NONE)
+    return said
+
+
+class _Stream:
+    """One device lane as a wait sees it: when each of its commands was issued, began and ended."""
+
+    def __init__(self, timeline: Timeline, lane: int) -> None:
+        spans, links = timeline.spans, timeline.links
+        launches = links.take(np.flatnonzero((spans.lane[links.target] == lane) & (links.kind == LinkKind.LAUNCH)))
+        order = np.argsort(launches.target)
+        self.row = launches.target[order].tolist()
+        self.issued = spans.start[launches.source[order]].tolist()
+        self.start, self.end = spans.start[self.row].tolist(), spans.end[self.row].tolist()
+
+    def next_after(self, when: int) -> int:
+        return bisect.bisect_left(self.issued, when)
+
+    def last_before(self, when: int) -> int:
+        """The row of the command that was issued last."""
+        place = self.next_after(when)
+        return self.row[place - 1] if place else NONE
+
+    def bound_to(self, source: int, when: int) -> list[tuple[int, int]]:
+        """What is issued next waits for this command."""
+        place = self.next_after(when)
+        return [(source, self.row[place])] if place < len(self.row) and source < self.row[place] else []
+
+    def ended_by(self, start: int, last: int) -> tuple[int, int]:
+        """The end and the row of the latest of the first `last` commands that had ended at `start`."""
+        place = bisect.bisect_right(self.end, start + CLOCK_JITTER, 0, last) - 1
+        return (self.end[place], self.row[place]) if place >= 0 else (NEVER, NONE)
+
+    def held_up(self, place: int, until: int) -> bool:
+        """Neither its launch nor its own stream explains that the command began only then."""
+        before = self.end[place - 1] if place else NEVER
+        return max(before, self.issued[place]) < until
+
+
+def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
+    """Who waited for whom: a command that begins just as another stream's command ends has waited for it.
+
+    Where none does, the stream that launches next is taken to wait for the last commands of the
+    others, if its times allow that; a release that did not bind costs nothing to assume.
+    """
+    places = [(stream, stream.next_after(when)) for stream in streams]
+    waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda one: one[0].issued[one[1]])
+    for stream, place in waiting:
+        tight = [other.ended_by(stream.start[place], last) for other, last in places if other is not stream]
+        tight = [(end, row) for end, row in tight if stream.start[place] - end < TIGHT and stream.held_up(place, end)]
+        if tight:
+            return [(max(tight)[1], stream.row[place])]
+    for stream, place in waiting:
+        released = [
+            (other.row[last - 1], stream.row[place])
+            for other, last in places
+            if other is not stream and last > 0 and other.end[last - 1] <= stream.start[place] + CLOCK_JITTER
+        ]
+        if released:
+            return released
+    return []
+
+
+def _event_syncs(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints, said: Said) -> list[tuple[int, int]]:
+    """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
+    named = np.array([bool(_EVENT_SYNC.search(name)) for name in trace.names], bool)
+    rows = call_rows[named[trace.events.name[calls.event]]]
+    correlations = trace.events.correlation[calls.event[named[trace.events.name[calls.event]]]]
+    spans = timeline.spans
+    waited = (spans.awaits[rows] == NONE) & (spans.end[rows] - spans.start[rows] > 5_000)
+    commands = np.flatnonzero(timeline.on_device)
+    commands = commands[np.argsort(spans.end[commands], kind="stable")]
+    pairs = []
+    for row, correlation in zip(rows[waited].tolist(), correlations[waited].tolist(), strict=True):
+        place = int(np.searchsorted(spans.end[commands], spans.end[row] + 2_000, side="right")) - 1
+        source = said[correlation][1] if correlation in said else int(commands[place]) if place >= 0 else NONE
+        if source != NONE and spans.end[source] > spans.start[row] and source < row:
+            pairs.append((source, row))
+    return pairs

@@ -1,0 +1,1 @@
+"""The virtual machine's time: streams, copy engines and host threads."""

@@ -1,0 +1,1 @@
+"""What things cost: device files, laws of kernels, links between GPUs."""

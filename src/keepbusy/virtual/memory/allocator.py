@@ -1,0 +1,328 @@
+"""Device memory: PyTorch's caching allocator, modelled.
+
+Memory comes from the driver in segments, is cut into blocks, and goes back to a pool when its
+tensor dies; only what no free block can serve costs a `cudaMalloc`. Sizes and rules are those of
+c10/cuda/CUDACachingAllocator.cpp with its default settings. A tensor may die anywhere, also within
+a call of ours, so `free` only queues, and the next call does the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.clock.streams import Moment
+from keepbusy.virtual.memory.statistics import Figures, Tally, flat_stats, out_of_memory_text
+
+# Blocks of device memory, and the pools that they wait in while they are free.
+
+
+class Block:
+    """A part of a segment. Free ones lie in their pool's list."""
+
+    __slots__ = ("address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users")
+
+    def __init__(self, device: int, stream: int, address: int, size: int, pool: Pool) -> None:
+        self.device, self.stream, self.address, self.size, self.pool = device, stream, address, size, pool
+        self.requested = 0
+        self.free = True
+        self.before: Block | None = None
+        self.after: Block | None = None
+        self.users: set[int] | None = None  # other streams that use it
+
+    @property
+    def small(self) -> bool:
+        return self.pool.small
+
+    def __lt__(self, other: Block) -> bool:
+        return self.address < other.address
+
+    @property
+    def split(self) -> bool:
+        return self.before is not None or self.after is not None
+
+
+class Pool:
+    """Free blocks, of a stream each, by size and address."""
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.free: dict[int, list[tuple[int, int, Block]]] = {}
+
+    def take(self, stream: int, size: int) -> Block | None:
+        """The smallest that is large enough."""
+        blocks = self.free.get(stream)
+        if not blocks:
+            return None
+        place = bisect_left(blocks, (size,))
+        return blocks.pop(place)[2] if place < len(blocks) else None
+
+    def add(self, block: Block) -> None:
+        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        blocks = self.free[block.stream]
+        del blocks[bisect_left(blocks, (block.size, block.address))]
+
+    def whole_segments(self) -> list[Block]:
+        return [block for blocks in self.free.values() for _, _, block in blocks if not block.split]
+
+
+class Pools:
+    """A pool of small and one of large blocks: the device's own two, or those of CUDA graphs that share memory."""
+
+    def __init__(self) -> None:
+        self.small, self.large = Pool(small=True), Pool(small=False)
+        self.both = (self.large, self.small)
+        self.graphs = 0  # that may still be replayed
+        self.segments = 0
+
+
+def split(block: Block, size: int) -> None:
+    """Keep so much of it, and give the rest to its pool."""
+    rest = Block(block.device, block.stream, block.address + size, block.size - size, block.pool)
+    rest.before, rest.after = block, block.after
+    if rest.after is not None:
+        rest.after.before = rest
+    block.after, block.size = rest, size
+    block.pool.add(rest)
+
+
+def merged(block: Block, other: Block) -> Block:
+    """One block of two neighbours: the first of them, grown."""
+    first, second = (other, block) if other.address < block.address else (block, other)
+    first.size += second.size
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
+    first.free = True
+    return first
+
+
+LEAST = 512
+SMALL = 1 << 20
+SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
+LEAST_LARGE = 10 << 20
+ROUNDED = 2 << 20
+CONTEXT = 600 << 20
+"""What the driver and its libraries take for themselves; an H200's process has about this much."""
+
+
+PoolId: TypeAlias = tuple[int, int]
+"""What PyTorch names a pool of graphs by."""
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
+    """The device is full; the text is PyTorch's."""
+
+
+class _One:
+    """One device's memory."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.own = Pools()
+        self.graphs: dict[PoolId, Pools] = {}
+        self.routes: dict[PoolId, Callable[[int], bool]] = {}  # whose streams are capturing now
+        self.reserved = 0
+        self.address = 0x7F00_0000_0000
+        self.tally = Tally()
+        self.used, self.both = self.tally.used, self.tally.used[2]
+        self.busy: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
+
+    def waiting(self, block: Block) -> tuple[Figures, Figures]:
+        return self.tally.waiting[0 if block.small else 1], self.tally.waiting[2]
+
+    def pools(self, stream: int) -> Pools:
+        """Whose blocks serve a stream."""
+        for name, covers in self.routes.items():
+            if covers(stream):
+                return self.graphs[name]
+        return self.own
+
+    def rests(self) -> list[list[int]]:
+        """Sizes of the free parts of segments that are in use: of small pools, and of large ones."""
+        both = (self.own, *self.graphs.values())
+        return [
+            [block.size for pool in pools for blocks in pool.free.values() for _, _, block in blocks if block.split]
+            for pools in ([one.small for one in both], [one.large for one in both])
+        ]
+
+
+class Memory:
+    """All devices' memory, on the clock."""
+
+    def __init__(self, clock: Clock, devices: int = 1) -> None:
+        self.clock = clock
+        self.size = clock.device.memory.size
+        self._devices = [_One(self.size - CONTEXT) for _ in range(devices)]
+        self._freed: deque[Block] = deque()
+        self._lock = threading.RLock()
+
+    def allocate(self, device: int, size: int, stream: int) -> Block | None:
+        """A block for so many bytes; None for none at all. Raises `OutOfMemory`."""
+        if size <= 0:
+            return None
+        with self._lock:
+            one = self._devices[device]
+            if self._freed:
+                self._free_queued()
+            if one.busy:
+                self._return_unused(one)
+            rounded = (size + LEAST - 1) & -LEAST
+            small = rounded <= SMALL
+            pools = one.pools(stream) if one.routes else one.own
+            block = (pools.small if small else pools.large).take(stream, rounded)
+            if block is None:
+                block = self._segment(device, one, rounded, stream, pools)
+            if block.size - rounded >= (LEAST if small else SMALL + 1):
+                split(block, rounded)
+            block.free = False
+            block.requested = size
+            one.used[0 if small else 1].add(block.size, size)
+            one.both.add(block.size, size)
+            return block
+
+    def free(self, block: Block | None) -> None:
+        """Safe anywhere, also in a finalizer."""
+        if block is not None:
+            self._freed.append(block)
+
+    def record_stream(self, block: Block | None, stream: int) -> None:
+        """Its memory is not used again before what stands in that stream, once it is freed, has ended."""
+        if block is not None and stream != block.stream:
+            block.users = (block.users or set()) | {stream}
+
+    def empty_cache(self, device: int | None = None) -> None:
+        """Give whole free segments back to the driver."""
+        with self._lock:
+            self._free_queued()
+            for number, one in enumerate(self._devices):
+                if device in (None, number) and not one.routes:  # a capture goes without
+                    self._return_unused(one)
+                    self._release(number, one)
+
+    def capture(self, device: int, pool: PoolId, covers: Callable[[int], bool]) -> None:
+        """From now on the streams that are `covers`ed take their memory from a graph's pool, which may be new."""
+        with self._lock:
+            one = self._devices[device]
+            one.graphs.setdefault(pool, Pools()).graphs += 1
+            one.routes[pool] = covers
+
+    def end_capture(self, device: int, pool: PoolId) -> None:
+        """The pool is kept for the graph's replays."""
+        self._devices[device].routes.pop(pool, None)
+
+    def forget(self, device: int, pool: PoolId) -> None:
+        """One of its graphs is gone. After the last one, free segments may go back to the driver."""
+        self._devices[device].graphs[pool].graphs -= 1
+
+    def info(self, device: int = 0) -> tuple[int, int]:
+        """Free and total bytes, as `torch.cuda.mem_get_info` has them."""
+        return self.size - CONTEXT - self._devices[device].reserved, self.size
+
+    def stats(self, device: int = 0) -> dict[str, int]:
+        """By the names of `torch.cuda.memory_stats`."""
+        with self._lock:
+            self._free_queued()
+            one = self._devices[device]
+            one.tally.set_rests(one.rests())
+            return flat_stats(one.tally)
+
+    def reset_peak(self, device: int = 0) -> None:
+        with self._lock:
+            self._free_queued()
+            self._devices[device].tally.reset_peak()
+
+    def reset_accumulated(self, device: int = 0) -> None:
+        with self._lock:
+            self._free_queued()
+            self._devices[device].tally.reset_accumulated()
+
+    def limit(self, share: float, device: int = 0) -> None:
+        """`torch.cuda.set_per_process_memory_fraction`."""
+        self._devices[device].limit = min(int(share * self.size), self.size - CONTEXT)
+
+    # with the lock held
+
+    def _segment(self, device: int, one: _One, size: int, stream: int, pools: Pools) -> Block:
+        """From the driver; if it has no more, after giving back what is free."""
+        small = size <= SMALL
+        wanted = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LEAST_LARGE else -(-size // ROUNDED) * ROUNDED
+        if one.reserved + wanted > one.limit and not one.routes:  # nothing may be freed during a capture
+            one.tally.retries += 1
+            self._wait_for_users(one)
+            self._release(device, one)
+        if one.reserved + wanted > one.limit:
+            one.tally.failures += 1
+            raise OutOfMemory(
+                out_of_memory_text(device, size, self.size, self.size - CONTEXT - one.reserved, one.tally)
+            )
+        self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
+        block = Block(device, stream, one.address, wanted, pools.small if small else pools.large)
+        pools.segments += 1
+        one.address += -(-wanted // ROUNDED) * ROUNDED
+        one.reserved += wanted
+        for figures in (one.tally.segments[0 if small else 1], one.tally.segments[2]):
+            figures.add(wanted, wanted)
+        one.tally.set_rests(one.rests())
+        return block
+
+    def _free_queued(self) -> None:
+        while self._freed:
+            block = self._freed.popleft()
+            one = self._devices[block.device]
+            one.used[0 if block.small else 1].remove(block.size, block.requested)
+            one.both.remove(block.size, block.requested)
+            if block.users:
+                for figures in one.waiting(block):
+                    figures.add(block.size, 0)
+                moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
+                one.busy.append((block, moments))
+                block.users = None
+            else:
+                self._return(block)
+
+    def _return_unused(self, one: _One) -> None:
+        """Blocks whose other streams are done with them."""
+        for _ in range(len(one.busy)):
+            block, moments = one.busy.popleft()
+            if all(map(self.clock.passed, moments)):
+                for figures in one.waiting(block):
+                    figures.remove(block.size, 0)
+                self._return(block)
+            else:
+                one.busy.append((block, moments))
+
+    def _wait_for_users(self, one: _One) -> None:
+        for block, moments in one.busy:
+            for moment in moments:
+                self.clock.sync_moment(moment)
+            for figures in one.waiting(block):
+                figures.remove(block.size, 0)
+            self._return(block)
+        one.busy.clear()
+
+    def _return(self, block: Block) -> None:
+        """To its pool, together with its free neighbours."""
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                block.pool.remove(other)
+                block = merged(block, other)
+        block.pool.add(block)
+
+    def _release(self, device: int, one: _One) -> None:
+        for pools in (one.own, *(kept for kept in one.graphs.values() if not kept.graphs)):
+            for block in [block for pool in pools.both for block in pool.whole_segments()]:
+                self.clock.release("cudaFree", self.clock.device.memory.free, device)
+                block.pool.remove(block)
+                pools.segments -= 1
+                one.reserved -= block.size
+                for figures in (one.tally.segments[0 if block.small else 1], one.tally.segments[2]):
+                    figures.remove(block.size, block.size)
+        one.graphs = {name: pools for name, pools in one.graphs.items() if pools.graphs or pools.segments}

@@ -1,0 +1,114 @@
+"""Pinned host memory: which addresses are, and how tensors come to be there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from keepbusy.timeline.model import NONE
+from keepbusy.virtual.clock.engine import Clock
+
+# Pinned memory of the host, as PyTorch's caching allocator keeps it.
+
+
+class PinnedMemory:
+    """PyTorch's caching allocator of pinned host memory: powers of two, kept for the next one of that size."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._free: dict[int, int] = {}
+
+    def allocate(self, size: int) -> int:
+        """What to give back to `free`. The first use of a size pays for pinning it."""
+        rounded = 1 << max(size - 1, 0).bit_length()
+        if size <= 0:
+            return NONE
+        if self._free.get(rounded, 0):
+            self._free[rounded] -= 1
+        else:
+            self.clock.allocate("cudaHostAlloc", round(rounded * self.clock.device.memory.host_alloc))
+        return rounded
+
+    def free(self, size: int) -> None:
+        if size != NONE:
+            self._free[size] = self._free.get(size, 0) + 1
+
+
+# What comes home lands in memory of the host: touched before, or never.
+#
+# The C library hands out again what was freed, which is fast. What was never touched the kernel maps first,
+# page by page, and that takes several times as long as the copy itself. Large blocks it maps anew each time.
+
+
+class Pages:
+    """Bytes that results hold, and how many of them were touched at once so far."""
+
+    def __init__(self, mapped: int) -> None:
+        """`mapped`: so large blocks are never handed out again."""
+        self.mapped = mapped
+        self._held = self._touched = 0
+
+    def take(self, size: int, holder: Any) -> int:
+        """Memory that lasts as long as `holder`; returns how much of it is touched for the first time."""
+        if size >= self.mapped:
+            return size
+        self._held += size
+        weakref.finalize(holder, self._free, size)
+        new = max(0, self._held - self._touched)
+        self._touched += new
+        return min(size, new)
+
+    def _free(self, size: int) -> None:
+        self._held -= size
+
+
+_PINNED: dict[int, StorageWeakRef] = {}
+_SWEEP_AT = 4096
+_asked_for: list[bool] = []
+"""Whether native code was given an allocator of pinned memory, and has not looked at what came of it."""
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and is_pinned_address(_address(tensor))
+
+
+def is_pinned_address(address: int) -> bool:
+    """Of the begin of a storage."""
+    storage = _PINNED.get(address)
+    return storage is not None and not storage.expired()
+
+
+def asked_for() -> None:
+    """Native code takes memory that shall be pinned; where it lies, nobody tells us."""
+    _asked_for[:] = [True]
+
+
+def answer(address: int) -> bool:
+    """What native code hears of an address: DDP looks whether the memory that it has just taken is pinned."""
+    if is_pinned_address(address):
+        return True
+    return bool(_asked_for) and _asked_for.pop()
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Say of a host tensor's memory that it is pinned; returns the tensor."""
+    if len(_PINNED) > _SWEEP_AT:
+        for address in [address for address, storage in _PINNED.items() if storage.expired()]:
+            del _PINNED[address]
+    _PINNED[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+    return tensor
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """What `Tensor.pin_memory` returns."""
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    return tensor if is_pinned(tensor) else pin(tensor.detach().clone(memory_format=torch.preserve_format))
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())

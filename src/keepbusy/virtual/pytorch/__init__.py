@@ -1,0 +1,1 @@
+"""Where PyTorch meets the virtual machine."""

@@ -1,0 +1,312 @@
+"""Copies between host and device, and the reads that hide in `.item()`, `bool`, `float` and `print`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepbusy.timeline.model import Direction
+from keepbusy.virtual.current_device import CURRENT
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.pytorch import cuda_api
+from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
+from keepbusy.virtual.pytorch.kernels import Kernel, adopt
+from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
+from keepbusy.virtual.pytorch.unreal import VALUES, computed
+
+# `torch._foreach_copy_`: one kernel where it can be one, else a copy for each tensor.
+
+_aten = torch.ops.aten
+
+
+class CopyLists(Kernel):
+    """A kernel copies lists that lie alike on one device; all others PyTorch copies tensor by tensor."""
+
+    __slots__ = ()
+
+    def __call__(self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+        if _alike(targets, sources):
+            super().__call__(targets, sources, non_blocking)
+            return
+        for target, source in zip(targets, sources, strict=True):
+            _aten.copy_.default(target, source, non_blocking)
+
+
+def _alike(targets: list[Tensor], sources: list[Tensor]) -> bool:
+    one_device = len({one.device for one in (*targets, *sources)}) == 1
+    types = len({one.dtype for one in targets}), len({one.dtype for one in sources})
+    pairs = zip(targets, sources, strict=True)
+    return one_device and types == (1, 1) and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
+
+
+_cast = _aten._to_copy.default
+_IN, _OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
+
+
+def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
+    MACHINE.begin("aten::copy_")
+    try:
+        if target.is_cuda != source.is_cuda:
+            _ask(target, source, non_blocking)
+        _write(target, source)
+        if target.is_cuda and source.is_cuda:
+            _copied_on_device(target, source)
+        elif target.is_cuda:
+            _copied_in(target.get_device(), _carried(source, target), source, non_blocking)
+        else:
+            is_pinned = host_memory.is_pinned(target)
+            size = _carried(source, target)
+            MACHINE.copy(source.get_device(), size, _OUT, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
+        return target
+    finally:
+        MACHINE.end()
+
+
+def _ask(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """Before anything is written: whether the program may copy so between host and device."""
+    device, host = (source, target) if source.is_cuda else (target, source)
+    MACHINE.needs_pinned(device.get_device(), host_memory.is_pinned(host))
+    if not non_blocking:
+        cuda_api.about_to_wait()
+
+
+def _write(target: Tensor, source: Tensor) -> None:
+    if not VALUES.worth_keeping(source, target):
+        VALUES.forget(target) if target.is_cuda else target.zero_()
+        return
+    recording = MACHINE.records((source if source.is_cuda else target).get_device())
+    into, values = _seen(target, recording), _seen(source, recording)
+    if recording is None:
+        into.copy_(values)
+    else:
+        recording.run(partial(into.copy_, values), into)
+    if target.is_cuda:
+        VALUES.keep(target)
+
+
+def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
+    """As a host tensor, and as one that lasts where a graph will use it again."""
+    if not tensor.is_cuda:
+        return tensor
+    return to_host_as_seen(tensor) if recording is None else as_seen(lasting(tensor), tensor)
+
+
+def _carried(source: Tensor, target: Tensor) -> int:
+    """Bytes on the bus: casts happen on the device, so the smaller type never grows before it."""
+    return int(target.numel() * source.element_size())
+
+
+def _copied_on_device(target: Tensor, source: Tensor) -> None:
+    one, other = source.get_device(), target.get_device()
+    if one == other:
+        MACHINE.launch(one, "copy_", [source], [target])
+    else:
+        MACHINE.clock.copy_to_peer(MACHINE.stream(one), MACHINE.stream(other), target.nbytes)
+
+
+def _copied_in(device: int, size: int, source: Tensor, non_blocking: bool) -> None:
+    MACHINE.copy(device, size, _IN, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
+
+
+def to_copy(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """`aten::_to_copy`: `.to`, `.cuda`, `.cpu`, `.float` and all their kin."""
+    MACHINE.begin("aten::_to_copy")
+    try:
+        if layout not in (None, torch.strided):
+            raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
+        where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
+        if not tensor.is_cuda:
+            MACHINE.needs_pinned(where, host_memory.is_pinned(tensor))
+            if not non_blocking:
+                cuda_api.about_to_wait()
+        cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
+        if not tensor.is_cuda:
+            return _brought_in(tensor, cast, where, non_blocking)
+        if device is None or device.type == "cuda":
+            return _moved(tensor, cast, device)
+        return _taken_home(tensor, cast, device, non_blocking)
+    finally:
+        MACHINE.end()
+
+
+def _caster(
+    tensor: Tensor, dtype: torch.dtype | None, memory_format: torch.memory_format | None, recording: Recording | None
+) -> Callable[[], Tensor]:
+    """What makes the values in new host memory, in the type and layout asked for."""
+    if VALUES.carried(tensor):
+        return partial(_cast, _seen(tensor, recording), dtype=dtype, memory_format=memory_format)
+    return lambda: computed(_cast, "_to_copy", (tensor,), {"dtype": dtype, "memory_format": memory_format})
+
+
+def _brought_in(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
+    host = cast()
+    result = MACHINE.place_on(host, device)
+    VALUES.moved(tensor, result)
+    _copied_in(device, host.numel() * tensor.element_size(), tensor, non_blocking)
+    _repeat(device, cast, host)
+    return result
+
+
+def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
+    """At each replay of a graph, compute it again."""
+    recording = MACHINE.records(device)
+    if recording is not None:
+        recording.repeat(compute, host)
+
+
+def _moved(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device | None) -> Tensor:
+    host = cast()
+    target = tensor.get_device() if device is None or device.index is None else device.index
+    result = MACHINE.place_on(host, target)
+    VALUES.moved(tensor, result)
+    _copied_on_device(result, tensor)
+    _repeat(tensor.get_device(), cast, host)
+    return result
+
+
+def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool) -> Tensor:
+    host = cast()
+    if device.type not in ("cpu", "meta"):
+        raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
+    if device.type == "meta":
+        return host.to("meta")
+    if not VALUES.known(tensor):
+        host.zero_()
+    MACHINE.needs_pinned(tensor.get_device(), non_blocking)
+    # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
+    if non_blocking:
+        host_memory.pin(host)
+    else:
+        cuda_api.about_to_wait()
+    device_index = tensor.get_device()
+    fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
+    MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
+    _repeat(device_index, lambda: host.copy_(cast()), host)
+    return host
+
+
+def read_scalar(tensor: Tensor) -> Any:
+    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
+    MACHINE.begin("aten::item")
+    try:
+        cuda_api.about_to_wait()
+        MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
+        return _aten._local_scalar_dense.default(
+            to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
+        )
+    finally:
+        MACHINE.end()
+
+
+def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    """Memory alone: no kernel runs."""
+    MACHINE.clock.glance()
+    options.update(pin_memory=False, layout=None)
+    return _blank(_aten.empty.memory_format(size, device=CPU, **options), CURRENT.index(device))
+
+
+def _blank(host: Tensor, device: int) -> Tensor:
+    """What lies in a graph's memory must not stop the host's operators, which look at indices."""
+    return MACHINE.place_on(host if MACHINE.recording is None else host.zero_(), device)
+
+
+def empty_strided(size: Any, stride: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    options.update(pin_memory=False, layout=None)
+    return _blank(_aten.empty_strided.default(size, stride, device=CPU, **options), CURRENT.index(device))
+
+
+def efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    """Autograd's tensors of zeros, which nobody reads."""
+    make = partial(_aten.zeros.default if VALUES.real else _aten.empty.memory_format, size, dtype=options.get("dtype"))
+    host = make()
+    result = MACHINE.place_on(host, CURRENT.index(device))
+    _repeat(CURRENT.index(device), make, host)
+    return result
+
+
+def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """Within its storage where there is room, else in a new one that begins with the old values."""
+    shape = _new(size, tensor.dtype, "meta")
+    room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if shape.nbytes <= room:
+        _aten.set_.source_Storage_storage_offset(
+            tensor, tensor.untyped_storage(), tensor.storage_offset(), list(size), list(shape.stride())
+        )
+        return tensor
+    device = tensor.get_device()
+    old = _seen(tensor, MACHINE.records(device)) if VALUES.real else None
+    grow = partial(_grown, old, size, tensor.dtype)
+    grown = grow()
+    adopt(tensor, MACHINE.place_on(grown, device))
+    _repeat(device, grow, grown)
+    return tensor
+
+
+def _grown(old: Tensor | None, size: Any, dtype: torch.dtype) -> Tensor:
+    grown = _new(size, dtype, "cpu")
+    if old is not None:
+        grown.view(-1)[: old.numel()] = old.reshape(-1)
+    return grown
+
+
+def _new(size: Any, dtype: torch.dtype, device: str) -> Tensor:
+    return _aten.empty.memory_format(size, dtype=dtype, device=device)
+
+
+class _Dropout(Kernel):
+    """The host has another operator for it, which draws the same numbers and scales them before it multiplies."""
+
+    __slots__ = ()
+
+    def _call(self, tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
+        if train is False or p in (0, 1):
+            return self.raw(tensor, p, train)
+        # PyTorch's own functions, not those of `torch`: what the program calls there stands in the timeline
+        noise = _aten.bernoulli_.float(_aten.empty_like.default(tensor), 1 - p, generator=generator).div_(1 - p)
+        return tensor * noise, noise != 0
+
+
+class _DropoutBackward(Kernel):
+    __slots__ = ()
+
+    def _call(self, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+        if not scale:
+            return self.raw(gradient, mask, scale)
+        return gradient * mask.to(gradient.dtype).div_(1 / scale)
+
+
+_dropout = _Dropout(_aten.native_dropout.default)
+_dropout.signature.has_generator = True
+
+SPECIAL = {
+    "copy_": copy_,
+    "_to_copy": to_copy,
+    "_local_scalar_dense": read_scalar,
+    "_foreach_copy_": CopyLists(_aten._foreach_copy_.default),
+    "empty.memory_format": empty,
+    "empty_strided": empty_strided,
+    "_efficientzerotensor": efficient_zeros,
+    "resize_": resize_,
+    "native_dropout": _dropout,
+    "native_dropout_backward": _DropoutBackward(_aten.native_dropout_backward.default),
+    "_use_cudnn_ctc_loss": lambda *_args, **_kwargs: False,
+    "_use_cudnn_ctc_loss.Tensor": lambda *_args, **_kwargs: False,
+    "_use_miopen_ctc_loss": lambda *_args, **_kwargs: False,
+    "_use_miopen_ctc_loss.Tensor": lambda *_args, **_kwargs: False,
+    "record_stream": lambda *_args: None,
+}

@@ -1,0 +1,337 @@
+"""The device guard of CUDA: how C++ learns and changes the current device.
+
+PyTorch keeps one guard a device type in a registry. Ours is one that PyTorch itself builds for
+devices written in Python; it is moved to CUDA's place, with the methods replaced that know the
+current device. There is one stream a device in C++; streams live in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepbusy.virtual.current_device import CURRENT
+
+# Where methods stand in the two C++ vtables that the virtual device replaces.
+#
+# Slot numbers are read from the headers inside the installed wheel and held against the size of the
+# vtable's symbol in the library. Nothing is guessed: what does not agree raises `Mismatch`.
+
+LIBRARIES = Path(torch.__file__).parent / "lib"
+INCLUDES = Path(torch.__file__).parent / "include"
+POINTER = 8
+PREAMBLE = 2
+"""Words of a vtable before its first slot: the offset to the top, and the type information."""
+
+HOOKS = (
+    ("ATen/detail/AcceleratorHooksInterface.h", "AcceleratorHooksInterface"),
+    ("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface"),
+)
+GUARD = (("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface"),)
+
+
+class Mismatch(RuntimeError):  # noqa: N818  # what is wrong, not that something is
+    """This build of PyTorch is laid out in a way that we do not know."""
+
+
+def slots(classes: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Of each virtual method its slot. `classes` are (header, class), the base first."""
+    found: list[str] = []
+    for header, name in classes:
+        for method in _virtual_methods(INCLUDES / header, name):
+            if method.startswith("~"):
+                # a destructor has two slots: the complete object's and the deleting one
+                found += [] if "~" in found else ["~", "~delete"]
+            elif method not in found:  # an override keeps the slot of what it overrides
+                found.append(method)
+    return {method: slot for slot, method in enumerate(found)}
+
+
+def _virtual_methods(header: Path, name: str) -> Iterator[str]:
+    if not header.exists():
+        raise Mismatch(f"this PyTorch comes without {header.name}")
+    source = _without_comments(header.read_text(encoding="utf-8"))
+    begin = re.search(
+        rf"(?:struct|class)\s+(?:\w+_API\s+)?{name}\b(?:\s*final)?\s*(?::\s*(?:public\s+)?[\w:]+\s*)?{{", source
+    )
+    if begin is None:
+        raise Mismatch(f"{header.name} declares no {name}")
+    for statement in _top_level(source, begin.end()).split(";"):
+        method = re.search(r"(~?\w+)\s*\(", statement)
+        if method and re.search(r"\b(virtual|override)\b", statement):
+            yield method[1]
+
+
+def _without_comments(source: str) -> str:
+    source = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
+    source = re.sub(r"//[^\n]*", "", source)
+    source = re.sub(r'"(?:\\.|[^"\\])*"', '""', source)
+    source = re.sub(r"#ifdef USE_ROCM.*?#endif", "", source, flags=re.DOTALL)
+    return re.sub(r"\[\[.*?\]\]", "", source)
+
+
+def _top_level(source: str, begin: int) -> str:
+    """The text of a class from its opening brace on, without what stands in inner braces."""
+    depth, kept, place = 1, [], begin
+    while depth:
+        letter = source[place]
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if letter == "{" and depth == 2:
+            kept.append(";")  # a body ends its declaration
+        elif depth == 1 and letter != "}":
+            kept.append(letter)
+        place += 1
+    return "".join(kept)
+
+
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_uint32),
+        ("info", ctypes.c_uint8),
+        ("other", ctypes.c_uint8),
+        ("section", ctypes.c_uint16),
+        ("value", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+    )
+
+
+class _Found(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def symbol_size(address: int) -> int | None:
+    """Bytes of the dynamic symbol at `address`; None where this C library cannot say."""
+    look_up = getattr(ctypes.CDLL(None), "dladdr1", None)
+    if look_up is None:
+        return None
+    look_up.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Found), ctypes.POINTER(ctypes.POINTER(_Symbol)), ctypes.c_int]
+    found, symbol = _Found(), ctypes.POINTER(_Symbol)()
+    with_symbol = 1  # RTLD_DL_SYMENT
+    if not look_up(address, ctypes.byref(found), ctypes.byref(symbol), with_symbol) or not symbol:
+        return None
+    return int(symbol.contents.size)
+
+
+def library(name: str) -> ctypes.CDLL:
+    path = LIBRARIES / name
+    if not path.exists():
+        raise Mismatch(f"this PyTorch has no {name}")
+    return ctypes.CDLL(str(path))
+
+
+def function(shared: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
+    """A C++ function that takes nothing and returns a pointer."""
+    try:
+        found = shared[name]
+    except AttributeError:
+        raise Mismatch(f"no symbol {name}") from None
+    found.restype = ctypes.c_void_p
+    return found
+
+
+def address_of(shared: ctypes.CDLL, name: str) -> int:
+    try:
+        return ctypes.addressof(ctypes.c_char.in_dll(shared, name))
+    except ValueError:
+        raise Mismatch(f"no symbol {name}") from None
+
+
+def code_slots(vtable: int, most: int = 128) -> int:
+    """How many leading slots point to code: no vtable is longer than that."""
+    executable = [_bounds(line) for line in Path("/proc/self/maps").read_text().splitlines() if "x" in line.split()[1]]
+    for slot in range(most):
+        target = ctypes.c_void_p.from_address(vtable + POINTER * slot).value or 0
+        if not any(low <= target < high for low, high in executable):
+            return slot
+    return most
+
+
+def _bounds(line: str) -> tuple[int, int]:
+    low, _, high = line.split(maxsplit=1)[0].partition("-")
+    return int(low, 16), int(high, 16)
+
+
+# A copy of a C++ vtable in which single methods are ours.
+
+_ALIVE: list[Any] = []
+"""What native code points to must outlive everything: it is never freed."""
+
+
+class Vtable:
+    """Copied from `address`, which points to the first slot, as an object's first word does."""
+
+    def __init__(self, address: int, slots: Mapping[str, int]) -> None:
+        if code_slots(address) < len(slots):
+            raise Mismatch("a vtable is shorter than its header says")
+        words = len(slots) + PREAMBLE
+        source = (ctypes.c_char * (POINTER * words)).from_address(address - POINTER * PREAMBLE)
+        self._words = (ctypes.c_void_p * words).from_buffer_copy(source)
+        self._slots = slots
+        _ALIVE.append(self._words)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._words) + POINTER * PREAMBLE
+
+    def put(self, method: str, result: Any, arguments: Sequence[Any], does: Callable[..., Any]) -> None:
+        """Replace one method, where this version has it. `does` is called without `this`."""
+        if method not in self._slots:
+            return
+        native = ctypes.CFUNCTYPE(result, ctypes.c_void_p, *arguments)(lambda _this, *given: does(*given))
+        _ALIVE.append(native)
+        self._words[PREAMBLE + self._slots[method]] = ctypes.cast(native, ctypes.c_void_p).value
+
+    def need(self, *methods: str) -> None:
+        missing = [method for method in methods if method not in self._slots]
+        if missing:
+            raise Mismatch(f"no method {', '.join(missing)}")
+
+
+def first_word(address: int) -> ctypes.c_void_p:
+    """The first word of an object: the address of its vtable, to be read and written."""
+    return ctypes.c_void_p.from_address(address)
+
+
+def keep_alive(thing: Any) -> None:
+    _ALIVE.append(thing)
+
+
+# The CUDA hooks: how PyTorch's device-independent half asks whether CUDA is there.
+#
+# The object may be the interface itself (a CPU build) or the real hooks (a CUDA build). Both have no
+# state, so either gets the same copy of the *interface's* vtable: nothing of the real CUDA stays
+# reachable through it, and what we do not answer says that it is not there.
+
+CUDNN = 91_002
+"""The version of cuDNN that we say is there."""
+
+
+def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> Callable[[], None]:
+    """Let C++ believe in CUDA; returns what takes it back.
+
+    `is_pinned` is asked with an address; `pins` hears that native code is about to take pinned memory.
+    """
+    shared = library("libtorch_cpu.so")
+    methods = slots(HOOKS)
+    interface = address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
+    size = symbol_size(interface)
+    if size not in (None, POINTER * (len(methods) + PREAMBLE)):
+        raise Mismatch(f"the CUDA hooks have {size // POINTER - PREAMBLE} slots, their header says {len(methods)}")
+    vtable = Vtable(interface + POINTER * PREAMBLE, methods)
+    vtable.need("hasCUDA", "hasPrimaryContext", "init", "deviceCount", "isPinnedPtr", "getPinnedMemoryAllocator")
+    _fill(vtable, is_pinned, pins)
+    hooks = first_word(function(shared, "_ZN2at6detail12getCUDAHooksEv")())
+    before = hooks.value
+    hooks.value = vtable.address
+
+    def undo() -> None:
+        hooks.value = before
+
+    return undo
+
+
+def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> None:
+    flag, byte, pointer = ctypes.c_bool, ctypes.c_int8, ctypes.c_void_p
+    for method in ("isBuilt", "isAvailable", "hasCUDA"):
+        vtable.put(method, flag, (), lambda: True)
+    vtable.put("hasPrimaryContext", flag, (byte,), lambda _device: True)
+    vtable.put("init", None, (), lambda: None)
+    vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
+    vtable.put("getNumGPUs", ctypes.c_int, (), lambda: CURRENT.count)
+    vtable.put("setCurrentDevice", None, (byte,), lambda device: CURRENT.change(device) and None)
+    for method in ("getCurrentDevice", "current_device"):
+        vtable.put(method, byte, (), lambda: CURRENT.device)
+    for method in ("exchangeDevice", "maybeExchangeDevice"):
+        vtable.put(method, byte, (byte,), CURRENT.change)
+    vtable.put("isPinnedPtr", flag, (pointer,), lambda address: is_pinned(address or 0))
+    allocator = function(library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")()
+
+    def pinned_allocator() -> Any:
+        pins()
+        return allocator
+
+    vtable.put("getPinnedMemoryAllocator", pointer, (), pinned_allocator)
+    vtable.put("getCUDADeviceAllocator", pointer, (), lambda: allocator)
+    for method in ("versionCuDNN", "versionRuntimeCuDNN"):
+        vtable.put(method, ctypes.c_long, (), lambda: CUDNN)
+    vtable.put("deviceSynchronize", None, (byte,), lambda _device: None)
+
+
+CUDA, META = 1, 14
+"""c10::DeviceType."""
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+def replace_guard() -> Callable[[], None]:
+    """Put our guard into CUDA's place; returns what makes it harmless again."""
+    registry = _registry()
+    where = _python_guard(registry)
+    vtable = Vtable(first_word(where).value or 0, slots(GUARD))
+    vtable.need("type", "exchangeDevice", "getDevice", "setDevice", "uncheckedSetDevice", "deviceCount")
+    _fill_guard(vtable)
+    first_word(where).value = vtable.address
+    registry[CUDA] = where
+
+    def undo() -> None:
+        # late C++ destructors find Meta's guard, which does nothing, instead of a Python that is gone
+        registry[CUDA] = registry[META]
+
+    return undo
+
+
+def _registry() -> ctypes.Array[ctypes.c_void_p]:
+    shared = library("libc10.so")
+    size = symbol_size(address_of(shared, _REGISTRY)) or 0
+    if size < POINTER * (META + 1):
+        raise Mismatch("the registry of device guards has another shape")
+    return (ctypes.c_void_p * (size // POINTER)).in_dll(shared, _REGISTRY)
+
+
+def _python_guard(registry: ctypes.Array[ctypes.c_void_p]) -> int:
+    """The address of a guard made by PyTorch for a device written in Python, taken out of its usual place."""
+    python = getattr(torch._C, "_acc", None)
+    if python is None or not hasattr(python, "register_python_privateuseone_device_guard"):
+        raise Mismatch("this PyTorch has no device guards written in Python; it has them from 2.9 on")
+
+    class Guard(python.DeviceGuard):  # type: ignore[misc, name-defined]
+        def type_(self) -> object:
+            return torch._C._autograd.DeviceType.CUDA
+
+    ours = Guard()
+    keep_alive(ours)
+    usual = int(torch._C._autograd.DeviceType.PrivateUse1.value)
+    if registry[usual] or not python.register_python_privateuseone_device_guard(ours):
+        raise Mismatch("another device backend has registered itself as PrivateUse1")
+    where = registry[usual]
+    registry[usual] = None
+    if not where:
+        raise Mismatch("the device guard did not appear in its registry")
+    return int(where)
+
+
+def _fill_guard(vtable: Vtable) -> None:
+    byte, pair = ctypes.c_int8, ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
+    vtable.put("type", byte, (), lambda: CUDA)
+    vtable.put("getDevice", pair, (), lambda: _device(CURRENT.device))
+    vtable.put("exchangeDevice", pair, (pair,), lambda device: _device(CURRENT.exchange(device >> 8)))
+    vtable.put("setDevice", None, (pair,), _set)
+    vtable.put("uncheckedSetDevice", None, (pair,), _set)
+    vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
+
+
+def _device(index: int) -> int:
+    return CUDA | index << 8
+
+
+def _set(device: int) -> None:
+    CURRENT.exchange(device >> 8)

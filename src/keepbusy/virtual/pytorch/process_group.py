@@ -1,0 +1,454 @@
+"""`torch.distributed` on virtual GPUs: `nccl` is there, and it is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from keepbusy.virtual.clock.streams import Moment
+from keepbusy.virtual.costs.rings import wire_time
+from keepbusy.virtual.current_device import CURRENT
+from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.pytorch.cpp_hooks import CUDA, library
+from keepbusy.virtual.pytorch.cuda_api import constantly, own, replace_copies
+from keepbusy.virtual.pytorch.cuda_graphs import lasting
+from keepbusy.virtual.pytorch.tensors import host_of, map_tensors
+from keepbusy.virtual.pytorch.unreal import KEPT, VALUES
+
+# Moving the values of a collective: at once, or when the replay of a graph gets there.
+
+
+def exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
+    """Let values move between ranks, and wait until they have."""
+    done = does(*tensors)
+    if done is not None:
+        done.wait()
+
+
+def at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
+    """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
+    held = [map_tensors(lasting, detached(one)) for one in tensors]
+    move = partial(exchange, does, held)
+    move_then = move if MACHINE.recording is None else MACHINE.recording.later(move)
+
+    def meet_later(mine: int) -> int:
+        move_then()
+        return meet(mine)
+
+    return meet_later
+
+
+def detached(value: Any) -> Any:
+    """Tensors in nested lists, apart from autograd."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return [detached(one) for one in value]
+
+
+# What a collective leaves in the program's hands until somebody waits for it.
+
+
+def _hold_up(device: int, moment: Moment | None) -> None:
+    """What the program launches next on that device comes after the moment."""
+    if moment is not None:
+        MACHINE.clock.wait(MACHINE.stream(device), moment)
+
+
+class Handle(Work):
+    """A collective on its way: who waits for it makes its stream wait, and the host goes on."""
+
+    def __init__(self, result: Any, device: int = -1, moment: Moment | None = None) -> None:
+        super().__init__()
+        self.device, self.moment = device, moment
+        self.future = _Future(partial(_hold_up, device, moment))
+        self.future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        _hold_up(self.device, self.moment)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self.moment is None or MACHINE.clock.query(self.moment)
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        """C++ waits for it when the backward pass ends, and does not tell: what is queued here comes before."""
+        with contextlib.suppress(RuntimeError):  # where nothing goes back, who asked for it waits by itself
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_hold_up, self.device, self.moment))
+        return self.future
+
+
+class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is not typed here
+    """What a collective gives, for whoever waits for it in Python."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self) -> Any:
+        self._wait()
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> Any:
+        self._wait()
+        return super().then(callback)
+
+
+# The process group behind `nccl`: real values through gloo on the host, modelled time on the devices.
+#
+# Ranks meet in virtual time: each says when its part could begin, and all learn when the last one could.
+
+_TIME_TAG = 1 << 20
+"""Added to the tag of a message, for the time at which it was sent."""
+_KERNELS = {
+    "all_reduce": "AllReduce", "broadcast": "Broadcast", "reduce": "Reduce", "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter", "all_to_all": "SendRecv", "gather": "SendRecv", "scatter": "SendRecv",
+    "send": "SendRecv", "recv": "SendRecv",
+}  # fmt: skip
+
+
+class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
+    """One group of ranks. Methods bear the names that PyTorch calls."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.own, self.members = rank, size
+        if MACHINE.rank is None:  # the first group is that of all ranks
+            MACHINE.rank = rank
+        self._streams: dict[tuple[int, int], int] = {}
+        self._posted: list[tuple[Any, Tensor]] = []
+
+    def size(self) -> int:
+        return self.members
+
+    def rank(self) -> int:
+        return self.own
+
+    def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
+        return "nccl"
+
+    @property
+    def pg_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    group_name = pg_name
+
+    def _number(self, peer: int) -> int:
+        """The same on all ranks that meet: all of the group, or a sender and its receiver."""
+        pair = f"|{min(self.own, peer)}-{max(self.own, peer)}" if peer >= 0 else ""
+        return zlib.crc32(f"{self.pg_name}{pair}".encode()) & 0x7FFFFFFF
+
+    def _stream(self, device: int, peer: int = -1) -> int:
+        """As in NCCL, messages to each peer have a stream of their own."""
+        stream = self._streams.get((device, peer))
+        if stream is None:
+            stream = self._streams[device, peer] = MACHINE.clock.new_stream(device)
+        return stream
+
+    # what every collective does
+
+    def _run(
+        self,
+        name: str,
+        result: Any,
+        tensors: list[Any],
+        does: Callable[..., Any],
+        meet: Callable[[int], int] | None = None,
+        sends: bool = True,
+        peer: int = -1,
+    ) -> Handle:
+        """`does` gets the tensors as host tensors and moves their values. `sends`: this rank's are among them.
+
+        `peer`: the other rank of a message.
+        """
+        MACHINE.begin(f"nccl:{name}")
+        try:
+            flat = _flat(tensors)
+            device = next((one.get_device() for one in flat if one.is_cuda), -1)
+            meet = meet or self._last_arrival
+            if not self._has_values(name, flat, tensors[-1], sends):
+                map_tensors(VALUES.forget, tensors[0])
+            elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
+                meet = at_replay(does, tensors, meet)
+            else:
+                exchange(does, host_of([detached(one) for one in tensors]))
+                map_tensors(VALUES.keep, tensors[0])
+            if device < 0:
+                return Handle(result)
+            size = max([_bytes(one) for one in tensors], default=0)
+            return Handle(result, device, self._on_clock(name, device, size, meet, peer))
+        finally:
+            MACHINE.end()
+
+    def _has_values(self, name: str, flat: list[Tensor], given: Any, sends: bool) -> bool:
+        """Whether there is anything to move: a run without values has little, and all ranks must agree."""
+        if VALUES.real or not any(one.is_cuda for one in flat):
+            return True
+        if _bytes(flat) > KEPT or name in ("send", "recv"):  # a message's sender and receiver know only their own
+            return False
+        known = _number(not sends or all(map(VALUES.known, _flat(given))))
+        self.gloo.allreduce([known], _reducing(dist.ReduceOp.MIN)).wait()
+        return bool(known.item())
+
+    def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
+        clock, stream = MACHINE.clock, self._stream(device, peer)
+        clock.wait(stream, clock.record(MACHINE.stream(device)))
+        wire = wire_time(MACHINE.device, name, size, self.members)
+        kernel = f"ncclDevKernel_{_KERNELS[name]}"
+        clock.collective(stream, kernel, wire, size, self._number(peer), 2 if peer >= 0 else self.members, meet)
+        return clock.record(stream)
+
+    def _last_arrival(self, mine: int) -> int:
+        time = _number(mine)
+        self.gloo.allreduce([time], _reducing(dist.ReduceOp.MAX)).wait()
+        return int(time.item())
+
+    # the collectives
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        handle = Handle(tensors)
+        for one in tensors:
+            handle = self.allreduce([one], opts)
+        return handle
+
+    def _reduced(self, tensors: list[Tensor], options: Any) -> None:
+        """Gloo has no average: a sum, divided."""
+        operation = dist.ReduceOp.SUM if options is None else options.reduceOp
+        average = operation == dist.ReduceOp.AVG
+        self.gloo.allreduce(tensors, _reducing(dist.ReduceOp.SUM if average else operation)).wait()
+        for one in tensors if average else ():
+            one.div_(self.members)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        opts = opts or dist.BroadcastOptions()
+        sends = opts.rootRank == self.own
+        return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts), sends=sends)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        opts = opts or dist.ReduceOptions()
+        return self._run("reduce", tensors, [tensors], lambda ones: self.gloo.reduce(ones, opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+        def gather(out: Tensor, mine: Tensor) -> Any:
+            return self.gloo.allgather([list(out.view(-1).chunk(self.members))], [mine.contiguous().view(-1)])
+
+        return self._run("all_gather", [output], [output, given], gather)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        handles = [self.all_gather_single(out, mine) for out, mine in zip(outputs, inputs, strict=True)]
+        return handles[-1]
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        def scatter(out: Any, parts: Any) -> None:
+            whole = torch.stack([one.contiguous() for one in parts[0]])
+            self._reduced([whole], opts)
+            out[0].copy_(whole[self.own].view(out[0].shape))
+
+        return self._run("reduce_scatter", outputs, [outputs, inputs], scatter)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+        return self.reduce_scatter([output], [list(given.view(self.members, -1).unbind())], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        handles = [self.reduce_scatter_single(out, whole, opts) for out, whole in zip(outputs, inputs, strict=True)]
+        return handles[-1]
+
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
+    ) -> Handle:
+        def exchange(out: Tensor, mine: Tensor) -> Any:
+            return self.gloo.alltoall_base(out, mine, out_sizes or [], in_sizes or [], dist.AllToAllOptions())
+
+        return self._run("all_to_all", [output], [output, given], exchange)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
+        def exchange(out: list[Tensor], mine: list[Tensor]) -> None:
+            flat = torch.cat([one.reshape(-1) for one in mine])
+            found = flat.new_empty(sum(one.numel() for one in out))
+            sizes = [[one.numel() for one in ones] for ones in (out, mine)]
+            self.gloo.alltoall_base(found, flat, *sizes, dist.AllToAllOptions()).wait()
+            for one, part in zip(out, found.split(sizes[0]), strict=True):
+                one.copy_(part.view(one.shape))
+
+        return self._run("all_to_all", outputs, [outputs, inputs], exchange)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        opts = opts or dist.GatherOptions()
+        return self._run("gather", outputs, [outputs, inputs], lambda out, mine: self.gloo.gather(out, mine, opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        opts = opts or dist.ScatterOptions()
+        return self._run("scatter", outputs, [outputs, inputs], lambda out, mine: self.gloo.scatter(out, mine, opts))
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
+        """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
+
+        def tell(mine: int) -> int:
+            self._post(_number(mine), peer, tag + _TIME_TAG)
+            return mine
+
+        def post(ones: list[Tensor]) -> None:
+            for one in ones:
+                self._post(one.clone(), peer, tag)
+
+        return self._run("send", tensors, [tensors], post, tell, peer=peer)
+
+    def _post(self, message: Tensor, peer: int, tag: int) -> None:
+        """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
+        self._posted = [one for one in self._posted if not one[0].is_completed()]
+        self._posted.append((self.gloo.send([message], peer, tag), message))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
+        """It waits, on the device, for whoever sends."""
+
+        def hear(mine: int) -> int:
+            time = _number(mine)
+            self.gloo.recv([time], peer, tag + _TIME_TAG).wait()
+            return int(time.item())
+
+        return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear, peer=peer)
+
+    def _start_coalescing(self, device: Any) -> None:
+        """What is said as one goes one by one here: the values are the same."""
+
+    def _end_coalescing(self, device: Any) -> Handle:
+        index, clock = CURRENT.index(device), MACHINE.clock
+        own = self._stream(index)
+        for stream in [one for (at, peer), one in self._streams.items() if at == index and peer >= 0]:
+            clock.wait(own, clock.record(stream))
+        return Handle([], index, clock.record(own))
+
+    def barrier(self, opts: Any = None) -> Handle:
+        """A small all-reduce, and the host waits for it."""
+        token = torch.ones(1, device=torch.device("cuda", CURRENT.device))
+        self.allreduce([token]).wait()
+        MACHINE.begin("nccl:barrier")
+        try:
+            MACHINE.clock.sync_stream(MACHINE.stream(CURRENT.device))
+        finally:
+            MACHINE.end()
+        return Handle([])
+
+
+def _number(value: int) -> Tensor:
+    return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
+
+
+def _reducing(operation: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = operation
+    return options
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [one for part in value for one in _flat(part)]
+
+
+def _bytes(value: Any) -> int:
+    return sum(one.nbytes for one in _flat(value))
+
+
+OURS = "keepbusy"
+"""The name that PyTorch knows our backend by; the program hears `nccl`."""
+_NOBODY = 120  # a device type that there is not
+
+
+def patch() -> None:
+
+    dist.Backend.register_backend(OURS, VirtualGroup, devices=["cuda", "cpu"])
+    inside = dist.distributed_c10d
+    ours = {
+        "init_process_group": _init(inside.init_process_group),
+        "new_group": _new_group(inside.new_group),
+        "get_backend": _get_backend(inside.get_backend),
+        "is_nccl_available": constantly(True),
+    }
+    replace_copies({id(getattr(inside, name)): own(does, name) for name, does in ours.items()})
+    # DDP's logger reads native CUDA timers
+    torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda _self: None
+    _hide_native_timer()
+
+
+def _ours(backend: Any) -> Any:
+    """`nccl`, alone or for the devices of a longer name, is ours; everything else stays."""
+    named = str(backend).lower() if backend is not None else OURS
+    if named in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl", OURS):
+        return OURS
+    return backend
+
+
+def _init(native: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)  # it would start native NCCL early
+        return native(_ours(backend), *args, **kwargs)
+
+    return init_process_group
+
+
+def _new_group(native: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return native(ranks, timeout, backend if backend is None else _ours(backend), *args, **kwargs)
+
+    return new_group
+
+
+def _get_backend(native: Callable[..., Any]) -> Callable[..., Any]:
+    def get_backend(group: Any = None) -> Any:
+        found = native(group)
+        return "nccl" if found == OURS else found
+
+    return get_backend
+
+
+def _hide_native_timer() -> None:
+    """On a CUDA build DDP would time with native events: its registry of timers loses the entry for CUDA.
+
+    The registry is a std::unordered_map: its first node and its length follow its buckets.
+    """
+    make = getattr(library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
+    if make is None or not torch.backends.cuda.is_built():
+        return
+    make.restype = ctypes.c_void_p
+    registry, word = make(), ctypes.c_uint64
+    buckets, node, length = (word.from_address(registry + offset).value for offset in (8, 16, 24))
+    if not (0 < buckets < 4096 and 0 < length < 16):
+        return
+    for _ in range(length):
+        if not node:
+            return
+        key = ctypes.c_int8.from_address(node + 8)
+        if key.value == CUDA:
+            key.value = _NOBODY
+        node = word.from_address(node).value

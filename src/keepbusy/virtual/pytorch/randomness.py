@@ -1,0 +1,249 @@
+"""Random numbers of the device: a generator for each, apart from the host's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C import Generator
+from torch._C import Generator as HostGenerator
+
+from keepbusy.virtual.current_device import CURRENT
+from keepbusy.virtual.machine import MACHINE
+
+# Random states as a GPU has them: a seed and an offset in sixteen bytes, and each draw a function of both.
+#
+# Programs take them apart: ranks that share a tensor draw each its part of it by an offset of its own. The host's
+# generator has another kind of state; before each draw it is seeded anew from these two numbers.
+
+_SIZE, _WORD = 16, 1 << 64
+_STEP = 4
+"""Numbers that one draw of a GPU's generator gives: offsets are multiples of it."""
+
+
+class _State:
+    __slots__ = ("offset", "seed")
+
+    def __init__(self) -> None:
+        self.seed = self.offset = 0
+
+
+_OF: dict[int, _State] = {}
+"""By the address of what is behind a generator: the dispatcher makes a new Python object on its way."""
+
+
+def own(generator: Any) -> None:
+    """From now on it has a seed and an offset."""
+    _OF[generator._cdata] = _State()
+    weakref.finalize(generator, _OF.pop, generator._cdata, None)
+
+
+def state_of(generator: Any) -> Tensor:
+    """As the program sees it; a generator of the host has the host's."""
+    state = _OF.get(generator._cdata)
+    if state is None:
+        return Generator.get_state(generator)
+    return torch.frombuffer(bytearray(_packed(state)), dtype=torch.uint8)
+
+
+def _packed(state: _State) -> bytes:
+    return state.seed.to_bytes(8, "little") + state.offset.to_bytes(8, "little")
+
+
+def put_state(generator: Any, packed: Tensor) -> None:
+    state = _OF.get(generator._cdata)
+    if state is None:
+        Generator.set_state(generator, packed)
+        return
+    if packed.dtype != torch.uint8 or packed.device.type != "cpu":
+        raise TypeError("RNG state must be a torch.ByteTensor")
+    if packed.numel() != _SIZE:
+        raise RuntimeError("RNG state is wrong size")
+    whole = bytes(packed.tolist())
+    state.seed, state.offset = (int.from_bytes(part, "little") for part in (whole[:8], whole[8:]))
+
+
+def seed_of(generator: Any) -> int:
+    return _OF[generator._cdata].seed
+
+
+def reseed(generator: Any, seed: int) -> None:
+    state = _OF[generator._cdata]
+    state.seed, state.offset = seed % _WORD, 0
+
+
+def offset_of(generator: Any) -> int:
+    return _OF[generator._cdata].offset
+
+
+def put_offset(generator: Any, offset: int) -> None:
+    if offset % _STEP:
+        raise RuntimeError("offset must be a multiple of 4")
+    _OF[generator._cdata].offset = offset
+
+
+def aim(generator: Any) -> None:
+    """Before it draws: what it draws follows from its seed and its offset, which moves on."""
+    state = _OF.get(generator._cdata)
+    if state is not None:
+        Generator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
+        state.offset += _STEP
+
+
+def _mixed(number: int) -> int:
+    """Numbers that lie close together, far apart (splitmix64)."""
+    number = (number + 0x9E3779B97F4A7C15) % _WORD
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % _WORD
+    number = (number ^ number >> 27) * 0x94D049BB133111EB % _WORD
+    return number ^ number >> 31
+
+
+class DeviceGenerator(HostGenerator):
+    """Draws on the host, and says that it is a device's. A capture allows little of it, as on a GPU."""
+
+    _index: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self._index)
+
+    def clone_state(self) -> DeviceGenerator:
+        return _made(self._index, state_of(self))
+
+    def initial_seed(self) -> int:
+        return seed_of(self)
+
+    def get_offset(self) -> int:
+        return offset_of(self)
+
+    def set_offset(self, offset: int) -> DeviceGenerator:
+        put_offset(self, offset)
+        return self
+
+    def manual_seed(self, seed: int) -> DeviceGenerator:
+        if not self._captures():
+            reseed(self, seed)
+        elif seed != self.initial_seed():
+            raise RuntimeError(
+                "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
+                "as the original seed."
+            )
+        return self
+
+    def seed(self) -> int:
+        if self._captures():
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::seed during CUDA graph capture.")
+        reseed(self, int(super().seed()))
+        return self.initial_seed()
+
+    def get_state(self) -> torch.Tensor:
+        state, recording = state_of(self), MACHINE.records(self._index)
+        if recording is not None:
+            recording.note_state(self, state)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> DeviceGenerator:
+        recording = MACHINE.records(self._index)
+        if recording is not None:
+            recording.put_back(self, state)
+        else:
+            put_state(self, state)
+        return self
+
+    def graphsafe_get_state(self) -> Any:
+        raise NotImplementedError(_NOT_GRAPHSAFE)
+
+    def graphsafe_set_state(self, state: Any) -> Any:
+        raise NotImplementedError(_NOT_GRAPHSAFE)
+
+    def _captures(self) -> bool:
+        return MACHINE.clock.capturing(MACHINE.stream(self._index))
+
+
+_NOT_GRAPHSAFE = "keepbusy's virtual GPU has no graph-safe random states; use get_state and set_state instead."
+
+
+def generator_of(device: int) -> DeviceGenerator:
+    generator = DeviceGenerator()
+    generator._index = device
+    own(generator)
+    return generator
+
+
+def _made(index: int, state: torch.Tensor) -> DeviceGenerator:
+    generator = generator_of(index)
+    generator.set_state(state)
+    return generator
+
+
+class _GeneratorType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, HostGenerator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, HostGenerator)
+
+
+class GeneratorOfAnyDevice(metaclass=_GeneratorType):
+    """Stands for `torch.Generator`, which this build of PyTorch cannot make for a device."""
+
+    def __new__(cls, device: torch.device | str | int = "cpu") -> Any:
+        where = torch.device(device)
+        if where.type == "cuda":
+            return generator_of(CURRENT.index(where))
+        return HostGenerator(device)
+
+
+class Defaults:
+    """The default generator of each device."""
+
+    def __init__(self) -> None:
+        self.shared = False  # whether the devices draw from the host's generator instead
+        self._generators: dict[int, DeviceGenerator] = {}
+
+    def __call__(self, device: int) -> HostGenerator:
+        if self.shared:
+            return cast(HostGenerator, torch.default_generator)
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = generator_of(device)
+            generator.manual_seed(torch.default_generator.initial_seed())
+        return generator
+
+    def all(self) -> tuple[HostGenerator, ...]:
+        return tuple(self(device) for device in range(CURRENT.count))
+
+
+DEFAULTS = Defaults()
+
+
+def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
+    """Call an operator that draws, with the device's generator unless one was given."""
+    given = next((one for one in (*args, *kwargs.values()) if isinstance(one, HostGenerator)), None)
+    generator, recording = given or DEFAULTS(device), MACHINE.records(device)
+    if recording is not None:
+        recording.draws_from(generator)
+    aim(generator)
+    if given is not None:
+        return call(*args, **kwargs)
+    if takes_generator:
+        return call(*args, **{**kwargs, "generator": generator})
+    return _instead_of_the_hosts(call, generator, args, kwargs)
+
+
+def _instead_of_the_hosts(
+    call: Callable[..., Any], generator: HostGenerator, args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """For operators that know no generator but the host's: lend it the device's state."""
+    host = torch.default_generator
+    if generator is host:
+        return call(*args, **kwargs)
+    before = host.get_state()
+    host.set_state(HostGenerator.get_state(generator))
+    try:
+        return call(*args, **kwargs)
+    finally:
+        host.set_state(before)
