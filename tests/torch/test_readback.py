@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import keepbusy
 from keepbusy.runtime import Readings
 from keepbusy.runtime.readback import Reading
-from keepbusy.runtime.tensor_readback import Parcel
+from keepbusy.runtime.tensor_readback import TensorReadback
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 
@@ -69,7 +69,7 @@ def test_trees_keep_their_shape_and_travel_as_one() -> None:
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6))
 def test_whatever_travels_together_arrives_bit_for_bit(looks: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [torch.randn(shape).mul(100).to(dtype) for dtype, shape in looks]
-    parcel = Parcel([tensor.cuda() for tensor in tensors]).send()
+    parcel = TensorReadback([tensor.cuda() for tensor in tensors]).send()
     for tensor, home in zip(tensors, map(parcel.open, range(len(tensors))), strict=True):
         assert (home.dtype, home.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(home, tensor)
