@@ -26,10 +26,11 @@ class PinnedSlot:
 
     def double(self, place: int) -> Tensor:
         """One double, as the device sees it."""
-        if place not in self._doubles:
+        double = self._doubles.get(place)
+        if double is None:
             assert self.on_device is not None
-            self._doubles[place] = self.on_device[place]
-        return self._doubles[place]
+            double = self._doubles[place] = self.on_device[place]
+        return double
 
 
 class _DeviceArray:

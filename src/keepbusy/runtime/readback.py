@@ -108,9 +108,11 @@ def send(tensors: list[Tensor]) -> Arriving:
     if device.type != "cuda":
         return HostReadback(tensors)
     refuse_capture("readback()", "return the tensor from what is captured, and read it back after the replay")
-    sent = ScalarReadback.send(tensors) or TensorReadback(tensors).send()
+    sent = ScalarReadback.send(tensors, device) or TensorReadback(tensors).send()
     with _LOCK:
-        under_way = _UNDER_WAY.setdefault(device, deque())
+        under_way = _UNDER_WAY.get(device)
+        if under_way is None:
+            under_way = _UNDER_WAY[device] = deque()
         under_way.append(sent)
         # readings may be kept for long: what has arrived leaves its memory to others
         while under_way and under_way[0].ready:
@@ -120,7 +122,7 @@ def send(tensors: list[Tensor]) -> Arriving:
 
 def whole(tensor: Tensor) -> Tensor:
     """Of a tensor that ranks share the value of the whole: all of them read it, as all of them hold a part."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor if tensor.__class__ is Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
 
 
 def refuse_capture(who: str, remedy: str) -> None:
