@@ -15,7 +15,7 @@ from keepbusy.runtime.graph.participants import HeldGradient, Participants, ente
 from keepbusy.runtime.graph.rollback import rollback_to_now
 
 
-class Call:
+class StepCall:
     """One call of a step: its tensors, which a graph takes in, and its constants, which it keeps."""
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class EagerStream:
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step, self.stream = step, torch.cuda.Stream()
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         try:
@@ -200,7 +200,7 @@ class CapturedCall:
         return returned
 
 
-def capture_call(call: Call, eager: EagerStream, participants: Participants, alive: list[Any]) -> CapturedCall:
+def capture_call(call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any]) -> CapturedCall:
     """Nothing of the call has happened then; raises Uncapturable with everything as it was."""
     call.check()
     inputs, restores = Inputs(call.tensors), rollback_to_now(participants)

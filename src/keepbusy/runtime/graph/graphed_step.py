@@ -19,7 +19,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from keepbusy.runtime.graph.capture import Uncapturable
-from keepbusy.runtime.graph.captured_call import Call, CapturedCall, EagerStream, capture_call, detached
+from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, capture_call, detached
 from keepbusy.runtime.graph.rehearsal import Rehearsal
 from keepbusy.runtime.graph.user_lines import depth_of_user
 
@@ -45,7 +45,7 @@ class StepGraphs:
         self._capturable: dict[Any, bool] = {}
         self._full = False
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         """Raises Uncapturable, with nothing done, if no call of the step can be captured."""
         current = torch.cuda.current_stream()
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
@@ -70,12 +70,12 @@ class StepGraphs:
         """Optimizers as the user made them."""
         self._rates.count_on_host()
 
-    def _eager(self, call: Call) -> Any:
+    def _eager(self, call: StepCall) -> Any:
         self._tally["eager"] += 1
         with self._rates.on_device():
             return detached(self._eager_stream.run(call))
 
-    def _first(self, call: Call, kind: Any) -> Any:
+    def _first(self, call: StepCall, kind: Any) -> Any:
         if len(self._capturable) >= GRAPHS_PER_STEP:
             self._warn_full(call, kind)
             return self._eager(call)
@@ -86,7 +86,7 @@ class StepGraphs:
         self._addresses = self._key.addresses()
         return returned
 
-    def _capture(self, call: Call, kind: Any) -> Any:
+    def _capture(self, call: StepCall, kind: Any) -> Any:
         try:
             with self._rates.on_device():
                 captured = capture_call(call, self._eager_stream, self._participants, self._key.held())
@@ -100,14 +100,14 @@ class StepGraphs:
         self._tally["captured"] += 1
         return captured.replay_filled(call.tensors)
 
-    def _warn_full(self, call: Call, kind: Any) -> None:
+    def _warn_full(self, call: StepCall, kind: Any) -> None:
         if not self._full:
             self._full = True
             self._warn(
                 f"eagerly for further arguments: it keeps {GRAPHS_PER_STEP} graphs, and {self._new_in(call, kind)}"
             )
 
-    def _new_in(self, call: Call, kind: Any) -> str:
+    def _new_in(self, call: StepCall, kind: Any) -> str:
         """What no call before had: as a rule a shape, or a setting that a schedule writes."""
         labels = [*call.labels(), *self._key.labels()]
         same_parts = [other for other in self._capturable if len(other) == len(kind)]
@@ -136,7 +136,7 @@ class Graphed(Generic[P, R]):
         self._name = getattr(step, "__name__", type(step).__name__)
         self._why = ""
         self._tally: Counter[str] = Counter()
-        self._run: Callable[[Call], Any] | None = None
+        self._run: Callable[[StepCall], Any] | None = None
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
@@ -169,7 +169,7 @@ class Graphed(Generic[P, R]):
     def _rehearse(self, *arguments: Any, **options: Any) -> Any:
         self._tally["eager"] += 1
         rehearsal = self._rehearsal
-        returned = rehearsal.run(Call(arguments, options))
+        returned = rehearsal.run(StepCall(arguments, options))
         if rehearsal.finding:
             self._give_up(rehearsal.finding)
         elif rehearsal.over:
@@ -179,7 +179,7 @@ class Graphed(Generic[P, R]):
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
         try:
-            return self._graphs.run(Call(arguments, options))
+            return self._graphs.run(StepCall(arguments, options))
         except Uncapturable as reason:
             self._graphs.release()
             self._give_up(str(reason))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from keepbusy.runtime.graph.captured_call import Call, EagerStream, constants_of, detached, differentiable
+from keepbusy.runtime.graph.captured_call import EagerStream, StepCall, constants_of, detached, differentiable
 from keepbusy.runtime.graph.graph_key import GraphKey
 from keepbusy.runtime.graph.host_state import HostState, StateKey, first_change
 from keepbusy.runtime.graph.learning_rates import LearningRates
@@ -36,13 +36,13 @@ class Rehearsal:
     def over(self) -> bool:
         return not self._calls
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         """One eager call."""
         returned = self._calls[0](call)
         del self._calls[0]
         return returned
 
-    def _first_call(self, call: Call) -> Any:
+    def _first_call(self, call: StepCall) -> Any:
         with self.participants.watching() as gradients:
             returned = self._eager.run(call)
         self._returned = (call.kind, constants_of(returned))
@@ -53,7 +53,7 @@ class Rehearsal:
             self.finding = "its backward pass comes later, where a replay has no part; call backward inside the step"
         return returned if self.finding else detached(returned)
 
-    def _second_call(self, call: Call) -> Any:
+    def _second_call(self, call: StepCall) -> Any:
         self._host = HostState(self.participants, self._names)
         before = self._host.read()
         with self.participants.watching() as self._gradients:
@@ -65,7 +65,7 @@ class Rehearsal:
             self.finding = f"it returned {first} first and {second} then, which no replay would renew"
         return returned
 
-    def _third_call(self, call: Call) -> Any:
+    def _third_call(self, call: StepCall) -> Any:
         if self._differs is not None:
             return self._find_line(call, self._differs)
         self.rates = LearningRates(self.participants.optimizers)
@@ -77,7 +77,7 @@ class Rehearsal:
         with self.rates.on_device():
             return detached(self._eager.run(call))
 
-    def _find_line(self, call: Call, differs: StateKey) -> Any:
+    def _find_line(self, call: StepCall, differs: StateKey) -> Any:
         """What changes once and not again was made when it was first needed, or by another thread."""
         before = self._host.read()
         tracer = LineTracer(lambda: self._host.read()[differs])

@@ -46,7 +46,7 @@ _View = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Shape and stride; None of a tensor with one dimension."""
 
 
-class Stretch(NamedTuple):
+class PackedStretch(NamedTuple):
     """Tensors of one type that stand one after the other."""
 
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
 class Layout(NamedTuple):
     """Where all tensors of a batch stand: first those that travel together, then those that travel alone."""
 
-    stretches: list[Stretch]
+    stretches: list[PackedStretch]
     order: list[int]  # which tensor stands first, which one second, and so on
     together: int  # how many travel together
     packed: int  # bytes up to the end of those
@@ -119,7 +119,7 @@ def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[i
         return index in alone, str(kinds[index][0])
 
     order = sorted(range(len(kinds)), key=neighbourhood)
-    stretches: list[Stretch] = []
+    stretches: list[PackedStretch] = []
     packed = size = 0
     for (travels_alone, _), group in groupby(order, neighbourhood):
         stretches.append(_new_stretch([kinds[index] for index in group], size))
@@ -129,7 +129,7 @@ def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[i
     return Layout(stretches, order, len(kinds) - len(alone), packed, pageable, size)
 
 
-def _new_stretch(kinds: list[_TensorKind], begin: int) -> Stretch:
+def _new_stretch(kinds: list[_TensorKind], begin: int) -> PackedStretch:
     dtype, sizes, end = kinds[0][0], [], begin
     views: list[_View] = []
     for kind in kinds:
@@ -139,7 +139,7 @@ def _new_stretch(kinds: list[_TensorKind], begin: int) -> Stretch:
         end += aligned
         stride = _stride_on_device(kind) or tuple(torch.empty(shape, device="meta").stride())
         views.append(None if len(shape) == 1 else (shape, stride))
-    return Stretch(dtype, begin, end, sizes if any(sizes[1::2]) else sizes[::2], views)
+    return PackedStretch(dtype, begin, end, sizes if any(sizes[1::2]) else sizes[::2], views)
 
 
 class PinnedBuffer:
