@@ -2,7 +2,7 @@
 
 The step is a function, and nothing says what it trains. So PyTorch is watched while the first calls run: it has hooks
 for modules and optimizers; backward passes, schedulers and scalers tell of their calls. The heap is never searched: a
-production process may have frozen it, and walking it takes as long as a hundred steps.
+production process may have frozen it, and walking a large one takes most of a second.
 """
 
 from __future__ import annotations
