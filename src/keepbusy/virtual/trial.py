@@ -30,9 +30,9 @@ def _layout() -> None:
 
 def _bring_up() -> None:
     from keepbusy.virtual.bring_up import bring_up
-    from keepbusy.virtual.costs.device import Device
+    from keepbusy.virtual.costs.device import read
 
-    bring_up(Device(), devices=8, measured=False)
+    bring_up(read("h200"), devices=8, measured=False)
 
 
 def _values() -> None:
