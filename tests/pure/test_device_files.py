@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -73,3 +73,12 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(BadInput, match="is no TOML"):
         read(str(binary))
+
+
+def test_the_document_names_every_value_of_a_device_file() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "device-file.md").read_text(encoding="utf-8")
+    device = read("h200")
+    for section in fields(device):
+        values = getattr(device, section.name)
+        for name in [one.name for one in fields(values)] if is_dataclass(values) else [section.name]:
+            assert f"`{name}`" in text or f"[{name}]" in text, f"{section.name}.{name}"

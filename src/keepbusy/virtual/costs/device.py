@@ -208,7 +208,6 @@ class Efficiency:
     rows: Share  # sums over the last dimension
     statistics: Share  # batch norm's, channels last
     foreach: Share
-    gather: Share
     random: Share
 
 
