@@ -203,6 +203,8 @@ def _convolution(call: Call, source: Operand, filters: Operand, result: Operand,
 
 def _implicit_product(call: Call, source: Operand, filters: Operand, result: Operand, turn: str, groups: int) -> Kernel:
     """As a product of matrices whose bytes are those of the images."""
+    if not result[0]:
+        raise NoLaw("a result without dimensions")
     dtype, width = call.dtype(convolution=True), item_size(source[1])
     positions = result[0][0] * prod(result[0][2:])
     channels, taps, out = filters[0][1], prod(filters[0][2:]), filters[0][0] // groups
@@ -239,7 +241,7 @@ def _padded(call: Call, source: Operand, channels: int) -> list[Kernel]:
     """Images have three channels, and tensor cores want eight."""
     if channels == 1:
         return []
-    if not source[0][1]:
+    if len(source[0]) < 2 or not source[0][1]:
         raise NoLaw("no channels")
     law, padded = CONVOLUTIONS.padding, size(source) / source[0][1] * CONVOLUTIONS.channels
     return [
