@@ -37,7 +37,7 @@ def bring_up(
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
-    _put_in_place(replace_guard(), replace_hooks(host_memory.answer, host_memory.asked_for))
+    _put_in_place(replace_guard(), replace_hooks(host_memory.native_is_pinned, host_memory.native_pins))
     cuda_api.patch()
     tensors.patch()
     host_side.patch_compile()

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from keepbusy.instrument import step
 from keepbusy.timeline.model import FrameKind
+from keepbusy.virtual.clock.engine import BACKWARD_PASS
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.dispatches import BACKWARD_PASS, MODULE, PASS
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory import host_memory
@@ -141,7 +141,7 @@ def _patch_forward() -> None:
     call = module.__call__
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        MACHINE.clock.spend(MODULE * MACHINE.device.host.operator)
+        MACHINE.clock.spend(MACHINE.device.host.module)
         if getattr(inside, "module", False) or current_thread() is not main_thread():
             return call(self, *args, **kwargs)
         inside.module = True
@@ -174,7 +174,7 @@ def _patch_backward() -> None:
         device = CURRENT.device
         CURRENT.first_is(device)
         MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
-        MACHINE.clock.spend(PASS * MACHINE.device.host.backward)
+        MACHINE.clock.spend(MACHINE.device.host.backward_pass)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepbusy.virtual.costs.dispatches import LISTED
-from keepbusy.virtual.costs.prices import ASKS
+from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch import cuda_api, randomness
@@ -113,7 +112,7 @@ class Signature:
         self.takes_host_tensors = name in _TAKE_HOST_TENSORS or name.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.many = name.startswith(("_foreach_", "_fused_"))
-        self.asks = tuple((one, self._at(one)) for one in ASKS.get(name, ()))
+        self.asks = tuple((one, self._at(one)) for one in law_of(name).asks)
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and name not in _DRAW_NOTHING
 
     def _at(self, argument: str) -> int:
@@ -267,7 +266,7 @@ class Kernel:
     ) -> None:
         kernels = MACHINE.kernels(self.signature.short, inputs, outputs, asked)
         if self.signature.many:
-            MACHINE.clock.spend(LISTED * len(inputs) * MACHINE.device.host.operator)
+            MACHINE.clock.spend(MACHINE.device.host.lists(len(inputs)))
         MACHINE.clock.operator(self.signature.name, place, MACHINE.stream(device), kernels)
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
