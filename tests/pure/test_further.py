@@ -99,9 +99,9 @@ def test_the_report_tells_it_below_the_stall_and_still_fits() -> None:
     lines = text.splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("rarely  Every 50 steps"))
     told = " ".join(line.strip() for line in lines[at:])
-    assert "mended, such a step takes 70.3 → " in told
+    assert "fixed, such a step takes 70.3 → " in told
     assert "less a step on average" in told
-    assert "mend: " in told
+    assert "fix: " in told
     assert text.count("\n") < terminal.HEIGHT
 
 
@@ -169,7 +169,7 @@ def test_steps_that_have_changed_are_explained_again() -> None:
     told = " ".join(terminal.render(said).split())
     assert "later Since step 650 a step takes 14.0 ms instead of 10.0 ms, 40% more: " in told
     assert "train.py:33" in told or "train.py:34" in told
-    assert "mend: torch.cuda.Event(enable_timing=True)" in told
+    assert "fix: torch.cuda.Event(enable_timing=True)" in told
     assert "which cost nothing before; without it 10.0 ms" in told
 
 

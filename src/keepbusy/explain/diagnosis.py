@@ -26,7 +26,7 @@ CAUSES = (
     "pipeline_bubble",
     "unknown",
 )
-UNMENDED = ("pipeline_bubble", "unknown")
+UNFIXABLE = ("pipeline_bubble", "unknown")
 """Causes that no edit of a timeline takes away."""
 PLACES = (COMPUTING, COPYING, WIRE, *CAUSES)
 
@@ -69,10 +69,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the GPU waits, what that costs, and what mending it would give."""
+    """Why the GPU waits, what that costs, and what fixing it would give."""
 
     cause: str
-    wait: int  # what mending it alone takes away; two causes may share a wait, in the ledger each stands once
+    wait: int  # what fixing it alone takes away; two causes may share a wait, in the ledger each stands once
     count: float  # occurrences a step
     sites: tuple[Site, ...]  # the costliest first
     what: str  # one sentence with its figures: what happened
@@ -80,8 +80,8 @@ class Cause:
     advice: str  # one sentence: what to do
     remedy: str  # one line of code
     api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph
-    predicted: Prediction  # the step once this cause alone is mended everywhere
-    same_wait_as: str = ""  # a cause before it whose mending recovers the same wait: to mend one is enough
+    predicted: Prediction  # the step once this cause alone is fixed everywhere
+    same_wait_as: str = ""  # a cause before it whose fixing recovers the same wait: to fix one is enough
 
     @property
     def where(self) -> Where:
@@ -96,7 +96,7 @@ class Harmless:
     where: Where
     count: float
     why: str  # one sentence: "the step is launch-bound: the host would not have been ahead anyway"
-    gain: int = 0  # what mending the cause alone would give; less than the noise
+    gain: int = 0  # what fixing the cause alone would give; less than the noise
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Rare:
     step: int  # the one that was looked at
     plain_step: int  # what such a step takes when nobody looks
     ledger: Mapping[str, int]
-    causes: tuple[Cause, ...]  # by what mending gains beyond what it gains in every step
-    predicted: Prediction  # such a step, once all of these are mended
+    causes: tuple[Cause, ...]  # by what fixing gains beyond what it gains in every step
+    predicted: Prediction  # such a step, once all of these are fixed
 
     def gain_of(self, predicted: Prediction) -> int:
         """Averaged over all steps, those between that do not stall included."""
@@ -144,11 +144,11 @@ class Diagnosis:
     ledger: Mapping[str, int]  # PLACES that are not zero
     causes: tuple[Cause, ...]  # by predicted gain, largest first
     harmless: tuple[Harmless, ...]
-    predicted: Prediction  # the step once all causes are mended, or the ones asked for
+    predicted: Prediction  # the step once all causes are fixed, or the ones asked for
     noise: int  # below this, no gain is claimed
     ranks: tuple[int, ...] = (0,)
     late: tuple[Late, ...] = ()
-    mended: tuple[str, ...] = ()  # the causes that `--mend` named
+    fixed: tuple[str, ...] = ()  # the causes that `--what-if` named
     device: str = ""  # "NVIDIA H200"
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each

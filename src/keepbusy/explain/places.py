@@ -185,7 +185,7 @@ MOST_SHOWN = 8
 
 
 def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int) -> tuple[Site, ...]:
-    """The costliest first. The wait of a place is what mending it alone recovers."""
+    """The costliest first. The wait of a place is what fixing it alone recovers."""
     groups = gathered(scene, finding.rows, apart=finding.cause == "peer_late")
     per_step = scene.steps * len(scene.timeline.ranks)
     held = {place: _held(scene, finding, rows) for place, rows in groups.items()}

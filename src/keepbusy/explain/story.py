@@ -1,4 +1,4 @@
-"""What one recorded moment tells: its causes, ordered and mended one after the other, told as a diagnosis."""
+"""What one recorded moment tells: its causes, ordered and fixed one after the other, told as a diagnosis."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ HELD_BY = {
     "bringing home": ("blocking_copy",),
     "wire": ("exposed_collective",),
 }
-"""Lanes on which the mended work goes on, and whose work it is."""
+"""Lanes on which the fixed work goes on, and whose work it is."""
 SHARED = 0.2
 """A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
@@ -251,18 +251,18 @@ SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 
 @dataclass(eq=False)
 class Story:
-    """Whole steps, replayed as they were and mended."""
+    """Whole steps, replayed as they were and fixed."""
 
     scene: Scene
     forecast: Forecast
     found: dict[str, Finding]
-    mended: tuple[str, ...]
+    fixed: tuple[str, ...]
 
     @staticmethod
-    def of(window: Timeline, plain_step: int | None, workers: int, mended: Sequence[str] = ()) -> Story:
+    def of(window: Timeline, plain_step: int | None, workers: int, fixed: Sequence[str] = ()) -> Story:
         plain = plain_run(window, plain_step)
         scene = Scene(plain.timeline, workers)
-        return Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(mended))
+        return Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(fixed))
 
     @property
     def plain(self) -> Plain:
@@ -288,11 +288,11 @@ class Story:
             ledger=ledger,
             causes=tuple(self._cause(cause, named[:place]) for place, cause in enumerate(named)),
             harmless=self._harmless(named, share),
-            predicted=self.forecast.predict(self._together(self.mended) if self.mended else self._all(named)),
+            predicted=self.forecast.predict(self._together(self.fixed) if self.fixed else self._all(named)),
             noise=self.forecast.noise,
             ranks=tuple(timeline.ranks),
             late=late_ranks(self.scene, self.found.get("peer_late") if "peer_late" in named else None),
-            mended=self.mended,
+            fixed=self.fixed,
             device=str(timeline.facts.get("device", "")),
             sources=_sources(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *self._unseen()),
@@ -300,10 +300,10 @@ class Story:
         )
 
     def _unseen(self) -> list[str]:
-        return [f"{cause} was not seen in this run." for cause in self.mended if cause not in self.found]
+        return [f"{cause} was not seen in this run." for cause in self.fixed if cause not in self.found]
 
     def _named(self) -> list[str]:
-        """Causes whose mending gains more than the noise, the largest gain first; among equals the more specific."""
+        """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
         claimed = [cause for cause in self.found if self.gain(cause) > self.forecast.noise]
         return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in GENERAL))
 
@@ -316,7 +316,7 @@ class Story:
         return min([self._together(named), *(self.found[cause].edit for cause in named[:1])], key=self.forecast.step)
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
-        """Mend one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
+        """Fix one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
         order = [*named, *(cause for cause in self.found if cause not in named)]
         order.sort(key=lambda cause: cause in RESIDUAL)
         waits, left, edit = {}, self.unchanged.held_up, Edit.nothing(self.scene.timeline)
@@ -330,13 +330,13 @@ class Story:
         copying = min(left, last.copying)
         wire = min(left - copying, last.wire)
         left -= copying + wire
-        # where even the mended lane is the slowest, what is left is its cause's, too: workers can only do so much
+        # where even the fixed lane is the slowest, what is left is its cause's, too: workers can only do so much
         still = next((cause for cause in order if cause in HELD_BY.get(last.paced_by, ())), "unknown")
         rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 
     def _bubble(self, edit: Edit, left: float) -> float:
-        """Of what is left once all is mended, how long stages of a pipeline wait for each other."""
+        """Of what is left once all is fixed, how long stages of a pipeline wait for each other."""
         messages = without_messages(self.scene)
         if not messages.beside.any():
             return 0.0

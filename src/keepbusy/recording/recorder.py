@@ -262,8 +262,8 @@ class Session:
             shutil.rmtree(self._run.folder, ignore_errors=True)
         return self._timeline
 
-    def explain(self, mend: Sequence[str] = (), workers: int = 8) -> Any:
+    def explain(self, what_if: Sequence[str] = (), workers: int = 8) -> Any:
         """A `Diagnosis`: why the GPU waits. `print(keepbusy.render(...))` shows it."""
         import keepbusy
 
-        return keepbusy.explain(self.timeline, mend=mend, workers=workers)
+        return keepbusy.explain(self.timeline, what_if=what_if, workers=workers)

@@ -34,7 +34,7 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "causes": [_cause(cause) for cause in diagnosis.causes],
         "harmless": [_harmless(one) for one in diagnosis.harmless],
         "late": [_late(one) for one in diagnosis.late],
-        "mended": list(diagnosis.mended),
+        "fixed": list(diagnosis.fixed),
         "predicted_step": milliseconds(diagnosis.predicted.step),
         "predicted_low": milliseconds(diagnosis.predicted.low),
         "predicted_high": milliseconds(diagnosis.predicted.high),

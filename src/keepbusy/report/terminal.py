@@ -1,4 +1,4 @@
-"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what mending that gives."""
+"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what fixing that gives."""
 
 from __future__ import annotations
 
@@ -220,14 +220,14 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
         yield line(_late(late), indent=3)
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
-    yield line(("mend: ", FAINT), (tame(cause.remedy), CODE), indent=3)
+    yield line(("fix: ", FAINT), (tame(cause.remedy), CODE), indent=3)
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
     number = [one.cause for one in diagnosis.causes].index(cause.same_wait_as)
     alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
-    rest = "to mend one of them is enough" if alike else "mending that one recovers this, too"
-    return f"This is the wait of {number + 1}: {rest}."
+    rest = "fixing either is enough" if alike else "fixing that one recovers this, too"
+    return f"The same wait as {number + 1}: {rest}."
 
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
@@ -284,11 +284,11 @@ def _late(late: Late) -> str:
 def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """What all of it gives; or that there is nothing to gain."""
     step, after = diagnosis.plain_step, diagnosis.predicted
-    if diagnosis.mended:
-        named = words.listing(list(diagnosis.mended))
-        yield line((f"With {named} mended: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+    if diagnosis.fixed:
+        named = words.listing(list(diagnosis.fixed))
+        yield line((f"With {named} fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
     elif len(diagnosis.causes) > 1:
-        yield line(("All of this mended: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+        yield line(("All of this fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
     elif not diagnosis.causes:
         yield line((_nothing_to_gain(diagnosis), STRONG))
     else:
@@ -304,7 +304,7 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
     busy = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
     noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
     verdict = "No line is to blame" if any(_bubble(diagnosis)) else "Nothing to gain here"
-    return f"{verdict}: the GPU computes {busy} of the step, and no mending saves more than the noise{noise}."
+    return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
 
 
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:

@@ -178,7 +178,7 @@ def _first_complete(rows: list[Any]) -> list[Complete]:
 
 
 def repair(text: bytes) -> bytes:
-    """Mends what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
+    """Fixes what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
     text = text.decode("utf-8", "replace").encode()
     text = _NAME.sub(lambda found: found[1] + _BARE_QUOTE.sub(rb"\"", found[2]) + found[3], text)
     text = _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)

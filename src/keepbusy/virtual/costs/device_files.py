@@ -58,7 +58,7 @@ def read(name: str) -> Device:
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror or error}); give a device file.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is no TOML ({error}); mend it, or copy one of keepbusy's device files.") from None
+        raise BadInput(f"{path} is no TOML ({error}); fix it, or copy one of keepbusy's device files.") from None
 
 
 def _device(table: Mapping[str, Any], path: str) -> Device:
