@@ -13,12 +13,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from keepbusy.instrument.children import follow, when_imported
+from keepbusy.instrument.loops import LoopWatch
+from keepbusy.recording.gpu_share import GpuShare
+from keepbusy.recording.loop_tree import tree_of
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.occasions import DRIFT, Occasion, Occasions
 from keepbusy.recording.recorded_run import LIVE, write_facts
 from keepbusy.recording.window import Others, Window
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.run_tree import as_plain
 
 if TYPE_CHECKING:
     pass
@@ -62,6 +66,8 @@ class Run:
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self._occasions = Occasions(self.marks, self.window.clock)
         self.others = Others(self._give_way)
+        self.loops = LoopWatch()
+        self.share = GpuShare()
         self._steps = self._opened = self._leave_again = 0
         self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
 
@@ -71,6 +77,8 @@ class Run:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # it tells of its beginning and end on standard error
         os.register_at_fork(after_in_child=self._forked)
         when_imported("torch", self._hook_in)
+        self.loops.meanwhile = self.share.read
+        self.loops.begin()
 
     def _hook_in(self) -> None:
         """PyTorch is there: not before the program itself has imported it, and set what it sets before."""
@@ -83,10 +91,12 @@ class Run:
         if os.getpid() != self.process or not self.is_going_on:
             return
         self.is_going_on = False
+        self.loops.end()
+        self.share.read()
         self._give_way()
         self.marks.end()
         self.others.end()
-        self.leave()
+        self.leave(over=True)
 
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far."""
@@ -94,10 +104,14 @@ class Run:
 
         return timeline_in(self.folder, facts)
 
-    def leave(self) -> None:
-        """Write down what is known by now."""
+    def leave(self, over: bool = False) -> None:
+        """Write down what is known by now; once the program is over, also the tree of its run."""
         began = self.window.clock()
-        write_facts(self.folder, self._facts())
+        facts = self._facts()
+        if over:
+            busy = self.share.busy_until if self.share else None
+            facts["run"] = as_plain(tree_of(self.loops.looks, busy))
+        write_facts(self.folder, facts)
         ended = self.window.clock()
         self._leave_again = ended + max(_LEFT_EVERY, _RARELY * (ended - began))
 
@@ -216,6 +230,7 @@ class Run:
     def _forked(self) -> None:
         """A child that is forked is none of ours."""
         self.window.forget()
+        self.loops.forget()
 
 
 def start(options: Options) -> Run:
