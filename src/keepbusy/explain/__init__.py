@@ -10,9 +10,11 @@ from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis
 from keepbusy.explain.further import later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.explain.plain import as_recorded
+from keepbusy.explain.plan import plan_of, without_planned
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.run_tree import of_plain
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
@@ -57,6 +59,11 @@ def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
     told = story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
+    say("searching for the plan", 0.7)
+    plan = plan_of(story.scene, story.forecast, story.found)
+    told = replace(
+        told, plan=plan, harmless=without_planned(told.harmless, plan), run=of_plain(timeline.facts.get("run"))
+    )
     rare = rare_of(timeline, told, workers)
     notes = (*told.notes, *left_unexplained(timeline, rare))
     return replace(told, rare=rare, later=later_of(timeline, workers), notes=notes)

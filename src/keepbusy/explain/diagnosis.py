@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_tree import Part
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -110,6 +111,23 @@ class Late:
 
 
 @dataclass(frozen=True)
+class PlannedFix:
+    """A remedy at its place, as the plan names it: after it and all before it the step takes `predicted`."""
+
+    fix: str  # prefetch, readback, graph, ...
+    where: tuple[Where, ...]  # the lines that it changes, the costliest first
+    causes: tuple[str, ...]
+    gain: int  # a step, on top of all fixes before it
+    predicted: Prediction
+    alone: int  # what it would gain by itself
+    needs: tuple[str, ...] = ()  # fixes without which it gains nothing
+    instead: tuple[str, ...] = ()  # fixes of the same wait: either of them
+    advice: str = ""
+    code: str = ""
+    api: str = ""
+
+
+@dataclass(frozen=True)
 class Rare:
     """A stall that comes only now and then, and one step of it that was looked at. Times are of one such step."""
 
@@ -153,6 +171,8 @@ class Diagnosis:
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
+    plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
+    run: Part | None = None  # the whole run, where it was watched
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
 
