@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.diagnosis import CAUSES, Diagnosis
+from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis
 from keepbusy.explain.further import later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.explain.plain import as_recorded
-from keepbusy.explain.plan import plan_of, without_planned
+from keepbusy.explain.plan import plan_of, with_loader, without_planned
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.run_tree import of_plain
+from keepbusy.timeline.loader import LoaderUse
+from keepbusy.timeline.run_tree import Part, of_plain
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
@@ -60,13 +62,28 @@ def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
     told = story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
     say("searching for the plan", 0.7)
+    run = of_plain(timeline.facts.get("run"))
     plan = plan_of(story.scene, story.forecast, story.found)
+    plan = with_loader(plan, [LoaderUse.of_plain(one) for one in timeline.facts.get("loaders", ())], run, told)
     told = replace(
-        told, plan=plan, harmless=without_planned(told.harmless, plan), run=of_plain(timeline.facts.get("run"))
+        told, plan=plan, harmless=without_planned(told.harmless, plan), run=run, loops=_loops(timeline, workers, run)
     )
     rare = rare_of(timeline, told, workers)
     notes = (*told.notes, *left_unexplained(timeline, rare))
     return replace(told, rare=rare, later=later_of(timeline, workers), notes=notes)
+
+
+def _loops(timeline: Timeline, workers: int, run: Part | None) -> tuple[LoopDiagnosis, ...]:
+    """Other loops of the run that were looked at, each explained by its own turns."""
+    found = []
+    for one in timeline.further:
+        if one.facts.get("why") != "loop":
+            continue
+        place = str(one.facts.get("about", {}).get("place", ""))
+        turns = next((part.turns for part in run.within() if part.place == place), 0) if run else 0
+        with suppress(BadInput):
+            found.append(LoopDiagnosis(place, turns, explain(one, workers=workers)))
+    return tuple(found)
 
 
 def _quiet(what: str, share: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_tree import Part
 
@@ -120,6 +121,7 @@ class PlannedFix:
     gain: int  # a step, on top of all fixes before it
     predicted: Prediction
     alone: int  # what it would gain by itself
+    run_gain: int = NONE  # what it saves the whole run, where that is known of itself
     needs: tuple[str, ...] = ()  # fixes without which it gains nothing
     instead: tuple[str, ...] = ()  # fixes of the same wait: either of them
     advice: str = ""
@@ -141,6 +143,15 @@ class Rare:
     def gain_of(self, predicted: Prediction) -> int:
         """Averaged over all steps, those between that do not stall included."""
         return round((self.plain_step - predicted.step) / max(1.0, self.stall.every))
+
+
+@dataclass(frozen=True)
+class LoopDiagnosis:
+    """Another loop of the run, and its turns explained as steps are."""
+
+    place: str
+    turns: int
+    diagnosis: Diagnosis
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,7 @@ class Diagnosis:
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
     plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
     run: Part | None = None  # the whole run, where it was watched
+    loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
 

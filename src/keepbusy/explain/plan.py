@@ -15,15 +15,17 @@ from operator import or_
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
-from keepbusy.explain.diagnosis import PlannedFix, Where
+from keepbusy.explain.diagnosis import Diagnosis, Harmless, PlannedFix, Prediction, Where
 from keepbusy.explain.edit import Edit
-from keepbusy.explain.ledger import Forecast
+from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import gathered
-from keepbusy.explain.remedies import Remedy, remedy_for
+from keepbusy.explain.remedies import MORE_WORKERS, Remedy, remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.story import seen
-from keepbusy.timeline.model import Ints, Kind, Timeline
+from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
+from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.replay import MOST_ROWS
+from keepbusy.timeline.run_tree import Part
 
 LARGEST_SET = 3
 """Fixes that are tried together. Of more nobody would know which to begin with."""
@@ -249,7 +251,39 @@ def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
                 yield f"{candidate.fix} at {candidate.where[0]}" if candidate.where else candidate.fix
 
 
-def without_planned(harmless: Sequence, plan: Sequence[PlannedFix]) -> tuple:
+def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) -> tuple[Harmless, ...]:
     """What gains something in a set of fixes is not without cost, whatever it gains alone."""
     planned = {(cause, str(place)) for one in plan for cause in one.causes for place in one.where}
     return tuple(one for one in harmless if (one.cause, str(one.where)) not in planned)
+
+
+def with_loader(
+    plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], run: Part | None, told: Diagnosis
+) -> tuple[PlannedFix, ...]:
+    """The loader that the run waited for longest gets as many workers as keep up with its loop."""
+    use = next(iter(uses), None)
+    if use is None or run is None or use.enough in (NONE, use.workers):
+        return tuple(plan)
+    saved = use.waited - use.began - use.waits_with(use.enough)
+    saved = min(saved, run.waits) if run.waits != NONE else saved
+    if saved < NOISE * run.time:
+        return tuple(plan)
+    file, _, line = use.place.rpartition(":")
+    rest = [one for one in plan if one.fix != MORE_WORKERS.fix]
+    in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
+    unchanged = Prediction(told.plain_step, told.plain_step, told.plain_step)
+    fix = PlannedFix(
+        fix=f"num_workers={use.enough}",
+        where=(Where(file=file, line=int(line), exact=True),) if line.isdecimal() else (),
+        causes=("input_late",),
+        gain=in_step.gain if in_step else 0,
+        predicted=in_step.predicted if in_step else unchanged,
+        alone=in_step.alone if in_step else 0,
+        run_gain=saved,
+        advice=f"The program waited {(use.waited - use.began) / 1e9:.1f} s for its {use.batches:,} batches: "
+        f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
+        f"and there are {use.workers} workers and {use.cores} cores.",
+        code=f"DataLoader(..., num_workers={use.enough}, pin_memory=True, persistent_workers=True)",
+        api="torch.utils.data.DataLoader",
+    )
+    return (fix, *rest)

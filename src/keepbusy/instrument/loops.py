@@ -80,7 +80,7 @@ class LoopWatch:
         self.looks = Looks(began=clock())
         self.fault = ""
         self.meanwhile: Callable[[], object] | None = None
-        """Called in the looking thread, every few seconds."""
+        """Called in the looking thread, about once a second."""
         self._clock = clock
         thread = threading.get_ident()
         self._frame = frame or (lambda: sys._current_frames().get(thread))
@@ -93,6 +93,11 @@ class LoopWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._counters = _Counters(self.looks, clock) if sys.version_info >= (3, 12) else None
+
+    def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
+        """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
+        if self._counters is not None:
+            self._counters.followed, self._counters.on_turn = loops, on_turn
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._look_on, name="keepbusy loops", daemon=True)
@@ -118,7 +123,7 @@ class LoopWatch:
             since = self._clock()
             while not self._stop.wait(self._every / 1e9):
                 self.look()
-                if self.meanwhile is not None and self._clock() - since > 2_000_000_000:
+                if self.meanwhile is not None and self._clock() - since > 1_000_000_000:
                     since = self._clock()
                     self.meanwhile()
         except Exception as error:  # it would be told on the program's standard error
@@ -181,6 +186,8 @@ class _Counters:
         self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
         self._tool: int | None = None
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
+        self.followed: frozenset[tuple[int, int]] = frozenset()
+        self.on_turn: Callable[[], object] | None = None
         self._seen: dict[tuple[int, int], int] = {}
 
     def count(self, number: int, code: CodeType) -> None:
@@ -211,6 +218,8 @@ class _Counters:
         if loop in self._looks.uncounted:
             return self._api.DISABLE
         turns.append(self._clock())
+        if self.on_turn is not None and loop in self.followed:
+            self.on_turn()
         return None
 
     def _entered(self, code: CodeType, _: int) -> Any:

@@ -6,10 +6,12 @@ tree sums to the run whatever the program did, and turns, where they were counte
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,46 @@ BusyUntil = Callable[[Ints], npt.NDArray[np.float64]]
 def tree_of(looks: Looks, busy_until: BusyUntil | None = None, source: str = "") -> Part:
     """`source`: what the run is called."""
     return _Tree(looks, busy_until, source).root()
+
+
+class BusyLoop(NamedTuple):
+    """A loop that could be looked at closely: the jumps that end its turns, and what is known of it so far."""
+
+    jumps: frozenset[tuple[int, int]]
+    place: str
+    time: int
+    waits: int
+    ends: Ints
+
+
+def innermost_loops(looks: Looks, busy_until: BusyUntil | None) -> list[BusyLoop]:
+    """Loops that turn, each without those within it, the one in which the GPU waits longest first."""
+    tree = _Tree(looks, busy_until, "")
+    found: list[BusyLoop] = []
+
+    def visit(node: _Node) -> None:
+        for child in node.children.values():
+            visit(child)
+        if node.loop is None:
+            return
+        own = [chain for chain, _ in node.chains]
+        time, busy = int(tree.time_of[own].sum()), tree._busy(own)
+        ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        jumps = frozenset(
+            (code, target)
+            for code, target in list(looks.turns)
+            if code == node.code and tree.sources.of_jump(looks.codes[code], target) == node.loop
+        )
+        if jumps and not jumps & looks.uncounted:
+            place = tree._written(node.leads_here or Line(node.code, node.loop.first))
+            found.append(BusyLoop(jumps, place, time, time if busy == NONE else max(0, time - busy), ends))
+
+    root = _Node()
+    for chain, lines in enumerate(looks.known_chains):
+        if tree.time_of[chain] > 0:
+            tree._place(root, chain, lines)
+    visit(root)
+    return sorted(found, key=lambda one: -one.waits)
 
 
 @dataclass(eq=False)
@@ -85,21 +127,17 @@ class _Tree:
         found = set()
         for code, longest in self.looks.longest_stay.items():
             entered = self.looks.entries.get(code)
-            if entered is None:
-                stays = longest >= SURELY_STAYED
-            else:
-                stays = within[code] >= STAYED * look * (len(entered) + 1)
-            if stays:
+            if (longest >= SURELY_STAYED) if entered is None else (within[code] >= STAYED * look * (len(entered) + 1)):
                 found.add(code)
         return found
 
     def _turns(self) -> dict[tuple[int, int], Ints]:
         """Of each loop, by its code and first line, when its turns ended."""
         found: dict[tuple[int, int], list[Ints]] = {}
-        for (code, target), ends in self.looks.turns.items():
+        for (code, target), ends in list(self.looks.turns.items()):
             loop = self.sources.of_jump(self.looks.codes[code], target)
             if loop is not None:
-                found.setdefault((code, loop.first), []).append(np.array(ends, np.int64))
+                found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
         return {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
 
     def root(self) -> Part:
@@ -256,7 +294,7 @@ class _Tree:
 
     def _begun_anew(self, node: _Node, above: _Node) -> Ints:
         """When the loop may have begun from the start: its function was entered, or the loop around it turned."""
-        times = [np.array(self.looks.entries.get(node.code, ()), np.int64)]
+        times = [np.array(self.looks.entries.get(node.code, array("q"))[:], np.int64)]
         if above.loop is not None and above.code == node.code:
             times.append(self.turns.get((above.code, above.loop.first), np.zeros(0, np.int64)))
         return np.sort(np.concatenate(times))

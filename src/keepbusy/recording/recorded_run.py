@@ -49,11 +49,35 @@ RECORDED = "Recorded were"
 
 def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     """The window, its lines and the plain run. Raises BadInput with the reason where there is no window."""
-    left = facts_in(folder)
+    left = _with_a_window(folder, facts_in(folder))
     trace = _trace(folder, left, str(facts.get("source", "the program")))
     timeline = timeline_of(trace, left.get("rank", 0))
     told = {**timeline.facts, **_told(left, trace), "marks": left.get("marks", {}), "notes": _notes(left)}
+    told |= {name: left[name] for name in ("run", "loaders") if left.get(name)}
     return timeline.change(facts={**told, **facts}, further=tuple(_further(folder, left, facts)))
+
+
+def _with_a_window(folder: Path, left: dict[str, Any]) -> dict[str, Any]:
+    """Where the program took no steps, the loop that was looked at first stands for them."""
+    loops = [look for look in left.get("further", ()) if look["why"] == "loop" and len(look["ticks"]) > 2]
+    if (folder / TRACE).exists() or not loops:
+        return left
+    within = folder / loops[0]["folder"]
+    if not (within / TRACE).exists():
+        return left
+    (within / TRACE).replace(folder / TRACE)
+    if (within / LINES).exists():
+        (within / LINES).replace(folder / LINES)
+    rest = [look for look in left["further"] if look is not loops[0]]
+    first = {name: loops[0][name] for name in ("ticks", "cost", "plain_step")}
+    return {
+        **left,
+        **first,
+        "further": rest,
+        "opened": 1,
+        "closed": True,
+        "step_is": loops[0]["about"].get("place", ""),
+    }
 
 
 def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Timeline]:

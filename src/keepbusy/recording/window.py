@@ -68,6 +68,8 @@ class Others:
 SETTLING = 1
 """A step that shows the recorder settling in: it is looked at, and not counted."""
 RECORDED = 5
+SPENT = 100_000_000
+"""A window that has been open for so long closes with the second whole step: to close it takes several times as long."""
 
 
 class Window:
@@ -85,12 +87,13 @@ class Window:
         self._log = Log(clock)
         self._follower = follower(self._log)
         self._profile: Any = None
+        self._opened = 0
 
     def open(self) -> None:
         import torch
         from torch.autograd import profiler
 
-        began = self.clock()
+        began = self._opened = self.clock()
         device = "cuda" if torch.cuda.is_available() else None
         self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True)
         self._profile.__enter__()
@@ -105,7 +108,7 @@ class Window:
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
         self._left -= 1
-        if not self._left:
+        if not self._left or (len(self.ticks) > 2 and self.clock() - self._opened > SPENT):
             self.close()
 
     def close(self) -> None:

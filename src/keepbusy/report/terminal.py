@@ -23,7 +23,7 @@ from keepbusy.explain.diagnosis import (
     Late,
     Prediction,
 )
-from keepbusy.report import whole_run, words
+from keepbusy.report import run_report, whole_run, words
 from keepbusy.report.paper import FAINT, STRONG, label, labelled, laid_out, line, look
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
@@ -153,10 +153,19 @@ def parts(
     """The report's paragraphs, from top to bottom."""
     yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
     yield _BLANK
+    if diagnosis.run is not None:
+        yield line(run_report.headline(diagnosis.run))
+        yield _BLANK
+        yield from run_report.tree(diagnosis.run, width)
+        yield _BLANK
+    yield from run_report.plan(diagnosis)
+    if diagnosis.plan:
+        yield _BLANK
     yield from _step(diagnosis, width, colour)
     yield _BLANK
     yield from _causes(diagnosis, width, detail)
     yield from _verdict(diagnosis)
+    yield from run_report.loops(diagnosis)
     yield from _asides(diagnosis)
     yield Text.assemble((label("again"), FAINT), again or _again(diagnosis), no_wrap=True, overflow="ignore")
 
