@@ -35,6 +35,7 @@ from keepbusy.timeline.model import (
     Timeline,
 )
 from keepbusy.timeline.replay import PENDING_LIMIT, settle
+from keepbusy.timeline.run_facts import RunFacts
 
 US, MS = 1_000, 1_000_000
 MB = 1 << 20
@@ -309,7 +310,7 @@ class Run:
             frames=_columns(paper.frames, Frames),
             meetings=Meetings.of(len(paper.meetings), members=paper.meetings, present=paper.meetings),
             marks=np.array(paper.marks, np.int64),
-            facts={"pending_limit": paper.pending, "stacks": True, "source": "on paper"} | facts,
+            facts=RunFacts(**{"pending_limit": paper.pending, "source": "on paper", **facts}),  # type: ignore[arg-type]
         )
 
     def timeline(self, **facts: Any) -> Timeline:

@@ -34,7 +34,7 @@ def explain(
     explained as they are, and a note says so: better than to tell nothing.
     """
     _refuse_unknown(mend)
-    say, own = on_progress or _quiet, timeline.facts.get("plain_step")
+    say, own = on_progress or _quiet, timeline.facts.plain_step
     if plain_step is not None or own is None:
         return _explained(timeline, plain_step, mend, workers, say)
     try:
@@ -51,7 +51,7 @@ def _explained(timeline: Timeline, plain_step: int | None, mend: Sequence[str], 
     story = Story.of(window, plain_step, workers, mend)
     say("mending each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    told = story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
+    told = story.told(whole, plain_step is not None or timeline.facts.virtual)
     rare = rare_of(timeline, told, workers)
     notes = (*told.notes, *left_unexplained(timeline, rare))
     return replace(told, rare=rare, later=later_of(timeline, workers), notes=notes)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from keepbusy.instrument.children import follow, when_imported
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.occasions import DRIFT, Occasion, Occasions
+from keepbusy.recording.occasions import Occasion, Occasions
 from keepbusy.recording.recorded_run import LIVE, write_facts
 from keepbusy.recording.window import Others, Window
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.run_facts import DRIFT
 
 if TYPE_CHECKING:
     pass

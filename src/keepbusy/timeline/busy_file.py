@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,9 +32,10 @@ from keepbusy.timeline.model import (
     Links,
     Meetings,
     Spans,
-    Table,
     Timeline,
 )
+from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.table import Table
 
 # Timelines in files of our own: docs/reference/busy-file.md describes the format.
 
@@ -82,7 +83,7 @@ def to_bytes(timeline: Timeline) -> bytes:
     header: Header = {
         "lanes": timeline.lanes,
         "names": timeline.names,
-        "facts": timeline.facts,
+        "facts": timeline.facts.as_json(),
         "tables": described,
     }
     further = [to_bytes(one) for one in timeline.further]
@@ -172,11 +173,12 @@ def _inflated(content: memoryview, most: int) -> bytes:
 
 def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
     made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in _TABLES.items()}
+    lanes = tuple(_lane(*lane) for lane in header["lanes"])
     return Timeline(
-        lanes=tuple(_lane(*lane) for lane in header["lanes"]),
+        lanes=lanes,
         names=tuple(header["names"]),
         marks=tables["marks"]["marks"],
-        facts=dict(header["facts"]),
+        facts=RunFacts.of_json(header["facts"], min((lane.rank for lane in lanes), default=0)),
         **made,  # type: ignore[arg-type]
     )
 
@@ -225,11 +227,9 @@ def _check_range(what: str, numbers: Ints, low: int, high: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Facts may hold numpy's numbers and any mapping."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
+    """Facts may hold numpy's numbers."""
+    if isinstance(value, np.generic):
+        return value.item()
     raise TypeError(f"a timeline's facts cannot hold {type(value).__name__}: {value!r}")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import NONE, Ints, Mask, Table, column
+from keepbusy.timeline.table import NONE, Ints, Mask, Table, column
 from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, Naming, Rows
 
 # A profiler trace as columns: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.

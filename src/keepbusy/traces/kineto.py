@@ -6,6 +6,7 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, Links, Spans, Timeline
 from keepbusy.timeline.replay import settle
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.cuda_calls import directions_of_names, groups_and_sizes
 from keepbusy.traces.event_columns import Category, Trace
 from keepbusy.traces.host_spans import Rows, host_rows
@@ -83,16 +84,16 @@ def _rows_at(timeline: Timeline, lane: int, marks: Ints) -> Ints:
     return np.unique(rows[place[place < len(rows)]])
 
 
-def _facts(trace: Trace, rank: int) -> dict[str, object]:
+def _facts(trace: Trace, rank: int) -> RunFacts:
     group, _ = groups_and_sizes(trace.collectives, rank)
     members = [2 if one.peer >= 0 else one.group_size for one in trace.collectives]
-    return {
-        "device": _device_name(trace),
-        "stacks": bool(trace.facts.get("with_stack")),
-        "source": trace.path,
-        "skipped": trace.skipped,
-        "groups": {str(number): count for number, count in zip(group.tolist(), members, strict=False)},
-    }
+    return RunFacts(
+        device=_device_name(trace),
+        stacks=bool(trace.facts.get("with_stack")),
+        source=trace.path,
+        skipped=trace.skipped,
+        groups=dict(zip(group.tolist(), members, strict=False)),
+    )
 
 
 def _device_name(trace: Trace) -> str:

@@ -15,6 +15,7 @@ from threading import get_ident
 from typing import Any
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.captured_graphs import (
     CAPTURED_EVENT,
     CODES,
@@ -953,9 +954,8 @@ class Clock(Captures):
             self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,
-                "stacks": True,
                 "virtual": True,
                 "pending_limit": self.device.queue.pending,
-                "groups": {str(group): members for group, members in sorted(self.groups.items())},
+                "groups": dict(sorted(self.groups.items())),
             }
-            return self.rows.timeline({host.lane: host.now for host in hosts}, {**known, **facts})
+            return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
