@@ -307,7 +307,7 @@ class Run:
             names=tuple(paper.names),
             spans=spans,
             links=Links.of(links.shape[1], source=links[0], target=links[1], kind=links[2]),
-            frames=_columns(paper.frames, Frames),
+            frames=_columns(paper.frames, Frames).described(tuple(paper.names)),
             meetings=Meetings.of(len(paper.meetings), members=paper.meetings, present=paper.meetings),
             marks=np.array(paper.marks, np.int64),
             facts=RunFacts(**{"pending_limit": paper.pending, "source": "on paper", **facts}),  # type: ignore[arg-type]

@@ -17,8 +17,9 @@ from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import WindowReason
 from keepbusy.timeline.typed_json import typed
-from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.kineto_names import Category
 from keepbusy.traces.trace_file import read_trace
 
 # The folder in which a process leaves what it saw: its facts, and of its window the profiler's trace and the lines.

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keepbusy.recording.line_log import MARK, Log, Seen, Tick, follower
+from keepbusy.recording.line_log import Log, Seen, Tick, follower
 from keepbusy.recording.recorded_run import LINES, TRACE
+from keepbusy.timeline.frame_roles import OWN_STEP
 
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 
@@ -132,7 +133,7 @@ class Window:
 def _tick(count: int, clock: Callable[[], int]) -> Tick:
     from torch._C._profiler import _RecordFunctionFast
 
-    mark = _RecordFunctionFast(f"{MARK}{count}")
+    mark = _RecordFunctionFast(f"{OWN_STEP}{count}")
     before = clock()
     mark.__enter__()
     after = clock()

@@ -101,6 +101,8 @@ def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
         header, tables, further = _tables(rest)
         timeline = _timeline(header, tables)
         _check(timeline)
+        if "role" not in tables["frames"]:  # of a file that is older than this column
+            timeline = timeline.change(frames=timeline.frames.described(timeline.names))
         timeline = timeline.change(further=tuple(from_bytes(bytes(one), path) for one in further))
     except _FAULTS as error:
         raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None

@@ -14,6 +14,7 @@ have arrived there too. So a replay is one pass from top to bottom.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline import table
+from keepbusy.timeline.frame_roles import roles_of
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.table import Table, column
 
@@ -128,6 +130,13 @@ class Frames(Table):
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
+    owner: Ints = column(np.int8)  # an Owner
+    role: Ints = column(np.int16)  # flags of Role
+
+    def described(self, names: Sequence[str]) -> Frames:
+        """With `owner` and `role` as the names tell them."""
+        owner, role = roles_of(names)
+        return self.change(owner=owner[self.name], role=role[self.name])
 
 
 @dataclass(frozen=True, eq=False)

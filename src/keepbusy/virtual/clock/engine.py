@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any
 
+from keepbusy.timeline.frame_roles import STEP_MARKS
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.captured_graphs import (
@@ -94,7 +95,7 @@ def at_end_of_thread(does: Callable[[], object]) -> None:
 # dispatches cost the device's host: the device file says how long one takes, `dispatches.py` how many
 # there are.
 
-_STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
+_STEPS = (*STEP_MARKS, "Forward#")
 _ALONE = (BACKWARD_PASS, "Optimizer.")
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
 

@@ -136,7 +136,7 @@ class Rows:
             names=tuple(self.names),
             spans=Spans.of(columns.shape[1], **dict(zip(COLUMNS, columns[:-2], strict=True))),
             links=self._all_links(launch, latency),
-            frames=self._all_frames(now),
+            frames=self._all_frames(now).described(tuple(self.names)),
             marks=np.array(self._sound_marks(), np.int64),
             facts=facts,
         )
