@@ -17,6 +17,7 @@ from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import WindowReason
 from keepbusy.timeline.typed_json import typed
+from keepbusy.timeline.whole_file import replacing
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import Category
@@ -31,9 +32,8 @@ FACTS, TRACE, LINES, LIVE = "facts.json", "window.json", "lines.npz", "live"
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
     """They appear once they are whole."""
-    part = folder / f"{FACTS}.part"
-    part.write_text(json.dumps(facts, default=str), encoding="utf-8")
-    part.replace(folder / FACTS)
+    with replacing(folder / FACTS, durable=False) as part:
+        part.write_text(json.dumps(facts, default=str), encoding="utf-8")
 
 
 def facts_in(folder: Path) -> dict[str, Any]:

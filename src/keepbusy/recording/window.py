@@ -11,6 +11,7 @@ from typing import Any
 from keepbusy.recording.line_log import Log, Seen, Tick, follower
 from keepbusy.recording.recorded_run import LINES, TRACE
 from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.timeline.whole_file import replacing
 
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 
@@ -116,11 +117,10 @@ class Window:
         self._follower.end()
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
-        part = self.folder / f"{TRACE}.part"
-        results.save(str(part))
-        Seen.of(self._log).save(self.folder / LINES)
-        self._log = Log(self.clock)
-        part.replace(self.folder / TRACE)
+        with replacing(self.folder / TRACE, durable=False) as part:
+            results.save(str(part))
+            Seen.of(self._log).save(self.folder / LINES)
+            self._log = Log(self.clock)
         self.cost += self.clock() - began
 
     def forget(self) -> None:

@@ -8,7 +8,6 @@ the higher bytes are nearly always alike; then zlib finds the rest.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from keepbusy.timeline.model import (
 )
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.table import Table
+from keepbusy.timeline.whole_file import replacing
 
 # Timelines in files of our own: docs/reference/busy-file.md describes the format.
 
@@ -55,7 +55,8 @@ def save(timeline: Timeline, path: str | Path) -> None:
     """Write it whole or not at all: whatever stood there before stays until the new file is complete."""
     content = to_bytes(timeline)
     try:
-        _replace(Path(path), content)
+        with replacing(Path(path)) as part:
+            part.write_bytes(content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(f"{path} cannot be written ({reason}); give a path where a file may be made.") from None
@@ -107,18 +108,6 @@ def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
     except _FAULTS as error:
         raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None
     return timeline
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _checked(content: bytes, path: str) -> memoryview:
