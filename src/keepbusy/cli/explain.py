@@ -126,5 +126,5 @@ def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
     from keepbusy.timeline import busy_file
 
     if plain_step is not None:
-        timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
+        timeline = timeline.change_facts(plain_step=plain_step)
     busy_file.save(timeline, path)

@@ -15,8 +15,8 @@ from keepbusy.explain.plan import plan_of, with_loader, without_planned
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.loader import LoaderUse
-from keepbusy.timeline.run_tree import Part, of_plain
+from keepbusy.timeline.run_facts import LOOP
+from keepbusy.timeline.run_tree import Part
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
@@ -43,7 +43,7 @@ def explain(
     """
     what_if = what_if or mend
     _refuse_nonsense(plain_step, what_if, workers)
-    say, known = on_progress or _quiet, timeline.facts.get("plain_step")
+    say, known = on_progress or _quiet, timeline.facts.plain_step
     if plain_step is not None or known is None:
         return _explained(timeline, plain_step, what_if, workers, say)
     try:
@@ -60,11 +60,11 @@ def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str
     story = Story.of(window, plain_step, workers, what_if)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    told = story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
+    told = story.told(whole, plain_step is not None or timeline.facts.virtual)
     say("searching for the plan", 0.7)
-    run = of_plain(timeline.facts.get("run"))
+    run = timeline.facts.run
     plan = plan_of(story.scene, story.forecast, story.found)
-    plan = with_loader(plan, [LoaderUse.of_plain(one) for one in timeline.facts.get("loaders", ())], run, told)
+    plan = with_loader(plan, timeline.facts.loaders, run, told)
     told = replace(
         told, plan=plan, harmless=without_planned(told.harmless, plan), run=run, loops=_loops(timeline, workers, run)
     )
@@ -77,9 +77,9 @@ def _loops(timeline: Timeline, workers: int, run: Part | None) -> tuple[LoopDiag
     """Other loops of the run that were looked at, each explained by its own turns."""
     found = []
     for one in timeline.further:
-        if one.facts.get("why") != "loop":
+        if one.facts.reason is None or one.facts.reason.why != LOOP:
             continue
-        place = str(one.facts.get("about", {}).get("place", ""))
+        place = one.facts.reason.place
         turns = next((part.turns for part in run.within() if part.place == place), 0) if run else 0
         with suppress(BadInput):
             found.append(LoopDiagnosis(place, turns, explain(one, workers=workers)))

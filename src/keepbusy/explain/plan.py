@@ -22,8 +22,8 @@ from keepbusy.explain.places import gathered
 from keepbusy.explain.remedies import MORE_WORKERS, Remedy, remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.story import seen
-from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.loader import LoaderUse
+from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.replay import MOST_ROWS
 from keepbusy.timeline.run_tree import Part
 
@@ -182,9 +182,10 @@ class Search:
         worth: dict[frozenset[int], int] = {}
         everything = self.gain(done | set(rest)) - before
         for size in range(1, LARGEST_SET + 1):
-            for some in map(frozenset, combinations(rest, size)):
-                if self._left > 0 and self._can_be_made(done | some):
-                    worth[some] = self.gain(done | some) - before - noise * size
+            for some in combinations(rest, size):
+                whole = self.with_what_it_needs(frozenset(some), done)
+                if self._left > 0 and whole not in worth:
+                    worth[whole] = self.gain(done | whole) - before - noise * size
             if max(worth.values(), default=0) + noise * (size + 1) >= everything:  # nothing larger could be worth more
                 break
         best = max(worth.values(), default=0)
@@ -198,11 +199,11 @@ class Search:
         """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
         return self.candidates[index].captures and any(self.candidates[other].in_the_middle for other in chosen)
 
-    def _can_be_made(self, some: frozenset[int]) -> bool:
-        """Launches are captured together only where nothing waits between them."""
+    def with_what_it_needs(self, some: frozenset[int], done: frozenset[int]) -> frozenset[int]:
+        """Launches are captured together only where nothing waits between them, so these waits go first."""
         if not any(self.candidates[index].captures for index in some):
-            return True
-        return all(index in some for index, one in enumerate(self.candidates) if one.in_the_middle)
+            return some
+        return some | {index for index, one in enumerate(self.candidates) if one.in_the_middle and index not in done}
 
 
 def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
@@ -213,7 +214,9 @@ def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> t
         order = sorted(chosen, key=lambda index: (search.waits_for_others(index, chosen), -search.gain(done | {index})))
         for index in order:
             before, done = search.gain(done), done | {index}
-            plan.append(_planned(search, index, done, search.gain(done) - before, chosen if len(chosen) > 1 else ()))
+            gained = search.gain(done) - before
+            if gained > forecast.noise or not any(search.waits_for_others(other, chosen) for other in chosen):
+                plan.append(_planned(search, index, done, gained, chosen if len(chosen) > 1 else ()))
     return tuple(plan)
 
 
@@ -231,12 +234,21 @@ def _planned(
         gain=max(0, gain),
         predicted=predicted,
         alone=alone,
-        needs=tuple(partner.fix for partner in partners) if alone <= forecast.noise else (),
+        needs=_needed(search, index, partners, alone),
         instead=tuple(_instead(search, index, done)),
         advice=one.remedy.advice,
         code=one.remedy.code,
         api=one.remedy.api,
     )
+
+
+def _needed(search: Search, index: int, partners: Sequence[Candidate], alone: int) -> tuple[str, ...]:
+    """Of a capture the waits that have to go before it; of a fix that gains nothing alone the others of its set."""
+    if search.candidates[index].captures:
+        return tuple(
+            f"{one.fix} at {', '.join(str(place) for place in one.where[:2])}" for one in partners if one.in_the_middle
+        )
+    return tuple(one.fix for one in partners) if alone <= search.forecast.noise else ()
 
 
 def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:

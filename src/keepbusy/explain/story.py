@@ -19,7 +19,6 @@ from keepbusy.explain.plain import Plain, other_view, plain_run
 from keepbusy.explain.remedies import Seen, remedy_for
 from keepbusy.explain.scene import LARGE, Scene
 from keepbusy.timeline.model import NONE, WORKERS, Direction, Ints, Kind, Timeline
-from keepbusy.timeline.plain_run import plain_runs
 
 # What decides between remedies of one cause.
 
@@ -86,23 +85,23 @@ def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
 
 
 def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
-    notes = [*map(str, whole.facts.get("notes", ()))]  # what the recorder has to say itself
-    if not plain_given and "recorded" not in whole.facts:
+    notes = [*whole.facts.notes]  # what the recorder has to say itself
+    if not plain_given and whole.facts.recorded is None:
         notes.append(
             "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
             "Time a step without the profiler and give it with --plain-step."
         )
-    if not whole.facts.get("values", True):
+    if not whole.facts.values:
         notes.append("The run computed nothing: what it would have computed reads as zero.")
-    if whole.facts.get("modelled"):
+    if whole.facts.modelled:
         notes.append("The host's time is modelled: Python, files and loader workers take none, operators do.")
-    if not whole.facts.get("stacks", True):
+    if not whole.facts.stacks:
         notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
-    if whole.facts.get("skipped"):
-        notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
-    if whole.facts.get("marks_a_step"):
-        notes.append(f"{whole.facts['marks_a_step']} marked steps count as one: the plain step given is that long.")
-    if left_out := whole.facts.get("left_out", {}).get("steps"):
+    if whole.facts.skipped:
+        notes.append(f"{whole.facts.skipped} events of the trace could not be read, and are missing here.")
+    if whole.facts.marks_a_step:
+        notes.append(f"{whole.facts.marks_a_step} marked steps count as one: the plain step given is that long.")
+    if left_out := whole.facts.left_out_steps:
         which = f"step{'s' if len(left_out) > 1 else ''} {' and '.join(map(str, left_out))}"
         notes.append(f"Of these, {which} stalled as steps do now and then, and is told of apart.")
     steps = len(whole.marks_of(whole.ranks[0]))
@@ -117,15 +116,15 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
 
 def _why_differ(whole: Timeline) -> str:
     """Plain step and recording of one run are of the same program: only that moment can have been another."""
-    if "recorded" in whole.facts:
+    if whole.facts.recorded is not None:
         return "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
     return "were they of the same program and machine?"
 
 
 def _peers_missing(timeline: Timeline) -> bool:
-    groups = timeline.facts.get("groups") or {}
+    groups = timeline.facts.groups
     met = timeline.spans.group[timeline.spans.kind == Kind.COLLECTIVE]
-    return any(groups.get(str(group), 2) > len(timeline.ranks) for group in np.unique(met).tolist())
+    return any(groups.get(group, 2) > len(timeline.ranks) for group in np.unique(met).tolist())
 
 
 # What happened, in a sentence with its counts. Durations are left to the report.
@@ -293,10 +292,10 @@ class Story:
             ranks=tuple(timeline.ranks),
             late=late_ranks(self.scene, self.found.get("peer_late") if "peer_late" in named else None),
             fixed=self.fixed,
-            device=str(timeline.facts.get("device", "")),
+            device=timeline.facts.device,
             sources=_sources(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *self._unseen()),
-            plain_runs=plain_runs(timeline.facts, timeline.ranks[0]),
+            plain_runs=timeline.facts.plain_runs,
         )
 
     def _unseen(self) -> list[str]:
@@ -394,10 +393,9 @@ def _traced_step(whole: Timeline) -> int:
     rank = whole.ranks[0]
     rows = np.flatnonzero((whole.rank_of_rows == rank) & ~whole.on_device)
     spans, marks = whole.spans, whole.marks_of(rank)
-    left_out = whole.facts.get("left_out", {}).get("time", 0)
+    left_out = whole.facts.left_out_time
     return int((spans.end[rows].max() - spans.start[marks[0]] - left_out) / len(marks))
 
 
 def _sources(timeline: Timeline) -> tuple[str, ...]:
-    several = timeline.facts.get("sources")
-    return tuple(map(str, several)) if several else tuple(filter(None, [str(timeline.facts.get("source", ""))]))
+    return timeline.facts.sources or tuple(filter(None, [timeline.facts.source]))

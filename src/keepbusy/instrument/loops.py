@@ -273,6 +273,8 @@ class SourceLoops:
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
         """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
+        while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
+            target += 2
         iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")
         found = [loop for loop in self.around(code, line_at(code, target)) if loop.iterates == iterates]
         return found[-1] if found else None

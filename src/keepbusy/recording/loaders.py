@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from keepbusy.instrument.patches import Function, Patches
 from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.model import NONE
 
-_SLOTS, _SLOT = 1024, struct.Struct("<qq")
+_SLOTS, _SLOT = 4096, struct.Struct("<qqq")
 
 
 @dataclass
@@ -61,21 +62,24 @@ class Loaders:
 
     def used(self) -> list[LoaderUse]:
         """The one that was waited for longest comes first."""
-        prepared = [_SLOT.unpack_from(self._shared, slot * _SLOT.size) for slot in range(_SLOTS)]
-        count, took = sum(one[0] for one in prepared), sum(one[1] for one in prepared)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        alone = len([one for one in self._known.values() if one.batches]) == 1  # else it is not known whose they were
-        return sorted(
-            (
-                LoaderUse(
-                    one.place, one.workers, one.prefetch, one.batches, one.waited, one.began,
-                    took // count if count and alone else NONE, one.looped, cores,
-                )
-                for one in self._known.values()
-                if one.batches
-            ),
-            key=lambda one: -one.waited,
-        )  # fmt: skip
+        prepared = self._prepared()
+        found = []
+        for dataset, one in self._known.items():
+            count, took = prepared.get(dataset, (0, 0))
+            in_worker = took // count if count else NONE
+            seen = (one.place, one.workers, one.prefetch, one.batches, one.waited, one.began, in_worker, one.looped)
+            found.append(LoaderUse(*seen, cores))
+        return sorted(found, key=lambda one: -one.waited)
+
+    def _prepared(self) -> dict[int, tuple[int, int]]:
+        """Of each data set, how many batches were fetched and how long that took, in whichever process."""
+        found: dict[int, tuple[int, int]] = {}
+        for slot in range(_SLOTS):
+            dataset, count, took = _SLOT.unpack_from(self._shared, slot * _SLOT.size)
+            before = found.get(dataset, (0, 0))
+            found[dataset] = before[0] + count, before[1] + took
+        return found
 
     def _noting_where(self, original: Function) -> Function:
         def made(loader: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +94,8 @@ class Loaders:
                 return original(iterator)
             before = self._clock()
             batch = original(iterator)
-            self._note(iterator, before, self._clock())
+            with suppress(Exception):  # whatever goes wrong here is ours, and no business of the program's
+                self._note(iterator, before, self._clock())
             return batch
 
         return waiting
@@ -100,7 +105,7 @@ class Loaders:
         one = self._known.get(dataset)
         if one is None:
             one = self._known[dataset] = _Loader(self._made.get(dataset, ""))
-        one.workers, one.prefetch = iterator._num_workers, iterator._prefetch_factor or 0
+        one.workers, one.prefetch = iterator._num_workers, getattr(iterator, "_prefetch_factor", None) or 0
         one.batches += 1
         one.waited += after - before
         first = self._passes.get(id(iterator))
@@ -116,12 +121,19 @@ class Loaders:
         def fetching(fetcher: Any, index: Any) -> Any:
             before = self._clock()
             result = original(fetcher, index)
-            at = os.getpid() % _SLOTS * _SLOT.size
-            count, took = _SLOT.unpack_from(self._shared, at)
-            _SLOT.pack_into(self._shared, at, count + 1, took + self._clock() - before)
+            with suppress(Exception):
+                self._add(id(fetcher.dataset), self._clock() - before)
             return result
 
         return fetching
+
+    def _add(self, dataset: int, took: int) -> None:
+        """A worker that was forked knows its data set by the same number; each writes to a row of its own."""
+        at = (31 * os.getpid() + (dataset >> 4)) % _SLOTS * _SLOT.size
+        known, count, total = _SLOT.unpack_from(self._shared, at)
+        if known != dataset:
+            count = total = 0  # of a process that is gone, and that had the same place
+        _SLOT.pack_into(self._shared, at, dataset, count + 1, total + took)
 
 
 def _user_line(frame: FrameType | None) -> str:

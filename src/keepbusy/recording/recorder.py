@@ -21,12 +21,12 @@ from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.loaders import Loaders
 from keepbusy.recording.loop_tree import BusyLoop, innermost_loops, tree_of
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.occasions import DRIFT, Occasion, Occasions
+from keepbusy.recording.occasions import Occasion, Occasions
 from keepbusy.recording.recorded_run import LIVE, write_facts
 from keepbusy.recording.window import RECORDED, SPENT, Others, Window
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.run_tree import as_plain
+from keepbusy.timeline.run_facts import DRIFT, LOOP
 
 if TYPE_CHECKING:
     pass
@@ -44,7 +44,6 @@ ALIKE = 5
 _LEFT_EVERY, _RARELY = 10_000_000_000, 200
 """How long after it was last written down what is known is written again, and so many times as long as that took."""
 _QUIET = "99"
-LOOP = "loop"
 FIRST_ASKED, ASKED_AGAIN = 3_000_000_000, 2.0
 """How long after the run's beginning it is asked which loops have not been looked at, and again after so many times that."""
 WORTH_A_LOOK, TURNS_SEEN, LONGEST_TURN, MOST_LOOPS = 0.1, 16, 300_000_000, 3
@@ -194,8 +193,8 @@ class Run:
         facts = self._facts()
         if over:
             busy = self.share.busy_until if self.share else None
-            facts["loaders"] = [one.as_plain() for one in self.loaders.used()]
-            facts["run"] = as_plain(tree_of(self.loops.looks, busy))
+            facts["loaders"] = [asdict(one) for one in self.loaders.used()]
+            facts["run"] = asdict(tree_of(self.loops.looks, busy))
         write_facts(self.folder, facts)
         ended = self.window.clock()
         self._leave_again = ended + max(_LEFT_EVERY, _RARELY * (ended - began))

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keepbusy.recording.line_log import MARK, Log, Seen, Tick, follower
+from keepbusy.recording.line_log import Log, Seen, Tick, follower
 from keepbusy.recording.recorded_run import LINES, TRACE
+from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.timeline.whole_file import replacing
 
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 
@@ -118,11 +120,10 @@ class Window:
         self._follower.end()
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
-        part = self.folder / f"{TRACE}.part"
-        results.save(str(part))
-        Seen.of(self._log).save(self.folder / LINES)
-        self._log = Log(self.clock)
-        part.replace(self.folder / TRACE)
+        with replacing(self.folder / TRACE, durable=False) as part:
+            results.save(str(part))
+            Seen.of(self._log).save(self.folder / LINES)
+            self._log = Log(self.clock)
         self.cost += self.clock() - began
 
     def forget(self) -> None:
@@ -135,7 +136,7 @@ class Window:
 def _tick(count: int, clock: Callable[[], int]) -> Tick:
     from torch._C._profiler import _RecordFunctionFast
 
-    mark = _RecordFunctionFast(f"{MARK}{count}")
+    mark = _RecordFunctionFast(f"{OWN_STEP}{count}")
     before = clock()
     mark.__enter__()
     after = clock()

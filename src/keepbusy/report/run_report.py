@@ -133,8 +133,9 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         if one.run_gain != NONE:
             yield line((tame(one.advice), FAINT), indent=3)
         if one.needs:
-            needed = words.listing(list(dict.fromkeys(one.needs)))
-            yield line((f"alone it gains nothing: together with {needed}", FAINT), indent=3)
+            needed = words.listing([tame(other, 70) for other in dict.fromkeys(one.needs)])
+            alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
+            yield line((f"{alone}it goes together with {needed}", FAINT), indent=3)
         if one.instead:
             yield line((f"or {tame(one.instead[0], 60)} instead: either of the two", FAINT), indent=3)
         step = one.predicted.step

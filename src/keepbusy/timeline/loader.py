@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
-from keepbusy.timeline.model import NONE
+from keepbusy.timeline.table import NONE
 
 SPARE = 1.15
 """Workers beyond what just keeps up: batches do not all take as long as each other."""
@@ -26,16 +24,6 @@ class LoaderUse:
     in_worker: int = NONE  # what one batch takes a worker, or the program where it has none
     looped: int = 0  # from the first batch of each pass to its last one
     cores: int = 0
-
-    def as_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def of_plain(value: Mapping[str, Any]) -> LoaderUse:
-        numbers = {
-            name: int(value[name]) for name in LoaderUse.__dataclass_fields__ if name in value and name != "place"
-        }
-        return LoaderUse(place=str(value.get("place", "")), **numbers)
 
     @property
     def turn(self) -> float:

@@ -6,11 +6,10 @@ its lines. The parts and lines of the root sum to the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from keepbusy.timeline.model import NONE
+from keepbusy.timeline.table import NONE
 
 RUN, LOOP, LINE, IMPORTS, FIRST_USE = "run", "loop", "line", "imports", "first use of the GPU"
 
@@ -68,32 +67,3 @@ class Part:
         yield self
         for part in self.parts:
             yield from part.within()
-
-
-def as_plain(part: Part) -> dict[str, Any]:
-    """As JSON keeps it."""
-    return asdict(part)
-
-
-def of_plain(value: Mapping[str, Any] | None) -> Part | None:
-    """From JSON, which may have been damaged on its way: None where it is no tree."""
-    try:
-        return _part(value) if value else None
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-        return None
-
-
-def _part(value: Mapping[str, Any]) -> Part:
-    known = {name: value[name] for name in Part.__dataclass_fields__ if name in value}
-    numbers = ("began", "time", "busy", "turns", "turn", "low", "high", "warm_up", "warm_up_time")
-    known |= {name: int(known[name]) for name in numbers if name in known}
-    known |= {name: str(known[name]) for name in ("kind", "place", "source", "function") if name in known}
-    slow = value.get("slow")
-    return Part(
-        **{
-            **known,
-            "slow": SlowTurns(**slow) if slow else None,
-            "lines": tuple(LineTime(**line) for line in value.get("lines", ())),
-            "parts": tuple(_part(part) for part in value.get("parts", ())),
-        }
-    )
