@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from keepbusy.instrument import step
+from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.engine import BACKWARD_PASS
 from keepbusy.virtual.costs.device import Device
@@ -159,7 +160,7 @@ def _follow_steps() -> None:
     """`keepbusy.step()` marks a step, whatever else does."""
 
     def ended() -> None:
-        MACHINE.clock.enter(FrameKind.ANNOTATION, "keepbusy.step#", MACHINE.here())
+        MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.here())
         MACHINE.clock.leave()
 
     step.ENDED.append(ended)
