@@ -232,6 +232,18 @@ class Machine:
         finally:
             self.end()
 
+    def look_at_clock(self) -> tuple[int, bool]:
+        """The program reads its clock: the time of the calling thread, and whether the clock knows that thread.
+
+        Of a thread that it does not know, which has nothing to do with the device, the time of the first one.
+        """
+        if not self.clock.knows_caller():
+            return self.clock.first_thread.now, False
+        host = self.clock.pause()
+        moment = self.clock.read(self.place())
+        host.resume()
+        return moment, True
+
     # memory
 
     def needs_pinned(self, device: int, is_pinned: bool) -> None:

@@ -18,6 +18,7 @@ from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.steps import commands_between
 from keepbusy.virtual import selftest
+from keepbusy.virtual.clock.script_clocks import NOTE, ScriptClocks
 from keepbusy.virtual.costs.device import read
 from keepbusy.virtual.machine import MACHINE
 
@@ -94,6 +95,7 @@ class Options:
     devices: int = 1
     measured: bool = True  # whether the time the host takes is real, or modelled
     values: bool = True  # whether anything is computed
+    script_clocks: bool = True  # whether the program's own clocks follow the virtual one
     one_generator: bool = os.environ.get("KEEPBUSY_ONE_GENERATOR") == "1"
     """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
@@ -121,4 +123,12 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     from keepbusy.virtual.bring_up import bring_up
 
     machine = bring_up(device, options.devices, rank, options.measured, options.values, options.one_generator)
-    return lambda **facts: machine.clock.timeline(**machine.facts(), values=options.values, **facts)
+    clocks = ScriptClocks(machine) if options.script_clocks else None
+
+    def timeline(**facts: Any) -> Timeline:
+        known = machine.facts()
+        if clocks is not None and clocks.looks:
+            known["notes"] = [*known.get("notes", ()), NOTE]
+        return machine.clock.timeline(**known, values=options.values, **facts)
+
+    return timeline

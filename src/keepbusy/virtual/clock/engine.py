@@ -86,7 +86,8 @@ class Clock:
     def _new_thread(self) -> HostThread:
         number = get_ident()
         with self.lock:
-            first, same = next(iter(self._threads.values()), None), self._ended_threads.pop(number, None)
+            first = self.first_thread if self._threads else None
+            same = self._ended_threads.pop(number, None)
             if same is None:
                 lane = self.rows.lane(Lane(self.rank, None, self._thread_count, threading.current_thread().name))
                 self._thread_count += 1
@@ -121,6 +122,23 @@ class Clock:
         host = self._threads.get(get_ident())
         if host is not None and not host.pauses:
             host.unwritten_time -= duration
+
+    def knows_caller(self) -> bool:
+        return get_ident() in self._threads
+
+    @property
+    def first_thread(self) -> HostThread:
+        """The one that began the run."""
+        return next(iter(self._threads.values()))
+
+    def read(self, place: int) -> int:
+        """The program looks at its clock: how far the calling thread is, with all that it did until now."""
+        host = self.host()
+        with self.lock:
+            if not host.depth and host.pauses == 1:
+                host.go_to(place)
+                host.work_until_look()
+            return host.now + host.modelled_time
 
     def now(self) -> int:
         """How far the calling thread is, without the time that is not written down yet."""

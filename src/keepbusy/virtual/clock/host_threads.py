@@ -78,8 +78,8 @@ class HostThread:
     """
 
     __slots__ = (
-        "_lines", "_open_lines", "_outer", "_real", "_recent", "_resume_time", "_rows", "awaits_batch", "border_time",
-        "depth", "frame", "in_backward", "in_library", "innermost", "lane", "last", "mark_rows", "marks",
+        "_lines", "_looked_after", "_open_lines", "_outer", "_real", "_recent", "_resume_time", "_rows",
+        "awaits_batch", "border_time", "depth", "frame", "in_backward", "in_library", "innermost", "lane", "last", "mark_rows", "marks",
         "modelled_time", "now", "pauses", "place", "releases", "unwritten_time",
     )  # fmt: skip
 
@@ -121,6 +121,7 @@ class HostThread:
         self.border_time = 0  # the same since the last operator, that a row shows already
         self.modelled_time = 0  # modelled time that no row shows yet
         self.awaits_batch = False
+        self._looked_after = NONE  # the row at whose end the program last looked at its clock
 
     # time
 
@@ -211,6 +212,16 @@ class HostThread:
         """What the program did since it was last seen, up to a border of its own; nothing within an operator."""
         if not self.depth:
             self.work(self.take_border_time())
+
+    def work_until_look(self) -> None:
+        """The same, up to a look at the program's clock. Looks that follow each other lengthen one row."""
+        duration, row = self.take_border_time(), self.last
+        if duration > 0 and self._looked_after == row and self._rows.lengthen(row, self.frame, duration):
+            self.now += duration
+        else:
+            self.work(duration)
+            self._looked_after = self.last
+        self.border_time = 0  # the next operator is dispatched after the look
 
     def work_until_call(self) -> None:
         """The same, up to a call of the device; within an operator only modelled time counts."""
