@@ -63,6 +63,7 @@ FLAGS = {
         "--ranks": ("N", None, 1),
         "--values": (None, None, "real"),
         "--clock": (None, None, "measured"),
+        "--clocks": (None, None, "virtual"),
         "--mend": ("CAUSES", None, ()),
         "--workers": ("N", None, 8),
         "--json": (None, 0, False),

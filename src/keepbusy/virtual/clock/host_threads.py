@@ -79,8 +79,8 @@ class HostThread:
 
     __slots__ = (
         "_lines", "_looked_after", "_open_lines", "_outer", "_real", "_recent", "_resume_time", "_rows",
-        "awaits_batch", "border_time", "depth", "frame", "in_backward", "in_library", "innermost", "lane", "last", "mark_rows", "marks",
-        "modelled_time", "now", "pauses", "place", "releases", "unwritten_time",
+        "awaits_batch", "border_time", "depth", "frame", "in_backward", "in_library", "innermost", "lane", "last",
+        "mark_rows", "marks", "modelled_time", "now", "pauses", "place", "releases", "unwritten_time",
     )  # fmt: skip
 
     def __init__(
