@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -165,12 +166,21 @@ class Machine:
     def pause(self) -> HostThread:
         """The dispatcher called us: on the way it spent time that a GPU's kernel would not have cost."""
         self._calls += 1
-        return self.clock.pause(self._call_overhead)
+        host = self.clock.threads.get(get_ident()) or self.clock.host()
+        host.pause(self._call_overhead)
+        return host
+
+    def pause_at(self) -> tuple[HostThread, int]:
+        """The same, and the place of the call: see `place`."""
+        host = self.pause()
+        if self._onlooker is not None and self._onlooker.looks:
+            self._catch_up(self._onlooker)
+        return host, self.places.here()
 
     def begin(self, name: str) -> None:
         """An operator of the device begins, called from the user's innermost line on the stack."""
-        host = self.pause()
-        self.clock.begin(name, self.place())
+        host, place = self.pause_at()
+        self.clock.begin(name, place)
         host.resume()
 
     def enter(self, kind: FrameKind, name: str) -> None:
@@ -181,12 +191,15 @@ class Machine:
 
     def place(self) -> int:
         """The place of the call, once what the program did on its way there is written down."""
-        onlooker, time = self._onlooker, self._host_time
-        if onlooker is not None and onlooker.looks and time is not None and onlooker.watches_caller():
+        if self._onlooker is not None and self._onlooker.looks:
+            self._catch_up(self._onlooker)
+        return self.places.here()
+
+    def _catch_up(self, onlooker: Onlooker) -> None:
+        if self._host_time is not None and onlooker.watches_caller():
             self.clock.host().unwritten_time -= onlooker.take_cost()
             for moment, place in onlooker.take():
-                self.clock.attribute(place, time.at(moment))
-        return self.places.here()
+                self.clock.attribute(place, self._host_time.at(moment))
 
     def end(self) -> None:
         self.clock.end()

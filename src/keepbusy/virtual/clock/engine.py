@@ -61,7 +61,7 @@ class Clock:
         self.lock = threading.RLock()
         self._real = real
 
-        self._threads: dict[int, HostThread] = {}
+        self.threads: dict[int, HostThread] = {}  # by Python's number; `host` adds those that are missing
         self._ended_threads: dict[int, HostThread] = {}
         self._thread_count = 0
         self._places: dict[tuple[str, ...], int] = {(): 0}
@@ -81,24 +81,24 @@ class Clock:
 
     def host(self) -> HostThread:
         """The calling thread. One that was never seen begins where the first one is now."""
-        return self._threads.get(get_ident()) or self._new_thread()
+        return self.threads.get(get_ident()) or self._new_thread()
 
     def _new_thread(self) -> HostThread:
         number = get_ident()
         with self.lock:
-            first = self.first_thread if self._threads else None
+            first = self.first_thread if self.threads else None
             same = self._ended_threads.pop(number, None)
             if same is None:
                 lane = self.rows.lane(Lane(self.rank, None, self._thread_count, threading.current_thread().name))
                 self._thread_count += 1
                 now = first.now if first else 0
-                self._threads[number] = HostThread(self.rows, lane, now, self._real, self._lines, self._mark_rows)
+                self.threads[number] = HostThread(self.rows, lane, now, self._real, self._lines, self._mark_rows)
             else:  # Python gave the number of a thread that has ended: this one goes on in its lane, not at its time
-                self._threads[number] = same
+                self.threads[number] = same
                 if first is not None:
                     self.hand_over(first)
-        at_end_of_thread(lambda: self._ended_threads.update({number: self._threads.pop(number)}))
-        return self._threads[number]
+        at_end_of_thread(lambda: self._ended_threads.update({number: self.threads.pop(number)}))
+        return self.threads[number]
 
     def hand_over(self, other: HostThread) -> None:
         """The calling thread goes on once `other` has done what it did so far: a backward pass, begun or ended."""
@@ -113,23 +113,23 @@ class Clock:
 
     def pause(self, overhead: int = 0) -> HostThread:
         """The program has called us: see `HostThread.pause`. Its `resume` goes back to the program."""
-        host = self._threads.get(get_ident()) or self._new_thread()
+        host = self.threads.get(get_ident()) or self._new_thread()
         host.pause(overhead)
         return host
 
     def discount(self, duration: int) -> None:
         """So much of the program's real time was ours, if it is the program that runs now."""
-        host = self._threads.get(get_ident())
+        host = self.threads.get(get_ident())
         if host is not None and not host.pauses:
             host.unwritten_time -= duration
 
     def knows_caller(self) -> bool:
-        return get_ident() in self._threads
+        return get_ident() in self.threads
 
     @property
     def first_thread(self) -> HostThread:
         """The one that began the run."""
-        return next(iter(self._threads.values()))
+        return next(iter(self.threads.values()))
 
     def read(self, place: int) -> int:
         """The program looks at its clock: how far the calling thread is, with all that it did until now."""
@@ -168,7 +168,7 @@ class Clock:
 
     def end(self) -> None:
         """The operator is done, and the program goes on."""
-        host = self._threads[get_ident()]
+        host = self.threads[get_ident()]
         with self.lock:
             host.close()
             host.depth -= 1
@@ -301,7 +301,7 @@ class Clock:
 
         Called when its values are computed, while the calling thread is paused.
         """
-        host, line, rows, cost = self._threads[get_ident()], self._streams[stream], self.rows, self.device.host.launch
+        host, line, rows, cost = self.threads[get_ident()], self._streams[stream], self.rows, self.device.host.launch
         with self.lock:
             self._dispatch(host, name, place)
             outer = host.frame
@@ -313,7 +313,7 @@ class Clock:
                 for kernel, work in kernels:
                     self._launch(host, line, _KERNEL, kernel, work, cost)
             finally:  # a capture that has failed refuses them
-                rows.close(frame, host.now)
+                rows.frame_ends[frame] = host.now
                 host.frame = outer
 
     def launch(self, stream: int, name: str, work: int, size: int = 0) -> int:
@@ -577,7 +577,7 @@ class Clock:
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far. `facts` join those that the clock knows: `source`, the script, is one to give."""
         with self.lock:
-            hosts = [*self._threads.values(), *self._ended_threads.values()]
+            hosts = [*self.threads.values(), *self._ended_threads.values()]
             for host in hosts:
                 host.work(host.modelled_time)
                 host.modelled_time = 0

@@ -234,9 +234,9 @@ class Kernel:
         self.scalar = _scalar_variant(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        host = MACHINE.pause()
+        host, place = MACHINE.pause_at()
         try:
-            return self._run(MACHINE.place(), args, kwargs)
+            return self._run(place, args, kwargs)
         finally:
             host.resume()
 
