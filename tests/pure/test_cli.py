@@ -64,6 +64,7 @@ FLAGS = {
         "--ranks": ("N", None, 1),
         "--values": (None, None, "real"),
         "--clock": (None, None, "measured"),
+        "--clocks": (None, None, "virtual"),
         "--what-if": ("CAUSES", None, ()),
         "--mend": (None, None, ()),
         "--workers": ("N", None, 8),

@@ -21,7 +21,7 @@ def test_a_new_thread_begins_now_even_with_the_number_of_one_that_has_ended() ->
     begun: list[tuple[int, int]] = []
 
     def work() -> None:
-        begun.append((threading.get_ident(), on.reached()))
+        begun.append((threading.get_ident(), on.now()))
         operator(on, on.default_stream(), 10)
 
     for wait in (1_000, 2_000, 3_000):
@@ -114,7 +114,7 @@ def test_which_copies_block(
     timeline = on.timeline()
     copy = next(timeline[row] for row in range(len(timeline)) if timeline[row].kind == Kind.COPY)
     assert (copy.start, copy.work) == (5_027, work)
-    assert (on.reached() > copy.end) == blocks
+    assert (on.now() > copy.end) == blocks
     assert (timeline[len(timeline) - 1].kind == Kind.SYNC) == blocks
 
 
@@ -155,7 +155,7 @@ def test_waits_pass_on_through_a_stream_that_does_nothing() -> None:
     operator(on, three, 10)
     assert rows(on.timeline())[-1] == ("stream 9", "kernel", 527, 537)
     on.sync_stream(two)
-    assert on.reached() == 529
+    assert on.now() == 529
 
 
 def test_events_tell_the_time_on_the_device() -> None:
@@ -189,7 +189,7 @@ def test_the_backward_thread_takes_over_and_hands_back() -> None:
     operator(on, stream, 10)
 
     def backward() -> None:
-        on.follow(main)
+        on.hand_over(main)
         operator(on, stream, 10)
         handed.append(on.host())
 
@@ -197,7 +197,7 @@ def test_the_backward_thread_takes_over_and_hands_back() -> None:
     thread = threading.Thread(target=backward, name="backward")
     thread.start()
     thread.join()
-    on.follow(handed[0])  # type: ignore[arg-type]
+    on.hand_over(handed[0])  # type: ignore[arg-type]
     operator(on, stream, 10)
     timeline = on.timeline()
     hosts = [row for row in rows(timeline) if row[0] == "host"]
@@ -221,7 +221,7 @@ def test_a_sync_of_one_device_leaves_the_other_alone() -> None:
     operator(on, zero, 9_000)
     operator(on, one, 100)
     on.sync_device(1)
-    assert on.reached() == 144
+    assert on.now() == 144
     on.copy_to_peer(zero, one, 1_000_000)
     operator(on, one, 10)
     timeline = on.timeline()
@@ -250,7 +250,7 @@ def test_a_collective_ends_with_the_last_rank() -> None:
         arrivals.append(arrival)
         return 700
 
-    on.collective(stream, "ncclDevKernel_AllReduce", wire=100, size=64, group=3, members=2, meet=meet)
+    on.collective(stream, "ncclDevKernel_AllReduce", wire=100, size=64, group=3, members=2, last_arrival=meet)
     timeline = on.timeline()
     assert arrivals == [20]
     assert rows(timeline)[-1] == ("stream 7", "collective", 20, 800)
@@ -307,12 +307,12 @@ def test_measured_time_is_the_programs_and_not_ours() -> None:
     on = Clock(clock().device, real=watch)
     stream = on.default_stream()
     watch.time += 100  # the program
-    host = on.come(7)  # the dispatcher's way to us
+    host = on.pause(7)  # the dispatcher's way to us
     on.begin("aten::mul")
     watch.time += 5_000  # we compute values
     on.launch(stream, "kernel", 10)
     on.end()
-    on.go(host)
+    host.resume()
     watch.time += 3  # less than what a dispatch costs the device's host
     on.begin("aten::mul")
     on.launch(stream, "kernel", 10)

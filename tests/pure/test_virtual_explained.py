@@ -114,7 +114,9 @@ def test_reading_costs_little_where_the_host_sets_the_pace() -> None:
     assert all(bound.plain_step - one.predicted.step < 40_000 for one in bound.causes[1:])
 
 
-def test_a_late_rank_is_seen_from_the_others() -> None:
+@pytest.mark.parametrize("busy", ["host", "device"])
+def test_a_late_rank_is_seen_from_the_others(busy: str) -> None:
+    """Whether its host is late or its device: on the other's lane the collective stands as a wait for a peer."""
     ranks = [Clock(H200, rank=rank) for rank in (0, 1)]
     streams = [on.default_stream() for on in ranks]
     wires = [on.new_stream() for on in ranks]
@@ -122,8 +124,10 @@ def test_a_late_rank_is_seen_from_the_others() -> None:
         for rank, on in enumerate(ranks):
             on.enter(FrameKind.ANNOTATION, "Optimizer.step#SGD.step", on.place("train.py(2): main"))
             on.leave()
-            if rank == 1:
+            if rank == 1 and busy == "host":
                 on.work(5 * MS, "time.sleep", on.place("train.py(3): main"))
+            elif rank == 1:
+                on.operator("aten::mm", on.place("train.py(3): main"), streams[rank], [("gemm", 5 * MS)])
             on.begin("aten::mm", on.place("train.py(4): main"))
             on.launch(streams[rank], "gemm", 2 * MS)
             on.end()
@@ -145,4 +149,9 @@ def test_a_late_rank_is_seen_from_the_others() -> None:
     assert int(whole.meetings.members.min()) == 2
     works = whole.spans.work[whole.spans.meeting >= 0]
     assert np.median(works) == 50_000
+    parts = (whole.spans.meeting >= 0) & np.isin(
+        whole.spans.lane, [at for at, one in enumerate(whole.lanes) if not one.rank]
+    )
+    waited = (whole.spans.end - whole.spans.start - whole.spans.work)[parts]
+    assert np.median(waited) == pytest.approx(5 * MS if busy == "device" else 3 * MS, rel=0.1)
     assert explain(whole).causes[0].cause == "peer_late"

@@ -44,7 +44,7 @@ def test_nothing_runs_during_a_capture() -> None:
 def test_a_replay_is_one_launch_and_its_kernels_follow_closely() -> None:
     on, stream = captured(100, 50)
     graph = on.end_capture(stream)
-    begun = on.reached()
+    begun = on.now()
     on.replay(graph, stream)
     launch, first, second = after(on, begun)
     assert [launch[1], first[1], second[1]] == ["launch", "kernel", "kernel"]
@@ -146,7 +146,7 @@ def test_what_follows_a_graph_waits_for_all_its_branches() -> None:
     assert after[1] == side_end + 2
     on, stream = forked(last=True)
     on.sync_stream(stream)
-    assert on.reached() == kernels(on)[1][2] + 4
+    assert on.now() == kernels(on)[1][2] + 4
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -181,7 +181,7 @@ def test_a_stream_that_joins_and_does_nothing_need_not_come_back() -> None:
     assert len(on.end_capture(stream).nodes) == 1
 
 
-EARLIER = Moment(0, 0, ())
+EARLIER = Moment(0, 0)
 FORBIDDEN: dict[str, Callable[[Clock, int], object]] = {
     "cudaStreamSynchronize": lambda on, stream: on.sync_stream(stream),
     "cudaDeviceSynchronize": lambda on, stream: on.sync_device(),
@@ -218,9 +218,9 @@ def test_an_operator_that_a_failed_capture_refuses_leaves_no_frame_open() -> Non
         on.operator("aten::mul", 0, stream, [("kernel", 10)])
     with pytest.raises(CaptureError):
         on.end_capture(stream)
-    begun = on.reached()
+    begun = on.now()
     on.operator("aten::mul", 0, stream, [("kernel", 10)])
-    assert on.reached() - begun == 5 + 10  # dispatched, and launched
+    assert on.now() - begun == 5 + 10  # dispatched, and launched
 
 
 def test_a_blocking_copy_is_a_sync_and_forbidden() -> None:
@@ -318,7 +318,7 @@ def test_a_captured_collective_meets_the_others_at_each_replay() -> None:
         asked.append(arrival)
         return 900
 
-    on.collective(stream, "ncclDevKernel_AllReduce", wire=100, size=64, group=3, members=2, meet=meet)
+    on.collective(stream, "ncclDevKernel_AllReduce", wire=100, size=64, group=3, members=2, last_arrival=meet)
     graph = on.end_capture(stream)
     assert asked == []
     on.replay(graph, stream)

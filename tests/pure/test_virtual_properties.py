@@ -157,3 +157,37 @@ def test_the_quick_way_writes_what_the_careful_one_does(program: list[tuple[int,
                 on.end()
         written.append(to_bytes(on.timeline()))
     assert written[0] == written[1]
+
+
+HANDSHAKE = st.sampled_from(["record_wait", "wait", "launch", "copy", "graph", "peer"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(HANDSHAKE, STREAM, STREAM), min_size=1, max_size=8))
+def test_what_a_call_costs_does_not_grow_with_the_run(turn: list[tuple[str, int, int]]) -> None:
+    """Streams that wait for each other's events all through a run: at most one row a lane is ever waited for."""
+    on = Clock(ROUND)
+    streams = [on.new_stream() for _ in range(3)]
+    moments = [on.record(stream) for stream in streams]
+    links_of_turns = []
+    for _ in range(30):
+        before = len(on.timeline().links)
+        for what, which, other in turn:
+            stream = streams[which]
+            if what == "record_wait":
+                moments[other] = on.record(streams[other])
+            if what in ("record_wait", "wait"):
+                on.wait(stream, moments[other])
+            elif what == "peer":
+                on.copy_to_peer(stream, streams[other], 100)
+            else:
+                copied = (Direction.HOST_TO_DEVICE, 64, True, True)
+                act(on, streams, moments, what, which, copied if what == "copy" else 9)
+            moment = on.record(stream)
+            lanes = len(on.rows.lanes)
+            assert len(moment.awaited) <= lanes
+            assert len(on._streams[stream].awaited) < lanes
+        links_of_turns.append(len(on.timeline().links) - before)
+    assert max(links_of_turns) <= len(turn) * 2 * len(on.rows.lanes)
+    timeline = on.timeline()
+    assert same(timeline, replay(timeline))

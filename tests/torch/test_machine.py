@@ -13,7 +13,7 @@ def test_a_virtual_gpu_measures_as_its_device_file_says(machine) -> None:
 
     def now() -> int:
         machine.clock.spend(0)
-        return machine.clock.host().now + machine.clock.host().passing.spent
+        return machine.clock.host().now + machine.clock.host().modelled_time
 
     found = measure(Sizes(copied=16_000_000, streamed=256_000_000, product=256), now)
     assert found.name == device.name

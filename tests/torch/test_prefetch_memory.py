@@ -184,5 +184,5 @@ def test_the_host_gets_no_further_ahead_than_its_pinned_memory_lets_it(machine: 
     for index, _ in enumerate(keepbusy.prefetch(batches(20), depth=2)):
         torch.cuda._sleep(LATE)
         if index < 17:  # from here on it has no more to pack, and nothing to wait for
-            leads.append(home.until() - machine.clock.reached())
+            leads.append(home.until() - machine.clock.now())
     assert max(leads) < (2 + 2.5) * LATE / 1.98  # depth + 2 steps, and a little

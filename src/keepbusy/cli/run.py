@@ -64,6 +64,13 @@ def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
         default="measured",
         help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
     )
+    parser.add_argument(
+        "--clocks",
+        choices=("virtual", "real"),
+        default="virtual",
+        help="what the program's own clocks (time.time, perf_counter, timeit) show on a virtual GPU: "
+        "the time of the report, or the real one",
+    )
 
 
 def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +140,8 @@ def _virtual(options: argparse.Namespace, path: Path | None) -> NoReturn:
     from keepbusy.virtual.virtual_run import Options, start, steady
 
     device = "h200" if options.on == "auto" else options.on
-    asked = Options(device, launch.devices(options.gpus), options.clock == "measured", options.values == "real")
+    measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
+    asked = Options(device, launch.devices(options.gpus), measured, real, clocks)
     timeline = start(asked, launch.rank())
     process = os.getpid()
     code = _program(options, path)
@@ -151,6 +159,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += [] if options.after is None else ["--after", str(options.after)]
     given += [] if options.clock == "measured" else ["--clock", options.clock]
     given += [] if options.values == "real" else ["--values", options.values]
+    given += [] if options.clocks == "virtual" else ["--clocks", options.clocks]
     given += ["--what-if", ",".join(options.what_if)] if options.what_if else []
     given += [] if options.workers == 8 else ["--workers", str(options.workers)]
     given += ["--json"] if options.json else []

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from threading import current_thread, main_thread
+from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind
-from keepbusy.virtual.clock.engine import Clock, Host
-from keepbusy.virtual.clock.host_time import HostTime
+from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.clock.host_threads import HostThread, HostTime
 from keepbusy.virtual.clock.onlooker import Onlooker
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
@@ -35,29 +35,20 @@ if TYPE_CHECKING:
 
 _size = torch._C.StorageBase.nbytes
 _precision = torch._C._get_fp32_precision_getter
-_NATIVE, _NATIVE_FAREWELL = 3_000, 500
+_NATIVE_CALL, _NATIVE_RELEASE = 3_000, 500
 """What it takes to call an operator from Python where nothing of ours is in the way, launch apart; to free a tensor."""
 _BATCHES, _CALLS, _PASSES = 6, 50, 4
-_NOTHING: Mapping[str, Any] = {}
+_NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
-def _spent(does: Callable[[], object]) -> int:
-    begun = perf_counter_ns()
-    does()
-    return perf_counter_ns() - begun
+class _DtypeNames(dict[torch.dtype, str]):
+    """`float32` for `torch.float32`: what costs are kept by."""
 
-
-def _look(tensor: Tensor) -> tuple[torch.Size, str, tuple[int, ...]]:
-    """What the cost of an operator depends on."""
-    return tensor.shape, _DTYPES[tensor.dtype], tensor.stride()
-
-
-class _Dtypes(dict[torch.dtype, str]):
     def __missing__(self, dtype: torch.dtype) -> str:
         return self.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
-_DTYPES = _Dtypes()
+_DTYPE_NAMES = _DtypeNames()
 
 
 def _accelerator_error(text: str, code: int) -> Exception:
@@ -74,13 +65,13 @@ class _Streams(threading.local):
         self.chosen: dict[int, int] = {}
 
 
-class _Held(weakref.ref["Tensor"]):
-    """Memory of the device, given back when the tensor that holds it goes."""
+class _DeviceMemory(weakref.ref["Tensor"]):
+    """Memory of the device, given back when the host tensor behind it goes."""
 
-    __slots__ = ("address", "block", "returns")
+    __slots__ = ("address", "block", "return_to_graph")
     address: int
     block: Block
-    returns: Callable[[], None] | None  # gives memory of a graph back to it
+    return_to_graph: Callable[[], None] | None
 
 
 class Machine:
@@ -96,8 +87,8 @@ class Machine:
 
     def __init__(self) -> None:
         self._streams = _Streams()
-        self._held: dict[int, _Held] = {}
-        self._at: dict[int, _Held] = {}  # by address
+        self._memory: dict[int, _DeviceMemory] = {}  # all there is, by identity: a weak reference must be kept
+        self._at: dict[int, _DeviceMemory] = {}  # by address
         self.recording: Recording | None = None  # of the capture under way, where values are computed
         self.notes: list[str] | None = []  # what the report must say; None, as in tests: a failure is raised instead
 
@@ -105,16 +96,16 @@ class Machine:
         CURRENT.count = devices
         self.device = device
         self._options = (device, rank, devices, measured)
-        self._overhead = self._farewell = self._calls = 0
+        self._call_overhead = self._release_overhead = self._calls = 0
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
         device, rank, devices, measured = self._options
-        self._time = HostTime() if measured else None
+        self._host_time = HostTime() if measured else None
         self._onlooker: Onlooker | None = None
-        self.clock = Clock(device, rank, devices, self._time)
+        self.clock = Clock(device, rank, devices, self._host_time)
         self.memory = Memory(self.clock, devices)
         self.pages = Pages(device.copies.mapped)
         self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
@@ -124,35 +115,36 @@ class Machine:
         self.recording = None
 
     def calibrate(self) -> None:
-        """Learn what our own part of host time is, to leave it out."""
+        """Learn what our own part of host time is, to leave it out: at a call of the dispatcher, when a tensor goes."""
         given = self._options
         if not given[-1]:
             return
         quick = replace(self.device, host=replace(self.device.host, operator=0, launch=0))
         self._options = quick, *given[1:]
         self._begin()  # on a host that costs nothing, what passes is what really passes
-        self._farewell, self._overhead = self._learned()
+        one, bias = (torch.ones(size, device="cuda", requires_grad=True) for size in ((16, 16), (16,)))
+        releases = []
+        for _ in range(_BATCHES):
+            batch = [torch.add(one, one) for _ in range(_CALLS)]
+            begun = perf_counter_ns()
+            batch.clear()
+            releases.append((perf_counter_ns() - begun) // _CALLS)
+        calls = round(median(self._time_between_operators(one, bias) for _ in range(_BATCHES)))
+        self._release_overhead = max(0, min(releases) - _NATIVE_RELEASE)
+        self._call_overhead = max(0, calls - _NATIVE_CALL)
         self._options = given
         self._begin()
         self._onlooker = Onlooker(self.places.here)
 
-    def _learned(self) -> tuple[int, int]:
-        """What it costs that a tensor goes, and to be called by the dispatcher."""
-        one, bias = (torch.ones(size, device="cuda", requires_grad=True) for size in ((16, 16), (16,)))
-        held = [[torch.add(one, one) for _ in range(_CALLS)] for _ in range(_BATCHES)]
-        farewell = min(_spent(batch.clear) for batch in held) // _CALLS - _NATIVE_FAREWELL
-        overhead = round(median(self._gap(one, bias) for _ in range(_BATCHES))) - _NATIVE
-        return max(0, farewell), max(0, overhead)
-
-    def _gap(self, one: Tensor, bias: Tensor) -> int:
-        """From one operator to the next, in layers as a program has them: a short loop would find all of us cached."""
-        before, calls = self.clock.reached(), self._calls
+    def _time_between_operators(self, one: Tensor, bias: Tensor) -> int:
+        """In layers as a program has them: a short loop would find all of us cached."""
+        before, calls = self.clock.now(), self._calls
         for _ in range(_PASSES):
             x = functional.layer_norm(one, (16,), bias, bias)
             x = one + functional.gelu(functional.linear(x, one, bias))
             x = functional.linear(x.view(4, 4, 16).transpose(0, 1), one)
             functional.softmax(x.reshape(4, 4, 16), -1).sum()
-        return (self.clock.reached() - before) // (self._calls - calls)
+        return (self.clock.now() - before) // (self._calls - calls)
 
     # streams
 
@@ -171,43 +163,62 @@ class Machine:
 
     # operators
 
-    def come(self) -> Host:
-        """The dispatcher called us: on the way here it spent time that a GPU's kernel would not have cost."""
+    def pause(self) -> HostThread:
+        """The dispatcher called us: on the way it spent time that a GPU's kernel would not have cost."""
         self._calls += 1
-        return self.clock.come(self._overhead)
+        host = self.clock.threads.get(get_ident()) or self.clock.host()
+        host.pause(self._call_overhead)
+        return host
+
+    def pause_at(self) -> tuple[HostThread, int]:
+        """The same, and the place of the call: see `place`."""
+        host = self.pause()
+        if self._onlooker is not None and self._onlooker.looks:
+            self._catch_up(self._onlooker)
+        return host, self.places.here()
 
     def begin(self, name: str) -> None:
         """An operator of the device begins, called from the user's innermost line on the stack."""
-        host = self.come()
-        self.clock.begin(name, self.here())
-        self.clock.go(host)
+        host, place = self.pause_at()
+        self.clock.begin(name, place)
+        host.resume()
 
     def enter(self, kind: FrameKind, name: str) -> None:
         """Something of the program's own begins: see `Clock.enter`."""
-        host = self.clock.come()
-        self.clock.enter(kind, name, self.here())
-        self.clock.go(host)
+        host = self.clock.pause()
+        self.clock.enter(kind, name, self.place())
+        host.resume()
 
-    def here(self) -> int:
+    def place(self) -> int:
         """The place of the call, once what the program did on its way there is written down."""
-        if self._onlooker is not None and self._onlooker.seen:
+        if self._onlooker is not None and self._onlooker.looks:
             self._catch_up(self._onlooker)
         return self.places.here()
 
     def _catch_up(self, onlooker: Onlooker) -> None:
-        if current_thread() is main_thread() and self._time is not None:
-            self.clock.host().passing.excuse(onlooker.cost())
+        if self._host_time is not None and onlooker.watches_caller():
+            self.clock.host().unwritten_time -= onlooker.take_cost()
             for moment, place in onlooker.take():
-                self.clock.pass_by(place, self._time.at(moment))
+                self.clock.attribute(place, self._host_time.at(moment))
 
     def end(self) -> None:
         self.clock.end()
 
     def kernels(
-        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any] = _NOTHING
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
     ) -> Sequence[tuple[str, int]]:
-        """What a GPU would run for an operator. `asked`: the arguments that its cost depends on."""
-        return self.costs.kernels(name, tuple(map(_look, inputs)), tuple(map(_look, outputs)), asked)
+        """What a GPU would run for an operator. `arguments`: those that its cost depends on."""
+        names = _DTYPE_NAMES
+        return self.costs.kernels(
+            name,
+            tuple([(one.shape, names[one.dtype], one.stride()) for one in inputs]),
+            tuple([(one.shape, names[one.dtype], one.stride()) for one in outputs]),
+            arguments,
+        )
 
     def launch(
         self,
@@ -215,10 +226,10 @@ class Machine:
         name: str,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        asked: Mapping[str, Any] = _NOTHING,
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
     ) -> None:
         """Launch it, within an operator that has begun."""
-        self.clock.launch_all(self.stream(device), self.kernels(name, inputs, outputs, asked))
+        self.clock.launch_all(self.stream(device), self.kernels(name, inputs, outputs, arguments))
 
     def copy(
         self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: int = 0
@@ -233,6 +244,18 @@ class Machine:
             self.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
         finally:
             self.end()
+
+    def look_at_clock(self) -> tuple[int, bool]:
+        """The program reads its clock: the time of the calling thread, and whether the clock knows that thread.
+
+        Of a thread that it does not know, which has nothing to do with the device, the time of the first one.
+        """
+        if not self.clock.knows_caller():
+            return self.clock.first_thread.now, False
+        host = self.clock.pause()
+        moment = self.clock.read(self.place())
+        host.resume()
+        return moment, True
 
     # memory
 
@@ -257,27 +280,26 @@ class Machine:
             raise torch.OutOfMemoryError(str(error)) from None
         if block is not None:
             # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
-            held = _Held(tensor, self._release)
-            held.block, held.address = block, tensor.untyped_storage().data_ptr()
-            held.returns = None if recording is None else recording.returns(tensor)
-            self._held[id(held)] = held
-            self._at[held.address] = held
+            memory = _DeviceMemory(tensor, self._release)
+            memory.block, memory.address = block, tensor.untyped_storage().data_ptr()
+            memory.return_to_graph = None if recording is None else recording.returns(tensor)
+            self._memory[id(memory)] = self._at[memory.address] = memory
         return seen
 
-    def _release(self, held: _Held) -> None:
-        del self._held[id(held)]
-        if self._at.get(held.address) is held:
-            del self._at[held.address]
-            VALUES.kept.discard(held.address)
-        if held.returns is not None:
-            held.returns()
-        self.memory.free(held.block)
-        self.clock.excuse(self._farewell)
+    def _release(self, memory: _DeviceMemory) -> None:
+        del self._memory[id(memory)]
+        if self._at.get(memory.address) is memory:
+            del self._at[memory.address]
+            VALUES.kept.discard(memory.address)
+        if memory.return_to_graph is not None:
+            memory.return_to_graph()
+        self.memory.free(memory.block)
+        self.clock.discount(self._release_overhead)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        held = self._at.get(tensor.untyped_storage().data_ptr())
-        if held is not None:
-            self.memory.record_stream(held.block, stream)
+        memory = self._at.get(tensor.untyped_storage().data_ptr())
+        if memory is not None:
+            self.memory.record_stream(memory.block, stream)
 
     # CUDA graphs
 
@@ -289,8 +311,8 @@ class Machine:
 
     def host_memory(self, tensor: Tensor) -> Any:
         """The host's storage behind a device tensor; None if another library made the tensor."""
-        held = self._at.get(tensor.untyped_storage().data_ptr())
-        host = None if held is None else held()
+        memory = self._at.get(tensor.untyped_storage().data_ptr())
+        host = None if memory is None else memory()
         return None if host is None else host.untyped_storage()
 
     def facts(self) -> dict[str, Any]:

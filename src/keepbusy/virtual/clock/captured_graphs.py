@@ -42,13 +42,13 @@ class Node(NamedTuple):
     """A command to come."""
 
     stream: int  # on which it was captured
-    after: tuple[tuple[int, int], ...]  # other streams, and how many of their commands come before
     kind: int
     name: str
     work: int
-    size: int
-    group: int
-    meet: Callable[[int], int] | None  # of a collective: asks the other ranks, as in `Clock.collective`
+    size: int = 0
+    group: int = NONE
+    last_arrival: Callable[[int], int] | None = None  # of a collective: asks the other ranks, as in `Clock.collective`
+    after: tuple[tuple[int, int], ...] = ()  # other streams, and how many of their commands come before
 
 
 class Graph:
@@ -62,21 +62,12 @@ class Graph:
         self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
         self._known: dict[int, dict[int, int]] = {}  # the same, before its last one
 
-    def add(
-        self,
-        stream: int,
-        kind: int,
-        name: str,
-        work: int,
-        size: int = 0,
-        group: int = NONE,
-        meet: Callable[[int], int] | None = None,
-    ) -> None:
+    def add(self, node: Node) -> None:
+        """Its stream's next command."""
+        stream = node.stream
         done, known = self._done[stream], self._known.get(stream, {})
-        after = tuple(
-            (other, count) for other, count in done.items() if other != stream and count > known.get(other, 0)
-        )
-        self.nodes.append(Node(stream, after, kind, name, work, size, group, meet))
+        after = tuple((one, count) for one, count in done.items() if one != stream and count > known.get(one, 0))
+        self.nodes.append(node._replace(after=after))
         self._known[stream] = dict(done)
         done[stream] += 1
 
@@ -86,15 +77,15 @@ class Graph:
 
     def join(self, stream: int, reached: Mapping[int, int]) -> None:
         """What the stream runs next comes after those, too."""
-        mine = self._done.setdefault(stream, {stream: 0})
+        done = self._done.setdefault(stream, {stream: 0})
         for other, commands in reached.items():
-            mine[other] = max(mine.get(other, 0), commands)
+            done[other] = max(done.get(other, 0), commands)
 
     def streams(self) -> list[int]:
         """Those with commands, the first one's first."""
         return list(self._known)
 
-    def loose(self) -> list[int]:
+    def open_branches(self) -> list[int]:
         """Streams whose last command nothing waits for in the stream of the first one."""
         main, *others = self._known
         return [one for one in others if self._known[main].get(one, 0) < self._done[one][one]]
@@ -106,5 +97,5 @@ class Graph:
     @property
     def joined(self) -> bool:
         """Whether everything comes before what its first stream would run next."""
-        here = self._done[self.origin]
-        return all(here.get(stream, 0) == done[stream] for stream, done in self._done.items())
+        at_origin = self._done[self.origin]
+        return all(at_origin.get(stream, 0) == done[stream] for stream, done in self._done.items())

@@ -3,14 +3,17 @@
 Its rules are those of `timeline/replay.py`, applied while the program runs: a launch enqueues a
 command and returns; the command starts once its stream is free and whatever it waits for has
 ended; a queue that is full holds the next launch up; a sync returns when the device has caught up.
-So what it writes down replays to itself. Times are nanoseconds. Streams are known by their number
-in the timeline's lanes. Every call is safe from several threads, and none of them sleeps.
+So what it writes down replays to itself; whoever changes a rule here changes it there. Times are
+nanoseconds. Streams are known by their number in the timeline's lanes. Every call is safe from
+several threads, and none of them sleeps.
+
+The host's half, threads and what encloses their calls, is in `host_threads.py`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
 
@@ -30,242 +33,121 @@ from keepbusy.virtual.clock.captured_graphs import (
     Graph,
     Node,
 )
-from keepbusy.virtual.clock.host_time import Passing
-from keepbusy.virtual.clock.rows import PACKED, Rows
-from keepbusy.virtual.clock.streams import BEGINNING, Moment, Stream
-from keepbusy.virtual.costs.device import Device, HostCopy
+from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
+from keepbusy.virtual.clock.rows import Rows
+from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Moment, Stream
+from keepbusy.virtual.costs.device import Device
 
-# A host thread of the timeline: how far it is, and what is open on it.
+_WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
+_KERNEL, _COLLECTIVE, _FILL, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.FILL), int(Kind.COPY)
+_OPERATOR = int(FrameKind.OPERATOR)
 
-
-class Host:
-    """A host thread: how far it is, and what is open on it."""
-
-    __slots__ = (
-        "around", "backward", "base", "depth", "frame", "lane", "last", "lines", "marks", "now", "passing", "place",
-        "released",
-    )  # fmt: skip
-
-    def __init__(self, lane: int, now: int, passing: Passing) -> None:
-        self.lane = lane
-        self.now = now
-        self.passing = passing
-        self.last = NONE  # its last row
-        self.released: list[int] = []  # rows that its next row waits for
-        self.marks: list[str] = []  # what its next row begins
-        self.depth = 0  # of operators within operators
-        self.frame = NONE  # the innermost open frame
-        self.base = NONE  # the innermost that is no line
-        self.place = 0
-        self.lines: tuple[int, ...] = ()  # the open frames of its place, within `base`
-        self.around: list[tuple[int, int, tuple[int, ...], bool, bool]] = []  # what to return to
-        self.backward = False  # whether the engine of autograd is at work
+MARKS = (*STEP_MARKS, "Forward#")
+"""Begin the names of frames that begin the run's steps, the most trusted first."""
+STARVATION = 300_000
+"""Nanoseconds. Taking a batch that is ready costs less than this."""
+_FIRST_STREAM = 7
+"""CUDA's tools call the default stream 7."""
+_PEER_COPY = "Memcpy PtoP (Device -> Device)"
 
 
-class _Ending:
-    """Lies among a thread's own things, and goes with them."""
+class Clock:
+    """One process's view of its devices, and the timeline that it writes of them."""
 
-    def __init__(self, does: Callable[[], object]) -> None:
-        self.does = does
-
-    def __del__(self) -> None:
-        self.does()
-
-
-class _Endings(threading.local):
-    def __init__(self) -> None:
-        self.all: list[_Ending] = []
-
-
-_ENDINGS = _Endings()
-
-
-def at_end_of_thread(does: Callable[[], object]) -> None:
-    """Call it when the calling thread ends. A thread that C++ started has no end: Python forgets it after each call."""
-    thread = threading.current_thread()
-    if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
-        _ENDINGS.all.append(_Ending(does))
-
-
-# The host's half of the clock: threads, the time they take, and what encloses it.
-#
-# A thread's own time goes on while the program runs, and stands still from `come` to `go`, while we
-# compute its values: `passing.py`. From one operator to the next it takes at least what PyTorch's
-# dispatches cost the device's host: the device file says how long one takes, `dispatches.py` how many
-# there are.
-
-_STEPS = (*STEP_MARKS, "Forward#")
-BACKWARD_PASS = "backward"
-"""The annotation within which the autograd engine is at work."""
-_ALONE = (BACKWARD_PASS, "Optimizer.")
-_WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
-
-
-class Program:
-    """Host threads and their frames."""
-
-    def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None) -> None:
+    def __init__(self, device: Device, rank: int = 0, devices: int = 1, real: Callable[[], int] | None = None) -> None:
         """`real`: nanoseconds of a steady clock, or None for modelled host time."""
-        self.device, self.rank = device, rank
+        self.device, self.rank, self.devices = device, rank, devices
+        self.raises: Callable[[str, int], Exception] = CaptureError
+        """Makes what is raised where CUDA would return an error of this text and number."""
         self.rows = Rows()
         self.lock = threading.RLock()
         self._real = real
-        self._hosts: dict[int, Host] = {}
-        self._ended: dict[int, Host] = {}
-        self._numbers = 0
+
+        self.threads: dict[int, HostThread] = {}  # by Python's number; `host` adds those that are missing
+        self._ended_threads: dict[int, HostThread] = {}
+        self._thread_count = 0
         self._places: dict[tuple[str, ...], int] = {(): 0}
         self._lines: list[tuple[int, ...]] = [()]
-        self._marks: dict[str, list[int]] = {prefix: [] for prefix in _STEPS}
+        self._mark_rows: dict[str, list[int]] = {mark: [] for mark in MARKS}
+        self._workers, self._last_batch = NONE, 0  # the lane of loader workers, and when they were last done
+
+        self._streams: dict[int, Stream] = {}
+        self._default_streams: dict[int, int] = {}
+        self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
+        self._groups: dict[int, int] = {}  # how many ranks are members
+        self._captures: dict[int, Graph] = {}
+        self._branch_streams: dict[tuple[int, int], int] = {}  # of a stream, on which lanes its graphs' branches run
         self.host()
 
-    # threads
+    # host threads
 
-    def host(self) -> Host:
+    def host(self) -> HostThread:
         """The calling thread. One that was never seen begins where the first one is now."""
-        host = self._hosts.get(threading.get_ident())
-        return host if host is not None else self._new_host()
+        return self.threads.get(get_ident()) or self._new_thread()
 
-    def _new_host(self) -> Host:
-        number = threading.get_ident()
+    def _new_thread(self) -> HostThread:
+        number = get_ident()
         with self.lock:
-            first, before = next(iter(self._hosts.values()), None), self._ended.pop(number, None)
-            if before is None:
-                lane = self.rows.lane(Lane(self.rank, None, self._numbers, threading.current_thread().name))
-                self._numbers += 1
-            self._hosts[number] = before or Host(lane, first.now if first else 0, Passing(self._real))
-            if before is not None and first is not None:
-                self.follow(first)
-        at_end_of_thread(lambda: self._end_thread(number))
-        return self._hosts[number]
+            first = self.first_thread if self.threads else None
+            same = self._ended_threads.pop(number, None)
+            if same is None:
+                lane = self.rows.lane(Lane(self.rank, None, self._thread_count, threading.current_thread().name))
+                self._thread_count += 1
+                now = first.now if first else 0
+                self.threads[number] = HostThread(self.rows, lane, now, self._real, self._lines, self._mark_rows)
+            else:  # Python gave the number of a thread that has ended: this one goes on in its lane, not at its time
+                self.threads[number] = same
+                if first is not None:
+                    self.hand_over(first)
+        at_end_of_thread(lambda: self._ended_threads.update({number: self.threads.pop(number)}))
+        return self.threads[number]
 
-    def _end_thread(self, number: int) -> None:
-        """Python gives its number to another thread, which goes on in its lane, but not at its time."""
-        self._ended[number] = self._hosts.pop(number)
-
-    def follow(self, other: Host) -> None:
-        """The calling thread goes on once `other` has done what it did so far: a backward pass, handed over or back."""
+    def hand_over(self, other: HostThread) -> None:
+        """The calling thread goes on once `other` has done what it did so far: a backward pass, begun or ended."""
         host = self.host()
         with self.lock:
             if other is host:
                 return
             if other.last != NONE:
-                host.released.append(other.last)
+                host.releases.append(other.last)
             host.now = max(host.now, other.now)
-            host.passing.skip()
+            host.forget_real_time()
 
-    # time
-
-    def come(self, overhead: int = 0) -> Host:
-        """The program has called something of ours. Until `go`, real time does not count; nor does our `overhead`."""
-        host = self._hosts.get(threading.get_ident()) or self._new_host()
-        host.passing.come(overhead)
+    def pause(self, overhead: int = 0) -> HostThread:
+        """The program has called us: see `HostThread.pause`. Its `resume` goes back to the program."""
+        host = self.threads.get(get_ident()) or self._new_thread()
+        host.pause(overhead)
         return host
 
-    def go(self, host: Host) -> None:
-        """Back to the program."""
-        host.passing.go()
-
-    def excuse(self, duration: int) -> None:
+    def discount(self, duration: int) -> None:
         """So much of the program's real time was ours, if it is the program that runs now."""
-        host = self._hosts.get(threading.get_ident())
-        if host is not None and not host.passing.inside:
-            host.passing.excuse(duration)
+        host = self.threads.get(get_ident())
+        if host is not None and not host.pauses:
+            host.unwritten_time -= duration
 
-    def begin(self, name: str, place: int = 0) -> None:
-        """An operator of the device begins. Until `end`, real time is ours."""
-        host = self.come()
-        with self.lock:
-            if not host.depth:
-                if place != host.place:
-                    self._go_to(host, place)
-                self._work(host, self._since(host, name), "")
-            host.depth += 1
-            self._open(host, _OPERATOR, name)
+    def knows_caller(self) -> bool:
+        return get_ident() in self.threads
 
-    def end(self) -> None:
-        """The operator is done, and the program goes on."""
-        host = self._hosts[threading.get_ident()]
-        with self.lock:
-            self._close(host)
-            host.depth -= 1
-        self.go(host)
+    @property
+    def first_thread(self) -> HostThread:
+        """The one that began the run."""
+        return next(iter(self.threads.values()))
 
-    def enter(self, kind: FrameKind, name: str, place: int = 0) -> None:
-        """Something of the program's own begins, whose time counts: an annotation, a loader, an operator on the host.
-
-        Steps that the program announces, optimizer steps and profiler steps, named as PyTorch names them, are the marks
-        of the run's steps.
-        """
-        host = self.come()
-        with self.lock:
-            if place != host.place:
-                self._go_to(host, place)
-            if not host.depth:
-                self._flush(host)
-            self._open(host, int(kind), name)
-            host.backward |= name == BACKWARD_PASS
-            host.passing.alone |= name.startswith(_ALONE)
-            host.marks += [prefix for prefix in _STEPS if name.startswith(prefix)]
-        self.go(host)
-
-    def leave(self) -> None:
-        """The innermost frame that `enter` opened ends."""
-        host = self.come()
-        with self.lock:
-            if not host.depth:
-                self._flush(host)
-            if host.around:
-                self._close(host)
-        self.go(host)
-
-    def work(self, duration: int, name: str = "", place: int = 0) -> None:
-        """Host work that the clock cannot see, or should not measure: a sleep, an operator of known cost."""
+    def read(self, place: int) -> int:
+        """The program looks at its clock: how far the calling thread is, with all that it did until now."""
         host = self.host()
         with self.lock:
-            if place != host.place and not host.depth:
-                self._go_to(host, place)
-            if not host.depth:
-                self._flush(host)
-            self._work(host, duration, name)
+            if not host.depth and host.pauses == 1:
+                host.go_to(place)
+                host.work_until_look()
+            return host.now + host.modelled_time
 
-    def pass_by(self, place: int, until: int) -> None:
-        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there."""
-        host = self.host()
-        with self.lock:
-            passed = host.passing.until(until) if not host.depth else 0
-            if passed > 0:
-                if place != host.place:
-                    self._go_to(host, place)
-                self._work(host, host.passing.show(passed), "")
-
-    def spend(self, duration: float) -> None:
-        """A little modelled host time that deserves no row of its own: a view, a module called."""
-        host = self.host()
-        with self.lock:
-            host.passing.spent += round(duration)
-
-    def glance(self) -> None:
-        """An operator that launches nothing: a view, memory alone. In the backward pass it is a node of its own."""
-        host, costs = self.host(), self.device.host
-        host.passing.spent += costs.backward if host.backward else costs.view
-
-    def reached(self) -> int:
+    def now(self) -> int:
         """How far the calling thread is, without the time that is not written down yet."""
         return self.host().now
 
-    def steps(self) -> list[int]:
-        """The rows that begin the run's steps.
-
-        Of the first kind of mark that there is, unless it was only a warm-up: another kind came after
-        it, at least as often. So are steps marked that a graph replays whole.
-        """
-        known = [marks for marks in self._marks.values() if len(marks) > 1]
-        return next((one for one in known if not any(_overtakes(other, one) for other in known)), [])
-
-    # places
-
     def place(self, *lines: str) -> int:
-        """A number for a place in the program, for use with `begin`: its lines from the outside in.
+        """A number for a place in the program: its lines from the outside in.
 
         Each is written like `train.py(41): main`, as Kineto writes functions, but with the line of the call.
         """
@@ -276,95 +158,93 @@ class Program:
                 self._lines.append(tuple(self.rows.name(line) for line in lines))
         return number
 
-    # rows and frames, with the lock held
+    # what encloses the program's calls
 
-    def _since(self, host: Host, name: str) -> int:
+    def begin(self, name: str, place: int = 0) -> None:
+        """An operator of the device begins. Until `end`, real time is ours."""
+        host = self.pause()
+        with self.lock:
+            self._dispatch(host, name, place)
+            host.depth += 1
+            host.open(_OPERATOR, name)
+
+    def end(self) -> None:
+        """The operator is done, and the program goes on."""
+        host = self.threads[get_ident()]
+        with self.lock:
+            host.close()
+            host.depth -= 1
+        host.resume()
+
+    def enter(self, kind: FrameKind, name: str, place: int = 0) -> None:
+        """Something of the program's own begins, whose time counts: an annotation, a loader, an operator on the host.
+
+        Steps that the program announces, optimizer steps and profiler steps, named as PyTorch names them, are the marks
+        of the run's steps.
+        """
+        host = self.pause()
+        with self.lock:
+            host.go_to(place)
+            host.work_until_border()
+            host.open(int(kind), name)
+            host.marks += [mark for mark in MARKS if name.startswith(mark)]
+        host.resume()
+
+    def leave(self) -> None:
+        """The innermost frame that `enter` opened ends."""
+        host = self.pause()
+        with self.lock:
+            host.work_until_border()
+            host.close()
+        host.resume()
+
+    def work(self, duration: int, name: str = "", place: int = 0) -> None:
+        """Host work that the clock cannot see, or should not measure: a sleep, an operator of known cost."""
+        host = self.host()
+        with self.lock:
+            if not host.depth:
+                host.go_to(place)
+            host.work_until_border()
+            host.work(duration, name)
+
+    def attribute(self, place: int, until: int) -> None:
+        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there."""
+        host = self.host()
+        with self.lock:
+            duration = host.take_time_until(until) if not host.depth else 0
+            if duration > 0:
+                host.go_to(place)
+                host.work(duration)
+
+    def spend(self, duration: float) -> None:
+        """A little modelled host time that deserves no row of its own: a view, a module called."""
+        host = self.host()
+        with self.lock:
+            host.modelled_time += round(duration)
+
+    def spend_on_view(self) -> None:
+        """An operator that launches nothing: a view, memory alone. In the backward pass it is a node of its own."""
+        host = self.host()
+        host.modelled_time += self.device.host.backward if host.in_backward else self.device.host.view
+
+    def _dispatch(self, host: HostThread, name: str, place: int) -> None:
         """What the program did since it was last seen, up to an operator of the device.
 
         From the operator before, at least what dispatching this one costs the device's own host, however
         quick this machine is.
         """
-        least = self.device.host.dispatch(name, backward=bool(host.backward or host.lane))
-        return host.passing.due((host.place, name), least)
+        if host.depth:
+            return
+        if place != host.place:
+            host.go_to(place)
+        least = self.device.host.dispatch(name, backward=host.in_backward or host.lane > 0)
+        host.work(host.take_dispatch_time((place, name), least))
 
-    def _flush(self, host: Host) -> None:
-        """What the program did since it was last seen, up to a border of its own."""
-        self._work(host, host.passing.at_border(), "")
-
-    def _work(self, host: Host, duration: int, name: str) -> None:
-        if duration > 0:
-            self._host_row(host, _WORK, name, host.now, host.now + duration, duration)
-
-    def _host_row(
-        self, host: Host, kind: int, name: str, start: int, end: int, work: int, awaits: int = NONE, size: int = 0
-    ) -> int:
-        rows = self.rows
-        row = rows.add(
-            (host.lane, kind, rows.name(name), host.frame, start, end, work, 0, awaits, NONE, size, 0, NONE, NONE, 0)
-        )
-        host.now, host.last = end, row
-        if host.released:
-            for source in host.released:
-                rows.link(source, row, LinkKind.HANDOFF)
-            host.released.clear()
-        if host.marks:
-            for prefix in host.marks:
-                self._marks[prefix].append(row)
-            host.marks.clear()
-        return row
-
-    def _open(self, host: Host, kind: int, name: str) -> None:
-        host.around.append((host.base, host.place, host.lines, host.backward, host.passing.alone))
-        host.base = host.frame = self.rows.open(host.lane, kind, self.rows.name(name), host.frame, host.now)
-        host.place, host.lines = 0, ()
-
-    def _close(self, host: Host) -> None:
-        """Close the innermost frame, and the lines within it."""
-        for frame in (*host.lines, host.base):
-            self.rows.close(frame, host.now)
-        alone = host.passing.alone
-        host.base, host.place, host.lines, host.backward, host.passing.alone = host.around.pop()
-        if alone and not host.passing.alone:
-            host.passing.ends_alone()
-        host.frame = host.lines[-1] if host.lines else host.base
-
-    def _go_to(self, host: Host, place: int) -> None:
-        """Leave the lines that the new place is not within, and enter its own."""
-        old, new = self._lines[host.place], self._lines[place]
-        same = 0
-        while same < min(len(old), len(new)) and old[same] == new[same]:
-            same += 1
-        for line in host.lines[same:]:
-            self.rows.close(line, host.now)
-        lines = host.lines[:same]
-        for name in new[same:]:
-            parent = lines[-1] if lines else host.base
-            lines = (*lines, self.rows.open(host.lane, _LINE, name, parent, host.now))
-        host.lines, host.place = lines, place
-        host.frame = lines[-1] if lines else host.base
-
-
-def _overtakes(other: list[int], one: list[int]) -> bool:
-    return other[0] > one[-1] and len(other) >= len(one)
-
-
-# Batches of a loader's workers: the host waits for them, and they become a lane whose spans are batches.
-
-STARVED = 300_000
-"""Taking a batch that is ready costs less than this."""
-_SYNC, _WORK = int(Kind.SYNC), int(Kind.WORK)
-
-
-class Batches(Program):
-    """What the program waits for that other processes of it make."""
-
-    def __init__(self, device: Device, rank: int = 0, real: Callable[[], int] | None = None) -> None:
-        super().__init__(device, rank, real)
-        self._workers, self._batched = NONE, 0  # their lane, and when they had finished their last batch
+    # batches of a loader's workers: the host waits for them, and they become a lane whose spans are batches
 
     def await_batch(self) -> None:
         """A loader's workers are asked for a batch. Until it is taken, real time does not count."""
-        self.come().passing.awaits = True
+        self.pause().awaits_batch = True
 
     def take_batch(self, name: str, done: int | None = None) -> None:
         """It has come: what the host waited for it, it waited for them.
@@ -373,57 +253,25 @@ class Batches(Program):
         """
         host = self.host()
         with self.lock:
-            if not host.passing.awaits:
+            if not host.awaits_batch:
                 return
-            host.passing.awaits = False
-            waited = host.passing.away() if done is None else done - host.now
-            if not host.depth and waited >= (STARVED if done is None else 1):
-                self._wait_for_workers(host, name, host.now + waited)
+            host.awaits_batch = False
+            waited = host.pause_length() if done is None else done - host.now
+            if not host.depth and waited >= (STARVATION if done is None else 1):
+                until = host.now + waited
+                if self._workers == NONE:
+                    self._workers, self._last_batch = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
+                begun, self._last_batch = self._last_batch, until
+                self.rows.add(
+                    (
+                        self._workers, _WORK, self.rows.name(name), NONE, begun, until, until - begun, 0, NONE, NONE,
+                        0, 0, NONE, NONE, 0,
+                    )
+                )  # fmt: skip
+                host.add(_SYNC, name, until, 0, self._workers)
             elif done is None:
-                host.passing.excuse(-waited)
-        self.go(host)
-
-    def _wait_for_workers(self, host: Host, name: str, until: int) -> None:
-        if self._workers == NONE:
-            self._workers, self._batched = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
-        begun, self._batched = self._batched, until
-        number, work = self.rows.name(name), until - begun
-        self.rows.add((self._workers, _WORK, number, NONE, begun, until, work, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
-        self._host_row(host, _SYNC, name, host.now, until, 0, self._workers)
-
-
-# The device's half of the clock, inside: enqueue, start, end, wait.
-#
-# These are the rules of `timeline/replay.py`; whoever changes one of them changes the other. All but
-# the first methods are called with the lock held.
-
-_WORK, _LAUNCH, _SYNC, _KERNEL = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.KERNEL)
-_FIRST_NUMBER = 7
-"""CUDA's tools call the default stream 7."""
-
-
-class Queues(Batches):
-    """Streams, and how commands get into and out of them."""
-
-    raises: Callable[[str, int], Exception] = CaptureError
-    """Makes what is raised where CUDA would return an error of this text and number."""
-
-    def __init__(
-        self,
-        device: Device,
-        rank: int = 0,
-        devices: int = 1,
-        real: Callable[[], int] | None = None,
-    ) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time."""
-        super().__init__(device, rank, real)
-        self.devices = devices
-        self.groups: dict[int, int] = {}
-        self._streams: dict[int, Stream] = {}
-        self._defaults: dict[int, int] = {}
-        self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
-        self._captures: dict[int, Graph] = {}
-        self._beside: dict[tuple[int, int], int] = {}  # of a stream, the lanes of the branches of its graphs
+                host.unwritten_time += waited
+        host.resume()
 
     # streams
 
@@ -434,12 +282,12 @@ class Queues(Batches):
 
     def default_stream(self, device: int = 0) -> int:
         """The stream that a device's work goes to unless told otherwise."""
-        lane = self._defaults.get(device)
-        return self._defaults.setdefault(device, self.new_stream(device)) if lane is None else lane
+        lane = self._default_streams.get(device)
+        return self._default_streams.setdefault(device, self.new_stream(device)) if lane is None else lane
 
     def new_stream(self, device: int = 0) -> int:
         with self.lock:
-            number = sum(one.device == device for one in self._streams.values()) + _FIRST_NUMBER
+            number = sum(one.device == device for one in self._streams.values()) + _FIRST_STREAM
             lane = self.rows.lane(Lane(self.rank, device, number, f"stream {number}"))
             self._streams[lane] = Stream(lane, device, number, self.device.queue.pending)
             return lane
@@ -448,197 +296,211 @@ class Queues(Batches):
         """What the device's tools call it."""
         return self._streams[stream].number
 
-    def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
+    # commands
+
+    def operator(self, name: str, place: int, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
         """`begin`, `launch_all` and `end` at once, for an operator that only launches kernels: the usual one.
 
-        Called when its values are computed, between `come` and `go`.
+        Called when its values are computed, while the calling thread is paused.
         """
-        host, line = self._hosts[get_ident()], self._streams[stream]
+        host, line, rows, cost = self.threads[get_ident()], self._streams[stream], self.rows, self.device.host.launch
         with self.lock:
-            if not host.depth and place != host.place:
-                self._go_to(host, place)
-            if line.awaited or host.released or host.marks or stream in self._captures:
-                self._launch_carefully(host, name, stream, kernels)
+            self._dispatch(host, name, place)
+            outer = host.frame
+            host.frame = frame = rows.open(host.lane, _OPERATOR, rows.name(name), outer, host.now)
+            try:
+                if host.modelled_time:
+                    host.work(host.modelled_time)
+                    host.modelled_time = 0
+                for kernel, work in kernels:
+                    self._launch(host, line, _KERNEL, kernel, work, cost)
+            finally:  # a capture that has failed refuses them
+                rows.frame_ends[frame] = host.now
+                host.frame = outer
+
+    def launch(self, stream: int, name: str, work: int, size: int = 0) -> int:
+        """A kernel that runs for `work` once nothing holds it up. Returns its row, or NONE during a capture."""
+        with self.lock:
+            return self._launch(
+                self._arrive(), self._streams[stream], _KERNEL, name, work, self.device.host.launch, size=size
+            )
+
+    def launch_all(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
+        """What an operator launches: kernels by name and work, a launch each."""
+        with self.lock:
+            host, line, cost = self._arrive(), self._streams[stream], self.device.host.launch
+            for name, work in kernels:
+                self._launch(host, line, _KERNEL, name, work, cost)
+
+    def fill(self, stream: int, size: int, work: int) -> int:
+        with self.lock:
+            host, line, cost = self._arrive(), self._streams[stream], self.device.host.launch
+            return self._launch(host, line, _FILL, "Memset (Device)", work, cost, "cudaMemsetAsync", size)
+
+    def collective(
+        self,
+        stream: int,
+        name: str,
+        wire: int,
+        size: int,
+        group: int,
+        members: int,
+        last_arrival: Callable[[int], int] | None = None,
+    ) -> int:
+        """This rank's part of a collective: it ends `wire` after the last rank has arrived.
+
+        `last_arrival` is given when this part could begin and returns when the last of all parts could; it
+        may ask the other ranks. `group` is a number for its group of `members` ranks.
+        """
+        with self.lock:
+            host, line, cost = self._arrive(), self._streams[stream], self.device.host.collective
+            self._groups[group] = members
+            if stream in self._captures:
+                return self._capture(host, line, cost, Node(stream, _COLLECTIVE, name, wire, size, group, last_arrival))
+            call = self._call(host, line, "cudaLaunchKernelExC", cost)
+            start = self._earliest_start(line, call, self.device.queue.gap)
+        last = start if last_arrival is None else max(start, last_arrival(start))  # asked without the lock
+        with self.lock:
+            return self._command(line, call, _COLLECTIVE, name, start, last + wire - start, size, group=group)
+
+    def copy(
+        self,
+        stream: int,
+        direction: Direction,
+        size: int,
+        pinned: bool = False,
+        non_blocking: bool = False,
+        fresh: int = 0,
+    ) -> None:
+        """Bytes between host and device; `pinned` and `non_blocking` as the program asked for them.
+
+        Without `non_blocking` the host waits for the stream; from or to pageable memory it waits
+        anyway, unless the driver can stage the bytes. `fresh`: so many of them go to memory of the host
+        that was never touched.
+        """
+        with self.lock:
+            host, line, way = (
+                self._arrive(),
+                self._streams[stream],
+                self.device.copies.copy(direction, size, pinned, fresh),
+            )
+            graph, blocks = self._capture_of(stream), not (non_blocking and way.returns)
+            waits_in = "cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize"
+            if blocks:
+                self._refuse(waits_in if graph else "cudaStreamSynchronize", graph)
+            if graph is not None:
+                self._capture(host, line, way.call, Node(stream, _COPY, way.name, way.work, size))
+                return
+            engine = (line.device, int(direction))  # a device has one for each direction, and all streams share it
+            lane, row, end = self._engines.get(engine, (stream, NONE, 0))
+            call = self._call(host, line, "cudaMemcpyAsync", way.call)
+            if end > line.tail:
+                line.wait_for({lane: (row, end)})
+            start = self._earliest_start(line, call, self.device.queue.gap)
+            row = self._command(line, call, _COPY, way.name, start, way.work, size, direction, way.pinned)
+            self._engines[engine] = (stream, row, line.tail)
+            if blocks:
+                self._sync(host, waits_in, stream, line.tail)
+
+    def copy_to_peer(self, source: int, target: int, size: int, non_blocking: bool = True) -> None:
+        """From one device to another: in the order of both streams."""
+        with self.lock:
+            host, line, other = self._arrive(), self._streams[source], self._streams[target]
+            work, cost = self.device.wire.time(size), self.device.host.launch
+            if source in self._captures:
+                self._capture(host, line, 0, Node(source, _COPY, _PEER_COPY, work, size))
+                return
+            call = self._call(host, line, "cudaMemcpyPeerAsync", cost)
+            line.wait_for(other.pending())
+            start = self._earliest_start(line, call, self.device.queue.gap)
+            row = self._command(line, call, _COPY, _PEER_COPY, start, work, size, int(Direction.DEVICE_TO_DEVICE))
+            other.wait_for({source: (row, line.tail)})
+            if not non_blocking:
+                self._sync(host, "cudaStreamSynchronize", source, line.tail)
+
+    # events
+
+    def record(self, stream: int) -> Moment:
+        """Where the stream is now: what an event holds once it is recorded."""
+        with self.lock:
+            host, line, graph = self._arrive(), self._streams[stream], self._capture_of(stream)
+            host.modelled_time += self.device.host.event
+            until = line.until()
+            reached = max(until, host.now + host.modelled_time + self.device.queue.latency)
+            return Moment(reached, until, line.pending(), graph, graph.reached(stream) if graph else {})
+
+    def wait(self, stream: int, moment: Moment) -> None:
+        """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
+        with self.lock:
+            self._arrive().modelled_time += self.device.host.event
+            if moment.graph is not None or (stream in self._captures and moment is not BEGINNING):
+                self._join(stream, moment)
             else:
-                self._launch_plainly(host, line, name, kernels, 0 if host.depth else self._since(host, name))
+                self._streams[stream].wait_for(moment.awaited)
 
-    # with the lock held
+    def query(self, moment: Moment) -> bool:
+        """Whether the device has passed it."""
+        with self.lock:
+            host = self._arrive()
+            self._touch("cudaEventQuery", moment)
+            host.modelled_time += self.device.host.event
+            return moment.time <= host.now + host.modelled_time
 
-    def _launch_carefully(self, host: Host, name: str, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
-        if not host.depth:
-            self._work(host, self._since(host, name), "")
-        self._open(host, _OPERATOR, name)
-        host.depth += 1
-        try:
-            self._arrive()
-            for kernel, work in kernels:
-                self._enqueue(host, stream, _KERNEL, kernel, work)
-        finally:  # a capture that has failed refuses them
-            host.depth -= 1
-            self._close(host)
+    def passed(self, moment: Moment) -> bool:
+        """The same, when nobody asks: it costs no time."""
+        return moment.time <= self.host().now
 
-    def _launch_plainly(
-        self, host: Host, line: Stream, name: str, kernels: Sequence[tuple[str, int]], spent: int
-    ) -> None:
-        """The same in one loop for its speed, where nothing holds the kernels up but the queue."""
-        rows, queue, ends, cost = self.rows, self.device.queue, line.ends, self.device.host.launch
-        spans, names, latency, gap = rows.spans, rows.names, queue.latency, queue.gap
-        if len(spans.fresh) + 2 * len(kernels) + 1 > PACKED:
-            spans.pack()
-        fresh, before, lane, now, tail = spans.fresh, spans.before, host.lane, host.now, line.tail
-        if spent > 0:
-            fresh.append((lane, _WORK, 0, host.frame, now, now + spent, spent, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
-            now, host.last = now + spent, before + len(fresh) - 1
-        frame = rows.open(lane, _OPERATOR, rows.name(name), host.frame, now)
-        called = rows.name("cudaLaunchKernel") if kernels else 0
-        for kernel, work in kernels:
-            oldest = ends[line.place]
-            end = (oldest if oldest > now else now) + cost
-            host.last = row = before + len(fresh)
-            fresh.append((lane, _LAUNCH, called, frame, now, end, cost, 0, NONE, NONE, 0, 0, NONE, NONE, 0))
-            start = now + latency if now + latency > tail + gap else tail + gap
-            tail, number = start + work, names.get(kernel)
-            number = rows.name(kernel) if number is None else number
-            fresh.append(
-                (line.lane, _KERNEL, number, NONE, start, tail, work, gap, NONE, NONE, 0, 0, NONE, row, latency)
-            )
-            ends[line.place] = tail
-            line.place = line.place + 1 if line.place + 1 < len(ends) else 0
-            now = end
-        host.now = rows.frame_ends[frame] = now
-        if kernels:
-            line.tail, line.last = tail, before + len(fresh) - 1
+    def idle(self, stream: int) -> bool:
+        """Whether everything in the stream is done: `Stream.query`."""
+        with self.lock:
+            host = self._arrive()
+            self._refuse("cudaStreamQuery", self._captures.get(stream))
+            host.modelled_time += self.device.host.event
+            return self._streams[stream].until() <= host.now + host.modelled_time
 
-    def _arrive(self) -> Host:
-        """The calling thread, with its own time written down."""
-        host = self.host()
-        if not host.depth:
-            self._flush(host)
-        elif host.passing.spent:
-            self._work(host, host.passing.spent, "")
-            host.passing.spent = 0
-        return host
+    def elapsed(self, first: Moment, second: Moment) -> int:
+        for moment in (first, second):
+            self._touch("cudaEventElapsedTime", moment)
+        return second.time - first.time
 
-    def _enqueue(
-        self, host: Host, stream: int, kind: int, name: str, work: int, size: int = 0, call: str = "cudaLaunchKernel"
-    ) -> int:
-        line = self._streams[stream]
-        if stream in self._captures:
-            self._captured(stream).add(stream, kind, name, work, size)
-            self._work(host, self.device.host.launch, "")
-            return NONE
-        launch = self._call(host, line, call, self.device.host.launch)
-        return self._command(line, launch, kind, name, self._ready(line, launch), work, size)
+    # syncs, and calls of the driver for memory
 
-    def _call(self, host: Host, line: Stream, name: str, work: int, size: int = 0) -> tuple[int, int]:
-        """A launch: its row, and when it began. A full queue holds it up."""
-        start = host.now
-        oldest = line.ends[line.place]
-        end = (oldest if oldest > start else start) + work
-        return self._host_row(host, _LAUNCH, name, start, end, work, NONE, size), start
+    def sync_moment(self, moment: Moment, name: str = "cudaEventSynchronize") -> None:
+        with self.lock:
+            host = self._arrive()
+            self._touch(name, moment)
+            self._sync(host, name, NONE, moment.until, moment.awaited)
 
-    def _ready(self, line: Stream, call: tuple[int, int], gap: int | None = None) -> int:
-        """When a command launched so may start."""
-        start = call[1] + self.device.queue.latency
-        free = line.tail + (self.device.queue.gap if gap is None else gap)
-        if free > start:
-            start = free
-        for _, end in line.awaited:
-            start = max(start, end + self.device.queue.gap)
-        return start
+    def sync_stream(self, stream: int, name: str = "cudaStreamSynchronize") -> None:
+        with self.lock:
+            host, line = self._arrive(), self._streams[stream]
+            self._refuse(name, self._captures.get(stream))
+            self._sync(host, name, stream, line.until(), line.awaited)
 
-    def _command(
-        self,
-        line: Stream,
-        call: tuple[int, int],
-        kind: int,
-        name: str,
-        start: int,
-        work: int,
-        size: int = 0,
-        direction: int = 0,
-        pinned: int = NONE,
-        group: int = NONE,
-        gap: int | None = None,
-    ) -> int:
-        rows, queue, end = self.rows, self.device.queue, start + work
-        gap = queue.gap if gap is None else gap
-        row = rows.add(
-            (
-                line.lane, kind, rows.name(name), NONE, start, end, work, gap, NONE, group, size, direction,
-                pinned, call[0], queue.latency,
-            )
-        )  # fmt: skip
-        if line.awaited:
-            for source, _ in line.awaited:
-                rows.link(source, row, LinkKind.ORDER, queue.gap)
-            line.awaited.clear()
-        line.append(row, end, call[0])
-        return row
+    def sync_device(self, device: int = 0, name: str = "cudaDeviceSynchronize") -> None:
+        with self.lock:
+            host = self._arrive()
+            self._refuse(name, *self._captures.values())
+            self._sync(host, name, *self._whole(device))
 
-    def _sync(
-        self,
-        host: Host,
-        name: str,
-        awaits: int,
-        until: int,
-        rows: Sequence[int],
-        kind: int = _SYNC,
-        work: int | None = None,
-    ) -> None:
-        own = self.device.host.sync if work is None else work
-        if host.released:
-            self._host_row(host, _WORK, "", host.now, host.now, 0)  # a sync begins at once, whatever it waits for
-        start = host.now
-        row = self._host_row(host, kind, name, start, max(start, until) + own, own, awaits)
-        for source in rows:
-            self.rows.link(source, row, LinkKind.ORDER)
+    def allocate(self, name: str, work: int) -> None:
+        """A call of the driver for memory: `cudaMalloc`, `cudaHostAlloc`."""
+        with self.lock:
+            host = self._arrive()
+            host.add(_ALLOCATE, name, host.now + work, work)
 
-    def _whole(self, device: int) -> tuple[int, int, list[int]]:
-        """All lanes of a device: whom a sync awaits, until when, and by which links."""
-        streams = [one for one in self._streams.values() if one.device == device]
-        until = max((one.until() for one in streams), default=0)
-        waited = [row for one in streams for row, _ in one.awaited]
-        if len({one.device for one in self._streams.values()}) < 2:
-            return EVERY_LANE, until, waited
-        return NONE, until, waited + [one.last for one in streams if one.last != NONE]
+    def release(self, name: str, work: int, device: int = 0) -> None:
+        """A call that gives memory back: it waits for the whole device first, as `cudaFree` does."""
+        with self.lock:
+            host = self._arrive()
+            awaits, until, awaited = self._whole(device)
+            if awaits == EVERY_LANE:
+                self._sync(host, name, awaits, until, awaited, _ALLOCATE, work)
+            else:  # of several devices one: only a sync waits for links
+                self._sync(host, name, awaits, until, awaited, work=0)
+                host.add(_ALLOCATE, name, host.now + work, work)
 
-    def _await_engine(self, line: Stream, direction: int) -> None:
-        """A device has one engine for each direction, and all streams share it."""
-        lane, row, end = self._engines.get((line.device, direction), (line.lane, NONE, 0))
-        if lane != line.lane and end > line.tail:
-            line.awaited.append((row, end))
-
-    def _captured(self, stream: int) -> Graph:
-        """The capture that a stream takes part in; after an error it takes nothing more."""
-        graph = self._captures[stream]
-        if graph.failed:
-            raise self._error(INVALIDATED)
-        return graph
-
-    def _refuse(self, call: str, *graphs: Graph | None, unsafe: bool = True) -> None:
-        """Refuse a call that touches these captures, or that a capture forbids anywhere: then it is `unsafe`."""
-        if not self._captures:
-            return
-        broken = {one for one in graphs if one is not None}
-        if unsafe:
-            broken |= {one for one in self._captures.values() if one.forbids(get_ident())}
-        for one in broken:
-            one.failed = True
-        if broken:
-            raise self._error(UNSUPPORTED, call)
-
-    def _error(self, text: str, call: str = "") -> Exception:
-        return self.raises(f"{text}\nThe call was {call}." if call else text, CODES[text])
-
-
-# The clock's CUDA graphs: what is launched on a capturing stream is kept, and runs at each replay.
-
-_WORK_OF_COPY = int(Kind.COPY)
-
-
-class Captures(Queues):
-    """Beginning, joining and ending a capture, and running what came of it."""
+    # CUDA graphs: what is launched on a capturing stream is kept, and runs at each replay
 
     def capture(self, stream: int, mode: str = "global") -> None:
         """From now on what is launched on the stream is kept, not run."""
@@ -657,19 +519,16 @@ class Captures(Queues):
             if stream not in self._captures:
                 raise self._error(ILLEGAL, "cudaStreamEndCapture")
             graph = self._captures[stream]
-            for one in [lane for lane, held in self._captures.items() if held is graph]:
-                del self._captures[one]
-            if graph.failed:
-                raise self._error(INVALIDATED)
-            if not graph.joined:
-                raise self._error(UNJOINED)
+            self._captures = {lane: one for lane, one in self._captures.items() if one is not graph}
+            if graph.failed or not graph.joined:
+                raise self._error(INVALIDATED if graph.failed else UNJOINED)
             return graph
 
     def instantiate(self, graph: Graph) -> None:
         """Make it ready to be launched."""
         with self.lock:
             costs = self.device.host
-            self._work(self._arrive(), costs.graph_made + costs.graph_node_made * len(graph.nodes), "")
+            self._arrive().work(costs.graph_made + costs.graph_node_made * len(graph.nodes))
 
     def replay(self, graph: Graph, stream: int) -> None:
         """One launch, all commands of the graph: each branch in its order, beside the others."""
@@ -678,54 +537,202 @@ class Captures(Queues):
             self._refuse("cudaGraphLaunch", self._captures.get(stream), unsafe=False)
             if not graph.nodes:
                 return
-            self._marks.setdefault(graph.mark, [])
             host.marks.append(graph.mark)
             call = self._call(host, line, "cudaGraphLaunch", costs.graph + costs.graph_node * len(graph.nodes))
-            lines, before = self._branches(graph, line), [(row, line.until()) for row in line.before()]
-        ends: dict[int, list[tuple[int, int]]] = {one: [] for one in lines}
-        for number, node in enumerate(graph.nodes):
-            self._run(node, lines[node.stream], call, ends, before if number else [])
+            before, lines = line.pending(), {}
+            for number, captured in enumerate(graph.streams()):
+                lane = line.lane if number == 0 else self._branch_streams.get((line.lane, number))
+                if lane is None:
+                    lane = self._branch_streams[line.lane, number] = self.new_stream(line.device)
+                lines[captured] = self._streams[lane]
+        commands: dict[int, list[tuple[int, int]]] = {one: [] for one in lines}  # rows and ends so far
+        for node in graph.nodes:
+            self._replay_node(node, call, lines, commands, before)
         with self.lock:
-            line.awaited += [ends[one][-1] for one in graph.loose()]
+            for branch in graph.open_branches():
+                line.wait_for({lines[branch].lane: commands[branch][-1]})
 
-    def _run(
+    def _replay_node(
         self,
         node: Node,
+        call: tuple[int, int],
+        lines: dict[int, Stream],
+        commands: dict[int, list[tuple[int, int]]],
+        before: Awaited,
+    ) -> None:
+        """A command of a graph. `before`: what a branch that waits for no other of the graph's waits for."""
+        line, earlier, queue = lines[node.stream], commands[node.stream], self.device.queue
+        gap = queue.graph_gap if earlier else queue.gap
+        with self.lock:
+            line.wait_for({lines[other].lane: commands[other][count - 1] for other, count in node.after})
+            if not earlier and not node.after:
+                line.wait_for(before)
+            start = self._earliest_start(line, call, gap)
+        last = start if node.last_arrival is None else max(start, node.last_arrival(start))  # asked without the lock
+        with self.lock:
+            work = last + node.work - start
+            row = self._command(line, call, node.kind, node.name, start, work, node.size, group=node.group, gap=gap)
+            earlier.append((row, line.tail))
+
+    # the timeline
+
+    def timeline(self, **facts: Any) -> Timeline:
+        """The run so far. `facts` join those that the clock knows: `source`, the script, is one to give."""
+        with self.lock:
+            hosts = [*self.threads.values(), *self._ended_threads.values()]
+            for host in hosts:
+                host.work(host.modelled_time)
+                host.modelled_time = 0
+            self.rows.marks = self.steps()
+            known = {
+                "device": self.device.name,
+                "virtual": True,
+                "pending_limit": self.device.queue.pending,
+                "groups": {str(group): members for group, members in sorted(self._groups.items())},
+            }
+            return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
+
+    def steps(self) -> list[int]:
+        """The rows that begin the run's steps.
+
+        Of the first kind of mark that there is, unless it was only a warm-up: another kind came after
+        it, at least as often. So are steps marked that a graph replays whole.
+        """
+        known = [rows for rows in self._mark_rows.values() if len(rows) > 1]
+        for rows in known:
+            if not any(other[0] > rows[-1] and len(other) >= len(rows) for other in known):
+                return rows
+        return []
+
+    # the rules of the queue, with the lock held: enqueue, start, end, wait
+
+    def _arrive(self) -> HostThread:
+        """The calling thread, with its own time written down."""
+        host = self.host()
+        host.work_until_call()
+        return host
+
+    def _launch(
+        self,
+        host: HostThread,
+        line: Stream,
+        kind: int,
+        name: str,
+        work: int,
+        cost: int,
+        call: str = "cudaLaunchKernel",
+        size: int = 0,
+    ) -> int:
+        """A call that costs the host so much, and its command; the command's row, or NONE during a capture."""
+        if line.lane in self._captures:
+            return self._capture(host, line, cost, Node(line.lane, kind, name, work, size))
+        called = self._call(host, line, call, cost)
+        return self._command(
+            line, called, kind, name, self._earliest_start(line, called, self.device.queue.gap), work, size
+        )
+
+    def _call(self, host: HostThread, line: Stream, name: str, cost: int) -> tuple[int, int]:
+        """A launch: its row, and when it began. A full queue holds it up."""
+        start, oldest = host.now, line.ends[line.place]
+        return host.add(_LAUNCH, name, (oldest if oldest > start else start) + cost, cost), start
+
+    def _earliest_start(self, line: Stream, call: tuple[int, int], gap: int) -> int:
+        """When a command launched so may start: the stream is free, and what it waits for has ended."""
+        queue = self.device.queue
+        start, free = call[1] + queue.latency, line.tail + gap
+        if free > start:
+            start = free
+        for _, end in line.awaited.values():
+            start = max(start, end + queue.gap)
+        return start
+
+    def _command(
+        self,
         line: Stream,
         call: tuple[int, int],
-        ends: dict[int, list[tuple[int, int]]],
-        before: list[tuple[int, int]],
+        kind: int,
+        name: str,
+        start: int,
+        work: int,
+        size: int = 0,
+        direction: int = 0,
+        pinned: int = NONE,
+        group: int = NONE,
+        gap: int | None = None,
+    ) -> int:
+        rows, queue, launch = self.rows, self.device.queue, call[0]
+        end, gap = start + work, queue.gap if gap is None else gap
+        row = rows.add(
+            (
+                line.lane, kind, rows.name(name), NONE, start, end, work, gap, NONE, group, size, direction,
+                pinned, launch, queue.latency,
+            )
+        )  # fmt: skip
+        if line.awaited:
+            for source, _ in line.awaited.values():
+                rows.link(source, row, LinkKind.ORDER, queue.gap)
+            line.awaited.clear()
+        line.tail, line.last = end, row
+        if launch != line.launch:  # all commands of one launch, a graph's, take one place in the queue
+            line.place, line.launch = (line.place + 1) % len(line.ends), launch
+        line.ends[line.place - 1] = end
+        return row
+
+    def _sync(
+        self,
+        host: HostThread,
+        name: str,
+        awaits: int,
+        until: int,
+        awaited: Awaited | None = None,
+        kind: int = _SYNC,
+        work: int | None = None,
     ) -> None:
-        """A command of a graph. `ends`: rows and ends so far; `before`: what a branch's beginning waits for."""
-        mine, queue = ends[node.stream], self.device.queue
-        gap = queue.graph_gap if mine else queue.gap
-        with self.lock:
-            line.awaited += [ends[other][count - 1] for other, count in node.after] or ([] if mine else before)
-            start = self._ready(line, call, gap)
-        last = start if node.meet is None else max(start, node.meet(start))  # other ranks are asked without the lock
-        work = last + node.work - start
-        with self.lock:
-            row = self._command(line, call, node.kind, node.name, start, work, node.size, group=node.group, gap=gap)
-        mine.append((row, start + work))
+        """The host waits: for a lane, until a time, and by links for rows of others."""
+        work = self.device.host.sync if work is None else work
+        if host.releases:
+            host.add(_WORK, "", host.now, 0)  # a sync begins at once, whatever it waits for
+        row = host.add(kind, name, max(host.now, until) + work, work, awaits)
+        for source, _ in (awaited or {}).values():
+            self.rows.link(source, row, LinkKind.ORDER)
 
-    # with the lock held
+    def _whole(self, device: int) -> tuple[int, int, Awaited]:
+        """All lanes of a device: whom a sync awaits, until when, and which rows by links."""
+        streams = [one for one in self._streams.values() if one.device == device]
+        until = max((one.until() for one in streams), default=0)
+        together = Stream(NONE, device, NONE, 0)
+        every = all(one.device == device for one in self._streams.values())
+        for one in streams:
+            together.wait_for(one.awaited if every else one.pending())
+        return EVERY_LANE if every else NONE, until, together.awaited
 
-    def _branches(self, graph: Graph, line: Stream) -> dict[int, Stream]:
-        """Where the commands of each captured stream run: the first ones on `line`, others on lanes beside it."""
-        first, *others = graph.streams()
-        found = {first: line}
-        for number, one in enumerate(others):
-            if (line.lane, number) not in self._beside:
-                self._beside[line.lane, number] = self.new_stream(line.device)
-            found[one] = self._streams[self._beside[line.lane, number]]
-        return found
+    # the rules of captures, with the lock held
 
-    def _capture_copy(self, host: Host, stream: int, way: HostCopy, size: int, non_blocking: bool) -> None:
-        graph = self._captured(stream)
-        if not (non_blocking and way.returns):
-            self._refuse("cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize", graph)
-        graph.add(stream, _WORK_OF_COPY, way.name, way.work, size)
-        self._work(host, way.call, "")
+    def _capture_of(self, stream: int) -> Graph | None:
+        """The capture that a stream takes part in, if any; after an error it takes nothing more."""
+        graph = self._captures.get(stream)
+        if graph is not None and graph.failed:
+            raise self._error(INVALIDATED)
+        return graph
+
+    def _capture(self, host: HostThread, line: Stream, cost: int, node: Node) -> int:
+        graph = self._capture_of(line.lane)
+        assert graph is not None
+        graph.add(node)
+        host.work(cost)
+        return NONE
+
+    def _refuse(self, call: str, *graphs: Graph | None, unsafe: bool = True) -> None:
+        """Refuse a call that touches these captures, or that a capture forbids anywhere: then it is `unsafe`."""
+        if not self._captures:
+            return
+        broken = {one for one in graphs if one is not None}
+        if unsafe:
+            broken |= {one for one in self._captures.values() if one.forbids(get_ident())}
+        for one in broken:
+            one.failed = True
+        if broken:
+            raise self._error(UNSUPPORTED, call)
 
     def _touch(self, call: str, moment: Moment, unsafe: bool = True) -> None:
         """An event of a capture may not be asked for, and after the capture it may not be used at all."""
@@ -740,221 +747,13 @@ class Captures(Queues):
     def _join(self, stream: int, moment: Moment) -> None:
         """The stream takes part in the capture that the moment belongs to; nothing else may be waited for in one."""
         self._touch("cudaStreamWaitEvent", moment, unsafe=False)
-        mine = self._captures.get(stream)
-        if moment.graph is None or mine not in (None, moment.graph):
-            if mine is not None:
-                mine.failed = True
+        joined = self._captures.get(stream)
+        if moment.graph is None or joined not in (None, moment.graph):
+            if joined is not None:
+                joined.failed = True
             raise self._error(ISOLATION)
         self._captures[stream] = moment.graph
         moment.graph.join(stream, moment.reached)
 
-
-_ALLOCATE = int(Kind.ALLOCATE)
-_KERNEL, _COLLECTIVE, _FILL, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.FILL), int(Kind.COPY)
-_DEVICE = int(Direction.DEVICE_TO_DEVICE)
-_PEERS = "Memcpy PtoP (Device -> Device)"
-
-
-class Clock(Captures):
-    """One process's view of its devices. What encloses the calls (`begin`, `enter`, …) is in `Program`."""
-
-    # commands
-
-    def launch(self, stream: int, name: str, work: int, size: int = 0) -> int:
-        """A kernel that runs for `work` once nothing holds it up. Returns its row, or NONE during a capture."""
-        with self.lock:
-            return self._enqueue(self._arrive(), stream, _KERNEL, name, work, size)
-
-    def launch_all(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
-        """What an operator launches: kernels by name and work, a launch each."""
-        with self.lock:
-            host = self._arrive()
-            for name, work in kernels:
-                self._enqueue(host, stream, _KERNEL, name, work)
-
-    def fill(self, stream: int, size: int, work: int) -> int:
-        with self.lock:
-            return self._enqueue(self._arrive(), stream, _FILL, "Memset (Device)", work, size, "cudaMemsetAsync")
-
-    def collective(
-        self,
-        stream: int,
-        name: str,
-        wire: int,
-        size: int,
-        group: int,
-        members: int,
-        meet: Callable[[int], int] | None = None,
-    ) -> int:
-        """This rank's part of a collective: it ends `wire` after the last rank has arrived.
-
-        `meet` is given when this part could begin and returns when the last of all parts could; it
-        may ask the other ranks. `group` is a number for its group of `members` ranks.
-        """
-        with self.lock:
-            host, line = self._arrive(), self._streams[stream]
-            self.groups[group] = members
-            if stream in self._captures:
-                self._captured(stream).add(stream, _COLLECTIVE, name, wire, size, group, meet)
-                self._work(host, self.device.host.collective, "")
-                return NONE
-            call = self._call(host, line, "cudaLaunchKernelExC", self.device.host.collective)
-            start = self._ready(line, call)
-        last = start if meet is None else max(start, meet(start))
-        with self.lock:
-            return self._command(line, call, _COLLECTIVE, name, start, last + wire - start, size, group=group)
-
-    # copies
-
-    def copy(
-        self,
-        stream: int,
-        direction: Direction,
-        size: int,
-        pinned: bool = False,
-        non_blocking: bool = False,
-        fresh: int = 0,
-    ) -> None:
-        """Bytes between host and device; `pinned` and `non_blocking` as the program asked for them.
-
-        Without `non_blocking` the host waits for the stream; from or to pageable memory it waits
-        anyway, unless the driver can stage the bytes. `fresh`: so many of them go to memory of the host
-        that was never touched.
-        """
-        with self.lock:
-            host, way = self._arrive(), self.device.copies.copy(direction, size, pinned, fresh)
-            if stream in self._captures:
-                self._capture_copy(host, stream, way, size, non_blocking)
-                return
-            if not (non_blocking and way.returns):
-                self._refuse("cudaStreamSynchronize")
-            line = self._streams[stream]
-            call = self._call(host, line, "cudaMemcpyAsync", way.call)
-            self._await_engine(line, direction)
-            row = self._command(
-                line, call, _COPY, way.name, self._ready(line, call), way.work, size, direction, way.pinned
-            )
-            self._engines[line.device, direction] = (line.lane, row, line.tail)
-            if not (non_blocking and way.returns):
-                self._sync(
-                    host, "cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize", line.lane, line.tail, ()
-                )
-
-    def copy_to_peer(self, source: int, target: int, size: int, non_blocking: bool = True) -> None:
-        """From one device to another: in the order of both streams."""
-        with self.lock:
-            host, line, other = self._arrive(), self._streams[source], self._streams[target]
-            if source in self._captures:
-                self._captured(source).add(source, _COPY, _PEERS, self.device.wire.time(size), size)
-                return
-            call = self._call(host, line, "cudaMemcpyPeerAsync", self.device.host.launch)
-            line.awaited += [(row, other.until()) for row in other.before()]
-            work = self.device.wire.time(size)
-            self._command(line, call, _COPY, _PEERS, self._ready(line, call), work, size, _DEVICE)
-            other.awaited.append((line.last, line.tail))
-            if not non_blocking:
-                self._sync(host, "cudaStreamSynchronize", line.lane, line.tail, ())
-
-    # events and waits
-
-    def record(self, stream: int) -> Moment:
-        """Where the stream is now: what an event holds once it is recorded."""
-        with self.lock:
-            host, line = self._arrive(), self._streams[stream]
-            host.passing.spent += self.device.host.event
-            until = line.until()
-            reached = max(until, host.now + host.passing.spent + self.device.queue.latency)
-            graph = self._captured(stream) if stream in self._captures else None
-            return Moment(reached, until, line.before(), graph, graph.reached(stream) if graph else {})
-
-    def wait(self, stream: int, moment: Moment) -> None:
-        """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
-        with self.lock:
-            host, line = self._arrive(), self._streams[stream]
-            host.passing.spent += self.device.host.event
-            if moment.graph is not None or (stream in self._captures and moment is not BEGINNING):
-                self._join(stream, moment)
-                return
-            own = line.last
-            line.awaited += [(row, moment.until) for row in moment.rows if row != own]
-
-    def query(self, moment: Moment) -> bool:
-        """Whether the device has passed it."""
-        with self.lock:
-            host = self._arrive()
-            self._touch("cudaEventQuery", moment)
-            host.passing.spent += self.device.host.event
-            return moment.time <= host.now + host.passing.spent
-
-    def passed(self, moment: Moment) -> bool:
-        """The same, when nobody asks: it costs no time."""
-        return moment.time <= self.host().now
-
-    def idle(self, stream: int) -> bool:
-        """Whether everything in the stream is done: `Stream.query`."""
-        with self.lock:
-            host = self._arrive()
-            self._refuse("cudaStreamQuery", self._captures.get(stream))
-            host.passing.spent += self.device.host.event
-            return self._streams[stream].until() <= host.now + host.passing.spent
-
-    def elapsed(self, first: Moment, second: Moment) -> int:
-        for moment in (first, second):
-            self._touch("cudaEventElapsedTime", moment)
-        return second.time - first.time
-
-    # syncs: the host waits for the device
-
-    def sync_moment(self, moment: Moment, name: str = "cudaEventSynchronize") -> None:
-        with self.lock:
-            host = self._arrive()
-            self._touch(name, moment)
-            self._sync(host, name, NONE, moment.until, moment.rows)
-
-    def sync_stream(self, stream: int, name: str = "cudaStreamSynchronize") -> None:
-        with self.lock:
-            host, line = self._arrive(), self._streams[stream]
-            self._refuse(name, self._captures.get(stream))
-            self._sync(host, name, line.lane, line.until(), [row for row, _ in line.awaited])
-
-    def sync_device(self, device: int = 0, name: str = "cudaDeviceSynchronize") -> None:
-        with self.lock:
-            host = self._arrive()
-            self._refuse(name, *self._captures.values())
-            awaits, until, rows = self._whole(device)
-            self._sync(host, name, awaits, until, rows)
-
-    def allocate(self, name: str, work: int) -> None:
-        """A call of the driver for memory: `cudaMalloc`, `cudaHostAlloc`."""
-        with self.lock:
-            host = self._arrive()
-            self._host_row(host, _ALLOCATE, name, host.now, host.now + work, work)
-
-    def release(self, name: str, work: int, device: int = 0) -> None:
-        """A call that gives memory back: it waits for the whole device first, as `cudaFree` does."""
-        with self.lock:
-            host = self._arrive()
-            awaits, until, rows = self._whole(device)
-            if awaits == NONE:  # of several devices one: only a sync waits for links
-                self._sync(host, name, NONE, until, rows, work=0)
-                self._host_row(host, _ALLOCATE, name, host.now, host.now + work, work)
-            else:
-                self._sync(host, name, awaits, until, rows, _ALLOCATE, work)
-
-    # the timeline
-
-    def timeline(self, **facts: Any) -> Timeline:
-        """The run so far. `facts` join those that the clock knows: `source`, the script, is one to give."""
-        with self.lock:
-            hosts = [*self._hosts.values(), *self._ended.values()]
-            for host in hosts:
-                self._work(host, host.passing.spent, "")
-                host.passing.spent = 0
-            self.rows.marks = self.steps()
-            known = {
-                "device": self.device.name,
-                "virtual": True,
-                "pending_limit": self.device.queue.pending,
-                "groups": dict(sorted(self.groups.items())),
-            }
-            return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
+    def _error(self, text: str, call: str = "") -> Exception:
+        return self.raises(f"{text}\nThe call was {call}." if call else text, CODES[text])

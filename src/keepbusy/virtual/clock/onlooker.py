@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
+from time import perf_counter_ns
 from types import FrameType
 
 INTERVAL = 0.001
 """Seconds between two looks: cheap enough to go unnoticed, and a wait that is shorter is hardly worth a line."""
 
-SWITCH = 20_000
+THREAD_SWITCH = 20_000
 """Nanoseconds from one Python thread to another and back."""
 
 
 class Onlooker:
-    """`seen` holds what was seen since it was last emptied: when, on the steady clock, and at which place."""
+    """`looks` holds what was seen since it was last emptied: when, on the steady clock, and at which place."""
 
     def __init__(self, place: Callable[[FrameType], int]) -> None:
-        self.seen: list[tuple[int, int]] = []
-        self._spent = 0
+        self.looks: list[tuple[int, int]] = []
+        self._cost = 0
         self._place = place
         self._watched = threading.main_thread().ident
         self._stop = threading.Event()
@@ -31,20 +31,23 @@ class Onlooker:
 
     def _look(self) -> None:
         while not self._stop.wait(INTERVAL):
-            begun = time.perf_counter_ns()
+            begun = perf_counter_ns()
             frame = sys._current_frames().get(self._watched or 0)
             if frame is not None:
-                self.seen.append((begun, self._place(frame)))
+                self.looks.append((begun, self._place(frame)))
             del frame  # it would keep the program's variables alive
-            self._spent += time.perf_counter_ns() - begun + SWITCH
+            self._cost += perf_counter_ns() - begun + THREAD_SWITCH
 
-    def cost(self) -> int:
+    def watches_caller(self) -> bool:
+        return threading.get_ident() == self._watched
+
+    def take_cost(self) -> int:
         """What the looks since the last question took, while Python stood still for the program."""
-        spent, self._spent = self._spent, 0
-        return spent
+        cost, self._cost = self._cost, 0
+        return cost
 
     def take(self) -> list[tuple[int, int]]:
         """What was seen, place by place: of looks in a row at the same place the last one."""
-        seen, self.seen = self.seen, []
-        following = [place for _, place in seen[1:]] + [-1]
-        return [look for look, after in zip(seen, following, strict=True) if look[1] != after]
+        looks, self.looks = self.looks, []
+        next_places = [place for _, place in looks[1:]] + [-1]
+        return [look for look, place in zip(looks, next_places, strict=True) if look[1] != place]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Lane, LinkKind, Links, Spans, Timeline
+from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, LinkKind, Links, Spans, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 
 COLUMNS = (
@@ -36,6 +36,7 @@ COLUMNS = (
 """Of a row as the clock writes it; then its launch, and the lag after it."""
 _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
 PACKED = 1 << 16
+_WORK = int(Kind.WORK)
 
 Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]
 
@@ -106,6 +107,15 @@ class Rows:
             spans.pack()
         spans.fresh.append(row)
         return spans.before + len(spans.fresh) - 1
+
+    def lengthen(self, row: int, frame: int, duration: int) -> bool:
+        """Let the work of a row go on, if it is the last of all and within that frame."""
+        fresh = self.spans.fresh
+        if not fresh or row != len(self) - 1 or fresh[-1][1] != _WORK or fresh[-1][3] != frame:
+            return False
+        lane, kind, name, frame, start, end, work, *rest = fresh[-1]
+        fresh[-1] = (lane, kind, name, frame, start, end + duration, work + duration, *rest)
+        return True
 
     def link(self, source: int, target: int, kind: LinkKind, lag: int = 0) -> None:
         if len(self._links.fresh) >= PACKED:

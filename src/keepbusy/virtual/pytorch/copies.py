@@ -215,7 +215,7 @@ def read_scalar(tensor: Tensor) -> Any:
 
 def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Memory alone: no kernel runs."""
-    MACHINE.clock.glance()
+    MACHINE.clock.spend_on_view()
     options.update(pin_memory=False, layout=None)
     return _blank(_aten.empty.memory_format(size, device=CPU, **options), CURRENT.index(device))
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from keepbusy.instrument import step
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
-from keepbusy.virtual.clock.engine import BACKWARD_PASS
+from keepbusy.virtual.clock.host_threads import BACKWARD_PASS
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
@@ -92,7 +92,7 @@ class Shown:
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        shown = in_training_thread() and not MACHINE.clock.host().passing.inside
+        shown = in_training_thread() and not MACHINE.clock.host().pauses
         self.name = name if shown else ""
 
     def __enter__(self) -> None:
@@ -122,7 +122,7 @@ def _patch_annotations() -> None:
         MACHINE.enter(FrameKind.ANNOTATION, self.name)
         if self.name.startswith(_LOADER):
             # input is late where the loop asks for it, whatever the loader does then
-            MACHINE.clock.work(1, place=MACHINE.here())
+            MACHINE.clock.work(1, place=MACHINE.place())
         if self.name.startswith(_OF_WORKERS):
             MACHINE.clock.await_batch()
         return enter(self)
@@ -160,7 +160,7 @@ def _follow_steps() -> None:
     """`keepbusy.step()` marks a step, whatever else does."""
 
     def ended() -> None:
-        MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.here())
+        MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.place())
         MACHINE.clock.leave()
 
     step.ENDED.append(ended)
@@ -248,7 +248,7 @@ class Priced(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed h
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not MACHINE.clock.host().passing.inside:
+        if not MACHINE.clock.host().pauses:
             _price(getattr(func, "__name__", ""), args, made)
         return made
 

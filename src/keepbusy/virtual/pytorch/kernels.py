@@ -234,11 +234,11 @@ class Kernel:
         self.scalar = _scalar_variant(overload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        host = MACHINE.come()
+        host, place = MACHINE.pause_at()
         try:
-            return self._run(MACHINE.here(), args, kwargs)
+            return self._run(place, args, kwargs)
         finally:
-            MACHINE.clock.go(host)
+            host.resume()
 
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature, operands = self.signature, Operands(self.signature)

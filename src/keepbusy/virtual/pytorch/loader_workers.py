@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import _utils, dataloader
 
-from keepbusy.virtual.clock.host_time import HostTime
+from keepbusy.virtual.clock.host_threads import HostTime
 from keepbusy.virtual.machine import MACHINE
 
 # When a loader's workers are done with their batches, on the device's machine.
@@ -70,7 +70,7 @@ def patch() -> None:
         batch = self._send_idx
         ask(self)
         if self._send_idx > batch:
-            _worker(self, self._task_info[batch][0]).ask(batch, MACHINE.clock.reached())
+            _worker(self, self._task_info[batch][0]).ask(batch, MACHINE.clock.now())
 
     def given(self: Any, data: Any, number: int) -> Any:
         _listen()

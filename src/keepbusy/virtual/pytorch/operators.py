@@ -258,12 +258,12 @@ def _named(*prefixes: str) -> Iterator[str]:
 
 def _on_host_keys(overload: Any) -> Callable[..., Any]:
     def look(*args: Any, **kwargs: Any) -> Any:
-        host = MACHINE.come()
-        MACHINE.clock.glance()
+        host = MACHINE.pause()
+        MACHINE.clock.spend_on_view()
         try:
             return overload.redispatch(HOST_KEYS, *args, **kwargs)
         finally:
-            MACHINE.clock.go(host)
+            host.resume()
 
     return look
 

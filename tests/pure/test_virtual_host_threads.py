@@ -1,0 +1,101 @@
+"""Host time: the program's own where it counts, PyTorch's dispatches at least, and nothing of ours."""
+
+from __future__ import annotations
+
+from keepbusy.virtual.clock.host_threads import HOOK_LIMIT, NOISE_LIMIT, HostThread
+from keepbusy.virtual.clock.rows import Rows
+
+US = 1_000
+
+
+class Watch:
+    """A clock that somebody sets."""
+
+    def __init__(self) -> None:
+        self.time = 0
+
+    def __call__(self) -> int:
+        return self.time
+
+
+def thread(real: Watch | None) -> HostThread:
+    return HostThread(Rows(), lane=0, real=real)
+
+
+def operator(host: HostThread, watch: Watch, program: int, least: int = 10 * US, ours: int = 900 * US) -> int:
+    """The program runs, calls us, and we compute: what is written down for it."""
+    watch.time += program
+    host.pause()
+    watch.time += ours
+    spent = host.take_dispatch_time("train.py:3", least)
+    host.resume()
+    return spent
+
+
+def test_a_dispatch_takes_what_it_takes_there_and_more_work_counts() -> None:
+    watch = Watch()
+    host = thread(watch)
+    assert operator(host, watch, 4 * US) == 10 * US
+    assert operator(host, watch, 2 * NOISE_LIMIT) == 2 * NOISE_LIMIT
+
+
+def test_of_a_short_stretch_the_shortest_of_the_last_passes_counts() -> None:
+    """A cold cache and a busy neighbour lengthen one pass, not all of them."""
+    watch = Watch()
+    host = thread(watch)
+    assert [operator(host, watch, us * US) for us in (40, 90, 300, 80, 85, 95)] == [
+        one * US for one in (40, 40, 40, 80, 80, 80)
+    ]
+
+
+def test_while_pytorch_is_at_work_by_itself_its_time_is_modelled() -> None:
+    watch = Watch()
+    host = thread(watch)
+    host.in_library = True
+    assert operator(host, watch, 2 * NOISE_LIMIT) == 10 * US
+    assert operator(host, watch, 2 * HOOK_LIMIT) == 2 * HOOK_LIMIT  # a hook that reads a file
+    watch.time += NOISE_LIMIT
+    host.pause()
+    assert host.take_border_time() == 0
+    host.in_library = False
+    host.unwritten_time = 0
+    host.resume()
+    assert operator(host, watch, 20 * US) == 20 * US
+
+
+def test_what_a_row_shows_already_is_part_of_the_dispatch() -> None:
+    watch = Watch()
+    host = thread(watch)
+    watch.time += 7 * US
+    assert host.take_border_time() == 7 * US
+    assert operator(host, watch, 1 * US) == 3 * US
+    assert operator(host, watch, 1 * US) == 10 * US
+
+
+def test_views_add_to_the_dispatch_and_our_own_part_is_left_out() -> None:
+    watch = Watch()
+    host = thread(watch)
+    host.modelled_time += 6 * US
+    assert operator(host, watch, 1 * US) == 16 * US
+    watch.time += 55 * US
+    host.unwritten_time -= 30 * US
+    host.pause(overhead=5 * US)
+    assert host.take_dispatch_time("elsewhere", 10 * US) == 20 * US
+
+
+def test_a_look_at_the_program_parts_its_time() -> None:
+    watch = Watch()
+    host = thread(watch)
+    watch.time += 2 * NOISE_LIMIT
+    host.pause()
+    assert host.take_time_until(NOISE_LIMIT) == NOISE_LIMIT
+    assert host.take_time_until(NOISE_LIMIT) == 0  # it was told already
+    assert host.take_dispatch_time("here", 10 * US) == NOISE_LIMIT
+
+
+def test_without_a_clock_only_modelled_time_passes() -> None:
+    host = thread(None)
+    host.modelled_time += 30
+    assert host.take_border_time() == 30
+    host.modelled_time += 5
+    assert host.take_dispatch_time("here", 10) == 15
