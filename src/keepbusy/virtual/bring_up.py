@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from keepbusy.virtual.costs.device import Device
+from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
 from keepbusy.virtual.machine import MACHINE, Machine
 from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch import cuda_api, host_side, loader_workers, operators, process_group, randomness, tensors
-from keepbusy.virtual.pytorch.cpp_hooks import replace_guard, replace_hooks
-from keepbusy.virtual.pytorch.unreal import VALUES
+from keepbusy.virtual.pytorch.values import VALUES
 
 
 def bring_up(
@@ -50,7 +50,7 @@ def bring_up(
     if not measured:
         host_side.patch_host_operators()
     MACHINE.calibrate()
-    cuda_api.not_asked_yet()
+    cuda_api.forget_initialization()
     return MACHINE
 
 

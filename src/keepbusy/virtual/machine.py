@@ -27,7 +27,7 @@ from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
 from keepbusy.virtual.pytorch.tensors import to_device
-from keepbusy.virtual.pytorch.unreal import VALUES
+from keepbusy.virtual.pytorch.values import VALUES
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording

@@ -17,7 +17,7 @@ from keepbusy.virtual.pytorch import cuda_api
 from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, adopt
 from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
-from keepbusy.virtual.pytorch.unreal import VALUES, computed
+from keepbusy.virtual.pytorch.values import VALUES, computed
 
 # `torch._foreach_copy_`: one kernel where it can be one, else a copy for each tensor.
 
@@ -73,7 +73,7 @@ def _ask(target: Tensor, source: Tensor, non_blocking: bool) -> None:
     device, host = (source, target) if source.is_cuda else (target, source)
     MACHINE.needs_pinned(device.get_device(), host_memory.is_pinned(host))
     if not non_blocking:
-        cuda_api.about_to_wait()
+        cuda_api.announce_sync()
 
 
 def _write(target: Tensor, source: Tensor) -> None:
@@ -133,7 +133,7 @@ def to_copy(
         if not tensor.is_cuda:
             MACHINE.needs_pinned(where, host_memory.is_pinned(tensor))
             if not non_blocking:
-                cuda_api.about_to_wait()
+                cuda_api.announce_sync()
         cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
         if not tensor.is_cuda:
             return _brought_in(tensor, cast, where, non_blocking)
@@ -192,7 +192,7 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
     if non_blocking:
         host_memory.pin(host)
     else:
-        cuda_api.about_to_wait()
+        cuda_api.announce_sync()
     device_index = tensor.get_device()
     fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
     MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
@@ -204,7 +204,7 @@ def read_scalar(tensor: Tensor) -> Any:
     """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
     MACHINE.begin("aten::item")
     try:
-        cuda_api.about_to_wait()
+        cuda_api.announce_sync()
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
             to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)

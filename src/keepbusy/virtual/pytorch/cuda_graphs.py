@@ -21,7 +21,7 @@ from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory.allocator import PoolId
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
-from keepbusy.virtual.pytorch.unreal import VALUES
+from keepbusy.virtual.pytorch.values import VALUES
 
 # What a CUDA graph computes: recorded during its capture, computed again at each replay.
 #

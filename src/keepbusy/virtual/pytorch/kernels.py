@@ -20,7 +20,7 @@ from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch import cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, to_host
-from keepbusy.virtual.pytorch.unreal import META, VALUES, computed
+from keepbusy.virtual.pytorch.values import META, VALUES, computed
 
 # Which operators make the host wait, because only the device knows the shape of what they return.
 
@@ -248,7 +248,7 @@ class Kernel:
         device = operands.check()
         waits = learns(signature.short, host_args)
         if waits:
-            cuda_api.about_to_wait()
+            cuda_api.announce_sync()
         recording = MACHINE.records(device)
         if recording is not None:
             recording.about_to_write(*signature.written_by(host_args, host_kwargs))

@@ -17,7 +17,7 @@ from keepbusy.virtual.pytorch.copies import SPECIAL
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.kernels import HOST_KEYS, Kernel, overload_named, returns_a_view
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
-from keepbusy.virtual.pytorch.unreal import VALUES, outline, reserved
+from keepbusy.virtual.pytorch.values import VALUES, outline, reserved
 
 # Operators that PyTorch takes apart on the host, and that a GPU runs whole: attention, recurrent networks.
 #

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +15,13 @@ from torch._C._distributed_c10d import Work
 
 from keepbusy.virtual.clock.streams import Moment
 from keepbusy.virtual.costs.rings import wire_time
+from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch.cpp_hooks import CUDA, library
-from keepbusy.virtual.pytorch.cuda_api import constantly, own, replace_copies
+from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.tensors import host_of, map_tensors
-from keepbusy.virtual.pytorch.unreal import KEPT, VALUES
+from keepbusy.virtual.pytorch.values import KEPT, VALUES
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
 
@@ -381,23 +380,23 @@ def _bytes(value: Any) -> int:
 
 OURS = "keepbusy"
 """The name that PyTorch knows our backend by; the program hears `nccl`."""
-_NOBODY = 120  # a device type that there is not
 
 
 def patch() -> None:
-
     dist.Backend.register_backend(OURS, VirtualGroup, devices=["cuda", "cpu"])
-    inside = dist.distributed_c10d
-    ours = {
-        "init_process_group": _init(inside.init_process_group),
-        "new_group": _new_group(inside.new_group),
-        "get_backend": _get_backend(inside.get_backend),
-        "is_nccl_available": constantly(True),
-    }
-    replace_copies({id(getattr(inside, name)): own(does, name) for name, does in ours.items()})
+    native = dist.distributed_c10d
+    replace_everywhere(
+        native,
+        {
+            "init_process_group": _init(native.init_process_group),
+            "new_group": _new_group(native.new_group),
+            "get_backend": _get_backend(native.get_backend),
+            "is_nccl_available": lambda: True,
+        },
+    )
     # DDP's logger reads native CUDA timers
     torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda _self: None
-    _hide_native_timer()
+    hide_native_timer()
 
 
 def _ours(backend: Any) -> Any:
@@ -430,25 +429,3 @@ def _get_backend(native: Callable[..., Any]) -> Callable[..., Any]:
         return "nccl" if found == OURS else found
 
     return get_backend
-
-
-def _hide_native_timer() -> None:
-    """On a CUDA build DDP would time with native events: its registry of timers loses the entry for CUDA.
-
-    The registry is a std::unordered_map: its first node and its length follow its buckets.
-    """
-    make = getattr(library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
-    if make is None or not torch.backends.cuda.is_built():
-        return
-    make.restype = ctypes.c_void_p
-    registry, word = make(), ctypes.c_uint64
-    buckets, node, length = (word.from_address(registry + offset).value for offset in (8, 16, 24))
-    if not (0 < buckets < 4096 and 0 < length < 16):
-        return
-    for _ in range(length):
-        if not node:
-            return
-        key = ctypes.c_int8.from_address(node + 8)
-        if key.value == CUDA:
-            key.value = _NOBODY
-        node = word.from_address(node).value
