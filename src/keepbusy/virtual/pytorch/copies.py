@@ -19,31 +19,7 @@ from keepbusy.virtual.pytorch.kernels import Kernel, adopt
 from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
 from keepbusy.virtual.pytorch.values import VALUES, computed
 
-# `torch._foreach_copy_`: one kernel where it can be one, else a copy for each tensor.
-
 _aten = torch.ops.aten
-
-
-class CopyLists(Kernel):
-    """A kernel copies lists that lie alike on one device; all others PyTorch copies tensor by tensor."""
-
-    __slots__ = ()
-
-    def __call__(self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-        if _alike(targets, sources):
-            super().__call__(targets, sources, non_blocking)
-            return
-        for target, source in zip(targets, sources, strict=True):
-            _aten.copy_.default(target, source, non_blocking)
-
-
-def _alike(targets: list[Tensor], sources: list[Tensor]) -> bool:
-    one_device = len({one.device for one in (*targets, *sources)}) == 1
-    types = len({one.dtype for one in targets}), len({one.dtype for one in sources})
-    pairs = zip(targets, sources, strict=True)
-    return one_device and types == (1, 1) and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
-
-
 _cast = _aten._to_copy.default
 _IN, _OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
@@ -112,6 +88,23 @@ def _copied_on_device(target: Tensor, source: Tensor) -> None:
 
 def _copied_in(device: int, size: int, source: Tensor, non_blocking: bool) -> None:
     MACHINE.copy(device, size, _IN, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
+
+
+_copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
+
+
+def copy_lists(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """`torch._foreach_copy_`: a kernel copies lists laid out the same on one device; others go tensor by tensor."""
+    pairs = list(zip(targets, sources, strict=True))
+    if (
+        len({one.device for one in (*targets, *sources)}) == 1
+        and len({one.dtype for one in targets}) == len({one.dtype for one in sources}) == 1
+        and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
+    ):
+        _copy_lists_as_one(targets, sources, non_blocking)
+        return
+    for target, source in pairs:
+        _aten.copy_.default(target, source, non_blocking)
 
 
 def to_copy(
@@ -268,42 +261,15 @@ def _new(size: Any, dtype: torch.dtype, device: str) -> Tensor:
     return _aten.empty.memory_format(size, dtype=dtype, device=device)
 
 
-class _Dropout(Kernel):
-    """The host has another operator for it, which draws the same numbers and scales them before it multiplies."""
-
-    __slots__ = ()
-
-    def _call(self, tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
-        if train is False or p in (0, 1):
-            return self.raw(tensor, p, train)
-        # PyTorch's own functions, not those of `torch`: what the program calls there stands in the timeline
-        noise = _aten.bernoulli_.float(_aten.empty_like.default(tensor), 1 - p, generator=generator).div_(1 - p)
-        return tensor * noise, noise != 0
-
-
-class _DropoutBackward(Kernel):
-    __slots__ = ()
-
-    def _call(self, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-        if not scale:
-            return self.raw(gradient, mask, scale)
-        return gradient * mask.to(gradient.dtype).div_(1 / scale)
-
-
-_dropout = _Dropout(_aten.native_dropout.default)
-_dropout.signature.has_generator = True
-
 SPECIAL = {
     "copy_": copy_,
     "_to_copy": to_copy,
     "_local_scalar_dense": read_scalar,
-    "_foreach_copy_": CopyLists(_aten._foreach_copy_.default),
+    "_foreach_copy_": copy_lists,
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
     "_efficientzerotensor": efficient_zeros,
     "resize_": resize_,
-    "native_dropout": _dropout,
-    "native_dropout_backward": _DropoutBackward(_aten.native_dropout_backward.default),
     "_use_cudnn_ctc_loss": lambda *_args, **_kwargs: False,
     "_use_cudnn_ctc_loss.Tensor": lambda *_args, **_kwargs: False,
     "_use_miopen_ctc_loss": lambda *_args, **_kwargs: False,

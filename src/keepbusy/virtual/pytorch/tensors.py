@@ -69,6 +69,41 @@ def map_tensors(does: Any, value: Any) -> Any:
     return value
 
 
+# Sparse tensors (COO) are made of two dense ones, on whatever device these are.
+
+SPARSE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+_aten = torch.ops.aten
+
+
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that it is made of."""
+    if tensor.layout is not torch.sparse_coo:
+        return (tensor,)
+    return tuple(part.redispatch(SPARSE_KEYS, tensor) for part in (_aten._indices.default, _aten._values.default))
+
+
+def sparse_to_host(tensor: Tensor, in_capture: bool) -> Tensor:
+    if in_capture:
+        raise NotImplementedError("keepbusy's virtual GPU captures no sparse tensors in CUDA graphs.")
+    return sparse_like(tensor, *(to_host(one) for one in pieces(tensor)))
+
+
+def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Made of other parts, and on their device."""
+    return _aten._sparse_coo_tensor_with_dims_and_tensors.default.redispatch(
+        SPARSE_KEYS,
+        tensor.sparse_dim(),
+        tensor.dense_dim(),
+        list(tensor.shape),
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=tensor.is_coalesced(),
+    )
+
+
 def host_of(value: Any) -> Any:
     """Device tensors as host tensors, wherever they stand in lists; all else as it is."""
     return map_tensors(lambda one: to_host(one) if one.is_cuda else one, value)
