@@ -1,8 +1,10 @@
 """PyTorch's own operator database, forward and backward, on the virtual GPU against the CPU.
 
-    python tests/torch/operator_sweep.py [samples an operator]
+    python tests/torch/operator_sweep.py [samples an operator] [half | autocast]
 
-prints every sample that differs, and how many are right.
+prints every sample that differs, and how many are right. With `half`, inputs are of sixteen bits, and where an operator
+takes a `dtype`, results are asked for in thirty-two; with `autocast`, operators run under it. There the CPU computes
+otherwise than a GPU, and what is looked for are refusals alone.
 """
 
 from __future__ import annotations
@@ -92,7 +94,33 @@ def _compare(operator: Any, expected: Any, found: Any) -> None:
                 torch.testing.assert_close(other.detach().cpu(), one.detach().cpu(), equal_nan=True, rtol=0, atol=0)
 
 
-def main(most: int) -> int:
+def refusal(operator: Any, sample: Any, way: str) -> str | None:
+    """What stops an operator in sixteen bits, or under autocast, that runs in thirty-two."""
+    plain = (sample.input, sample.args, sample.kwargs)
+    try:
+        _computed(operator, plain)
+    except Exception:
+        return "skipped"
+    moved = on_device(plain)
+    if way == "half":
+        moved = pytree.tree_map(_narrowed, moved)
+        if "dtype" in (operator.op.__doc__ or "").split("keyword", 1)[-1]:
+            moved[2].setdefault("dtype", torch.float32)
+    try:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=way == "autocast"):
+            _computed(operator, moved)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
+    return None
+
+
+def _narrowed(one: Any) -> Any:
+    if isinstance(one, Tensor) and one.dtype is torch.float32:
+        return one.detach().half().requires_grad_(one.requires_grad)
+    return one
+
+
+def main(most: int, way: str = "") -> int:
     from keepbusy.virtual.virtual_run import Options, start
 
     start(Options(measured=False, one_generator=True))
@@ -103,9 +131,11 @@ def main(most: int) -> int:
             chosen = list(samples(operator, most))
         except Exception:
             continue  # its samples need what this build lacks
+        if way == "half" and torch.float16 not in operator.dtypesIfCUDA:
+            continue
         for index, sample in enumerate(chosen):
             sys.stderr.write(f"{name_of(operator)} {index}\n")
-            said = difference(operator, sample)
+            said = refusal(operator, sample, way) if way else difference(operator, sample)
             right += said is None
             if said not in (None, "skipped"):
                 wrong.append((name_of(operator), index, said))
@@ -117,4 +147,4 @@ def main(most: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, *sys.argv[2:]))

@@ -10,7 +10,6 @@ from pathlib import Path
 KNOWN = {
     "tensor_split": "its indices must be on the CPU, on any GPU",
     "renorm": "the last bit: CUDA's way sums in another order than the CPU's",
-    "to_sparse": "refused: there are no sparse tensors",
     "native_dropout_backward": "the last bit: scaled as the CPU's dropout does, not as its own kernel",
     "linalg.eig": "its gradient is refused where the eigenvectors' phases are, and they differ in the last bit",
 }

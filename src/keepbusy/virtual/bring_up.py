@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Callable
 
 import torch.distributed as dist
 
+from keepbusy.instrument.patches import Patches
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
 from keepbusy.virtual.machine import MACHINE, Machine
@@ -37,24 +37,25 @@ def bring_up(
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
-    _put_in_place(replace_guard(), replace_hooks(host_memory.answer, host_memory.asked_for))
+    for undo in (replace_guard(), replace_hooks(host_memory.answer, host_memory.asked_for)):
+        atexit.register(undo)
     cuda_api.patch()
     tensors.patch()
-    host_side.patch_compile()
-    host_side.patch_host_side()
+    host_side.patch(_PATCHES)
     if measured:
-        loader_workers.patch()
+        loader_workers.patch(_PATCHES)
     operators.register()
     if dist.is_available():
         process_group.patch()
     if not measured:
-        host_side.patch_host_operators()
+        host_side.patch_modelled(_PATCHES)
     MACHINE.calibrate()
     cuda_api.forget_initialization()
     return MACHINE
 
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_PATCHES = Patches()
 _started: list[bool] = []
 
 
@@ -64,8 +65,3 @@ def _keep_freed_memory() -> None:
     if tune is not None:
         for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, -1)):
             tune(parameter, value)
-
-
-def _put_in_place(*undos: Callable[[], None]) -> None:
-    for undo in undos:
-        atexit.register(undo)

@@ -93,6 +93,8 @@ class Machine:
     places: Places
     rank: int | None = None
     """What the program's own process group calls this process; known once it has one."""
+    compiled_eagerly = False
+    """Whether the program asked for `torch.compile`, which runs as it is written here."""
 
     def __init__(self) -> None:
         self._streams = _Streams()
@@ -294,7 +296,12 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         modelled = {} if self._options[-1] else {"modelled": True}
-        return {"torch": torch.__version__, "device": self.device.name, **modelled}
+        notes = {"eager": True, "notes": [_EAGER]} if self.compiled_eagerly else {}
+        return {"torch": torch.__version__, "device": self.device.name, **modelled, **notes}
 
 
+_EAGER = (
+    "torch.compile ran eagerly here: compiled, this program launches fewer kernels and computes faster. "
+    "What is said of kernel launches holds for the eager program only."
+)
 MACHINE = Machine()

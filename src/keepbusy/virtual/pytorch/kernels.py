@@ -45,8 +45,8 @@ class Signature:
     """Of one overload what its schema says, read once: where tensors stand, what it writes, and what it returns."""
 
     __slots__ = (
-        "_writes", "arguments", "asks", "has_generator", "is_list_operator", "is_random", "name", "returned", "short",
-        "takes_host_tensors", "tensors", "written",
+        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "name", "returned", "short",
+        "takes_host_tensors", "tensors", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, overload: torch._ops.OpOverload) -> None:
@@ -57,7 +57,7 @@ class Signature:
         self.tensors = frozenset(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor")
         self.written = frozenset(one.name for one in schema.arguments if _writes(one))
         # running means are also written by operators that do not say so
-        self._writes = tuple(
+        self.writes = tuple(
             (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
         )
         self.returned = tuple(_written_argument(schema, one) for one in schema.returns)
@@ -82,7 +82,7 @@ class Signature:
     def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call writes into, also those of which the schema does not tell."""
         found: list[Tensor] = []
-        for name, at in self._writes:
+        for name, at in self.writes:
             map_tensors(found.append, args[at] if at < len(args) else kwargs.get(name))
         return found
 
@@ -126,7 +126,7 @@ def overload_named(name: str) -> torch._ops.OpOverload | None:
 class Operands:
     """One call's arguments on their way to the host."""
 
-    __slots__ = ("device", "inputs", "recorded", "signature", "with_host_tensor")
+    __slots__ = ("device", "inputs", "recorded", "signature", "with_host_tensor", "with_sparse_tensor")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -134,6 +134,7 @@ class Operands:
         self.device = -1
         self.inputs: list[Tensor] = []
         self.with_host_tensor = False  # one with dimensions
+        self.with_sparse_tensor = False
 
     def take(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -157,6 +158,7 @@ class Operands:
         if tensor.layout is torch.sparse_coo:
             if not VALUES.real:
                 raise NotImplementedError("Sparse tensors are nothing without their values: run without --values none.")
+            self.with_sparse_tensor = True
             host = sparse_to_host(tensor, self.recorded)
             self.inputs += [host._indices(), host._values()]
             return host
@@ -211,6 +213,10 @@ class Kernel:
         signature, operands = self.signature, Operands(self.signature)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
+        if operands.with_sparse_tensor:  # one that is written into may get other pieces, in memory of the host's own
+            for _, at in signature.writes:
+                if at < len(host_args) and host_args[at].layout is torch.sparse_coo:
+                    host_args[at] = host_args[at].clone()
         device = operands.check()
         waits = signature.waits(host_args)
         if waits:
