@@ -266,7 +266,7 @@ class Kernel:
             if "not resizable" in text and self._make_resizable(kwargs):
                 return self._call(*args, **kwargs)
             if any(one in text for one in _WITHOUT_HALF):
-                return in_float(call, self.signature.written_by(args, kwargs), args, kwargs)
+                return _in_float(call, self.signature.written_by(args, kwargs), args, kwargs)
             raise
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
@@ -344,31 +344,28 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
 # What CUDA computes in sixteen bits and the host does not: as CUDA's kernels do, in thirty-two, and rounded at the end.
 
 _WITHOUT_HALF = (
-    "not implemented for 'Half'", "not implemented for 'BFloat16'", "on CPU does not support dtype", "half to float",
+    "not implemented for 'Half'", "not implemented for 'BFloat16'", "not implemented for 'ComplexHalf'",
+    "on CPU does not support dtype", "half to float", "tensors of type: Half", "tensors of type: ComplexHalf",
 )  # fmt: skip
-_HALF = (torch.float16, torch.bfloat16)
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
-def in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
-    widened: list[tuple[Tensor, Tensor]] = []  # what was given, and what stood for it
+def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+    given: dict[int, Tensor] = {}  # by what stands for it
+    wide: list[Tensor] = []
 
-    def widen(one: Tensor) -> Tensor:
-        if one.dtype not in _HALF:
+    def widen(one: Any) -> Any:
+        if one.dtype not in _WIDER:
             return one
-        widened.append((one, one.float()))
-        return widened[-1][1]
+        wide.append(one.to(_WIDER[one.dtype]))
+        given[id(wide[-1])] = one
+        return wide[-1]
 
-    if kwargs.get("dtype") in _HALF:
-        kwargs = {**kwargs, "dtype": torch.float32}
-    wide_args = [map_tensors(widen, one) for one in args]
-    out = call(*wide_args, **{name: map_tensors(widen, one) for name, one in kwargs.items()})
-    half = next((one.dtype for one, _ in widened), torch.float16)
-    for narrow, wide in widened:
-        if any(narrow is one for one in written):
-            narrow.copy_(wide)
-    originals = {id(wide): narrow for narrow, wide in widened}
-
-    def narrowed(one: Tensor) -> Tensor:
-        return originals[id(one)] if id(one) in originals else one.to(half) if one.dtype is torch.float32 else one
-
-    return map_tensors(narrowed, out)
+    asked = {name: _WIDER.get(one, one) if name == "dtype" else map_tensors(widen, one) for name, one in kwargs.items()}
+    out = call(*[map_tensors(widen, one) for one in args], **asked)
+    for one in wide:
+        if any(given[id(one)] is target for target in written):
+            given[id(one)].copy_(one)
+    narrower = {torch.complex64: torch.complex32}
+    narrower[torch.float32] = next((one.dtype for one in given.values() if not one.is_complex()), torch.float16)
+    return map_tensors(lambda one: given.get(id(one), one.to(narrower.get(one.dtype, one.dtype))), out)
