@@ -68,7 +68,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     out = tensors(module(*args, **kwargs))
     leaves = [one for one in (*tensors((args, kwargs)), *module.parameters()) if one.requires_grad]
     ends = [one.square().sum() for one in out if one.requires_grad]
-    gradients = torch.autograd.grad(sum(ends), leaves, allow_unused=True) if leaves and ends else ()  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(sum(ends), leaves, allow_unused=True) if leaves and ends else ()
     return [*out, *gradients, *module.buffers()]
 
 

@@ -80,7 +80,7 @@ def _computed(operator: Any, call: tuple[Any, Any, Any]) -> tuple[list[Tensor], 
     summed = [one.abs().sum() if one.is_complex() else one.sum() for one in out if one.requires_grad]
     if not (leaves and summed):
         return out, []
-    return out, list(torch.autograd.grad(sum(summed), leaves, allow_unused=True))  # type: ignore[arg-type]
+    return out, list(torch.autograd.grad(sum(summed), leaves, allow_unused=True))
 
 
 def _compare(operator: Any, expected: Any, found: Any) -> None:

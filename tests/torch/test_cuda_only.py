@@ -103,3 +103,17 @@ def test_what_has_no_way_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
         overload(*given)
     assert str(caught.value) == f"keepbusy's virtual GPU cannot run aten::{name}: PyTorch has it for CUDA alone."
+
+
+def test_triton_imports_and_its_kernels_are_refused_by_name(run, tmp_path) -> None:
+    """Training stacks import it for kernels that they may never launch."""
+    package = tmp_path / "triton" / "runtime"
+    package.mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "jit.py").write_text(
+        "class JITFunction:\n    __name__ = 'add_kernel'\n    def run(self): raise AssertionError('no driver')\n"
+    )
+    done = run("import torch\nfrom triton.runtime.jit import JITFunction\nprint('imported')\nJITFunction().run()\n")
+    assert "imported" in done.stdout
+    assert "keepbusy's virtual GPU runs no kernels written in Triton (add_kernel)." in done.stderr

@@ -45,6 +45,7 @@ def bring_up(
     if measured:
         loader_workers.patch(_PATCHES)
     operators.register()
+    operators.refuse_triton(_PATCHES)
     if dist.is_available():
         process_group.patch()
     if not measured:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from keepbusy.instrument.children import when_imported
+from keepbusy.instrument.patches import Patches
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch.copies import SPECIAL
 from keepbusy.virtual.pytorch.cuda_only import ON_HOST
@@ -81,6 +84,20 @@ def register() -> None:
                 aten.impl(name, _refusal_of_layout(layout, name), key)
 
 
+def refuse_triton(patches: Patches) -> None:
+    """Triton imports and defines kernels as on a machine with a GPU; to launch one is refused by its name."""
+
+    def run(_native: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(kernel: Any, *_args: Any, **_kwargs: Any) -> Any:
+            name = getattr(kernel, "__name__", "one")
+            raise NotImplementedError(f"keepbusy's virtual GPU runs no kernels written in Triton ({name}).")
+
+        return refuse
+
+    module = "triton.runtime.jit"
+    when_imported(module, lambda: patches.replace(sys.modules[module].JITFunction, "run", run))
+
+
 def _registered(key: str) -> set[str]:
     """The names in PyTorch's own library that have a kernel for a dispatch key."""
     names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
@@ -99,7 +116,7 @@ def _dense_kernels() -> dict[str, Callable[..., Any]]:
         if layout:
             found[name] = _refusal_of_layout(layout, name)
         elif name in SPECIAL:
-            found[name] = SPECIAL[name]
+            found[name] = SPECIAL[name]  # type: ignore[assignment]
         elif name in _VIEWS or name in _MADE_OF_OTHERS:
             found[name] = _native(overload, HOST_KEYS)
         elif name in computed and not _returns_view(overload):
