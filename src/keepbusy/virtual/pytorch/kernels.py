@@ -221,7 +221,7 @@ class Kernel:
         waits = signature.waits(host_args)
         if waits:
             cuda_api.announce_sync()
-        recording = MACHINE.records(device)
+        recording = MACHINE.records(device) if operands.recorded else None
         if recording is not None:
             recording.about_to_write(*signature.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)

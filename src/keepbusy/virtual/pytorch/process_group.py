@@ -20,8 +20,8 @@ from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
-from keepbusy.virtual.pytorch.tensors import host_of, map_tensors
-from keepbusy.virtual.pytorch.values import KEPT, VALUES
+from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
+from keepbusy.virtual.pytorch.values import CARRIED_SIZE, VALUES
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
 
@@ -35,22 +35,20 @@ def exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
 
 def at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
     """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
-    held = [map_tensors(lasting, detached(one)) for one in tensors]
-    move = partial(exchange, does, held)
-    move_then = move if MACHINE.recording is None else MACHINE.recording.later(move)
+    move: Callable[[], object] = partial(exchange, does, map_tensors(lambda one: lasting(one.detach()), tensors))
+    if MACHINE.recording is not None:
+        move = MACHINE.recording.after_steps_so_far(move)
 
-    def meet_later(mine: int) -> int:
-        move_then()
+    def move_and_meet(mine: int) -> int:
+        move()
         return meet(mine)
 
-    return meet_later
+    return move_and_meet
 
 
-def detached(value: Any) -> Any:
-    """Tensors in nested lists, apart from autograd."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    return [detached(one) for one in value]
+def _on_host(tensor: Tensor) -> Tensor:
+    """Apart from autograd."""
+    return to_host(tensor.detach()) if tensor.is_cuda else tensor.detach()
 
 
 # What a collective leaves in the program's hands until somebody waits for it.
@@ -129,7 +127,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self.own, self.members = rank, size
+        self.index, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
             MACHINE.rank = rank
         self._streams: dict[tuple[int, int], int] = {}
@@ -139,7 +137,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self.members
 
     def rank(self) -> int:
-        return self.own
+        return self.index
 
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
         return "nccl"
@@ -152,7 +150,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def _number(self, peer: int) -> int:
         """The same on all ranks that meet: all of the group, or a sender and its receiver."""
-        pair = f"|{min(self.own, peer)}-{max(self.own, peer)}" if peer >= 0 else ""
+        pair = f"|{min(self.index, peer)}-{max(self.index, peer)}" if peer >= 0 else ""
         return zlib.crc32(f"{self.pg_name}{pair}".encode()) & 0x7FFFFFFF
 
     def _stream(self, device: int, peer: int = -1) -> int:
@@ -188,7 +186,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
                 meet = at_replay(does, tensors, meet)
             else:
-                exchange(does, host_of([detached(one) for one in tensors]))
+                exchange(does, map_tensors(_on_host, tensors))
                 map_tensors(VALUES.keep, tensors[0])
             if device < 0:
                 return Handle(result)
@@ -201,7 +199,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
         if VALUES.real or not any(one.is_cuda for one in flat):
             return True
-        if _bytes(flat) > KEPT or name in ("send", "recv"):  # a message's sender and receiver know only their own
+        if _bytes(flat) > CARRIED_SIZE or name in ("send", "recv"):
+            # a message's sender and receiver know only their own
             return False
         known = _number(not sends or all(map(VALUES.known, _flat(given))))
         self.gloo.allreduce([known], _reducing(dist.ReduceOp.MIN)).wait()
@@ -241,7 +240,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
-        sends = opts.rootRank == self.own
+        sends = opts.rootRank == self.index
         return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts), sends=sends)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
@@ -265,7 +264,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         def scatter(out: Any, parts: Any) -> None:
             whole = torch.stack([one.contiguous() for one in parts[0]])
             self._reduced([whole], opts)
-            out[0].copy_(whole[self.own].view(out[0].shape))
+            out[0].copy_(whole[self.index].view(out[0].shape))
 
         return self._run("reduce_scatter", outputs, [outputs, inputs], scatter)
 
@@ -311,7 +310,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
 
-        def tell(mine: int) -> int:
+        def send_time(mine: int) -> int:
             self._post(_number(mine), peer, tag + _TIME_TAG)
             return mine
 
@@ -319,7 +318,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             for one in ones:
                 self._post(one.clone(), peer, tag)
 
-        return self._run("send", tensors, [tensors], post, tell, peer=peer)
+        return self._run("send", tensors, [tensors], post, send_time, peer=peer)
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
@@ -329,12 +328,14 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
 
-        def hear(mine: int) -> int:
+        def receive_time(mine: int) -> int:
             time = _number(mine)
             self.gloo.recv([time], peer, tag + _TIME_TAG).wait()
             return int(time.item())
 
-        return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear, peer=peer)
+        return self._run(
+            "recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), receive_time, peer=peer
+        )
 
     def _start_coalescing(self, device: Any) -> None:
         """What is said as one goes one by one here: the values are the same."""
