@@ -21,9 +21,9 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, FrameKind, LinkKind, Timeline
 from keepbusy.traces import read
-from keepbusy.virtual.costs.device_files import read as read_device
-from keepbusy.virtual.costs.operands import Operand
-from keepbusy.virtual.costs.prices import Costs
+from keepbusy.virtual.costs.device import read as read_device
+from keepbusy.virtual.costs.operator_call import Operand
+from keepbusy.virtual.costs.operator_costs import OperatorCosts
 
 Call = tuple[str, tuple[Operand, ...], tuple[Operand, ...], dict[str, Any]]
 HALF, FULL, LONG = "bfloat16", "float32", "int64"
@@ -154,7 +154,7 @@ def images() -> Iterator[Call]:
             yield "native_batch_norm_backward", (there, there), (there,), {}
 
 
-def predicted(costs: Costs, calls: Iterator[Call]) -> dict[str, float]:
+def predicted(costs: OperatorCosts, calls: Iterator[Call]) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for name, inputs, outputs, arguments in calls:
         kernels = costs.kernels(name, inputs, outputs, arguments)
@@ -192,7 +192,7 @@ def _class(name: str, timeline: Timeline | None = None) -> str:
 
 
 def main(directory: str) -> None:
-    costs, ratios = Costs(read_device("h200")), []
+    costs, ratios = OperatorCosts(read_device("h200")), []
     cases = {case: gpt(*shape) for case, shape in MODELS.items()} | {"pageable_copy": images()}
     for case, calls in cases.items():
         path = Path(directory) / f"{case}.stalled.rank0.trace.json.gz"

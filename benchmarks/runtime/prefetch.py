@@ -1,7 +1,7 @@
 """`keepbusy.prefetch` against a plain loop, its peers, and the bound. Needs a GPU, and three minutes.
 
-    python benchmarks/runtime/prefetch/prefetch_iterator.py --out prefetch.json
-    keepbusy run benchmarks/runtime/prefetch/prefetch_iterator.py --small     # whether it runs at all; its times mean nothing
+    python benchmarks/runtime/prefetch.py --out prefetch.json
+    keepbusy run benchmarks/runtime/prefetch.py --small     # whether it runs at all; its times mean nothing
 
 A step computes for a known time; the copy of its batch takes 0.1 to 1.5 of that. The bound is the larger of the two,
 measured in every repeat: a loop over batches that are on the GPU already, and copies of one flat pinned batch, back to

@@ -54,7 +54,15 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'keepbusy' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"keepbusy.{name} needs PyTorch, which {sys.executable} does not have; install it with "
+            f"`{sys.executable} -m pip install 'torch>=2.4'`."
+        ) from None
     globals()[name] = value
     return value
 

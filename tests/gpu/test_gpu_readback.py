@@ -7,8 +7,8 @@ import torch
 
 import keepbusy
 from keepbusy.runtime import Readings
-from keepbusy.runtime.scalar_readback import Note
-from keepbusy.runtime.tensor_readback import side_stream
+from keepbusy.runtime.scalar_readback import ScalarReadback
+from keepbusy.runtime.tensor_readback import readback_stream
 
 SPIN = 100_000_000
 """Cycles: about fifty milliseconds."""
@@ -29,7 +29,7 @@ def test_ten_thousand_values_are_right_bit_for_bit_when_nothing_is_in_time(shape
     for place in range(len(values)):
         if place % 1000 == 0:
             torch.cuda._sleep(SPIN)
-            with torch.cuda.stream(side_stream(DEVICE)):
+            with torch.cuda.stream(readback_stream(DEVICE)):
                 torch.cuda._sleep(SPIN)
         value = on_device[place].clone()
         readings.append(keepbusy.readback(value))
@@ -40,7 +40,7 @@ def test_ten_thousand_values_are_right_bit_for_bit_when_nothing_is_in_time(shape
 
 def test_the_device_writes_numbers_home_itself() -> None:
     """Not a copy that waits for the copy engine: the large one is still under way when the number is there."""
-    assert isinstance(keepbusy.readback(torch.ones((), device=DEVICE))._sent, Note)
+    assert isinstance(keepbusy.readback(torch.ones((), device=DEVICE))._sent, ScalarReadback)
     large, side = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE), torch.cuda.Stream()
     home, done = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
     torch.cuda.synchronize()
@@ -56,7 +56,7 @@ def test_the_device_writes_numbers_home_itself() -> None:
 def test_a_reading_keeps_its_value_when_the_source_is_overwritten_and_freed(shape: tuple[int, ...]) -> None:
     value = torch.randn(shape, device=DEVICE)
     expected = value.cpu()
-    with torch.cuda.stream(side_stream(DEVICE)):
+    with torch.cuda.stream(readback_stream(DEVICE)):
         torch.cuda._sleep(SPIN)
     reading = keepbusy.readback(value)
     value.fill_(-1)

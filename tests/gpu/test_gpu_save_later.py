@@ -48,7 +48,7 @@ def test_the_file_holds_the_state_at_the_call(
     training = Training()
     training.steps(2)
     torch.save(training.state(), tmp_path / "plain.pt")
-    with torch.cuda.stream(tensor_readback.side_stream(DEVICE)):
+    with torch.cuda.stream(tensor_readback.readback_stream(DEVICE)):
         torch.cuda._sleep(200_000_000)
     saving = keepbusy.save_later(training.state(), tmp_path / "later.pt")
     training.steps(20)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.device_files import names, read
+from keepbusy.virtual.costs.device import names, read
 
 
 def test_six_devices_come_along() -> None:
@@ -20,10 +19,10 @@ def test_six_devices_come_along() -> None:
         assert device.matrix["bfloat16"] > device.matrix["float32"]
 
 
-def test_the_defaults_are_the_h200() -> None:
-    h200 = read("h200")
-    default = Device(name=h200.name)
-    assert replace(h200, memory=default.memory) == default
+def test_what_a_file_leaves_out_is_as_on_the_h200(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "Mine"\n')
+    assert read(str(path)) == replace(read("h200"), name="Mine")
 
 
 def test_a_device_of_ones_own_says_what_differs(tmp_path: Path) -> None:
@@ -34,7 +33,7 @@ def test_a_device_of_ones_own_says_what_differs(tmp_path: Path) -> None:
     device = read(str(path))
     assert (device.name, device.memory.size, device.memory.bandwidth) == ("Mine", 8 << 30, 500.0)
     assert device.rate("bfloat16") == 2e6
-    assert device.rate("float32") == Device().rate("float32")
+    assert device.rate("float32") == read("h200").rate("float32")
 
 
 @pytest.mark.parametrize(
@@ -74,3 +73,12 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(BadInput, match="is no TOML"):
         read(str(binary))
+
+
+def test_the_document_names_every_value_of_a_device_file() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "device-file.md").read_text(encoding="utf-8")
+    device = read("h200")
+    for section in fields(device):
+        values = getattr(device, section.name)
+        for name in [one.name for one in fields(values)] if is_dataclass(values) else [section.name]:
+            assert f"`{name}`" in text or f"[{name}]" in text, f"{section.name}.{name}"

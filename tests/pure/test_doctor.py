@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from keepbusy.recording.settings import harms
-from keepbusy.virtual.costs.device_files import read as read_device
+from keepbusy.virtual.costs.device import read as read_device
 
 MACHINE = SimpleNamespace(
     name="NVIDIA Test",
@@ -69,7 +69,7 @@ def test_a_machine_becomes_a_device_that_reaches_what_was_measured(tmp_path: Pat
     assert device.memory.bandwidth * device.efficiency.streaming == pytest.approx(700, rel=0.01)
     assert device.host.operator + device.host.launch == MACHINE.launch
     assert device.copies.pinned == pytest.approx(26)
-    assert device.wire == type(device.wire)()
+    assert device.wire == read_device("h200").wire
 
 
 def test_the_ranks_times_become_a_bandwidth() -> None:

@@ -133,6 +133,20 @@ def test_explaining_needs_no_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["prefetch", "readback", "graph", "accumulate", "agree", "save_later"])
+def test_what_needs_pytorch_says_so_in_one_sentence(name: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import keepbusy\n"
+        f"try: keepbusy.{name}\n"
+        "except ImportError as error: print(type(error).__name__, error, error.__suppress_context__)"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.stdout == (
+        f"ImportError keepbusy.{name} needs PyTorch, which {sys.executable} does not have; install it with "
+        f"`{sys.executable} -m pip install 'torch>=2.4'`. True\n"
+    )
+
+
 def test_public_names_are_few_and_resolve() -> None:
     import keepbusy
 

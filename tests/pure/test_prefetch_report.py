@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.runtime.prefetch.overlap import Handover, Overlap, Trip
+from keepbusy.runtime.prefetch.overlap import CopyEvents, Handover, Overlap
 
 MS = 1_000_000
 MB = 1_000_000
@@ -31,14 +31,14 @@ def handover(
     """The loop got its batch at `asked`; until then its stream had had nothing to do for `idle`."""
     loading, packing, packed, pageable = (options.get(name, 0) for name in ("loading", "packing", "packed", "pageable"))
     begun, ended = (Passed(time) for time in copied)
-    trip = Trip(begun, ended, Passed(ended.time + then), 8 * MB, packed * MB, pageable * MB)
+    trip = CopyEvents(begun, ended, Passed(ended.time + then), 8 * MB, packed * MB, pageable * MB)
     return Handover(Passed(asked - idle), Passed(asked), round(loading * MS), round(packing * MS), trip)
 
 
 def said(*handovers: Handover, depth: int = 2) -> str:
     overlap = Overlap(depth)
     for one in handovers:
-        overlap.note(one)
+        overlap.add(one)
     return str(overlap.report())
 
 
@@ -105,7 +105,7 @@ def test_what_does_not_matter_is_not_said() -> None:
 def test_what_follows_the_copies_is_waited_for_and_no_copy() -> None:
     overlap = Overlap(2)
     for one in (handover(0), handover(10, copied=(8, 9), then=3)):
-        overlap.note(one)
+        overlap.add(one)
     report = overlap.report()
     assert (report.copies, report.exposed) == (1 * MS, 2 * MS)
     assert report.hidden == 0
@@ -116,7 +116,7 @@ def test_only_what_the_device_has_passed_is_counted() -> None:
     first, second = handover(0), handover(10, copied=(2, 4))
     second.asked.done = False
     for one in (first, second):
-        overlap.note(one)
+        overlap.add(one)
     assert overlap.report().batches == 0
     second.asked.done = True
     assert overlap.report().batches == 1
@@ -125,8 +125,8 @@ def test_only_what_the_device_has_passed_is_counted() -> None:
 def test_a_new_pass_has_a_first_batch_of_its_own() -> None:
     overlap = Overlap(2)
     for one in (handover(0), handover(10)):
-        overlap.note(one)
+        overlap.add(one)
     overlap.begin()
-    overlap.note(handover(500))
-    overlap.note(handover(510))
+    overlap.add(handover(500))
+    overlap.add(handover(510))
     assert (overlap.report().batches, overlap.report().time) == (2, 20 * MS)

@@ -10,7 +10,7 @@ from virtual_programs import clock, operator, rows
 from keepbusy.timeline.model import Direction, FrameKind, Kind, LinkKind
 from keepbusy.timeline.replay import replay
 from keepbusy.virtual.clock.engine import BEGINNING, Clock
-from keepbusy.virtual.costs.device import Device
+from keepbusy.virtual.costs.device import read
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
@@ -337,7 +337,7 @@ def test_known_host_work_is_told_apart() -> None:
 
 
 def test_it_stays_quick_enough_to_be_called_for_every_operator() -> None:
-    on = Clock(Device())
+    on = Clock(read("h200"))
     stream = on.default_stream()
     for _ in range(70_000):  # more than one block of packed rows
         operator(on, stream, 100)

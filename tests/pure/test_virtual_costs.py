@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepbusy.virtual.costs.device_files import names, read
-from keepbusy.virtual.costs.operands import Operand
-from keepbusy.virtual.costs.prices import _FAMILIES, Costs
-from keepbusy.virtual.costs.rings import wire_time
+from keepbusy.virtual.costs.device import names, read
+from keepbusy.virtual.costs.laws import nothing
+from keepbusy.virtual.costs.operator_call import Operand
+from keepbusy.virtual.costs.operator_costs import _TABLE, LAWS, OperatorCosts
 
 US = 1_000
 H200 = read("h200")
-COSTS = Costs(H200)
+COSTS = OperatorCosts(H200)
 
 
 def tensor(*shape: int, dtype: str = "bfloat16") -> Operand:
@@ -64,7 +64,7 @@ def test_batches_vectors_and_linear() -> None:
 
 def test_float32_products_use_tensor_cores_only_when_told() -> None:
     told: list[bool] = []
-    costs, square = Costs(H200, lambda: bool(told)), tensor(4096, 4096, dtype="float32")
+    costs, square = OperatorCosts(H200, lambda: bool(told)), tensor(4096, 4096, dtype="float32")
     (before,) = costs.kernels("mm", (square, square), (square,))
     told.append(True)
     (after,) = costs.kernels("mm", (square, square), (square,))
@@ -170,7 +170,32 @@ def test_views_and_nothing_launch_nothing() -> None:
     assert COSTS.kernels("whatever", (), ()) == ()
 
 
-OPERATORS = tuple(sorted({*_FAMILIES, "mul", "add_", "gelu", "max_pool2d_with_indices", "unknown"}))
+def test_a_law_that_does_not_apply_says_so() -> None:
+    flat = tensor(12, 64)
+    (kernel,) = COSTS.kernels("scaled_dot_product_attention_backward", (flat, flat, flat), (flat,))
+    assert kernel[0] == "elementwise_scaled_dot_product_attention_backward"
+    assert COSTS.kernels("mv", (tensor(3),), (tensor(3),)) == (("gemm", 2_500),)
+    assert COSTS.kernels("convolution", (flat,), (flat,))[0][0] == "elementwise_convolution"
+
+
+def test_a_law_that_fails_is_raised_here_and_noted_in_a_run() -> None:
+    image, window = tensor(2, 3, 8, 8), {"kernel_size": ["two"]}
+    with pytest.raises(TypeError):
+        COSTS.kernels("avg_pool2d", (image,), (image,), window)
+    notes: list[str] = []
+    (kernel,) = OperatorCosts(H200, notes=notes).kernels("avg_pool2d", (image,), (image,), window)
+    assert kernel[0] == "elementwise_avg_pool2d"
+    assert len(notes) == 1
+    assert "avg_pool2d(bfloat16[2, 3, 8, 8]) on the virtual GPU is that of its bytes alone" in notes[0]
+
+
+def test_every_operator_has_one_law() -> None:
+    named = [name for law in _TABLE for name in law.names.split()]
+    assert sorted(named) == sorted(LAWS)
+
+
+PRICED = {name for name, law in LAWS.items() if law.kernels is not nothing}
+OPERATORS = tuple(sorted({*PRICED, "mul", "add_", "gelu", "max_pool2d_with_indices", "unknown"}))
 SHAPES = st.lists(st.integers(0, 65), max_size=4).map(tuple)
 
 
@@ -183,7 +208,7 @@ SHAPES = st.lists(st.integers(0, 65), max_size=4).map(tuple)
 )
 def test_anything_has_a_cost_on_any_device(name: str, shape: tuple[int, ...], dtype: str, device: str) -> None:
     one = tensor(*shape, dtype=dtype) if shape else ((), dtype, ())
-    kernels = Costs(read(device)).kernels(name, (one, one), (one,), {"dim": None})
+    kernels = OperatorCosts(read(device)).kernels(name, (one, one), (one,), {"dim": None})
     assert kernels
     assert all(isinstance(work, int) and 0 < work < 10**12 for _, work in kernels)
 
@@ -211,10 +236,10 @@ def test_twice_the_rows_never_cost_less(rows: int, columns: int, inner: int) -> 
     ],
 )
 def test_collectives_as_measured_on_four(name: str, size: int, measured: float, tolerance: float) -> None:
-    assert wire_time(H200, name, size, 4) / US == pytest.approx(measured, rel=tolerance)
+    assert H200.wire.collective(name, size, 4) / US == pytest.approx(measured, rel=tolerance)
 
 
 def test_collectives_of_one_and_across_hosts() -> None:
-    assert wire_time(H200, "all_reduce", 1 << 30, 1) == H200.wire.latency
-    assert wire_time(H200, "all_reduce", 1 << 30, 16) > 5 * wire_time(H200, "all_reduce", 1 << 30, 8)
-    assert wire_time(H200, "barrier", 0, 4) < 40 * US
+    assert H200.wire.collective("all_reduce", 1 << 30, 1) == H200.wire.latency
+    assert H200.wire.collective("all_reduce", 1 << 30, 16) > 5 * H200.wire.collective("all_reduce", 1 << 30, 8)
+    assert H200.wire.collective("barrier", 0, 4) < 40 * US

@@ -11,7 +11,7 @@ from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.costs.device_files import read
+from keepbusy.virtual.costs.device import read
 
 MS = 1_000_000
 H200 = read("h200")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from operator import call as operator_call
+from threading import Thread
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +15,7 @@ from virtual_programs import clock, operator, rows
 
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.memory.allocator import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
-from keepbusy.virtual.memory.host_memory import PinnedMemory
+from keepbusy.virtual.memory.host_memory import PinnedMemory, native_is_pinned, native_pins
 
 MB = 1 << 20
 
@@ -143,9 +147,20 @@ def test_a_full_device_first_gives_back_and_then_gives_up() -> None:
 
 def test_a_share_of_the_device() -> None:
     _, mine, stream = memory()
+    assert mine.share() == 1.0
     mine.limit(0.1)
-    with pytest.raises(OutOfMemory):
+    assert mine.share() == pytest.approx(0.1)
+    with pytest.raises(OutOfMemory, match=r"memory in use\. 102\.40 MiB allowed; Of the allocated memory"):
         mine.allocate(0, mine.size // 5, stream)
+    mine.limit(1.0)
+    assert mine.allocate(0, mine.size // 5, stream) is not None
+
+
+def test_the_driver_keeps_its_part_whatever_share_is_set() -> None:
+    _, mine, stream = memory()
+    mine.limit(1.0)
+    with pytest.raises(OutOfMemory):
+        mine.allocate(0, mine.size - CONTEXT + 1, stream)
 
 
 def test_peaks_and_sums_start_again() -> None:
@@ -172,6 +187,32 @@ def test_pinned_memory_is_paid_once() -> None:
     pinned.free(handle)
     assert pinned.allocate(600) == handle == 1024
     assert calls(on) == ["cudaHostAlloc"]
+
+
+def native(*calls: Callable[[], object]) -> list[object]:
+    """As native code does that calls back several times within one call of it."""
+    return list(map(operator_call, calls))
+
+
+def test_native_code_finds_the_memory_pinned_that_it_has_just_taken() -> None:
+    assert native(native_pins, partial(native_is_pinned, 1), partial(native_is_pinned, 2)) == [None, True, False]
+
+
+def test_an_unknown_address_is_not_pinned_because_somebody_took_pinned_memory_before() -> None:
+    native(native_pins)
+    assert native(partial(native_is_pinned, 1)) == [False]
+    assert native(partial(native_is_pinned, 1)) == [False]
+    asked: list[object] = []
+    native(native_pins, lambda: asked.extend(in_a_thread(partial(native_is_pinned, 1))))
+    assert asked == [False]
+
+
+def in_a_thread(does: Callable[[], object]) -> list[object]:
+    found: list[object] = []
+    thread = Thread(target=lambda: found.append(does()))
+    thread.start()
+    thread.join()
+    return found
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.costs.device import Copies, Device, HostCosts, Memory, Queue
+from keepbusy.virtual.costs.device import CopyCosts, QueueLimits, read
 
 US = 1_000
-ROUND = Device(
+_H200 = read("h200")
+ROUND = replace(
+    _H200,
     name="round",
-    host=HostCosts(
+    host=replace(
+        _H200.host,
         operator=5,
         backward=3,
         launch=10,
@@ -23,11 +26,11 @@ ROUND = Device(
         graph_made=40,
         graph_node_made=5,
     ),
-    queue=Queue(pending=4, latency=20, gap=2, graph_gap=1),
-    copies=Copies(
+    queue=QueueLimits(pending=4, latency=20, gap=2, graph_gap=1),
+    copies=CopyCosts(
         latency=5, call=10, pinned=10.0, to_device=1.0, to_host=2.0, to_fresh=0.5, mapped=500, staged=100, staging=5.0
     ),
-    memory=Memory(size=1 << 30, malloc=70, free=60),
+    memory=replace(_H200.memory, size=1 << 30, malloc=70, free=60),
 )
 """Nanoseconds that can be added up in the head."""
 

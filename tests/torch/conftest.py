@@ -32,6 +32,7 @@ def machine():
     start(Options(devices=8, measured=False, one_generator=True))
     from keepbusy.virtual.machine import MACHINE
 
+    MACHINE.notes = MACHINE.costs.notes = None  # a law that fails is a failed test
     return MACHINE
 
 

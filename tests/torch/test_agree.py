@@ -173,4 +173,4 @@ class TestAlone:
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "_ALONE", type(agree._ALONE)())
+    monkeypatch.setattr(agree, "_SINGLE_PROCESS", type(agree._SINGLE_PROCESS)())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from pathlib import Path
 
@@ -35,6 +36,53 @@ for loop in DRAWING:
 print("all", len(DRAWING))
 """)
     assert f"all {len(DRAWING)}" in finished.stdout, finished.stderr
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_heap_is_not_searched_and_what_is_frozen_stays_so(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Production processes freeze it: to thaw it makes the next collections slow, to freeze it anew keeps garbage."""
+    expected = outcome(loop, lambda step: step, 8)
+
+    def refuse(*_arguments: object) -> None:
+        raise AssertionError("the heap was touched")
+
+    kept = Kept()
+    with monkeypatch.context() as patched:
+        for name in ("freeze", "unfreeze", "get_objects", "get_referrers", "get_referents"):
+            patched.setattr(gc, name, refuse)
+        assert outcome(loop, kept, 8) == expected
+    assert kept.graphed.replays > 1
+
+
+def test_schedulers_and_scalers_are_as_they_were_when_nobody_watches() -> None:
+    before = torch.autograd.backward, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step
+    model = net()
+    step = graph(whole(model, adam(model)))
+    for x, y in batches(5):
+        step(x, y)
+    after = torch.autograd.backward, torch.optim.lr_scheduler.LRScheduler.step, torch.amp.GradScaler.step
+    assert after == before
+
+
+def test_a_scheduler_that_only_counts_within_the_step_is_found() -> None:
+    """Its rate does not move for a long time, so nothing else shows that a replay would leave its count behind."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedulers = {"of": [torch.optim.lr_scheduler.StepLR(optimizer, 1000)]}
+    train = whole(model, optimizer)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = train(x, y)
+        schedulers["of"][0].step()
+        return loss
+
+    graphed = graph(step)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for x, y in batches(6):
+            graphed(x, y)
+    assert any("the epoch of StepLR" in str(one.message) for one in said)
+    assert schedulers["of"][0].last_epoch == 6
 
 
 def test_a_schedule_of_floats_takes_effect_at_each_replay() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepbusy.virtual.costs.device_files import read
+from keepbusy.virtual.costs.device import read
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch.host_side import time_of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import keepbusy
-from keepbusy.runtime.prefetch.batch_packing import ALIGNMENT, DIRECT, layout_of, pieces
+from keepbusy.runtime.prefetch.batch_transfer import ALIGNMENT, DIRECT_COPY_BYTES, layout_of, pieces
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (
@@ -111,11 +111,11 @@ def test_tensors_are_aligned_and_do_not_touch(found: list[Tensor]) -> None:
 
 
 def test_large_pinned_tensors_stand_behind_what_is_packed() -> None:
-    small, large = torch.zeros(3), torch.zeros(DIRECT // 4).pin_memory()
+    small, large = torch.zeros(3), torch.zeros(DIRECT_COPY_BYTES // 4).pin_memory()
     turned = torch.zeros(512, 512)[:, ::2].pin_memory()
     layout = layout_of([large, small, turned, large.clone()])
     assert layout.order == [1, 3, 0, 2]  # pinning closed the gaps of the third; the fourth is pageable
-    assert (layout.together, layout.packed, layout.pageable) == (2, ALIGNMENT + DIRECT, DIRECT)
+    assert (layout.together, layout.packed, layout.pageable) == (2, ALIGNMENT + DIRECT_COPY_BYTES, DIRECT_COPY_BYTES)
 
 
 def test_batches_that_look_the_same_share_their_layout() -> None:

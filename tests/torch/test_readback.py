@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keepbusy
-from keepbusy.runtime import Readings
+from keepbusy.runtime import Readings, scalar_readback
+from keepbusy.runtime.pinned_pages import SLOT_DOUBLES, PinnedSlot
 from keepbusy.runtime.readback import Reading
-from keepbusy.runtime.tensor_readback import Parcel
+from keepbusy.runtime.scalar_readback import ScalarReadback
+from keepbusy.runtime.tensor_readback import TensorReadback
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 
@@ -65,11 +67,85 @@ def test_trees_keep_their_shape_and_travel_as_one() -> None:
     assert home.loss._sent is home.others["a"][0]._sent
 
 
+SCALARS = {
+    torch.float32: (0.1, -0.0, math.inf, 3.4e38, 1e-45),
+    torch.bfloat16: (0.1, -3e38, 1e-40),
+    torch.float16: (0.1, 65504.0, 6e-8),
+    torch.float64: (0.1, -0.0, 1.7e308, 5e-324, math.nan),
+    torch.int64: (2**63 - 1, -(2**63), -1, 2**53 + 1),
+    torch.int32: (2**31 - 1, -(2**31)),
+    torch.int16: (-(2**15),),
+    torch.int8: (-128,),
+    torch.uint8: (255,),
+    torch.bool: (True, False),
+}
+
+
+class OneSlot:
+    """Memory of the host in place of pinned memory that the device writes to: the virtual GPU has no such thing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory = torch.full((SLOT_DOUBLES,), math.nan, dtype=torch.float64)
+        self.slot, self.given_back = PinnedSlot(memory, memory), 0
+        monkeypatch.setattr(scalar_readback, "take", lambda _device: self.slot)
+        monkeypatch.setattr(scalar_readback, "give_back", self.give_back)
+
+    def give_back(self, _device: torch.device, slot: PinnedSlot) -> None:
+        self.given_back += 1
+        slot.on_host.fill_(math.nan)  # it is another's from here on
+
+
+@pytest.mark.parametrize("dtype", SCALARS, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_scalar_comes_home_bit_for_bit(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, device = OneSlot(monkeypatch), torch.device("cuda", 0)
+    tensors = [torch.tensor(value, dtype=dtype).reshape(shape) for value in SCALARS[dtype]]
+    if dtype.is_floating_point:
+        tensors[0].requires_grad_()
+    sent = ScalarReadback.send(tensors, device)
+    assert sent is not None
+    for place, tensor in enumerate(tensors):
+        home = sent.open(place)
+        assert (home.dtype, home.shape, home.requires_grad) == (dtype, tensor.shape, False)
+        assert torch.equal(home.reshape(1).view(torch.uint8), tensor.detach().reshape(1).view(torch.uint8))
+    assert memory.given_back == 1
+
+
+def test_scalars_of_all_types_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = OneSlot(monkeypatch)
+    tensors = [torch.tensor(values[0], dtype=dtype) for dtype, values in SCALARS.items()]
+    sent = ScalarReadback.send(tensors, torch.device("cuda", 0))
+    assert sent is not None
+    sent.land()
+    sent.land()
+    assert [sent.open(place).item() for place in range(len(tensors))] == [one.item() for one in tensors]
+    assert memory.given_back == 1
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(2)],
+        [torch.zeros((), dtype=torch.complex64)],
+        [torch.zeros(()) for _ in range(SLOT_DOUBLES + 1)],
+        [torch.zeros((), dtype=torch.int64) for _ in range(SLOT_DOUBLES // 2 + 1)],
+        [torch.zeros((), dtype=torch.complex128).conj().imag],
+    ],
+    ids=["two numbers", "complex", "too many", "too many of two halves", "negated"],
+)
+def test_what_is_no_scalar_takes_no_slot(tensors: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = OneSlot(monkeypatch)
+    assert ScalarReadback.send(tensors, torch.device("cuda", 0)) is None
+    assert memory.given_back == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6))
 def test_whatever_travels_together_arrives_bit_for_bit(looks: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [torch.randn(shape).mul(100).to(dtype) for dtype, shape in looks]
-    parcel = Parcel([tensor.cuda() for tensor in tensors]).send()
+    parcel = TensorReadback([tensor.cuda() for tensor in tensors]).send()
     for tensor, home in zip(tensors, map(parcel.open, range(len(tensors))), strict=True):
         assert (home.dtype, home.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(home, tensor)

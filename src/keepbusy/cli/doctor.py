@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.output import replacing
 from keepbusy.report.words import duration
 from keepbusy.timeline.errors import BadInput
-from keepbusy.virtual.costs.device import Efficiency, Wire
+from keepbusy.virtual.costs import device
 
 if TYPE_CHECKING:
     from keepbusy.recording.machine import Machine, Wires
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 # A measured machine as a device file, which the virtual GPU takes.
 
-_REACHED = Efficiency()
+_MEASURED = device.read("h200")
+_REACHED = _MEASURED.efficiency
 
 
 def written(machine: Machine, met: Wires | None) -> str:
@@ -85,7 +86,7 @@ def _copies(machine: Machine) -> dict[str, str]:
 
 
 def _wire(met: Wires) -> dict[str, str]:
-    latency = max(met.small - Wire().hop * (met.ranks - 1), 1_000)
+    latency = max(met.small - _MEASURED.wire.hop * (met.ranks - 1), 1_000)
     return {"latency": _time(latency), "bandwidth": f"{met.bandwidth:.3g} GB/s"}
 
 

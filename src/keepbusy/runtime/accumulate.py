@@ -21,10 +21,68 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-# Gradient collectives held back until the last micro-batch of a group, and the proof that they were.
-#
-# Each kind of wrapper is watched where it decides: DDP in its forward pass, FSDP2 where it hands over a reduced gradient.
-# An optimizer is checked before it steps, so that no wrong gradient is ever applied.
+T = TypeVar("T")
+
+
+class Micro(NamedTuple, Generic[T]):
+    """A micro-batch, and its place in the group that makes one optimizer step."""
+
+    batch: T
+    scale: float
+    last: bool
+
+
+def accumulate(
+    model: torch.nn.Module, batches: Iterable[T], *, count: int, keep_sharded: bool = False
+) -> Iterator[Micro[T]]:
+    """The batches in groups of `count`; the model's gradients travel between ranks with the last of each group.
+
+    The model is a plain module, or is or holds DDP, FSDP2 or HSDP; that its gradients waited and then travelled is
+    verified, and `NotDeferred` says what kept them. `keep_sharded` is for HSDP: gradients are scattered at every
+    micro-batch, which keeps them small, and only the reduction between replicas waits.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"accumulate got a {type(model).__name__} for its model; give it the torch.nn.Module in it")
+    if count < 1:
+        raise ValueError(f"accumulate got count={count}; a group has at least one micro-batch")
+    return _deferred(Deferral(model, keep_sharded), batches, count)
+
+
+def _deferred(deferral: Deferral, batches: Iterable[T], count: int) -> Iterator[Micro[T]]:
+    try:
+        groups = _of_known_length(batches, count, len(batches))  # type: ignore[arg-type]
+    except TypeError:
+        groups = _of_unknown_length(batches, count)
+    with deferral:
+        for micro in groups:
+            deferral.begin(micro.last)
+            yield micro
+            deferral.end()
+
+
+def _of_known_length(batches: Iterable[T], count: int, total: int) -> Iterator[Micro[T]]:
+    place, last = -1, True
+    for place, batch in enumerate(batches):
+        before = place % count
+        size = min(count, total - place + before) if place < total else count
+        last = before == size - 1
+        yield Micro(batch, 1 / size, last)
+    if not last:
+        raise RuntimeError(
+            f"accumulate counted on len(batches) = {total} and got {place + 1}, so the gradients of the last "
+            f"{place % count + 1} have not travelled; give it an iterable without a length, or with the right one"
+        )
+
+
+def _of_unknown_length(batches: Iterable[T], count: int) -> Iterator[Micro[T]]:
+    """One batch is taken ahead, to know which is the last. That its group is short is known too late for `scale`."""
+    ahead, nothing = iter(batches), object()
+    following, place = next(ahead, nothing), 0
+    while following is not nothing:
+        batch, following = following, next(ahead, nothing)
+        last = place % count == count - 1 or following is nothing
+        yield Micro(batch, 1 / count, last)  # type: ignore[arg-type]
+        place += 1
 
 
 class NotDeferred(RuntimeError):  # noqa: N818 -- what was found, as PyTorch's own names go
@@ -32,13 +90,17 @@ class NotDeferred(RuntimeError):  # noqa: N818 -- what was found, as PyTorch's o
 
 
 class Deferral:
-    """Of one model, for one loop."""
+    """Holds gradient collectives back until the last micro-batch of a group, and proves that it did.
+
+    Each kind of wrapper is watched where it decides: DDP in its forward pass, FSDP2 where it hands over a reduced
+    gradient. An optimizer is checked before it steps, so that no wrong gradient is ever applied.
+    """
 
     def __init__(self, model: torch.nn.Module, keep_sharded: bool) -> None:
         self._model = model
-        self._parts: list[_Wrapped | _Sharded] = [_Wrapped(one) for one in _wrappers(model)]
+        self._parts: list[_NoSyncWrapper | _ShardedModules] = [_NoSyncWrapper(one) for one in _wrappers(model)]
         if shards := [one for one in model.modules() if hasattr(one, "set_requires_all_reduce")]:
-            self._parts.append(_Sharded(shards, keep_sharded))
+            self._parts.append(_ShardedModules(shards, keep_sharded))
         elif keep_sharded:
             raise ValueError("accumulate got keep_sharded=True for a model without HSDP; leave it out")
         self._last, self._proven = True, False
@@ -84,7 +146,7 @@ class Deferral:
     def _before_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
         stepped = [one for group in optimizer.param_groups for one in group["params"]]
         if not any(id(one) in self._trained for one in stepped):
-            self._check_stranger(optimizer, stepped)
+            self._check_optimizer_of_others(optimizer, stepped)
         elif not self._last:
             raise NotDeferred(
                 "optimizer.step() came at a micro-batch that is not the last of its group, with gradients that have "
@@ -93,7 +155,7 @@ class Deferral:
         elif not self._proven:
             self._prove()
 
-    def _check_stranger(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
+    def _check_optimizer_of_others(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
         """An optimizer of another model has gradients of its own."""
         waiting = any(one.grad is not None for one in self._model.parameters())
         if waiting and self._last and all(one.grad is None for one in stepped):
@@ -103,7 +165,7 @@ class Deferral:
             )
 
 
-class _Wrapped:
+class _NoSyncWrapper:
     """DDP, and what else has `no_sync`: it decides in its forward pass whether the backward pass will send."""
 
     def __init__(self, module: Any) -> None:
@@ -143,7 +205,7 @@ class _Wrapped:
             )
 
 
-class _Sharded:
+class _ShardedModules:
     """FSDP2 and HSDP: flags on every module, and a hook where a reduced gradient is handed over.
 
     `set_is_last_backward(False)` is left alone: FSDP2 would keep the order of one forward pass, prefetch by it in the
@@ -221,71 +283,3 @@ def _stays_whole(module: Any) -> bool:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return all(group is not None and group.post_forward_mesh_info is None for group in groups)
-
-
-T = TypeVar("T")
-
-
-class Micro(NamedTuple, Generic[T]):
-    """A micro-batch, and its place in the group that makes one optimizer step."""
-
-    batch: T
-    scale: float
-    last: bool
-
-
-def accumulate(
-    model: torch.nn.Module, batches: Iterable[T], *, count: int, keep_sharded: bool = False
-) -> Iterator[Micro[T]]:
-    """The batches in groups of `count`; the model's gradients travel between ranks with the last of each group.
-
-    The model is a plain module, or is or holds DDP, FSDP2 or HSDP; that its gradients waited and then travelled is
-    verified, and `NotDeferred` says what kept them. `keep_sharded` is for HSDP: gradients are scattered at every
-    micro-batch, which keeps them small, and only the reduction between replicas waits.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"accumulate got a {type(model).__name__} for its model; give it the torch.nn.Module in it")
-    if count < 1:
-        raise ValueError(f"accumulate got count={count}; a group has at least one micro-batch")
-    return _deferred(Deferral(model, keep_sharded), batches, count)
-
-
-def _deferred(deferral: Deferral, batches: Iterable[T], count: int) -> Iterator[Micro[T]]:
-    with deferral:
-        for micro in _grouped(batches, count):
-            deferral.begin(micro.last)
-            yield micro
-            deferral.end()
-
-
-def _grouped(batches: Iterable[T], count: int) -> Iterator[Micro[T]]:
-    try:
-        total = len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return _of_unknown_length(batches, count)
-    return _of_known_length(batches, count, total)
-
-
-def _of_known_length(batches: Iterable[T], count: int, total: int) -> Iterator[Micro[T]]:
-    place, last = -1, True
-    for place, batch in enumerate(batches):
-        before = place % count
-        size = min(count, total - place + before) if place < total else count
-        last = before == size - 1
-        yield Micro(batch, 1 / size, last)
-    if not last:
-        raise RuntimeError(
-            f"accumulate counted on len(batches) = {total} and got {place + 1}, so the gradients of the last "
-            f"{place % count + 1} have not travelled; give it an iterable without a length, or with the right one"
-        )
-
-
-def _of_unknown_length(batches: Iterable[T], count: int) -> Iterator[Micro[T]]:
-    """One batch is taken ahead, to know which is the last. That its group is short is known too late for `scale`."""
-    ahead, nothing = iter(batches), object()
-    following, place = next(ahead, nothing), 0
-    while following is not nothing:
-        batch, following = following, next(ahead, nothing)
-        last = place % count == count - 1 or following is nothing
-        yield Micro(batch, 1 / count, last)  # type: ignore[arg-type]
-        place += 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepbusy.runtime.readback import Reading, refuse_capture, send, whole
-from keepbusy.runtime.tensor_readback import side_stream
+from keepbusy.runtime.tensor_readback import readback_stream
 
 T = TypeVar("T")
 _END: Any = object()
@@ -35,7 +35,7 @@ def agree(flag: Any) -> bool:
     """
     ranks = _ranks("agree()")
     if ranks is None:
-        return _ALONE.own(flag)
+        return _SINGLE_PROCESS.replace(flag)
     return ranks.agreed(flag)
 
 
@@ -64,26 +64,26 @@ def gather_later(value: Any) -> Reading:
     if ranks is None:
         return Reading(send([tensor[None]]))
     if tensor.device.type == "cuda" and dist.get_backend() != "gloo":
-        return _gathered_on_device(tensor)
-    return Reading(_Gathered(tensor.cpu(), ranks))
+        return _gather_on_device(tensor)
+    return Reading(_HostGather(tensor.cpu(), ranks))
 
 
-class _Own:
+class _OwnFlag:
     """This process's flag: one on the device is known a call after it was given."""
 
     def __init__(self) -> None:
-        self.late: Reading | None = None
+        self.pending: Reading | None = None
 
-    def own(self, flag: Any) -> bool:
-        before, self.late = self.late, _under_way(flag)
-        said = bool(before) if before is not None else False
-        return said or (self.late is None and bool(flag))
-
-
-_ALONE = _Own()
+    def replace(self, flag: Any) -> bool:
+        before, self.pending = self.pending, _reading_of(flag)
+        yes = bool(before) if before is not None else False
+        return yes or (self.pending is None and bool(flag))
 
 
-class _Ranks(_Own):
+_SINGLE_PROCESS = _OwnFlag()
+
+
+class _Ranks(_OwnFlag):
     """What the ranks tell each other from host to host, by process groups of their own."""
 
     def __init__(self, world: Any) -> None:
@@ -94,11 +94,11 @@ class _Ranks(_Own):
         self.before: _Answer | None = None
 
     def agreed(self, flag: Any) -> bool:
-        before, self.before = self.before, _Answer(self.own(flag), self.group)
-        said = before is not None and before.yes()
-        if said:
-            self.before = self.late = None
-        return said
+        before, self.before = self.before, _Answer(self.replace(flag), self.group)
+        yes = before is not None and before.yes()
+        if yes:
+            self.before = self.pending = None
+        return yes
 
 
 class _Answer:
@@ -113,7 +113,7 @@ class _Answer:
         return bool(self._flag.item())
 
 
-class _Gathered:
+class _HostGather:
     """A value of each rank, from host to host."""
 
     def __init__(self, mine: Tensor, ranks: _Ranks) -> None:
@@ -132,10 +132,10 @@ class _Gathered:
         return (self._all,)[place]
 
 
-def _gathered_on_device(value: Tensor) -> Reading:
+def _gather_on_device(value: Tensor) -> Reading:
     """On a stream of its own from the collective on: the compute goes on."""
     refuse_capture("gather_later()", "call it after the replay")
-    side, mine = side_stream(value.device), value.clone(memory_format=torch.contiguous_format)
+    side, mine = readback_stream(value.device), value.clone(memory_format=torch.contiguous_format)
     side.wait_stream(torch.cuda.current_stream(value.device))
     mine.record_stream(side)  # it is freed before the collective has read it
     with torch.cuda.stream(side):
@@ -169,33 +169,29 @@ def _next(source: Iterator[T]) -> tuple[T, BaseException | None]:
         return _END, failure
 
 
-def _under_way(flag: Any) -> Reading | None:
+def _reading_of(flag: Any) -> Reading | None:
     if isinstance(flag, Tensor) and flag.device.type != "cpu":
         return Reading(send([(flag != 0).any()]))
     return flag if isinstance(flag, Reading) else None
 
 
-_KNOWN: list[_Ranks] = []
+_OF_WORLD: list[_Ranks] = []
 
 
 def _ranks(who: str) -> _Ranks | None:
     """Those of the present process group; None where there is but one process."""
     if not dist.is_available() or not dist.is_initialized():
-        _check_alone(who)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"{who} was called on rank {os.environ.get('RANK', '0')} of {os.environ['WORLD_SIZE']} before there is "
+                "a process group; call torch.distributed.init_process_group() first."
+            )
         return None
     if dist.get_world_size() == 1:
         return None
-    if not _KNOWN or _KNOWN[0].world is not dist.group.WORLD:
-        _KNOWN[:] = [_Ranks(dist.group.WORLD)]
-    return _KNOWN[0]
-
-
-def _check_alone(who: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(
-            f"{who} was called on rank {os.environ.get('RANK', '0')} of {os.environ['WORLD_SIZE']} before there is a "
-            "process group; call torch.distributed.init_process_group() first."
-        )
+    if not _OF_WORLD or _OF_WORLD[0].world is not dist.group.WORLD:
+        _OF_WORLD[:] = [_Ranks(dist.group.WORLD)]
+    return _OF_WORLD[0]
 
 
 def _wait(work: Any) -> None:

@@ -8,33 +8,32 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-WORDS = 32
-"""Doubles in a slot."""
-_PAGE = 1024
-"""Slots that are pinned at once: about as many values as can be under way before a launch has to wait anyway."""
+SLOT_DOUBLES = 32
+_SLOTS_PER_PAGE = 1024
+"""They are pinned at once: about as many values as can be under way before a launch has to wait anyway."""
 _LOCK = Lock()
 
 
-class Slot:
+class PinnedSlot:
     """A piece of pinned memory as the host sees it, and as the device does where it can write there itself."""
 
-    __slots__ = ("_words", "bytes", "event", "home", "there")
+    __slots__ = ("_doubles", "bytes", "event", "on_device", "on_host")
 
-    def __init__(self, home: Tensor, there: Tensor | None) -> None:
-        self.home, self.bytes = home, home.view(torch.uint8)
-        self.there = there
+    def __init__(self, on_host: Tensor, on_device: Tensor | None) -> None:
+        self.on_host, self.bytes, self.on_device = on_host, on_host.view(torch.uint8), on_device
         self.event = torch.cuda.Event()
-        self._words: dict[int, Tensor] = {}
+        self._doubles: dict[int, Tensor] = {}
 
-    def word(self, place: int) -> Tensor:
+    def double(self, place: int) -> Tensor:
         """One double, as the device sees it."""
-        if place not in self._words:
-            assert self.there is not None
-            self._words[place] = self.there[place]
-        return self._words[place]
+        double = self._doubles.get(place)
+        if double is None:
+            assert self.on_device is not None
+            double = self._doubles[place] = self.on_device[place]
+        return double
 
 
-class _Mapped:
+class _DeviceArray:
     """Pinned memory, said to be an array of the device: CUDA lets kernels write there."""
 
     def __init__(self, page: Tensor) -> None:
@@ -43,42 +42,39 @@ class _Mapped:
         self.__cuda_array_interface__ = {"data": place, "shape": shape, "typestr": "<f8", "version": 2}
 
 
-_FREE: dict[torch.device, list[Slot]] = {}
-_NEW: dict[torch.device, Iterator[Slot]] = {}
+_UNUSED: dict[torch.device, list[PinnedSlot]] = {}
+_FRESH: dict[torch.device, Iterator[PinnedSlot]] = {}
 
 
-def take(device: torch.device) -> Slot:
+def take(device: torch.device) -> PinnedSlot:
     """A slot that nothing travels to."""
     try:
-        return _FREE[device].pop()
+        return _UNUSED[device].pop()
     except (KeyError, IndexError):
         with _LOCK:
-            _FREE.setdefault(device, [])
-            return next(_NEW.setdefault(device, _new(device)))
+            _UNUSED.setdefault(device, [])
+            return next(_FRESH.setdefault(device, _fresh(device)))
 
 
-def give_back(device: torch.device, slot: Slot) -> None:
-    _FREE[device].append(slot)
+def give_back(device: torch.device, slot: PinnedSlot) -> None:
+    _UNUSED[device].append(slot)
 
 
-def _new(device: torch.device) -> Iterator[Slot]:
+def _fresh(device: torch.device) -> Iterator[PinnedSlot]:
     while True:
-        page, there = _page(device)
-        for start in range(0, len(page), WORDS):
-            yield Slot(page[start : start + WORDS], None if there is None else there[start : start + WORDS])
-
-
-def _page(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    # whoever reads first during an evaluation will read during the next training
-    with torch.inference_mode(False), torch.cuda.device(device):
-        page = torch.zeros(_PAGE * WORDS, dtype=torch.float64, device="cpu", pin_memory=True)
-        return page, _as_the_device_sees_it(page, device)
+        # whoever reads first during an evaluation will read during the next training
+        with torch.inference_mode(False), torch.cuda.device(device):
+            page = torch.zeros(_SLOTS_PER_PAGE * SLOT_DOUBLES, dtype=torch.float64, device="cpu", pin_memory=True)
+            on_device = _as_the_device_sees_it(page, device)
+        for start in range(0, len(page), SLOT_DOUBLES):
+            piece = slice(start, start + SLOT_DOUBLES)
+            yield PinnedSlot(page[piece], None if on_device is None else on_device[piece])
 
 
 def _as_the_device_sees_it(page: Tensor, device: torch.device) -> Tensor | None:
     """None where this build of PyTorch or the driver does not offer it."""
     try:
-        there = torch.as_tensor(_Mapped(page), device=device)
+        on_device = torch.as_tensor(_DeviceArray(page), device=device)
     except (RuntimeError, TypeError, ValueError):
         return None
-    return there if there.data_ptr() == page.data_ptr() else None
+    return on_device if on_device.data_ptr() == page.data_ptr() else None

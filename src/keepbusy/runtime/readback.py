@@ -1,21 +1,18 @@
-"""`Readings`: running means of many values for one copy a step, known one step late."""
+"""`readback`: a value of the device that arrives on the host later. Nobody waits for it before somebody needs it."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from keepbusy.runtime.scalar_readback import note
-from keepbusy.runtime.tensor_readback import Arrived, Parcel, Sent
-
-# `readback`: a value of the device that arrives on the host later. Nobody waits for it before somebody needs it.
+from keepbusy.runtime.scalar_readback import ScalarReadback
+from keepbusy.runtime.tensor_readback import Arriving, HostReadback, TensorReadback
 
 _NUMBERS = (int, float, complex)
 
@@ -36,12 +33,19 @@ def readback(value: Any) -> Any:
     leaves, structure = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not places and not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
+        kind = f"a {type(value).__name__}" if value is not None else "None"
         raise TypeError(
-            f"readback() takes tensors, and dicts, lists and tuples of them, but was given {_kind(value)}; "
+            f"readback() takes tensors, and dicts, lists and tuples of them, but was given {kind}; "
             "give it the tensors inside."
         )
-    for place, reading in zip(places, _sent([leaves[place] for place in places]), strict=True):
-        leaves[place] = reading
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for place in places:
+        tensor = whole(leaves[place])
+        by_device.setdefault(tensor.device, {})[place] = tensor
+    for tensors in by_device.values():  # those of one device travel together
+        arriving = send(list(tensors.values()))
+        for number, place in enumerate(tensors):
+            leaves[place] = Reading(arriving, number)
     return tree_unflatten(leaves, structure)
 
 
@@ -50,7 +54,7 @@ class Reading:
 
     __slots__ = ("_place", "_sent")
 
-    def __init__(self, sent: Sent, place: int = 0) -> None:
+    def __init__(self, sent: Arriving, place: int = 0) -> None:
         self._sent, self._place = sent, place
 
     @property
@@ -93,20 +97,22 @@ class Reading:
         return f"Reading({self})" if self.ready else "Reading(on its way)"
 
 
-_UNDER_WAY: dict[torch.device, deque[Sent]] = {}
+_UNDER_WAY: dict[torch.device, deque[Arriving]] = {}
 """Of each device what has not arrived as far as anybody looked, in the order in which it was sent."""
 _LOCK = threading.Lock()
 
 
-def send(tensors: list[Tensor]) -> Sent:
+def send(tensors: list[Tensor]) -> Arriving:
     """All of one device, on their way."""
     device = tensors[0].device
     if device.type != "cuda":
-        return Arrived(tensors)
+        return HostReadback(tensors)
     refuse_capture("readback()", "return the tensor from what is captured, and read it back after the replay")
-    sent = note(tensors) or Parcel(tensors).send()
+    sent = ScalarReadback.send(tensors, device) or TensorReadback(tensors).send()
     with _LOCK:
-        under_way = _UNDER_WAY.setdefault(device, deque())
+        under_way = _UNDER_WAY.get(device)
+        if under_way is None:
+            under_way = _UNDER_WAY[device] = deque()
         under_way.append(sent)
         # readings may be kept for long: what has arrived leaves its memory to others
         while under_way and under_way[0].ready:
@@ -114,20 +120,9 @@ def send(tensors: list[Tensor]) -> Sent:
     return sent
 
 
-def _sent(tensors: list[Tensor]) -> Iterable[Reading]:
-    """A reading each; those of one device travel together."""
-    tensors = [whole(tensor) for tensor in tensors]
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    together = {device: [one for one in tensors if one.device == device] for device in devices}
-    parcels = {device: (send(ones), iter(range(len(ones)))) for device, ones in together.items()}
-    for tensor in tensors:
-        parcel, places = parcels[tensor.device]
-        yield Reading(parcel, next(places))
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Of a tensor that ranks share the value of the whole: all of them read it, as all of them hold a part."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor if tensor.__class__ is Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
 
 
 def refuse_capture(who: str, remedy: str) -> None:
@@ -135,10 +130,6 @@ def refuse_capture(who: str, remedy: str) -> None:
         raise RuntimeError(
             f"{who} was called while a CUDA graph is being captured, where nothing can be read; {remedy}."
         )
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" if value is not None else "None"
 
 
 _Step = dict[str, Reading | float]
@@ -163,7 +154,7 @@ class Readings:
     """
 
     def __init__(self) -> None:
-        self._late: deque[_Step] = deque()
+        self._uncounted: deque[_Step] = deque()
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._nonfinite: dict[str, None] = {}
@@ -172,9 +163,9 @@ class Readings:
         """A step's values by name: tensors with one element, on any device, or numbers. Steps may differ in names."""
         for name, value in values.items():
             _check(name, value)
-        self._late.append(readback(values))
-        while len(self._late) > 1 and _ready(self._late[0]):
-            self._count(self._late.popleft())
+        self._uncounted.append(readback(values))
+        while len(self._uncounted) > 1 and _is_ready(self._uncounted[0]):
+            self._count(self._uncounted.popleft())
 
     def means(self, *, last: bool = False) -> dict[str, float]:
         """Of each name the mean since the last `reset()`."""
@@ -192,8 +183,8 @@ class Readings:
         self._sums, self._counts, self._nonfinite = {}, {}, {}
 
     def _read(self, last: bool) -> None:
-        while len(self._late) > (0 if last else 1):
-            self._count(self._late.popleft())
+        while len(self._uncounted) > (0 if last else 1):
+            self._count(self._uncounted.popleft())
 
     def _count(self, step: _Step) -> None:
         for name, reading in step.items():
@@ -218,5 +209,5 @@ def _check(name: str, value: Any) -> None:
     )
 
 
-def _ready(step: _Step) -> bool:
+def _is_ready(step: _Step) -> bool:
     return all(reading.ready for reading in step.values() if isinstance(reading, Reading))

@@ -19,128 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepbusy.runtime.readback import refuse_capture
-from keepbusy.runtime.tensor_readback import Arrived, Parcel
-
-# A state as it is at one moment: its tensors on their way home, everything else pickled.
-
-_Key = tuple[torch.device, int, int]
-_Rebuild = Callable[[], Tensor]
-
-
-class Snapshot:
-    """What `torch.save` would write now. Nothing that happens afterwards changes it, and nobody has waited for it."""
-
-    def __init__(self, state: Any) -> None:
-        self.sharded = False
-        self._memory = _Memory()
-        structure = _Structure(self._take)
-        structure.dump(state)
-        self._structure, self._rebuilds = structure.file.getvalue(), structure.rebuilds
-        self._memory.set_aside()
-
-    def home(self) -> Any:
-        """The state on the host. It is the thread that writes it which waits here."""
-        self._memory.bring_home()
-        return _Filled(self._structure, self._rebuilds).load()
-
-    def _take(self, tensor: Tensor) -> _Rebuild:
-        """Note what the tensor holds; what is returned makes one like it, once all are home."""
-        if is_traceable_wrapper_subclass(tensor):
-            return self._take_wrapper(tensor)
-        if not _is_plain(tensor):
-            host = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
-            return lambda: host
-        key, memory, dress = self._memory.note(tensor), self._memory, _dress_of(tensor)
-        dtype, look = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return lambda: dress(torch.empty(0, dtype=dtype, device="cpu").set_(memory.homes[key], *look))
-
-    def _take_wrapper(self, tensor: Any) -> _Rebuild:
-        """A tensor made of others, such as a rank's part of a sharded one."""
-        self.sharded |= hasattr(tensor, "placements")
-        kind, look = type(tensor), (tensor.shape, tensor.stride())
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: self._take_part(getattr(tensor, name)) for name in names}
-        return lambda: kind.__tensor_unflatten__({name: part() for name, part in parts.items()}, context, *look)
-
-    def _take_part(self, part: Any) -> Callable[[], Any]:
-        return self._take(part) if isinstance(part, Tensor) else lambda: part
-
-
-class _Memory:
-    """What the tensors lie in: tensors that share memory still do so in the end."""
-
-    def __init__(self) -> None:
-        self._noted: dict[_Key, Tensor] = {}
-        self.homes: dict[_Key, UntypedStorage] = {}
-
-    def note(self, tensor: Tensor) -> _Key:
-        storage = tensor.untyped_storage()
-        key = tensor.device, storage.data_ptr(), storage.nbytes()
-        if key not in self._noted:
-            self._noted[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        return key
-
-    def set_aside(self) -> None:
-        self._sent = []
-        for device in dict.fromkeys(device for device, *_ in self._noted):
-            ones = {key: whole for key, whole in self._noted.items() if key[0] == device}
-            kind = Parcel if device.type == "cuda" else Arrived
-            self._sent.append((list(ones), kind(list(ones.values()))))
-        self._noted.clear()
-
-    def bring_home(self) -> None:
-        for _, parcel in self._sent:
-            parcel.send()
-        for keys, parcel in self._sent:
-            for place, key in enumerate(keys):
-                self.homes[key] = parcel.open(place).untyped_storage()
-
-
-class _Structure(pickle.Pickler):
-    """Everything but the tensors, which are taken out, each with what makes it anew."""
-
-    def __init__(self, take: Callable[[Tensor], _Rebuild]) -> None:
-        self.file = io.BytesIO()
-        self.rebuilds: list[_Rebuild] = []
-        self._take = take
-        self._known: dict[int, tuple[int, Tensor]] = {}
-        super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self._known:
-            self._known[id(value)] = len(self.rebuilds), value  # kept, so that its id stays its own
-            self.rebuilds.append(self._take(value))
-        return self._known[id(value)][0]
-
-
-class _Filled(pickle.Unpickler):
-    """The structure with its tensors in place."""
-
-    def __init__(self, structure: bytes, rebuilds: list[_Rebuild]) -> None:
-        super().__init__(io.BytesIO(structure))
-        self._rebuilds = rebuilds
-        self._tensors: dict[int, Tensor] = {}
-
-    def persistent_load(self, number: int) -> Tensor:
-        if number not in self._tensors:
-            self._tensors[number] = self._rebuilds[number]()
-        return self._tensors[number]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Its values lie in its storage as they are."""
-    strided = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type in ("cpu", "cuda")
-    return strided and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _dress_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes a parameter, or another kind of tensor, of a bare one again."""
-    kind, learns = type(tensor), tensor.requires_grad
-    if isinstance(tensor, torch.nn.Parameter):
-        return lambda bare: torch.nn.Parameter(bare, learns)
-    return lambda bare: bare.as_subclass(kind).requires_grad_(learns)
+from keepbusy.runtime.tensor_readback import HostReadback, TensorReadback
 
 
 def save_later(state: Any, path: str | os.PathLike[str]) -> Saving:
@@ -166,14 +45,137 @@ def save_later(state: Any, path: str | os.PathLike[str]) -> Saving:
     return _LATEST[0]
 
 
+_StorageKey = tuple[torch.device, int, int]
+_Rebuild = Callable[[], Tensor]
+
+
+class Snapshot:
+    """A state as it is at one moment: its tensors on their way home, everything else pickled.
+
+    It holds what `torch.save` would write now. Nothing that happens afterwards changes it, and nobody waited.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.sharded = False
+        self._storages = _Storages()
+        structure = _StructureWriter(self._take)
+        structure.dump(state)
+        self._structure, self._rebuilds = structure.file.getvalue(), structure.rebuilds
+        self._storages.set_aside()
+
+    def home(self) -> Any:
+        """The state on the host. It is the thread that writes it which waits here."""
+        self._storages.bring_home()
+        return _StructureReader(self._structure, self._rebuilds).load()
+
+    def _take(self, tensor: Tensor) -> _Rebuild:
+        """Note what the tensor holds; what is returned makes one like it, once all are home."""
+        if is_traceable_wrapper_subclass(tensor):
+            return self._take_wrapper(tensor)
+        if not _is_plain(tensor):
+            host = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+            return lambda: host
+        key, storages, rewrap = self._storages.add(tensor), self._storages, _rewrap_as(tensor)
+        dtype, look = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return lambda: rewrap(torch.empty(0, dtype=dtype, device="cpu").set_(storages.on_host[key], *look))
+
+    def _take_wrapper(self, tensor: Any) -> _Rebuild:
+        """A tensor made of others, such as a rank's part of a sharded one."""
+        self.sharded |= hasattr(tensor, "placements")
+        kind, look = type(tensor), (tensor.shape, tensor.stride())
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self._take_part(getattr(tensor, name)) for name in names}
+        return lambda: kind.__tensor_unflatten__({name: part() for name, part in parts.items()}, context, *look)
+
+    def _take_part(self, part: Any) -> Callable[[], Any]:
+        return self._take(part) if isinstance(part, Tensor) else lambda: part
+
+
+class _Storages:
+    """What the tensors lie in: tensors that share memory still do so in the end."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[_StorageKey, Tensor] = {}
+        self.on_host: dict[_StorageKey, UntypedStorage] = {}
+
+    def add(self, tensor: Tensor) -> _StorageKey:
+        storage = tensor.untyped_storage()
+        key = tensor.device, storage.data_ptr(), storage.nbytes()
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        return key
+
+    def set_aside(self) -> None:
+        self._sent = []
+        for device in dict.fromkeys(device for device, *_ in self._tensors):
+            ones = {key: whole for key, whole in self._tensors.items() if key[0] == device}
+            kind = TensorReadback if device.type == "cuda" else HostReadback
+            self._sent.append((list(ones), kind(list(ones.values()))))
+        self._tensors.clear()
+
+    def bring_home(self) -> None:
+        for _, parcel in self._sent:
+            parcel.send()
+        for keys, parcel in self._sent:
+            for place, key in enumerate(keys):
+                self.on_host[key] = parcel.open(place).untyped_storage()
+
+
+class _StructureWriter(pickle.Pickler):
+    """Everything but the tensors, which are taken out, each with what makes it anew."""
+
+    def __init__(self, take: Callable[[Tensor], _Rebuild]) -> None:
+        self.file = io.BytesIO()
+        self.rebuilds: list[_Rebuild] = []
+        self._take = take
+        self._known: dict[int, tuple[int, Tensor]] = {}
+        super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = len(self.rebuilds), value  # kept, so that its id stays its own
+            self.rebuilds.append(self._take(value))
+        return self._known[id(value)][0]
+
+
+class _StructureReader(pickle.Unpickler):
+    """The structure with its tensors in place."""
+
+    def __init__(self, structure: bytes, rebuilds: list[_Rebuild]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._rebuilds = rebuilds
+        self._tensors: dict[int, Tensor] = {}
+
+    def persistent_load(self, number: int) -> Tensor:
+        if number not in self._tensors:
+            self._tensors[number] = self._rebuilds[number]()
+        return self._tensors[number]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Its values lie in its storage as they are."""
+    strided = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type in ("cpu", "cuda")
+    return strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _rewrap_as(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes a parameter, or another kind of tensor, of a bare one again."""
+    kind, learns = type(tensor), tensor.requires_grad
+    if isinstance(tensor, torch.nn.Parameter):
+        return lambda bare: torch.nn.Parameter(bare, learns)
+    return lambda bare: bare.as_subclass(kind).requires_grad_(learns)
+
+
 class Saving:
     """A checkpoint on its way to its file."""
 
     def __init__(self, snapshot: Snapshot, path: Path) -> None:
         self.path = path
         self._failure: BaseException | None = None
-        self._told = False
-        self._group = _group() if snapshot.sharded else None
+        self._reported = False
+        self._group = _host_group() if snapshot.sharded else None
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"keepbusy: {path.name}")
         self._thread.start()
 
@@ -185,8 +187,8 @@ class Saving:
     def wait(self) -> Path:
         """Come back once it is written, with its path; raises what kept it from being written."""
         self._thread.join()
-        if self._failure is not None and not self._told:
-            self._told = True
+        if self._failure is not None and not self._reported:
+            self._reported = True
             raise RuntimeError(self._sentence()) from self._failure
         return self.path
 
@@ -202,9 +204,9 @@ class Saving:
     def _sentence(self) -> str:
         return f"the checkpoint {self.path} was not written ({self._failure}); what was there before is unchanged."
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """At the end of the program, what nobody has asked for."""
-        if self._failure is not None and not self._told:
+        if self._failure is not None and not self._reported:
             sys.stderr.write(f"keepbusy: {self._sentence()}\n")
 
 
@@ -212,9 +214,9 @@ _LATEST: list[Saving] = []
 
 
 @atexit.register
-def _tell() -> None:
+def _report_failures() -> None:
     for saving in _LATEST:
-        saving.tell()
+        saving.report()
 
 
 def _write_file(state: Any, path: Path) -> None:
@@ -235,26 +237,22 @@ def _write_shards(state: Any, path: Path, group: Any) -> None:
     part = path.with_name(f".{path.name}.part")
     checkpoint.save(state, checkpoint_id=part, process_group=group)
     if dist.get_rank() == 0:
-        _replace_folder(part, path)
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.replace(old)
+        part.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier(group)
 
 
-def _replace_folder(part: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.replace(old)
-    part.replace(path)
-    shutil.rmtree(old, ignore_errors=True)
+_HOST_GROUPS: dict[Any, Any] = {}
 
 
-_GROUPS: dict[Any, Any] = {}
-
-
-def _group() -> Any:
+def _host_group() -> Any:
     """Of the present world a group on the hosts that only the writing threads use."""
     world = dist.group.WORLD
-    if world not in _GROUPS:
-        _GROUPS.clear()
-        _GROUPS[world] = dist.new_group(backend="gloo")
-    return _GROUPS[world]
+    if world not in _HOST_GROUPS:
+        _HOST_GROUPS.clear()
+        _HOST_GROUPS[world] = dist.new_group(backend="gloo")
+    return _HOST_GROUPS[world]

@@ -37,7 +37,7 @@ def bring_up(
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
-    for undo in (replace_guard(), replace_hooks(host_memory.answer, host_memory.asked_for)):
+    for undo in (replace_guard(), replace_hooks(host_memory.native_is_pinned, host_memory.native_pins)):
         atexit.register(undo)
     cuda_api.patch()
     tensors.patch()

@@ -22,7 +22,7 @@ from keepbusy.virtual.clock.engine import Clock, Host
 from keepbusy.virtual.clock.host_time import HostTime
 from keepbusy.virtual.clock.onlooker import Onlooker
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.prices import Costs
+from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
@@ -89,7 +89,7 @@ class Machine:
     clock: Clock
     device: Device
     memory: Memory
-    costs: Costs
+    costs: OperatorCosts
     places: Places
     rank: int | None = None
     """What the program's own process group calls this process; known once it has one."""
@@ -101,6 +101,7 @@ class Machine:
         self._held: dict[int, _Held] = {}
         self._at: dict[int, _Held] = {}  # by address
         self.recording: Recording | None = None  # of the capture under way, where values are computed
+        self.notes: list[str] | None = []  # what the report must say; None, as in tests: a failure is raised instead
 
     def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
         CURRENT.count = devices
@@ -118,7 +119,7 @@ class Machine:
         self.clock = Clock(device, rank, devices, self._time)
         self.memory = Memory(self.clock, devices)
         self.pages = Pages(device.copies.mapped)
-        self.costs = Costs(device, lambda: _precision("cuda", "matmul") == "tf32")
+        self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
         self.clock.raises = _accelerator_error
         self.places = Places(self.clock.place)
         self._streams = _Streams()
@@ -296,7 +297,8 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         modelled = {} if self._options[-1] else {"modelled": True}
-        notes = {"eager": True, "notes": [_EAGER]} if self.compiled_eagerly else {}
+        sentences = [*dict.fromkeys(self.notes or ()), *([_EAGER] if self.compiled_eagerly else [])]
+        notes = {"notes": sentences} if sentences else {}
         return {"torch": torch.__version__, "device": self.device.name, **modelled, **notes}
 
 

@@ -18,7 +18,7 @@ from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.steps import commands_between
 from keepbusy.virtual import selftest
-from keepbusy.virtual.costs.device_files import read
+from keepbusy.virtual.costs.device import read
 from keepbusy.virtual.machine import MACHINE
 
 # Ranks that the program itself spawned: each leaves its timeline in a folder, where its parent finds it.

@@ -36,7 +36,7 @@ def capture(run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[torch.cu
                 result = run()
             graph.capture_end()
         except Exception as error:
-            reason = _told(error)
+            reason = _reason_of(error)
         except BaseException:
             _abandon(graph, pool)
             raise
@@ -89,32 +89,28 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         try:
             graph.capture_end()
         except RuntimeError:  # it was invalid: PyTorch stopped before it told the allocator and the generator
-            _tidy(graph, pool)
+            _INVALID_GRAPHS.append(graph)
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+            whole = torch.cuda.CUDAGraph()  # a capture that ends well tells the generator that none is under way
+            whole.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device="cuda")
+            whole.capture_end()
     graph.reset()
 
 
-def _tidy(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    _failed.append(graph)
-    device = torch.cuda.current_device()
-    torch._C._cuda_endAllocateToPool(device, pool)
-    torch._C._cuda_releasePool(device, pool)
-    whole = torch.cuda.CUDAGraph()  # a capture that ends well tells the generator that none is under way
-    whole.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device="cuda")
-    whole.capture_end()
-
-
-_failed: list[torch.cuda.CUDAGraph] = []
+_INVALID_GRAPHS: list[torch.cuda.CUDAGraph] = []
 """Kept for good: the allocator of pinned memory goes on asking a graph whose capture was invalid."""
-_WAITS = re.compile(
+_SYNC_MESSAGES = re.compile(
     "synchronizing CUDA operation|stream is capturing|during capture|capturing stream|Cannot copy between CPU and CUDA"
 )
 
 
-def _told(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     line, text = line_of(error), (str(error).strip() or type(error).__name__).splitlines()[0]
     at = f"at {line} " if line else "somewhere "
-    if _WAITS.search(text):
+    if _SYNC_MESSAGES.search(text):
         return (
             f"{at}the host waits for the device or copies from pageable memory, and a graph replays device work alone; "
             "move that out of the step, or read the value later"

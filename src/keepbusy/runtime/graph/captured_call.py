@@ -11,14 +11,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.capture import Uncapturable, capture
 from keepbusy.runtime.graph.names_read import PLAIN
-from keepbusy.runtime.graph.participants import Cast, Gradients, Held, enter, leave
-from keepbusy.runtime.graph.rollback import saved
-
-# One call of a step: its tensors, which a graph takes in, and its constants, which it keeps.
+from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave
+from keepbusy.runtime.graph.rollback import rollback_to_now
 
 
-class Call:
-    """The arguments, taken apart."""
+class StepCall:
+    """One call of a step: its tensors, which a graph takes in, and its constants, which it keeps."""
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.leaves, self.spec = tree_flatten((arguments, options))
@@ -45,7 +43,9 @@ class Call:
         for leaf in self.leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise Uncapturable("an argument requires a gradient, which a replay would not hand back; detach it")
-            if any(isinstance(one, Tensor) for one in _held(leaf)):
+            if not isinstance(leaf, Tensor | torch.nn.Module | type) and any(
+                isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
+            ):
                 raise Uncapturable(
                     f"an argument is a {type(leaf).__name__} that holds tensors, which a graph would keep as they are; "
                     "pass them in tuples, lists or dicts"
@@ -64,11 +64,6 @@ def _label(leaf: Any) -> str:
     return f"the argument {leaf!r}" if type(leaf) in PLAIN else f"a {type(leaf).__name__} among the arguments"
 
 
-def _held(leaf: Any) -> list[Any]:
-    ours = isinstance(leaf, (Tensor, torch.nn.Module, type))
-    return [] if ours or not hasattr(leaf, "__dict__") else [*vars(leaf).values()]
-
-
 class Outputs:
     """What the captured step returned. Its tensors are overwritten by the next replay, so callers get copies."""
 
@@ -76,12 +71,11 @@ class Outputs:
         self._leaves, self._spec = tree_flatten(returned)
         for leaf in self._leaves:
             if not (type(leaf) in PLAIN or (isinstance(leaf, Tensor) and leaf.is_cuda)):
-                told = "a tensor of the host" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+                what = "a tensor of the host" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise Uncapturable(
-                    f"it returns {told}, which no replay would renew; "
+                    f"it returns {what}, which no replay would renew; "
                     "return tensors of the device, alone or in tuples, lists and dicts"
                 )
-        self.constants = [one for one in self._leaves if not isinstance(one, Tensor)]
 
     def copies(self) -> Any:
         """As they are after the replay that is under way."""
@@ -105,16 +99,16 @@ def detached(returned: Any) -> Any:
     return tree_unflatten([one.detach() if isinstance(one, Tensor) else one for one in leaves], spec)
 
 
-# Eager calls on a stream of their own, the one that captures use: autograd remembers where a weight was first used.
+class EagerStream:
+    """Runs a step eagerly on the stream that captures use: autograd remembers where a weight was first used.
 
-
-class Aside:
-    """Runs a step there; whoever called goes on when it is done, in the order of streams."""
+    Whoever called goes on when it is done, in the order of streams.
+    """
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step, self.stream = step, torch.cuda.Stream()
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         try:
@@ -124,22 +118,23 @@ class Aside:
             current.wait_stream(self.stream)
 
 
-# The memory that a graph reads its inputs from, and a second one beside it for what comes from the host.
-#
-# While a replay runs, the next batch travels into the second; it moves over on the device just before its own replay.
-
-
 class Inputs:
-    """Copies of the tensors of one call, in which each later call of the kind leaves its own."""
+    """The memory that a graph reads its inputs from, and a second one beside it for what comes from the host.
+
+    While a replay runs, the next batch travels into the second; it moves over on the device just before its own replay.
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.static = [torch.empty_like(one, device=device) for one in tensors]
         self._from_host = [place for place, one in enumerate(tensors) if not one.is_cuda]
-        self._beside = [torch.empty_like(self.static[place]) for place in self._from_host]
+        self._arrivals = [torch.empty_like(self.static[place]) for place in self._from_host]
         self._copies = torch.cuda.Stream() if self._from_host else None
         self._taken, self._arrived = torch.cuda.Event(), torch.cuda.Event()
-        self._alike = _by_type(self.static)
+        # hundreds of tensors of one type are copied with one launch
+        self._places_by_type: dict[torch.dtype, list[int]] = {}
+        for place, one in enumerate(self.static):
+            self._places_by_type.setdefault(one.dtype, []).append(place)
         self.fill(tensors)
         self._versions = [one._version for one in self.static]
 
@@ -147,20 +142,15 @@ class Inputs:
         """Enqueue what brings them here. A batch of the host may be changed once `wait` has returned."""
         sources = [*tensors]
         if self._copies is not None:
-            self._bring(tensors, self._copies)
-            for place, beside in zip(self._from_host, self._beside, strict=True):
-                sources[place] = beside
-        for places in self._alike:
+            self._copies.wait_event(self._taken)
+            with torch.cuda.stream(self._copies):
+                for place, arrival in zip(self._from_host, self._arrivals, strict=True):
+                    sources[place] = arrival.copy_(tensors[place], non_blocking=True)
+                self._arrived.record()
+            torch.cuda.current_stream().wait_event(self._arrived)
+        for places in self._places_by_type.values():
             torch._foreach_copy_([self.static[one] for one in places], [sources[one] for one in places])
         self._taken.record()
-
-    def _bring(self, tensors: list[Tensor], copies: torch.cuda.Stream) -> None:
-        copies.wait_event(self._taken)
-        with torch.cuda.stream(copies):
-            for place, beside in zip(self._from_host, self._beside, strict=True):
-                beside.copy_(tensors[place], non_blocking=True)
-            self._arrived.record()
-        torch.cuda.current_stream().wait_event(self._arrived)
 
     def wait(self) -> None:
         """Until the host's tensors have been read. To be called when the replay is enqueued: it loses no time then."""
@@ -181,22 +171,19 @@ class Inputs:
             tensors[place].copy_(self.static[place])
 
 
-def _by_type(tensors: list[Tensor]) -> list[list[int]]:
-    """Places of tensors of one type each: hundreds of them are copied with one launch."""
-    groups: dict[torch.dtype, list[int]] = {}
-    for place, one in enumerate(tensors):
-        groups.setdefault(one.dtype, []).append(place)
-    return [*groups.values()]
-
-
-class Recorded:
+class CapturedCall:
     """Replays the step for calls of one kind."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: Inputs, outputs: Outputs, gradients: list[Held], held: list[Any]
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: Inputs,
+        outputs: Outputs,
+        gradients: list[HeldGradient],
+        alive: list[Any],
     ) -> None:
-        self._graph, self._inputs, self._outputs, self._held = graph, inputs, outputs, held
-        self._gradients = gradients
+        self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
+        self._alive = alive  # what the graph reads without owning it
 
     def replay(self, tensors: list[Tensor]) -> Any:
         self._inputs.fill(tensors)
@@ -213,20 +200,19 @@ class Recorded:
         return returned
 
 
-def record(call: Call, aside: Aside, cast: Cast, held: list[Any]) -> Recorded:
-    """Capture one call. Nothing of it has happened then; raises Uncapturable with everything as it was."""
+def capture_call(call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any]) -> CapturedCall:
+    """Nothing of the call has happened then; raises Uncapturable with everything as it was."""
     call.check()
-    inputs, gradients, restores = Inputs(call.tensors), Gradients(), saved(cast)
+    inputs, restores = Inputs(call.tensors), rollback_to_now(participants)
     try:
-        with gradients.watching():
-            graph, returned = capture(lambda: call.run(aside.step, inputs.static), aside.stream)
+        with participants.watching() as gradients:
+            graph, returned = capture(lambda: call.run(eager.step, inputs.static), eager.stream)
         outputs = Outputs(returned)
     except Uncapturable:
-        gradients.restore()
-        for restore in restores:
+        for restore in (gradients.restore, *restores):
             restore()
         raise
     inputs.note_writes()
-    left = gradients.held()
+    held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
-    return Recorded(graph, inputs, outputs, left, held)
+    return CapturedCall(graph, inputs, outputs, held, alive)

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from keepbusy.runtime.graph.host_state import settings
-from keepbusy.runtime.graph.learning_rates import Rates
-from keepbusy.runtime.graph.names_read import Name, constant
-from keepbusy.runtime.graph.participants import Cast
+from keepbusy.runtime.graph.learning_rates import LearningRates
+from keepbusy.runtime.graph.names_read import NameRead, constant
+from keepbusy.runtime.graph.participants import Participants
 
-_CODE = (FunctionType, BuiltinFunctionType, ModuleType, type)
+_CODE_TYPES = (FunctionType, BuiltinFunctionType, ModuleType, type)
 """What a name may stand for and nobody rebinds."""
 
 
-class Surroundings:
+class GraphKey:
     """Of one step."""
 
-    def __init__(self, cast: Cast, names: list[Name], rates: Rates) -> None:
-        self._modules = cast.modules
-        self._optimizers = cast.optimizers
-        self._names = [name for name in names if not isinstance(name.read(), _CODE)]
+    def __init__(self, participants: Participants, names: list[NameRead], rates: LearningRates) -> None:
+        self._modules, self._optimizers = participants.modules, participants.optimizers
+        self._names = [name for name in names if not isinstance(name.read(), _CODE_TYPES)]
         self._rates = rates
         self._leaves: dict[int, Tensor] = {}
 
@@ -41,11 +40,15 @@ class Surroundings:
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             tuple([module.training for module in self._modules]),
             tuple([one.grad is None for one in self._leaves.values()]),
-            *self._settings(),
+            *[
+                settings({**group, "lr": None} if self._rates.moves(group) else group)
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ],
             *[constant(name.read()) for name in self._names],
         )
 
-    def places(self) -> tuple[Any, ...]:
+    def addresses(self) -> tuple[Any, ...]:
         """Where weights and optimizer state lie. When they have moved, no graph is of use any more."""
         return (
             *[one.data_ptr() for one in self._leaves.values()],
@@ -66,10 +69,3 @@ class Surroundings:
             "which gradients are cleared",
         ]
         return [*fixed, *groups, *[f"`{name.label}`" for name in self._names]]
-
-    def _settings(self) -> list[tuple[Any, ...]]:
-        return [
-            settings(group) if not self._rates.moves(group) else settings({**group, "lr": None})
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]

@@ -19,105 +19,100 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from keepbusy.runtime.graph.capture import Uncapturable
-from keepbusy.runtime.graph.captured_call import Aside, Call, Recorded, detached, record
-from keepbusy.runtime.graph.participants import Gradients
+from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, capture_call, detached
 from keepbusy.runtime.graph.rehearsal import Rehearsal
 from keepbusy.runtime.graph.user_lines import depth_of_user
 
-# The graphs of one step: which of them stands in for a call, and when another one is captured.
-
-KINDS = 8
-"""How many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
+GRAPHS_PER_STEP = 8
+"""So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
 
 
-class Graphs:
-    """A kind of call is eager when it is met, captured when it comes back, and replayed from then on."""
+class StepGraphs:
+    """The graphs of one step. A kind of call is eager at first, captured when it comes back, replayed from then on."""
 
-    def __init__(self, aside: Aside, rehearsal: Rehearsal, tally: Counter[str], tell: Callable[[str], None]) -> None:
-        self._aside, self._tally, self._tell = aside, tally, tell
-        self._cast, self._rates = rehearsal.cast, rehearsal.rates
-        self._surroundings = rehearsal.surroundings
+    def __init__(
+        self, eager: EagerStream, rehearsal: Rehearsal, tally: Counter[str], warn: Callable[[str], None]
+    ) -> None:
+        self._eager_stream, self._tally, self._warn = eager, tally, warn
+        self._participants, self._rates, self._key = rehearsal.participants, rehearsal.rates, rehearsal.key
         self._stream = torch.cuda.current_stream()
         self._forget()
         self._capturable[rehearsal.kind] = True
 
     def _forget(self) -> None:
-        self._places = self._surroundings.places()
-        self._recorded: dict[Any, Recorded] = {}
+        self._addresses = self._key.addresses()
+        self._captured: dict[Any, CapturedCall] = {}
         self._capturable: dict[Any, bool] = {}
-        self._too_many = False
+        self._full = False
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         """Raises Uncapturable, with nothing done, if no call of the step can be captured."""
-        self._keep_order()
-        if self._rates.moved() or self._surroundings.places() != self._places:
+        current = torch.cuda.current_stream()
+        if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
+            current.wait_stream(self._stream)
+            self._stream = current
+        if self._rates.moved() or self._key.addresses() != self._addresses:
             self._forget()
-        kind = (*call.kind, *self._surroundings.kind())
-        recorded = self._recorded.get(kind)
-        if recorded is not None:
+        kind = (*call.kind, *self._key.kind())
+        captured = self._captured.get(kind)
+        if captured is not None:
             self._rates.send()
             self._tally["replayed"] += 1
-            return recorded.replay(call.tensors)
+            return captured.replay(call.tensors)
         match self._capturable.get(kind):
             case None:
-                return self._meet(call, kind)
+                return self._first(call, kind)
             case True:
                 return self._capture(call, kind)
         return self._eager(call)
-
-    def _keep_order(self) -> None:
-        """All calls share memory, so a call from another stream waits for the one before."""
-        current = torch.cuda.current_stream()
-        if current != self._stream:
-            current.wait_stream(self._stream)
-            self._stream = current
 
     def release(self) -> None:
         """Optimizers as the user made them."""
         self._rates.count_on_host()
 
-    def _eager(self, call: Call) -> Any:
+    def _eager(self, call: StepCall) -> Any:
         self._tally["eager"] += 1
         with self._rates.on_device():
-            return detached(self._aside.run(call))
+            return detached(self._eager_stream.run(call))
 
-    def _meet(self, call: Call, kind: Any) -> Any:
-        if len(self._capturable) >= KINDS:
-            self._say_too_many(call, kind)
+    def _first(self, call: StepCall, kind: Any) -> Any:
+        if len(self._capturable) >= GRAPHS_PER_STEP:
+            self._warn_full(call, kind)
             return self._eager(call)
         self._capturable[kind] = True
-        gradients = Gradients()
-        with gradients.watching():
+        with self._participants.watching() as gradients:
             returned = self._eager(call)
-        self._surroundings.add([one.leaf for one in gradients.held()])
-        self._places = self._surroundings.places()
+        self._key.add([one.leaf for one in gradients.held()])
+        self._addresses = self._key.addresses()
         return returned
 
-    def _capture(self, call: Call, kind: Any) -> Any:
+    def _capture(self, call: StepCall, kind: Any) -> Any:
         try:
             with self._rates.on_device():
-                recorded = record(call, self._aside, self._cast, self._surroundings.held())
+                captured = capture_call(call, self._eager_stream, self._participants, self._key.held())
         except Uncapturable as reason:
-            if not self._recorded:
+            if not self._captured:
                 raise
             self._capturable[kind] = False
-            self._tell(f"eagerly for some arguments: {reason}")
+            self._warn(f"eagerly for some arguments: {reason}")
             return self._eager(call)
-        self._recorded[kind] = recorded
+        self._captured[kind] = captured
         self._tally["captured"] += 1
-        return recorded.replay_filled(call.tensors)
+        return captured.replay_filled(call.tensors)
 
-    def _say_too_many(self, call: Call, kind: Any) -> None:
-        if not self._too_many:
-            self._too_many = True
-            self._tell(f"eagerly for further arguments: it keeps {KINDS} graphs, and {self._new_in(call, kind)}")
+    def _warn_full(self, call: StepCall, kind: Any) -> None:
+        if not self._full:
+            self._full = True
+            self._warn(
+                f"eagerly for further arguments: it keeps {GRAPHS_PER_STEP} graphs, and {self._new_in(call, kind)}"
+            )
 
-    def _new_in(self, call: Call, kind: Any) -> str:
+    def _new_in(self, call: StepCall, kind: Any) -> str:
         """What no call before had: as a rule a shape, or a setting that a schedule writes."""
-        labels = [*call.labels(), *self._surroundings.labels()]
-        alike = [other for other in self._capturable if len(other) == len(kind)]
+        labels = [*call.labels(), *self._key.labels()]
+        same_parts = [other for other in self._capturable if len(other) == len(kind)]
         for place, label in enumerate(labels):
-            if all(other[place] != kind[place] for other in alike):
+            if all(other[place] != kind[place] for other in same_parts):
                 advice = "pad inputs to a few shapes" if "shape" in label else "keep it on the device, or constant"
                 return f"{label} would need another; {advice}"
         return "a new mix of their arguments came"
@@ -141,7 +136,7 @@ class Graphed(Generic[P, R]):
         self._name = getattr(step, "__name__", type(step).__name__)
         self._why = ""
         self._tally: Counter[str] = Counter()
-        self._run: Callable[[Call], Any] | None = None
+        self._run: Callable[[StepCall], Any] | None = None
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
@@ -162,8 +157,8 @@ class Graphed(Generic[P, R]):
         if not torch.cuda.is_available():
             self._call = self._eager
         else:
-            self._aside = Aside(self._step)
-            self._rehearsal = Rehearsal(self._aside)
+            self._eager_stream = EagerStream(self._step)
+            self._rehearsal = Rehearsal(self._eager_stream)
             self._call = self._rehearse
         return self._call(*arguments, **options)
 
@@ -174,26 +169,26 @@ class Graphed(Generic[P, R]):
     def _rehearse(self, *arguments: Any, **options: Any) -> Any:
         self._tally["eager"] += 1
         rehearsal = self._rehearsal
-        returned = rehearsal.run(Call(arguments, options))
+        returned = rehearsal.run(StepCall(arguments, options))
         if rehearsal.finding:
             self._give_up(rehearsal.finding)
         elif rehearsal.over:
-            self._graphs = Graphs(self._aside, rehearsal, self._tally, self._tell)
+            self._graphs = StepGraphs(self._eager_stream, rehearsal, self._tally, self._warn)
             self._call = self._replay
         return returned
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
         try:
-            return self._graphs.run(Call(arguments, options))
+            return self._graphs.run(StepCall(arguments, options))
         except Uncapturable as reason:
             self._graphs.release()
             self._give_up(str(reason))
         return self._eager(*arguments, **options)
 
     def _give_up(self, reason: str) -> None:
-        self._tell(f"eagerly: {reason}")
+        self._warn(f"eagerly: {reason}")
         self._call = self._eager
 
-    def _tell(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         self._why = f"keepbusy.graph runs {self._name} {what}"
         warnings.warn(self._why, stacklevel=depth_of_user())

@@ -10,21 +10,19 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import Optimizer
 
-from keepbusy.runtime.graph.names_read import PLAIN, Name, constant, size
-from keepbusy.runtime.graph.participants import Cast, scalers, schedulers
-
-# The random numbers of the host: Python's, NumPy's where it is in use, and PyTorch's on the CPU.
+from keepbusy.runtime.graph.names_read import PLAIN, NameRead, constant, container_size
+from keepbusy.runtime.graph.participants import Participants
 
 
-def drawn() -> tuple[Any, ...]:
-    """How far they have been drawn, as a value that can be compared."""
+def random_state() -> tuple[Any, ...]:
+    """Of Python, of NumPy where it is in use, and of PyTorch on the CPU, as a value that can be compared."""
     numpy = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy else None
     return random.getstate(), torch.get_rng_state().tolist(), of_numpy and (of_numpy[1].tolist(), of_numpy[2:])
 
 
-def kept() -> Callable[[], None]:
-    """What sets them back to where they are now."""
+def restore_random_numbers() -> Callable[[], None]:
+    """What sets these back to where they are now."""
     numpy = sys.modules.get("numpy")
     python, host = random.getstate(), torch.get_rng_state()
     of_numpy = numpy.random.get_state() if numpy else None
@@ -38,18 +36,18 @@ def kept() -> Callable[[], None]:
     return restore
 
 
-Key: TypeAlias = tuple[str, int]
+StateKey: TypeAlias = tuple[str, int]
 """What a person calls it, and whose it is."""
 
 
-class _Itself:
+class _SameObject:
     """Equal to nothing but the same object, which it keeps alive meanwhile."""
 
     def __init__(self, held: object) -> None:
         self.held = held
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.held is other.held
+        return isinstance(other, _SameObject) and self.held is other.held
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -57,21 +55,22 @@ class _Itself:
 class HostState:
     """Reads everything that a step may change there."""
 
-    def __init__(self, cast: Cast, names: list[Name]) -> None:
-        self._cast, self._names = cast, names
-        self._schedulers, self._scalers = schedulers(), scalers()
+    def __init__(self, participants: Participants, names: list[NameRead]) -> None:
+        self._modules, self._optimizers = participants.modules, participants.optimizers
+        self._schedulers, self._scalers = participants.schedulers, participants.scalers
+        self._names = names
 
-    def read(self) -> dict[Key, Any]:
-        return dict(self._pairs())
+    def read(self) -> dict[StateKey, Any]:
+        return dict(self._items())
 
-    def _pairs(self) -> Iterator[tuple[Key, Any]]:
-        yield ("the random numbers of the host", 0), drawn()
+    def _items(self) -> Iterator[tuple[StateKey, Any]]:
+        yield ("the random numbers of the host", 0), random_state()
         for name in self._names:
             value = name.read()
-            yield (f"`{name.label}`", 0), (constant(value), size(value))
-        for module in self._cast.modules:
+            yield (f"`{name.label}`", 0), (constant(value), container_size(value))
+        for module in self._modules:
             yield from _of_module(module)
-        for optimizer in self._cast.optimizers:
+        for optimizer in self._optimizers:
             yield from _of_optimizer(optimizer)
         for scheduler in self._schedulers:
             yield (f"the epoch of {type(scheduler).__name__}", id(scheduler)), getattr(scheduler, "last_epoch", None)
@@ -80,7 +79,7 @@ class HostState:
             yield ("the stage of GradScaler", id(scaler)), stages
 
 
-def changed(before: dict[Key, Any], after: dict[Key, Any]) -> Key | None:
+def first_change(before: dict[StateKey, Any], after: dict[StateKey, Any]) -> StateKey | None:
     """What differs first."""
     return next((key for key, value in after.items() if key in before and before[key] != value), None)
 
@@ -94,24 +93,24 @@ def settings(group: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _of_module(module: torch.nn.Module) -> Iterator[tuple[Key, Any]]:
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[StateKey, Any]]:
     """Its numbers, and its buffers themselves: one that is bound anew at each step would be read stale by a replay."""
     kind = type(module).__name__
     for label, value in vars(module).items():
         if type(value) in PLAIN:
             yield (f"`{kind}.{label}`", id(module)), value
     for label, buffer in module._buffers.items():
-        yield (f"the buffer `{kind}.{label}`", id(module)), _Itself(buffer)
+        yield (f"the buffer `{kind}.{label}`", id(module)), _SameObject(buffer)
 
 
-def _of_optimizer(optimizer: Optimizer) -> Iterator[tuple[Key, Any]]:
+def _of_optimizer(optimizer: Optimizer) -> Iterator[tuple[StateKey, Any]]:
     kind = type(optimizer).__name__
     yield (f"the settings of {kind}", id(optimizer)), [settings(group) for group in optimizer.param_groups]
     if "capturable" not in optimizer.defaults:
-        yield (f"the step count of {kind}", id(optimizer)), [*map(_counts, optimizer.state.values())]
+        yield (f"the step count of {kind}", id(optimizer)), [*map(_counts_of, optimizer.state.values())]
 
 
-def _counts(state: Any) -> tuple[Any, ...]:
+def _counts_of(state: Any) -> tuple[Any, ...]:
     """Numbers and host tensors of one parameter's state."""
     held = state.values() if isinstance(state, dict) else ()
     return tuple(

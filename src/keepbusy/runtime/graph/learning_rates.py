@@ -15,14 +15,14 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 
-class Rates:
+class LearningRates:
     """The learning rates of those optimizers that take a tensor for one; of others the rate is a constant."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._counting = [one for one in optimizers if "capturable" in one.defaults]
         self._uncapturable = [group for one in self._counting for group in one.param_groups if not group["capturable"]]
-        taking = [group for one in optimizers for group in one.param_groups if _takes_tensor(one, group)]
-        self._rates = [_Rate(group) for group in taking]
+        taking = [group for one in optimizers for group in one.param_groups if _may_be_tensor(one, group)]
+        self._rates = [_LearningRate(group) for group in taking]
 
     def count_on_device(self) -> None:
         """Switch the optimizers to PyTorch's `capturable` path."""
@@ -42,7 +42,7 @@ class Rates:
 
     def moved(self) -> bool:
         """Whether some rate has changed for the first time: graphs so far hold it as a constant."""
-        beginning = [rate for rate in self._rates if rate.begins_to_move()]
+        beginning = [rate for rate in self._rates if rate.begins_to_move()]  # each of them is asked
         return bool(beginning)
 
     def send(self) -> None:
@@ -67,11 +67,11 @@ class Rates:
         """Whether the group's rate is sent over, and so no constant."""
         return any(rate.group is group for rate in self._moving())
 
-    def _moving(self) -> list[_Rate]:
+    def _moving(self) -> list[_LearningRate]:
         return [rate for rate in self._rates if rate.sent is not None]
 
 
-class _Rate:
+class _LearningRate:
     """A group's learning rate as its owner wrote it, and from its first change on as it was sent."""
 
     def __init__(self, group: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class _Rate:
             self.sent.fill_(value)
 
 
-def _takes_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _may_be_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """A rate that is a tensor on the device already needs nothing."""
     rate = group["lr"]
     on_device = isinstance(rate, torch.Tensor) and rate.is_cuda

@@ -20,20 +20,20 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
 
 
-class Name(NamedTuple):
+class NameRead(NamedTuple):
     """A name, and how to read it now."""
 
     label: str
     read: Callable[[], Any]
 
 
-def names_of(step: Callable[..., Any]) -> list[Name]:
+def names_of(step: Callable[..., Any]) -> list[NameRead]:
     """Every name from outside that the step reads, or a function of the user's that it names."""
-    names: list[Name] = []
+    names: list[NameRead] = []
     seen: set[Any] = set()
     ahead: list[Any] = [step]
     while ahead:
-        function, owner = _opened(ahead.pop())
+        function, owner = _function_in(ahead.pop())
         if function is None or function.__code__ in seen or not (is_users(function.__code__.co_filename) or not seen):
             continue
         seen.add(function.__code__)
@@ -43,7 +43,7 @@ def names_of(step: Callable[..., Any]) -> list[Name]:
     return list({one.label: one for one in names}.values())
 
 
-def _opened(step: Any) -> tuple[FunctionType | None, Any]:
+def _function_in(step: Any) -> tuple[FunctionType | None, Any]:
     """The function in it, and the object whose method it is."""
     while isinstance(step, functools.partial):
         step = step.func
@@ -52,9 +52,9 @@ def _opened(step: Any) -> tuple[FunctionType | None, Any]:
     return (step if isinstance(step, FunctionType) else None), None
 
 
-def _cells(function: FunctionType) -> Iterator[Name]:
+def _cells(function: FunctionType) -> Iterator[NameRead]:
     for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield Name(label, functools.partial(_content, cell))
+        yield NameRead(label, functools.partial(_content, cell))
 
 
 def _content(cell: Any) -> Any:
@@ -64,18 +64,18 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _globals(function: FunctionType) -> Iterator[Name]:
+def _globals(function: FunctionType) -> Iterator[NameRead]:
     known = function.__globals__
     for label in function.__code__.co_names:
         if label in known:
-            yield Name(label, functools.partial(known.get, label))
+            yield NameRead(label, functools.partial(known.get, label))
 
 
-def _attributes(function: FunctionType, owner: Any) -> Iterator[Name]:
+def _attributes(function: FunctionType, owner: Any) -> Iterator[NameRead]:
     held = getattr(owner, "__dict__", {})
     for label in function.__code__.co_names:
         if label in held:
-            yield Name(f"self.{label}", functools.partial(held.get, label))
+            yield NameRead(f"self.{label}", functools.partial(held.get, label))
 
 
 def _methods(function: FunctionType, owner: Any) -> list[Any]:
@@ -91,16 +91,14 @@ def constant(value: Any) -> Any:
         return value
     if isinstance(value, (torch.nn.Module, Optimizer)):
         return id(value)
-    return place(value) if issubclass(type(value), torch.Tensor) else None
+    if not issubclass(type(value), torch.Tensor):
+        return None
+    if value.layout is not torch.strided:
+        return id(value)
+    # a tensor of the host is kept by its value, so writing to it counts, too
+    return value.data_ptr(), value.shape, value.dtype, value._version if value.device.type == "cpu" else 0
 
 
-def place(tensor: torch.Tensor) -> Any:
-    """Changes when the tensor is another one. A tensor of the host is kept by its value, so writing counts, too."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor._version if tensor.device.type == "cpu" else 0
-
-
-def size(value: Any) -> int | None:
+def container_size(value: Any) -> int | None:
     """How much a container holds: a step that appends to one does so once a capture, not once a replay."""
     return len(value) if type(value) in _CONTAINERS else None

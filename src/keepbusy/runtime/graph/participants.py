@@ -1,11 +1,18 @@
-"""Where gradients lie: a replay writes to the memory of its capture, whatever `.grad` points to by then."""
+"""Who takes part in a step: the modules it calls, what it steps, and the tensors that gather gradients.
+
+The step is a function, and nothing says what it trains. So PyTorch is watched while the first calls run: it has hooks
+for modules and optimizers; backward passes, schedulers and scalers tell of their calls. The heap is never searched: a
+production process may have frozen it, and walking a large one takes most of a second.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +20,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-# Who takes part in a step: the modules it calls, the optimizers it steps, the tensors that gather gradients.
-#
-# The step is a function, and nothing says what it trains. Hooks tell the modules and optimizers; for the rest the
-# garbage collector is asked what there is.
 
-T = TypeVar("T")
-
-
-class Cast:
-    """Modules and optimizers met so far, in the order in which they were."""
+class Participants:
+    """All that took part in the calls that were watched so far, in the order in which they did."""
 
     def __init__(self) -> None:
         self._modules: dict[torch.nn.Module, None] = {}
         self._optimizers: dict[Optimizer, None] = {}
+        self._schedulers: dict[LRScheduler, None] = {}
+        self._scalers: dict[torch.amp.GradScaler, None] = {}
+        self._leaves: dict[int, Tensor] = {}
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -36,45 +39,46 @@ class Cast:
     def optimizers(self) -> list[Optimizer]:
         return [*self._optimizers]
 
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        return [*self._schedulers]
+
+    @property
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        return [*self._scalers]
+
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Whoever comes on the stage meanwhile is noted."""
+    def watching(self) -> Iterator[Gradients]:
+        """Meanwhile whoever takes part is noted. The gradients are those that there are as it begins."""
+        gradients = Gradients(self._gathering())
+
+        def on_step(optimizer: Optimizer, *_arguments: Any) -> None:
+            self._optimizers.setdefault(optimizer)
+            gradients.note_step(optimizer)
+
         hooks = [
             register_module_forward_pre_hook(lambda module, _arguments: self._modules.setdefault(module)),
-            register_optimizer_step_pre_hook(lambda optimizer, *_arguments: self._optimizers.setdefault(optimizer)),
+            register_optimizer_step_pre_hook(on_step),
         ]
+        watcher = _Watcher(gradients.note_backward, self._schedulers.setdefault, self._scalers.setdefault)
+        _watch(watcher)
         try:
-            yield
+            yield gradients
         finally:
+            _unwatch(watcher)
             for hook in hooks:
                 hook.remove()
+            self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
+
+    def _gathering(self) -> list[Tensor]:
+        """Every tensor known that may gather a gradient."""
+        weights = [weight for module in self._modules for weight in module.parameters(recurse=False)]
+        stepped = [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]
+        known = {id(one): one for one in (*weights, *stepped, *self._leaves.values())}
+        return [one for one in known.values() if one.requires_grad and one.is_leaf]
 
 
-def alive(kind: type[T]) -> list[T]:
-    """Every object of a kind that lives in this process. Types are asked, not objects: a proxy would wake up."""
-    if gc.get_freeze_count():  # frozen ones are not listed
-        gc.unfreeze()
-        found: list[Any] = gc.get_objects()
-        gc.freeze()
-    else:
-        found = gc.get_objects()
-    return [one for one in found if issubclass(type(one), kind)]
-
-
-def leaves() -> list[torch.Tensor]:
-    """Every tensor that may gather a gradient."""
-    return [one for one in alive(torch.Tensor) if one.requires_grad and one.is_leaf]
-
-
-def schedulers() -> list[LRScheduler]:
-    return alive(LRScheduler)
-
-
-def scalers() -> list[torch.amp.GradScaler]:
-    return alive(torch.amp.GradScaler)
-
-
-class Held(NamedTuple):
+class HeldGradient(NamedTuple):
     """One tensor's gradient before the step and after it."""
 
     leaf: Tensor
@@ -84,53 +88,79 @@ class Held(NamedTuple):
 
 
 class Gradients:
-    """All gradients that there are as a step begins: to be brought back, or compared with those that it leaves."""
+    """The gradients that there are as a step begins: to be brought back, or compared with those that it leaves.
 
-    def __init__(self) -> None:
-        self._entries = [(leaf, leaf.grad, _version(leaf.grad)) for leaf in leaves()]
+    Those of tensors that nobody knew are noted when a backward pass is about to reach them. A tensor that the step made
+    itself is gone when the step is over, and only a weak reference knew it.
+    """
+
+    def __init__(self, leaves: list[Tensor]) -> None:
+        self._entries = [(leaf, leaf.grad, _version(leaf.grad)) for leaf in leaves]
+        self._known = {id(leaf) for leaf in leaves}
+        self._found: list[tuple[weakref.ref[Tensor], Tensor | None, int]] = []
         self._applied: set[int] = set()
         self._stepped: set[int] = set()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Meanwhile it is noted which gradients optimizers apply."""
-        hook = register_optimizer_step_pre_hook(self._note)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def note_step(self, optimizer: Optimizer) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._note(weights)
+        self._stepped |= {id(one) for one in weights}
+        self._applied |= {id(one.grad) for one in weights}
 
-    def _note(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        for group in optimizer.param_groups:
-            self._stepped |= {id(one) for one in group["params"]}
-            self._applied |= {id(one.grad) for one in group["params"]}
+    def note_backward(self, outputs: Any) -> None:
+        """The leaves that it will reach."""
+        nodes: list[Any] = []
+        for one in [outputs] if isinstance(outputs, Tensor) else [*outputs]:
+            if isinstance(one, Tensor) and one.is_leaf:
+                self._note([one])
+            else:  # a tensor, or an edge of the graph of gradients
+                nodes.append(one.grad_fn if isinstance(one, Tensor) else one.node)
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if type(node).__name__ == "AccumulateGrad":
+                self._note([node.variable])
+            ahead = {following for following, _ in node.next_functions if following is not None} - seen
+            seen |= ahead
+            nodes += ahead
+
+    def keep_those_alive(self) -> list[Tensor]:
+        """At the end of the step: what was found, and lives on."""
+        found = [(leaf, entry, version) for ref, entry, version in self._found if (leaf := ref()) is not None]
+        self._entries += found
+        self._found = []
+        return [leaf for leaf, _, _ in found]
 
     def restore(self) -> None:
         for leaf, entry, _ in self._entries:
             leaf.grad = entry
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldGradient]:
         """Of the tensors whose gradients the step changed, and of those that it trained."""
-        return [
-            Held(leaf, entry, leaf.grad, self._needed(leaf, entry, version))
-            for leaf, entry, version in self._entries
-            if leaf.grad is not entry or _version(entry) != version or id(leaf) in self._stepped
-        ]
+        held = []
+        for leaf, entry, version in self._entries:
+            written = _version(entry) != version
+            if leaf.grad is not entry or written or id(leaf) in self._stepped:
+                reads = leaf.grad is entry or written or id(entry) in self._applied
+                held.append(HeldGradient(leaf, entry, leaf.grad, entry is not None and reads))
+        return held
 
-    def _needed(self, leaf: Tensor, entry: Tensor | None, version: int) -> bool:
-        kept_or_written = leaf.grad is entry or _version(entry) != version
-        return entry is not None and (kept_or_written or id(entry) in self._applied)
+    def _note(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if id(leaf) not in self._known and leaf.requires_grad and leaf.is_leaf:
+                self._known.add(id(leaf))
+                self._found.append((weakref.ref(leaf), leaf.grad, _version(leaf.grad)))
 
 
-def enter(held: list[Held]) -> None:
-    """Before a replay: gradients that it needs stand where it looks for them."""
+def enter(held: list[HeldGradient]) -> None:
+    """Before a replay: gradients that it needs stand where it looks for them, whatever `.grad` points to by now."""
     for leaf, entry, _, needed in held:
         found = leaf.grad
         if needed and found is not entry and entry is not None and found is not None:
             entry.copy_(found)
 
 
-def leave(held: list[Held]) -> None:
+def leave(held: list[HeldGradient]) -> None:
     """After a replay: everybody finds the gradients where it has put them."""
     for leaf, _, left, _ in held:
         if leaf.grad is not left:
@@ -139,3 +169,61 @@ def leave(held: list[Held]) -> None:
 
 def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
+
+
+# PyTorch has no hooks for these calls. Their functions are replaced while anybody watches, in whatever thread.
+
+
+class _Watcher(NamedTuple):
+    backward: Callable[[Any], Any]
+    scheduler: Callable[[Any], Any]
+    scaler: Callable[[Any], Any]
+
+
+_LOCK = Lock()
+_WATCHERS: list[_Watcher] = []
+_RESTORES: list[Callable[[], None]] = []
+
+
+def _watch(watcher: _Watcher) -> None:
+    with _LOCK:
+        _WATCHERS.append(watcher)
+        if len(_WATCHERS) > 1:
+            return
+        calls: list[tuple[Any, str, int]] = [(torch.autograd, "backward", 0)]
+        calls += [(kind, "step", 1) for kind in _kinds(LRScheduler)]
+        calls += [(kind, name, 2) for kind in _kinds(torch.amp.GradScaler) for name in ("unscale_", "step", "update")]
+        _RESTORES.extend(_tell_calls(*call) for call in calls if call[1] in vars(call[0]))
+
+
+def _unwatch(watcher: _Watcher) -> None:
+    with _LOCK:
+        _WATCHERS[:] = [one for one in _WATCHERS if one is not watcher]
+        while _RESTORES and not _WATCHERS:
+            _RESTORES.pop()()
+
+
+def _tell_calls(owner: Any, name: str, listener: int) -> Callable[[], None]:
+    """Each call shows its first argument to the watchers."""
+    function = vars(owner)[name]
+
+    @functools.wraps(function)
+    def telling(*arguments: Any, **options: Any) -> Any:
+        first = arguments[0] if arguments else options.get("tensors", ())
+        for watcher in [*_WATCHERS]:
+            watcher[listener](first)
+        return function(*arguments, **options)
+
+    def restore() -> None:
+        if vars(owner)[name] is telling:
+            setattr(owner, name, function)
+
+    setattr(owner, name, telling)
+    return restore
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    yield kind
+    derived: type
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)

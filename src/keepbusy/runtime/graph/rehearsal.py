@@ -13,88 +13,78 @@ from typing import Any
 
 import torch
 
-from keepbusy.runtime.graph.captured_call import Aside, Call, constants_of, detached, differentiable
-from keepbusy.runtime.graph.graph_key import Surroundings
-from keepbusy.runtime.graph.host_state import HostState, Key, changed
-from keepbusy.runtime.graph.learning_rates import Rates
+from keepbusy.runtime.graph.captured_call import EagerStream, StepCall, constants_of, detached, differentiable
+from keepbusy.runtime.graph.graph_key import GraphKey
+from keepbusy.runtime.graph.host_state import HostState, StateKey, first_change
+from keepbusy.runtime.graph.learning_rates import LearningRates
 from keepbusy.runtime.graph.names_read import names_of
-from keepbusy.runtime.graph.participants import Cast, Gradients
-from keepbusy.runtime.graph.user_lines import Tracer
+from keepbusy.runtime.graph.participants import Participants
+from keepbusy.runtime.graph.user_lines import LineTracer
 
 
 class Rehearsal:
     """Runs them. `finding` says why the step cannot be captured, once that is known."""
 
-    def __init__(self, aside: Aside) -> None:
-        self.cast, self.finding = Cast(), ""
-        self._aside, self._names = aside, names_of(aside.step)
-        self._acts = [self._meet, self._watch, self._prepare]
-        self._differs: Key | None = None
+    def __init__(self, eager: EagerStream) -> None:
+        self.participants, self.finding = Participants(), ""
+        self._eager, self._names = eager, names_of(eager.step)
+        self._calls = [self._first_call, self._second_call, self._third_call]
+        self._differs: StateKey | None = None
         self._returned: tuple[Any, Any] = (None, None)
 
     @property
     def over(self) -> bool:
-        return not self._acts
+        return not self._calls
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: StepCall) -> Any:
         """One eager call."""
-        returned = self._acts[0](call)
-        del self._acts[0]
+        returned = self._calls[0](call)
+        del self._calls[0]
         return returned
 
-    def _meet(self, call: Call) -> Any:
-        gradients = Gradients()
-        with self.cast.meeting(), gradients.watching():
-            returned = self._aside.run(call)
+    def _first_call(self, call: StepCall) -> Any:
+        with self.participants.watching() as gradients:
+            returned = self._eager.run(call)
         self._returned = (call.kind, constants_of(returned))
-        self.finding = self._crowded() or self._open(returned, gradients)
+        distributed = [type(one).__name__ for one in self.participants.modules if _talks_to_other_ranks(one)]
+        if distributed:
+            self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
+        elif differentiable(returned) and not gradients.held():
+            self.finding = "its backward pass comes later, where a replay has no part; call backward inside the step"
         return returned if self.finding else detached(returned)
 
-    def _watch(self, call: Call) -> Any:
-        self._host = HostState(self.cast, self._names)
-        before, self._gradients = self._host.read(), Gradients()
-        with self.cast.meeting(), self._gradients.watching():
-            returned = detached(self._aside.run(call))
-        self._differs = changed(before, self._host.read())
-        self.finding = self._unsteady(call, returned)
+    def _second_call(self, call: StepCall) -> Any:
+        self._host = HostState(self.participants, self._names)
+        before = self._host.read()
+        with self.participants.watching() as self._gradients:
+            returned = detached(self._eager.run(call))
+        self._differs = first_change(before, self._host.read())
+        kind, first = self._returned
+        second = constants_of(returned)
+        if kind == call.kind and first != second:
+            self.finding = f"it returned {first} first and {second} then, which no replay would renew"
         return returned
 
-    def _crowded(self) -> str:
-        sharing = [type(one).__name__ for one in self.cast.modules if _talks_to_other_ranks(one)]
-        return f"it runs {sharing[0]}, whose collectives are not captured" if sharing else ""
-
-    def _open(self, returned: Any, gradients: Gradients) -> str:
-        if not differentiable(returned) or gradients.held():
-            return ""
-        return "its backward pass comes later, where a replay has no part; call backward inside the step"
-
-    def _unsteady(self, call: Call, returned: Any) -> str:
-        """A number that the step makes on the host is the same in every replay."""
-        kind, before = self._returned
-        found = constants_of(returned)
-        steady = kind != call.kind or before == found
-        return "" if steady else f"it returned {before} first and {found} then, which no replay would renew"
-
-    def _prepare(self, call: Call) -> Any:
+    def _third_call(self, call: StepCall) -> Any:
         if self._differs is not None:
-            return self._trace(call, self._differs)
-        self.rates = Rates(self.cast.optimizers)
-        self.surroundings = Surroundings(self.cast, self._names, self.rates)
-        self.surroundings.add([one.leaf for one in self._gradients.held()])
+            return self._find_line(call, self._differs)
+        self.rates = LearningRates(self.participants.optimizers)
+        self.key = GraphKey(self.participants, self._names, self.rates)
+        self.key.add([one.leaf for one in self._gradients.held()])
         del self._gradients
         self.rates.count_on_device()
-        self.kind = (*call.kind, *self.surroundings.kind())
+        self.kind = (*call.kind, *self.key.kind())
         with self.rates.on_device():
-            return detached(self._aside.run(call))
+            return detached(self._eager.run(call))
 
-    def _trace(self, call: Call, differs: Key) -> Any:
+    def _find_line(self, call: StepCall, differs: StateKey) -> Any:
         """What changes once and not again was made when it was first needed, or by another thread."""
         before = self._host.read()
-        tracer = Tracer(lambda: self._host.read()[differs])
-        returned = detached(tracer.run(lambda: self._aside.run(call)))
+        tracer = LineTracer(lambda: self._host.read()[differs])
+        returned = detached(tracer.run(lambda: self._eager.run(call)))
         if self._host.read()[differs] == before[differs]:
             self._differs = None
-            self._acts.append(self._prepare)
+            self._calls.append(self._third_call)
             return returned
         at, what = f"at {tracer.found} " if tracer.found else "", differs[0]
         self.finding = f"{at}it changes {what} on the host, where a replay does nothing; move that out of the step"

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from keepbusy.runtime.graph import host_state
-from keepbusy.runtime.graph.participants import Cast, scalers
+from keepbusy.runtime.graph.participants import Participants
 
 
-def saved(cast: Cast) -> list[Callable[[], None]]:
+def rollback_to_now(participants: Participants) -> list[Callable[[], None]]:
     """What brings random numbers, optimizers and scalers back to where they are now."""
     return [
-        host_state.kept(),
-        *map(_of_optimizer, cast.optimizers),
-        *map(_of_scaler, scalers()),
+        host_state.restore_random_numbers(),
+        *map(_of_optimizer, participants.optimizers),
+        *map(_of_scaler, participants.scalers),
     ]
 
 
 def _of_optimizer(optimizer: Optimizer) -> Callable[[], None]:
     groups = [dict(group) for group in optimizer.param_groups]
-    states = [(parameter, state, _copied(state)) for parameter, state in optimizer.state.items()]
+    states = [
+        # tensors of the host are written to in a capture, those of the device are not
+        (
+            parameter,
+            state,
+            {
+                label: value.clone() if isinstance(value, torch.Tensor) and not value.is_cuda else value
+                for label, value in state.items()
+            },
+        )
+        for parameter, state in optimizer.state.items()
+    ]
     known, names = {id(parameter) for parameter, _, _ in states}, set(vars(optimizer))
 
     def restore() -> None:
@@ -40,14 +50,6 @@ def _of_optimizer(optimizer: Optimizer) -> Callable[[], None]:
     return restore
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of the host are written to in a capture, those of the device are not."""
-    return {
-        label: value.clone() if isinstance(value, torch.Tensor) and not value.is_cuda else value
-        for label, value in state.items()
-    }
-
-
 def _of_scaler(scaler: torch.amp.GradScaler) -> Callable[[], None]:
     stages = {optimizer: dict(stage) for optimizer, stage in scaler._per_optimizer_states.items()}
     found = [(stage["found_inf_per_device"], dict(stage["found_inf_per_device"])) for stage in stages.values()]
@@ -55,8 +57,8 @@ def _of_scaler(scaler: torch.amp.GradScaler) -> Callable[[], None]:
     def restore() -> None:
         scaler._per_optimizer_states.clear()
         scaler._per_optimizer_states.update(stages)
-        for held, before in found:
-            held.clear()
-            held.update(before)
+        for now, before in found:
+            now.clear()
+            now.update(before)
 
     return restore

@@ -17,13 +17,13 @@ import torch
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_MADE_UP = ("<frozen", "<eval")
+_GENERATED = ("<frozen", "<eval")
 
 
 @cache
 def is_users(file: str) -> bool:
     """Whether a file is the user's: not PyTorch's, not ours, not an installed library's."""
-    return not file.startswith((_OURS, _TORCH, *_LIBRARIES, *_MADE_UP))
+    return not file.startswith((_OURS, _TORCH, *_LIBRARIES, *_GENERATED))
 
 
 def line_of(error: BaseException) -> str:
@@ -31,7 +31,7 @@ def line_of(error: BaseException) -> str:
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     own = [place for place in places if is_users(place[0])]
     known = own or [place for place in places if not place[0].startswith((_OURS, _TORCH))]
-    return written(*known[-1]) if known else ""
+    return line_text(*known[-1]) if known else ""
 
 
 def depth_of_user() -> int:
@@ -42,13 +42,13 @@ def depth_of_user() -> int:
     return depth
 
 
-def written(file: str, line: int) -> str:
+def line_text(file: str, line: int) -> str:
     source = linecache.getline(file, line).strip()
     place = f"{Path(file).name}:{line}"
     return f"{place} ({source[:80]})" if source else place
 
 
-class Tracer:
+class LineTracer:
     """Runs a step and finds the line after which `probe` says something else than before. Slow: for one call."""
 
     def __init__(self, probe: Callable[[], Any]) -> None:
@@ -70,7 +70,7 @@ class Tracer:
 
     def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if self._last and not self.found and self._probe() != self._before:
-            self.found = written(*self._last)
+            self.found = line_text(*self._last)
         if event == "line":
             self._last = (frame.f_code.co_filename, frame.f_lineno)
         return self._line

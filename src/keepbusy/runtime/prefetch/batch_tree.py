@@ -1,39 +1,61 @@
-"""A batch opened into its leaves and closed again: whatever PyTorch knows as a tree, dataclasses, and kinds of dict."""
+"""A batch as a tree: whatever PyTorch knows as one, dataclasses, and kinds of dict, opened into leaves and closed."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
-Settle = Callable[[Any], Any]
-Close = Callable[[Iterator[Any], Settle], Any]
-"""Makes the batch again, of leaves from an iterator. What knows its own device is settled once its leaves are in."""
-Parts = tuple[list[Any], Callable[[list[Any], Settle], Any]]
+ToDevice = Callable[[Any], Any]
 
 
-def opened(batch: Any) -> tuple[list[Any], Close]:
-    """Its leaves and what closes it. A leaf is a tensor, something that moves itself, or of no concern to us."""
-    nodes, spec = tree_flatten(batch, is_leaf=_has_to)
-    within = {place: _within(node) for place, node in enumerate(nodes) if node.__class__ is not Tensor}
-    inner = {place: found for place, found in within.items() if found is not None}
-    if inner:
-        leaves = [leaf for place, node in enumerate(nodes) for leaf in (inner[place][0] if place in inner else [node])]
-    else:
-        leaves = nodes
+class BatchTree:
+    """The `leaves` of a batch. Each is a tensor, something that moves itself, or of no concern to us."""
 
-    def close(found: Iterator[Any], settle: Settle) -> Any:
-        if not inner:
-            return tree_unflatten(list(islice(found, len(nodes))), spec)
-        closed = [inner[place][1](found, settle) if place in inner else next(found) for place in range(len(nodes))]
-        return tree_unflatten(closed, spec)
+    def __init__(self, batch: Any) -> None:
+        nodes, self._spec = tree_flatten(batch, is_leaf=_has_to)
+        self._size = len(nodes)
+        opened = {place: _opened(node) for place, node in enumerate(nodes) if node.__class__ is not Tensor}
+        self._inner = {place: inner for place, inner in opened.items() if inner is not None}
+        self.leaves: list[Any] = nodes
+        if self._inner:
+            parts = [
+                self._inner[place][0].leaves if place in self._inner else [node] for place, node in enumerate(nodes)
+            ]
+            self.leaves = [leaf for part in parts for leaf in part]
 
-    return leaves, close
+    def close(self, leaves: Iterator[Any], to_device: ToDevice) -> Any:
+        """The batch again, of other leaves. What keeps its device in mind learns the new one at the end."""
+        if not self._inner:
+            return tree_unflatten(list(islice(leaves, self._size)), self._spec)
+        nodes = []
+        for place in range(self._size):
+            if place in self._inner:
+                tree, rebuild = self._inner[place]
+                nodes.append(rebuild(tree.close(leaves, to_device), to_device))
+            else:
+                nodes.append(next(leaves))
+        return tree_unflatten(nodes, self._spec)
+
+
+def packable(leaves: Sequence[Any]) -> list[int]:
+    """Which of them are tensors of the host that are nothing but their bytes. In one loop: there may be hundreds."""
+    strided = torch.strided
+    return [
+        place
+        for place, leaf in enumerate(leaves)
+        if leaf.__class__ is Tensor
+        and leaf.is_cpu
+        and leaf.layout is strided
+        and not leaf.requires_grad
+        and not leaf.is_quantized
+    ]
 
 
 def moves_itself(value: Any) -> bool:
@@ -45,35 +67,26 @@ def _has_to(value: Any) -> bool:
     return value.__class__ is not Tensor and hasattr(value.__class__, "to")
 
 
-def _within(node: Any) -> tuple[list[Any], Close] | None:
-    parts = _parts(node)
-    if parts is None:
-        return None
-    leaves, close = opened(parts[0])
-    return leaves, lambda found, settle: parts[1](close(found, settle), settle)
-
-
-def _parts(node: Any) -> Parts | None:
-    """What it directly holds, and how to make another that holds other things."""
+def _opened(node: Any) -> tuple[BatchTree, Callable[[list[Any], ToDevice], Any]] | None:
+    """What a node holds that PyTorch's trees end at, and how to make another that holds other things."""
     if _has_to(node):
-        return _known(node) if node.__class__ in SUPPORTED_NODES else None
+        if node.__class__ not in SUPPORTED_NODES:
+            return None
+        # PyTorch opens it, and it keeps its device in mind, as a TensorDict does
+        children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
+        return BatchTree(children), lambda parts, to_device: to_device(tree_unflatten(parts, spec))
     if isinstance(node, dict):
-        return list(node.values()), lambda parts, _: _filled(copy.copy(node), dict.__setitem__, node, parts)
+        return BatchTree(list(node.values())), lambda parts, _: _copy_with(node, dict.__setitem__, node, parts)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         values = [getattr(node, name) for name in names]
         # no constructor runs: it might want other arguments, or check them, or the class may be frozen
-        return values, lambda parts, _: _filled(copy.copy(node), object.__setattr__, names, parts)
+        return BatchTree(values), lambda parts, _: _copy_with(node, object.__setattr__, names, parts)
     return None
 
 
-def _known(node: Any) -> Parts:
-    """PyTorch opens it, and it keeps its device in mind, as a TensorDict does."""
-    children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
-    return children, lambda parts, settle: settle(tree_unflatten(parts, spec))
-
-
-def _filled(new: Any, put: Callable[[Any, Any, Any], None], names: Any, parts: list[Any]) -> Any:
+def _copy_with(node: Any, put: Callable[[Any, Any, Any], None], names: Any, parts: list[Any]) -> Any:
+    new = copy.copy(node)
     for name, part in zip(names, parts, strict=True):
         put(new, name, part)
     return new

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_WORTH_SAYING = 0.01
+_REPORTED_SHARE = 0.01
 """Of the time of a step: what is less is noise."""
-_OUTLAST = 0.95
+_SATURATED_SHARE = 0.95
 """Copies that fill this much of the time leave none to hide the rest in."""
-
-
-_WORTH_PACKING = 1.0
+_PACKED_MEGABYTES = 1.0
 """Megabytes of a batch below which packing takes the host no longer than a few calls."""
 
 
-class Trip(NamedTuple):
+class CopyEvents(NamedTuple):
     """The copies of a batch: events of their stream, and how many bytes."""
 
     begun: Any
@@ -35,11 +32,11 @@ class Handover(NamedTuple):
     asked: Any  # and another: what the loop launches next comes after this
     loading: int  # nanoseconds that the host waited for the loader in between
     packing: int  # and those that it took to pack and to issue copies
-    trip: Trip
+    copies: CopyEvents
 
 
 @dataclass(frozen=True)
-class Report:
+class PrefetchReport:
     """What prefetching did so far. Times are nanoseconds of the device, sizes are bytes; `print` it."""
 
     depth: int
@@ -62,35 +59,29 @@ class Report:
         if not self.batches:
             return "Nothing was measured yet: no second batch has come from a CUDA device."
         copied = f"{self._each(self.copies)} ms for {self.size / self.batches / 1e6:.3g} MB"
-        first = f"{self.hidden:.1%} of the copies were hidden ({self.batches} batches, {copied} each)."
-        return "\n".join([first, *self._reasons()])
-
-    def _reasons(self) -> Iterator[str]:
-        if self._matters(self.exposed):
-            yield f"The GPU waited {self._each(self.exposed)} ms a batch for copies, {self._why_exposed()}"
-        if self._matters(self.packing):
-            yield f"The GPU waited {self._each(self.packing)} ms a batch for the host, which {self._why_packing()}"
-        if self._matters(self.loader_late):
-            yield (
-                f"The GPU waited {self._each(self.loader_late)} ms a batch for the loader, which is late: "
-                "give it more workers."
-            )
+        lines = [f"{self.hidden:.1%} of the copies were hidden ({self.batches} batches, {copied} each)."]
+        reasons = (
+            (self.exposed, f"copies, {self._why_exposed()}"),
+            (self.packing, f"the host, which {self._why_packing()}"),
+            (self.loader_late, "the loader, which is late: give it more workers."),
+        )
+        for time, reason in reasons:
+            if time > _REPORTED_SHARE * self.time:
+                lines.append(f"The GPU waited {self._each(time)} ms a batch for {reason}")
+        return "\n".join(lines)
 
     def _why_exposed(self) -> str:
-        if self.copies > _OUTLAST * self.time:
+        if self.copies > _SATURATED_SHARE * self.time:
             return "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
         return f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
 
     def _why_packing(self) -> str:
         packed = self.packed / self.batches / 1e6
-        if packed < _WORTH_PACKING:
+        if packed < _PACKED_MEGABYTES:
             return "has no lead over it: every call counts, also those that issue copies."
         if 2 * self.pageable > self.packed:
             return f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
         return f"packed {packed:.3g} MB: let the loader's workers join small tensors into large ones."
-
-    def _matters(self, time: int) -> bool:
-        return time > _WORTH_SAYING * self.time
 
     def _each(self, time: int) -> str:
         return f"{time / self.batches / 1e6:.3g}"
@@ -103,9 +94,9 @@ class Overlap:
         self._depth = depth
         self._sums: Counter[str] = Counter()
         self._pending: deque[Handover] = deque()
-        self._before: Any = None  # when the loop got the batch before
+        self._previous_asked: Any = None  # when the loop got the batch before
 
-    def note(self, handover: Handover) -> None:
+    def add(self, handover: Handover) -> None:
         self._pending.append(handover)
         self._settle()
 
@@ -113,34 +104,31 @@ class Overlap:
         """A pass over the loader begins: nothing could hide its first copy, and it is not counted."""
         self._settle()
         self._pending.clear()
-        self._before = None
+        self._previous_asked = None
 
-    def report(self) -> Report:
+    def report(self) -> PrefetchReport:
         self._settle()
-        return Report(self._depth, **self._sums)
+        return PrefetchReport(self._depth, **self._sums)
 
     def _settle(self) -> None:
-        while self._pending and self._pending[0].asked.query() and self._pending[0].trip.ready.query():
-            one = self._pending.popleft()
-            if self._before is not None:
-                self._add(one, self._before)
-            self._before = one.asked
-
-    def _add(self, one: Handover, before: Any) -> None:
-        idle = _between(one.entered, one.asked)
-        packing = min(idle, one.packing)  # the host packs last, and it is the end of its call that the GPU waited
-        added = {
-            "batches": 1,
-            "time": _between(before, one.asked),
-            "size": one.trip.size,
-            "packed": one.trip.packed,
-            "pageable": one.trip.pageable,
-            "copies": _between(one.trip.begun, one.trip.copied),
-            "exposed": _between(one.asked, one.trip.ready),
-            "loader_late": min(idle - packing, one.loading),
-            "packing": packing,
-        }
-        self._sums.update(added)
+        while self._pending and self._pending[0].asked.query() and self._pending[0].copies.ready.query():
+            one, previous = self._pending.popleft(), self._previous_asked
+            self._previous_asked = one.asked
+            if previous is None:
+                continue
+            idle = _between(one.entered, one.asked)
+            packing = min(idle, one.packing)  # the host packs last: the end of its call is what the GPU waited for
+            self._sums.update(
+                batches=1,
+                time=_between(previous, one.asked),
+                size=one.copies.size,
+                packed=one.copies.packed,
+                pageable=one.copies.pageable,
+                copies=_between(one.copies.begun, one.copies.copied),
+                exposed=_between(one.asked, one.copies.ready),
+                loader_late=min(idle - packing, one.loading),
+                packing=packing,
+            )
 
 
 def _between(first: Any, second: Any) -> int:

@@ -31,8 +31,7 @@ from keepbusy.virtual.clock.captured_graphs import (
 from keepbusy.virtual.clock.host_time import Passing
 from keepbusy.virtual.clock.rows import PACKED, Rows
 from keepbusy.virtual.clock.streams import BEGINNING, Moment, Stream
-from keepbusy.virtual.costs.device import Device, Way
-from keepbusy.virtual.costs.dispatches import BACKWARD, BACKWARD_PASS, FORWARD, USUAL_BACKWARD, USUAL_FORWARD
+from keepbusy.virtual.costs.device import Device, HostCopy
 
 # A host thread of the timeline: how far it is, and what is open on it.
 
@@ -94,6 +93,8 @@ def at_end_of_thread(does: Callable[[], object]) -> None:
 # there are.
 
 _STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
+BACKWARD_PASS = "backward"
+"""The annotation within which the autograd engine is at work."""
 _ALONE = (BACKWARD_PASS, "Optimizer.")
 _WORK, _LINE, _OPERATOR = int(Kind.WORK), int(FrameKind.LINE), int(FrameKind.OPERATOR)
 
@@ -281,11 +282,8 @@ class Program:
         From the operator before, at least what dispatching this one costs the device's own host, however
         quick this machine is.
         """
-        if host.backward or host.lane:
-            least = BACKWARD.get(name, USUAL_BACKWARD) * self.device.host.backward
-        else:
-            least = FORWARD.get(name, USUAL_FORWARD) * self.device.host.operator
-        return host.passing.due((host.place, name), round(least))
+        least = self.device.host.dispatch(name, backward=bool(host.backward or host.lane))
+        return host.passing.due((host.place, name), least)
 
     def _flush(self, host: Host) -> None:
         """What the program did since it was last seen, up to a border of its own."""
@@ -720,7 +718,7 @@ class Captures(Queues):
             found[one] = self._streams[self._beside[line.lane, number]]
         return found
 
-    def _capture_copy(self, host: Host, stream: int, way: Way, size: int, non_blocking: bool) -> None:
+    def _capture_copy(self, host: Host, stream: int, way: HostCopy, size: int, non_blocking: bool) -> None:
         graph = self._captured(stream)
         if not (non_blocking and way.returns):
             self._refuse("cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize", graph)
@@ -822,7 +820,7 @@ class Clock(Captures):
         that was never touched.
         """
         with self.lock:
-            host, way = self._arrive(), self.device.copies.way(direction, size, pinned, fresh)
+            host, way = self._arrive(), self.device.copies.copy(direction, size, pinned, fresh)
             if stream in self._captures:
                 self._capture_copy(host, stream, way, size, non_blocking)
                 return

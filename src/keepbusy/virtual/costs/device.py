@@ -1,69 +1,102 @@
-"""What a device can do. `read` takes it from a file: devices/h200.toml and its siblings, or the user's own.
+"""What a device and its host can do: a device file, as docs/reference/device-file.md describes it.
 
-Times are nanoseconds, sizes bytes, rates and bandwidths operations and bytes a nanosecond. The
-defaults are those of the H200 host in devices/h200.toml, so a file of one's own need not say all.
+Inside, times are nanoseconds, sizes bytes, rates and bandwidths operations and bytes a nanosecond. In a file a value
+is a number with its unit, in a string: "4.8 TB/s", "5 us". So nobody has to know in which unit the program counts, and
+a bandwidth given for a time is found out. What a file does not say is as in devices/h200.toml.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
+from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Direction
+from keepbusy.virtual.costs.figures import figures
 
-_RATES: dict[str, float] = {
-    "float64": 67_000.0,
-    "float32": 67_000.0,
-    "tfloat32": 494_000.0,
-    "float16": 989_000.0,
-    "bfloat16": 989_000.0,
-    "float8": 1_979_000.0,
-    "int8": 1_979_000.0,
-}
+# A value's type says in which units a file gives it.
+Time: TypeAlias = int
+FineTime: TypeAlias = float  # of something so short that a nanosecond is too coarse
+Size: TypeAlias = int
+Bandwidth: TypeAlias = float
+Rate: TypeAlias = float
+TimeOfByte: TypeAlias = float
+Share: TypeAlias = float
+Count: TypeAlias = int
+
+_DISPATCH = figures("dispatch")
 
 
 @dataclass(frozen=True)
 class HostCosts:
     """What calls cost the host."""
 
-    operator: int = 8_000  # an elementwise operator, up to its launch: Python, autograd's notes, an allocation
-    backward: int = 8_000  # the same in the backward pass
-    view: int = 3_000  # an operator that launches nothing
-    launch: int = 6_000
-    collective: int = 35_000
-    event: int = 5_000
-    sync: int = 6_000
-    graph: int = 4_000  # launching a CUDA graph, and for each of its commands
-    graph_node: int = 2
-    graph_made: int = 33_000  # instantiating one at the end of its capture, and for each of its commands
-    graph_node_made: int = 7_000
+    operator: Time  # an elementwise operator, up to its launch: Python, autograd's notes, an allocation
+    backward: Time  # the same in the backward pass
+    view: Time  # an operator that launches nothing
+    launch: Time
+    collective: Time
+    event: Time
+    sync: Time
+    graph: Time  # launching a CUDA graph, and for each of its commands
+    graph_node: Time
+    graph_made: Time  # instantiating one at the end of its capture, and for each of its commands
+    graph_node_made: Time
+
+    def dispatch(self, name: str, backward: bool) -> int:
+        """An operator by its full name, from the program's own thread or from the autograd engine, up to its launch.
+
+        Modelled host time goes by this, and measured host time is never less.
+        """
+        short = name.removeprefix("aten::")
+        if backward:
+            return round(_DISPATCH.backward_of.get(short, _DISPATCH.backward) * self.backward)
+        return round(_DISPATCH.forward_of.get(short, _DISPATCH.forward) * self.operator)
+
+    def lists(self, tensors: int) -> float:
+        """What so many tensors in the lists of a `_foreach_` or `_fused_` operator add."""
+        return float(_DISPATCH.listed * tensors * self.operator)
+
+    @property
+    def module(self) -> float:
+        """A call of a module."""
+        return float(_DISPATCH.module * self.operator)
+
+    @property
+    def backward_pass(self) -> float:
+        """Another thread takes it over, and gives it back."""
+        return float(_DISPATCH.backward_pass * self.backward)
 
 
 @dataclass(frozen=True)
-class HostTensors:
+class HostTensorCosts:
     """What operators on the host's own tensors take there, with as many threads as PyTorch starts by itself."""
 
-    streaming: float = 21.0  # bytes read and written
-    draw: float = 6.0  # a random number
-    each: float = 1.7  # an element that is chosen, pooled or looked up
-    shuffle: float = 21.0
-    sort: float = 155.0
+    streaming: Bandwidth  # bytes read and written
+    draw: FineTime  # a random number
+    each: FineTime  # an element that is chosen, pooled or looked up
+    shuffle: FineTime
+    sort: FineTime
 
 
 @dataclass(frozen=True)
-class Queue:
+class QueueLimits:
     """A stream as the host sees it."""
 
-    pending: int = 1022  # launches before the next one is held up
-    latency: int = 6_000  # from the begin of a launch to the start of its command on an idle stream
-    gap: int = 1_000  # between two commands that stood ready
-    graph_gap: int = 130  # the same within a CUDA graph
+    pending: Count  # launches before the next one is held up
+    latency: Time  # from the begin of a launch to the start of its command on an idle stream
+    gap: Time  # between two commands that stood ready
+    graph_gap: Time  # the same within a CUDA graph
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a copy goes."""
+class HostCopy(NamedTuple):
+    """One copy between host and device."""
 
     name: str
     pinned: int
@@ -73,102 +106,242 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopyCosts:
     """Between host and device."""
 
-    latency: int = 1_500
-    call: int = 5_000
-    pinned: float = 55.0
-    to_device: float = 7.5  # from pageable memory
-    to_host: float = 11.0  # to pageable memory
-    to_fresh: float = 1.4  # to pageable memory that was never touched, as `.cpu()` allocates it
-    mapped: int = 32 << 20  # bytes that the C library maps anew each time, and gives back
-    staged: int = 65_536  # pageable bytes that the driver takes along at once
-    staging: float = 8.0
+    latency: Time
+    call: Time
+    pinned: Bandwidth
+    to_device: Bandwidth  # from pageable memory
+    to_host: Bandwidth  # to pageable memory
+    to_fresh: Bandwidth  # to pageable memory that was never touched, as `.cpu()` allocates it
+    mapped: Size  # bytes that the C library maps anew each time, and gives back
+    staged: Size  # pageable bytes that the driver takes along at once
+    staging: Bandwidth
 
-    def way(self, direction: Direction, size: int, pinned: bool, fresh: int = 0) -> Way:
+    def copy(self, direction: Direction, size: int, pinned: bool, fresh: int = 0) -> HostCopy:
         """`fresh`: bytes of host memory that were never touched."""
         inbound = direction == Direction.HOST_TO_DEVICE
         memory = "Pinned" if pinned else "Pageable"
         name = f"Memcpy HtoD ({memory} -> Device)" if inbound else f"Memcpy DtoH (Device -> {memory})"
         if pinned:
-            return Way(name, 1, self.call, self._work(size, self.pinned), True)
+            return HostCopy(name, 1, self.call, self._work(size, self.pinned), True)
         if inbound and size <= self.staged:
-            return Way(name, 0, self.call + round(size / self.staging), self._work(size, self.pinned), True)
+            return HostCopy(name, 0, self.call + round(size / self.staging), self._work(size, self.pinned), True)
         if inbound:
-            return Way(name, 0, self.call, self._work(size, self.to_device), False)
+            return HostCopy(name, 0, self.call, self._work(size, self.to_device), False)
         mapping = round(fresh / self.to_fresh - fresh / self.to_host)
-        return Way(name, 0, self.call, self._work(size, self.to_host) + mapping, False)
+        return HostCopy(name, 0, self.call, self._work(size, self.to_host) + mapping, False)
 
     def _work(self, size: int, bandwidth: float) -> int:
         return self.latency + round(size / bandwidth)
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """The device's own."""
 
-    size: int = 150 * 10**9
-    bandwidth: float = 4_800.0
-    malloc: int = 95_000  # cudaMalloc
-    free: int = 75_000  # cudaFree, without what it waits for
-    host_alloc: float = 0.54  # pinning memory, a byte
+    size: Size
+    bandwidth: Bandwidth
+    malloc: Time  # cudaMalloc
+    free: Time  # cudaFree, without what it waits for
+    host_alloc: TimeOfByte  # pinning memory
 
 
 @dataclass(frozen=True)
 class Wire:
     """Between devices: within a host, and from host to host."""
 
-    latency: int = 21_000
-    hop: int = 3_000  # for each rank beyond the first
-    bandwidth: float = 350.0  # a device's, each way
-    send_latency: int = 80_000
-    devices: int = 8  # of one host
-    network_latency: int = 25_000
-    network: float = 45.0  # a device's share
+    latency: Time
+    hop: Time  # for each rank beyond the first
+    bandwidth: Bandwidth  # a device's, each way
+    send_latency: Time
+    devices: Count  # of one host
+    network_latency: Time
+    network: Bandwidth  # a device's share
 
     def time(self, size: int) -> int:
         """From one device of the host to another."""
         return self.latency + round(size / self.bandwidth)
+
+    def collective(self, name: str, size: int, ranks: int) -> int:
+        """How long a collective takes on the wire, once all of its ranks are there: NCCL's rings.
+
+        `size`: bytes of one rank's larger tensor: the whole one of a gather or scatter, not a shard. `name`:
+        all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier, send.
+
+        Latency and bandwidth were measured on four H200 (NVLink). That the formulas hold for other numbers of ranks is
+        NCCL's own account; that a hop costs what the device file says is an estimate.
+        """
+        if name in ("send", "recv"):
+            return self.send_latency + round(size / self.bandwidth)
+        hosts = ranks > self.devices
+        bandwidth = min(self.bandwidth, self.network) if hosts else self.bandwidth
+        latency = self.latency + self.hop * (ranks - 1) + (self.network_latency if hosts else 0)
+        return latency + round(size * _crossings(name, ranks) / bandwidth)
+
+
+def _crossings(name: str, ranks: int) -> float:
+    """How often each byte of a collective crosses a device's link."""
+    around = (ranks - 1) / ranks
+    if name == "all_reduce":
+        return 2 * around
+    if name in ("all_gather", "reduce_scatter", "all_to_all"):
+        return around
+    return 1.0 if ranks > 1 and name != "barrier" else 0.0
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """Which share of its peak the device reaches: fitted to kernels of an H200, see benchmarks/virtual_costs.py."""
 
-    matrix: float = 0.87  # of the matrix rate, in a tile's inner loop
-    sustained: float = 0.73  # of the matrix rate, once a product is so long that power limits it
-    simt: float = 0.78  # the same without tensor cores
-    streaming: float = 0.84  # of the memory bandwidth: elementwise, one type, contiguous
-    heavy: float = 0.64  # with a function that takes long, like gelu
-    mixed: float = 0.52  # with types to convert
-    strided: float = 0.65  # of four elements a nanosecond a multiprocessor: with strides or broadcasting
-    softmax: float = 0.56
-    norm: float = 0.46
-    columns: float = 0.65  # sums over rows, with enough columns
-    rows: float = 0.75  # sums over the last dimension
-    statistics: float = 0.12  # batch norm's, channels last
-    foreach: float = 0.72
-    gather: float = 0.56
-    random: float = 0.32
+    matrix: Share  # of the matrix rate, in a tile's inner loop
+    sustained: Share  # of the matrix rate, once a product is so long that power limits it
+    simt: Share  # the same without tensor cores
+    streaming: Share  # of the memory bandwidth: elementwise, one type, contiguous
+    heavy: Share  # with a function that takes long, like gelu
+    mixed: Share  # with types to convert
+    strided: Share  # of four elements a nanosecond a multiprocessor: with strides or broadcasting
+    softmax: Share
+    norm: Share
+    columns: Share  # sums over rows, with enough columns
+    rows: Share  # sums over the last dimension
+    statistics: Share  # batch norm's, channels last
+    foreach: Share
+    random: Share
 
 
 @dataclass(frozen=True)
 class Device:
     """All of it."""
 
-    name: str = "virtual"
-    capability: tuple[int, int] = (9, 0)
-    multiprocessors: int = 132
-    host: HostCosts = field(default_factory=HostCosts)
-    host_tensors: HostTensors = field(default_factory=HostTensors)
-    queue: Queue = field(default_factory=Queue)
-    copies: Copies = field(default_factory=Copies)
-    memory: Memory = field(default_factory=Memory)
-    wire: Wire = field(default_factory=Wire)
-    efficiency: Efficiency = field(default_factory=Efficiency)
-    matrix: Mapping[str, float] = field(default_factory=lambda: MappingProxyType(dict(_RATES)))
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    matrix: Mapping[str, Rate]
+    host: HostCosts
+    host_tensors: HostTensorCosts
+    queue: QueueLimits
+    copies: CopyCosts
+    memory: DeviceMemory
+    wire: Wire
+    efficiency: Efficiency
 
     def rate(self, dtype: str) -> float:
         """Operations a nanosecond of a matrix product, at its peak."""
-        return self.matrix.get(dtype) or self.matrix.get("float32", _RATES["float32"])
+        return self.matrix.get(dtype) or self.matrix["float32"]
+
+
+# Device files
+
+_FILES = Path(__file__).parents[1] / "devices"
+_MEASURED = "h200"
+"""What other files leave out is as on this one."""
+_SECTIONS: dict[str, type] = {
+    "host": HostCosts,
+    "host_tensors": HostTensorCosts,
+    "queue": QueueLimits,
+    "copies": CopyCosts,
+    "memory": DeviceMemory,
+    "wire": Wire,
+    "efficiency": Efficiency,
+}
+_QUANTITY = re.compile(r"^\s*([0-9.eE+-]+)\s*(\S+)\s*$")
+_TIMES = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_UNITS: dict[str, dict[str, float]] = {
+    "Time": _TIMES,
+    "FineTime": _TIMES,
+    "Size": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3},
+    "Bandwidth": {"MB/s": 1e-3, "GB/s": 1.0, "TB/s": 1e3},
+    "Rate": {"GFLOP/s": 1.0, "TFLOP/s": 1e3, "PFLOP/s": 1e6},
+    "TimeOfByte": {"ns/B": 1.0, "us/MB": 1e-3, "ms/GB": 1e-3},
+}
+
+
+def names() -> list[str]:
+    """The devices that come with keepbusy."""
+    return sorted(path.stem for path in _FILES.glob("*.toml"))
+
+
+def read(name: str) -> Device:
+    """A device by its name, or from a file of one's own; raises `BadInput` for anything else."""
+    path = _FILES / f"{name}.toml"
+    if name not in names():
+        path = Path(name)
+        if path.suffix != ".toml":
+            raise BadInput(f"{name!r} is no device; the devices are {', '.join(names())}, or give a .toml file.")
+    return _device(_table(path), str(path))
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror or error}); give a device file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is no TOML ({error}); correct it, or copy one of keepbusy's device files.") from None
+
+
+def _device(given: Mapping[str, Any], path: str) -> Device:
+    measured = _table(_FILES / f"{_MEASURED}.toml")
+    _refuse_unknown(given, set(measured), path)
+    if not isinstance(given.get("name"), str):
+        raise BadInput(f'{path} does not give the device a name; add a line like name = "NVIDIA H200".')
+    for section in (*_SECTIONS, "matrix"):
+        if not isinstance(given.get(section, {}), dict):
+            raise BadInput(f"{path} has {section} = {given[section]!r}, where a table [{section}] belongs.")
+        known = set(measured[section]) if section in _SECTIONS else {*given.get(section, {})}
+        _refuse_unknown(given.get(section, {}), known, path, f"{section}.")
+        measured[section] |= given.get(section, {})
+    table = {**measured, **{name: value for name, value in given.items() if not isinstance(value, dict)}}
+    quantity = partial(_value, path=path)
+    return Device(
+        name=table["name"],
+        capability=_capability(table["capability"], path),
+        multiprocessors=quantity("Count", table["multiprocessors"], "multiprocessors"),
+        matrix=MappingProxyType({on: quantity("Rate", one, f"matrix.{on}") for on, one in table["matrix"].items()}),
+        **{
+            section: kind(
+                **{
+                    one.name: quantity(str(one.type), table[section][one.name], f"{section}.{one.name}")
+                    for one in fields(kind)
+                }
+            )
+            for section, kind in _SECTIONS.items()
+        },
+    )
+
+
+def _value(kind: str, value: Any, what: str, path: str) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "Share":
+        if not number or not 0 < value <= 1:
+            raise BadInput(f"{path} has {what} = {value!r}; give a share of the peak, above 0 and at most 1.")
+        return float(value)
+    if kind == "Count":
+        if not number or not isinstance(value, int) or value < 1:
+            raise BadInput(f"{path} has {what} = {value!r}; give a whole number, at least 1.")
+        return value
+    units, found = _UNITS[kind], _QUANTITY.match(value) if isinstance(value, str) else None
+    try:
+        quantity = float(found[1]) * units[found[2]] if found else -1.0
+    except (ValueError, KeyError):
+        quantity = -1.0
+    if not 0 < quantity < 1e18 and not (quantity == 0 and units is _TIMES):
+        raise BadInput(f"{path} has {what} = {value!r}; give a number and a unit, one of {', '.join(units)}.")
+    return round(quantity) if kind in ("Time", "Size") else quantity
+
+
+def _capability(value: Any, path: str) -> tuple[int, int]:
+    major, _, minor = str(value).partition(".")
+    if not (isinstance(value, str) and major.isdigit() and minor.isdigit()):
+        raise BadInput(f'{path} has capability = {value!r}; give CUDA\'s compute capability, like "9.0".')
+    return int(major), int(minor)
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, before: str = "") -> None:
+    for name in table:
+        if name not in known:
+            raise BadInput(
+                f"{path} sets {before}{name}, which keepbusy does not know; it knows {', '.join(sorted(known))}."
+            )

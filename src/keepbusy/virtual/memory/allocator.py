@@ -16,9 +16,17 @@ from typing import TypeAlias
 
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.streams import Moment
-from keepbusy.virtual.memory.statistics import Figures, Tally, flat_stats, out_of_memory_text
+from keepbusy.virtual.memory.statistics import Tally, Totals, flat_stats, out_of_memory_text
 
-# Blocks of device memory, and the pools that they wait in while they are free.
+BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
+"""Sizes are rounded up to these."""
+SMALL_LIMIT, LARGE_SEGMENT_LIMIT = 1 << 20, 10 << 20
+"""Up to so many bytes a block lies in a small segment; up to so many in a large one, and beyond in one of its own."""
+SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
+CONTEXT = 600 << 20
+"""What the driver and its libraries take for themselves; an H200's process has about this much."""
+PoolId: TypeAlias = tuple[int, int]
+"""What PyTorch names a pool of graphs by."""
 
 
 class Block:
@@ -77,7 +85,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.small, self.large = Pool(small=True), Pool(small=False)
-        self.both = (self.large, self.small)
+        self.all = (self.large, self.small)
         self.graphs = 0  # that may still be replayed
         self.segments = 0
 
@@ -103,38 +111,25 @@ def merged(block: Block, other: Block) -> Block:
     return first
 
 
-LEAST = 512
-SMALL = 1 << 20
-SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
-LEAST_LARGE = 10 << 20
-ROUNDED = 2 << 20
-CONTEXT = 600 << 20
-"""What the driver and its libraries take for themselves; an H200's process has about this much."""
-
-
-PoolId: TypeAlias = tuple[int, int]
-"""What PyTorch names a pool of graphs by."""
-
-
 class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
     """The device is full; the text is PyTorch's."""
 
 
-class _One:
+class _DeviceBlocks:
     """One device's memory."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.own = Pools()
+    def __init__(self) -> None:
+        self.allowed: int | None = None  # bytes, where the program has set a limit of its own
+        self.ordinary = Pools()
         self.graphs: dict[PoolId, Pools] = {}
         self.routes: dict[PoolId, Callable[[int], bool]] = {}  # whose streams are capturing now
         self.reserved = 0
         self.address = 0x7F00_0000_0000
         self.tally = Tally()
-        self.used, self.both = self.tally.used, self.tally.used[2]
-        self.busy: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
+        self.used, self.used_in_all = self.tally.used, self.tally.used[2]
+        self.in_use_elsewhere: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
 
-    def waiting(self, block: Block) -> tuple[Figures, Figures]:
+    def waiting(self, block: Block) -> tuple[Totals, Totals]:
         return self.tally.waiting[0 if block.small else 1], self.tally.waiting[2]
 
     def pools(self, stream: int) -> Pools:
@@ -142,11 +137,11 @@ class _One:
         for name, covers in self.routes.items():
             if covers(stream):
                 return self.graphs[name]
-        return self.own
+        return self.ordinary
 
-    def rests(self) -> list[list[int]]:
+    def fragments(self) -> list[list[int]]:
         """Sizes of the free parts of segments that are in use: of small pools, and of large ones."""
-        both = (self.own, *self.graphs.values())
+        both = (self.ordinary, *self.graphs.values())
         return [
             [block.size for pool in pools for blocks in pool.free.values() for _, _, block in blocks if block.split]
             for pools in ([one.small for one in both], [one.large for one in both])
@@ -159,7 +154,7 @@ class Memory:
     def __init__(self, clock: Clock, devices: int = 1) -> None:
         self.clock = clock
         self.size = clock.device.memory.size
-        self._devices = [_One(self.size - CONTEXT) for _ in range(devices)]
+        self._devices = [_DeviceBlocks() for _ in range(devices)]
         self._freed: deque[Block] = deque()
         self._lock = threading.RLock()
 
@@ -171,20 +166,20 @@ class Memory:
             one = self._devices[device]
             if self._freed:
                 self._free_queued()
-            if one.busy:
+            if one.in_use_elsewhere:
                 self._return_unused(one)
-            rounded = (size + LEAST - 1) & -LEAST
-            small = rounded <= SMALL
-            pools = one.pools(stream) if one.routes else one.own
+            rounded = (size + BLOCK_UNIT - 1) & -BLOCK_UNIT
+            small = rounded <= SMALL_LIMIT
+            pools = one.pools(stream) if one.routes else one.ordinary
             block = (pools.small if small else pools.large).take(stream, rounded)
             if block is None:
                 block = self._segment(device, one, rounded, stream, pools)
-            if block.size - rounded >= (LEAST if small else SMALL + 1):
+            if block.size - rounded >= (BLOCK_UNIT if small else SMALL_LIMIT + 1):
                 split(block, rounded)
             block.free = False
             block.requested = size
             one.used[0 if small else 1].add(block.size, size)
-            one.both.add(block.size, size)
+            one.used_in_all.add(block.size, size)
             return block
 
     def free(self, block: Block | None) -> None:
@@ -230,7 +225,7 @@ class Memory:
         with self._lock:
             self._free_queued()
             one = self._devices[device]
-            one.tally.set_rests(one.rests())
+            one.tally.set_fragments(one.fragments())
             return flat_stats(one.tally)
 
     def reset_peak(self, device: int = 0) -> None:
@@ -244,32 +239,43 @@ class Memory:
             self._devices[device].tally.reset_accumulated()
 
     def limit(self, share: float, device: int = 0) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`."""
-        self._devices[device].limit = min(int(share * self.size), self.size - CONTEXT)
+        """`torch.cuda.set_per_process_memory_fraction`: of the whole device, whatever its driver takes of it."""
+        self._devices[device].allowed = int(share * self.size)
+
+    def share(self, device: int = 0) -> float:
+        """`torch.cuda.get_per_process_memory_fraction`."""
+        allowed = self._devices[device].allowed
+        return 1.0 if allowed is None else allowed / self.size
 
     # with the lock held
 
-    def _segment(self, device: int, one: _One, size: int, stream: int, pools: Pools) -> Block:
+    def _segment(self, device: int, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
-        small = size <= SMALL
-        wanted = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LEAST_LARGE else -(-size // ROUNDED) * ROUNDED
-        if one.reserved + wanted > one.limit and not one.routes:  # nothing may be freed during a capture
+        small = size <= SMALL_LIMIT
+        wanted = (
+            SMALL_SEGMENT
+            if small
+            else LARGE_SEGMENT
+            if size < LARGE_SEGMENT_LIMIT
+            else -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
+        )
+        limit = min(self.size - CONTEXT, self.size if one.allowed is None else one.allowed)
+        if one.reserved + wanted > limit and not one.routes:  # nothing may be freed during a capture
             one.tally.retries += 1
             self._wait_for_users(one)
             self._release(device, one)
-        if one.reserved + wanted > one.limit:
+        if one.reserved + wanted > limit:
             one.tally.failures += 1
-            raise OutOfMemory(
-                out_of_memory_text(device, size, self.size, self.size - CONTEXT - one.reserved, one.tally)
-            )
+            free = self.size - CONTEXT - one.reserved
+            raise OutOfMemory(out_of_memory_text(device, size, self.size, free, one.tally, one.allowed))
         self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
         block = Block(device, stream, one.address, wanted, pools.small if small else pools.large)
         pools.segments += 1
-        one.address += -(-wanted // ROUNDED) * ROUNDED
+        one.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
         one.reserved += wanted
         for figures in (one.tally.segments[0 if small else 1], one.tally.segments[2]):
             figures.add(wanted, wanted)
-        one.tally.set_rests(one.rests())
+        one.tally.set_fragments(one.fragments())
         return block
 
     def _free_queued(self) -> None:
@@ -277,35 +283,35 @@ class Memory:
             block = self._freed.popleft()
             one = self._devices[block.device]
             one.used[0 if block.small else 1].remove(block.size, block.requested)
-            one.both.remove(block.size, block.requested)
+            one.used_in_all.remove(block.size, block.requested)
             if block.users:
                 for figures in one.waiting(block):
                     figures.add(block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
-                one.busy.append((block, moments))
+                one.in_use_elsewhere.append((block, moments))
                 block.users = None
             else:
                 self._return(block)
 
-    def _return_unused(self, one: _One) -> None:
+    def _return_unused(self, one: _DeviceBlocks) -> None:
         """Blocks whose other streams are done with them."""
-        for _ in range(len(one.busy)):
-            block, moments = one.busy.popleft()
+        for _ in range(len(one.in_use_elsewhere)):
+            block, moments = one.in_use_elsewhere.popleft()
             if all(map(self.clock.passed, moments)):
                 for figures in one.waiting(block):
                     figures.remove(block.size, 0)
                 self._return(block)
             else:
-                one.busy.append((block, moments))
+                one.in_use_elsewhere.append((block, moments))
 
-    def _wait_for_users(self, one: _One) -> None:
-        for block, moments in one.busy:
+    def _wait_for_users(self, one: _DeviceBlocks) -> None:
+        for block, moments in one.in_use_elsewhere:
             for moment in moments:
                 self.clock.sync_moment(moment)
             for figures in one.waiting(block):
                 figures.remove(block.size, 0)
             self._return(block)
-        one.busy.clear()
+        one.in_use_elsewhere.clear()
 
     def _return(self, block: Block) -> None:
         """To its pool, together with its free neighbours."""
@@ -316,9 +322,9 @@ class Memory:
                 block = merged(block, other)
         block.pool.add(block)
 
-    def _release(self, device: int, one: _One) -> None:
-        for pools in (one.own, *(kept for kept in one.graphs.values() if not kept.graphs)):
-            for block in [block for pool in pools.both for block in pool.whole_segments()]:
+    def _release(self, device: int, one: _DeviceBlocks) -> None:
+        for pools in (one.ordinary, *(kept for kept in one.graphs.values() if not kept.graphs)):
+            for block in [block for pool in pools.all for block in pool.whole_segments()]:
                 self.clock.release("cudaFree", self.clock.device.memory.free, device)
                 block.pool.remove(block)
                 pools.segments -= 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from typing import Any
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from keepbusy.timeline.model import NONE
 from keepbusy.virtual.clock.engine import Clock
 
-# Pinned memory of the host, as PyTorch's caching allocator keeps it.
+NativeCall: TypeAlias = tuple[tuple[CodeType, int], ...]
+"""Each function on the stack, and the instruction that it is at."""
+_HOOKS = ("keepbusy.virtual.memory.", "keepbusy.virtual.cpp_hooks")
+"""Modules whose functions native code calls back."""
 
 
 class PinnedMemory:
@@ -38,14 +44,12 @@ class PinnedMemory:
             self._free[size] = self._free.get(size, 0) + 1
 
 
-# What comes home lands in memory of the host: touched before, or never.
-#
-# The C library hands out again what was freed, which is fast. What was never touched the kernel maps first,
-# page by page, and that takes several times as long as the copy itself. Large blocks it maps anew each time.
-
-
 class Pages:
-    """Bytes that results hold, and how many of them were touched at once so far."""
+    """Bytes that results hold in memory of the host, and how many of them were touched at once so far.
+
+    The C library hands out again what was freed, which is fast. What was never touched the kernel maps first, page by
+    page, and that takes several times as long as the copy itself. Large blocks it maps anew each time.
+    """
 
     def __init__(self, mapped: int) -> None:
         """`mapped`: so large blocks are never handed out again."""
@@ -68,8 +72,9 @@ class Pages:
 
 _PINNED: dict[int, StorageWeakRef] = {}
 _SWEEP_AT = 4096
-_asked_for: list[bool] = []
-"""Whether native code was given an allocator of pinned memory, and has not looked at what came of it."""
+_pins_within: dict[int, NativeCall] = {}
+"""Of each thread, the call in which native code was given an allocator of pinned memory and has not yet looked at what
+came of it."""
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -82,16 +87,31 @@ def is_pinned_address(address: int) -> bool:
     return storage is not None and not storage.expired()
 
 
-def asked_for() -> None:
+def native_pins() -> None:
     """Native code takes memory that shall be pinned; where it lies, nobody tells us."""
-    _asked_for[:] = [True]
+    _pins_within[get_ident()] = _native_call()
 
 
-def answer(address: int) -> bool:
-    """What native code hears of an address: DDP looks whether the memory that it has just taken is pinned."""
+def native_is_pinned(address: int) -> bool:
+    """What native code hears of an address: DDP looks whether the memory that it has just taken is pinned.
+
+    An address that we do not know is that memory only within the call that took it.
+    """
     if is_pinned_address(address):
         return True
-    return bool(_asked_for) and _asked_for.pop()
+    thread = get_ident()
+    return thread in _pins_within and _pins_within.pop(thread) == _native_call()
+
+
+def _native_call() -> NativeCall:
+    """Where the program, and PyTorch's Python, called into native code; nowhere in a thread of its own."""
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if found or not frame.f_globals.get("__name__", "").startswith(_HOOKS):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def pin(tensor: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 _POOLS = ("small_pool", "large_pool", "all")
-_WHAT = ("current", "peak", "allocated", "freed")
+_COUNTED = ("current", "peak", "allocated", "freed")
 _GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
 
 
-class Figures:
+class Totals:
     """What is counted at every call, of one pool or of both: blocks, their bytes, and the bytes asked for.
 
     Freed ones follow from what was allocated and what is left, so only one side is counted.
@@ -66,14 +66,14 @@ class Tally:
     """One device's figures. Each is kept for the small pool, the large one, and both together."""
 
     def __init__(self) -> None:
-        self.used = [Figures(), Figures(), Figures()]
-        self.segments = [Figures(), Figures(), Figures()]
-        self.waiting = [Figures(), Figures(), Figures()]  # freed, and still in use by another stream
-        self.rests = [Figures(), Figures(), Figures()]  # free parts of segments that are in use: fragmentation
+        self.used = [Totals(), Totals(), Totals()]
+        self.segments = [Totals(), Totals(), Totals()]
+        self.waiting = [Totals(), Totals(), Totals()]  # freed, and still in use by another stream
+        self.fragments = [Totals(), Totals(), Totals()]  # free parts of segments that are in use: fragmentation
         self.retries = self.failures = 0
 
-    def all(self) -> list[Figures]:
-        return [*self.used, *self.segments, *self.waiting, *self.rests]
+    def all(self) -> list[Totals]:
+        return [*self.used, *self.segments, *self.waiting, *self.fragments]
 
     def reset_peak(self) -> None:
         for figures in self.all():
@@ -84,9 +84,9 @@ class Tally:
             figures.reset_accumulated()
         self.retries = self.failures = 0
 
-    def set_rests(self, sizes: list[list[int]]) -> None:
+    def set_fragments(self, sizes: list[list[int]]) -> None:
         """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
-        for figures, mine in zip(self.rests, (*sizes, sizes[0] + sizes[1]), strict=True):
+        for figures, mine in zip(self.fragments, (*sizes, sizes[0] + sizes[1]), strict=True):
             figures.blocks, figures.bytes = len(mine), sum(mine)
             figures.blocks_peak = max(figures.blocks_peak, figures.blocks)
             figures.bytes_peak = max(figures.bytes_peak, figures.bytes)
@@ -102,14 +102,14 @@ def flat_stats(tally: Tally) -> dict[str, int]:
         _put(stats, "allocated_bytes", pool, sizes)
         _put(stats, "requested_bytes", pool, asked)
         waiting = tally.waiting[index].shown()
-        _put(stats, "active", pool, _together(blocks, waiting[0]))
-        _put(stats, "active_bytes", pool, _together(sizes, waiting[1]))
-        for kind, figures in (("segment", tally.segments[index]), ("inactive_split", tally.rests[index])):
+        _put(stats, "active", pool, _active(blocks, waiting[0]))
+        _put(stats, "active_bytes", pool, _active(sizes, waiting[1]))
+        for kind, figures in (("segment", tally.segments[index]), ("inactive_split", tally.fragments[index])):
             counted, summed, _ = figures.shown()
             _put(stats, kind, pool, counted)
             _put(stats, "reserved_bytes" if kind == "segment" else "inactive_split_bytes", pool, summed)
     for kind in ("oversize_allocations", "oversize_segments"):
-        stats |= {f"{kind}.{what}": 0 for what in _WHAT}
+        stats |= {f"{kind}.{what}": 0 for what in _COUNTED}
     return stats | {
         "num_alloc_retries": tally.retries,
         "num_ooms": tally.failures,
@@ -121,23 +121,24 @@ def flat_stats(tally: Tally) -> dict[str, int]:
 
 
 def _put(stats: dict[str, int], kind: str, pool: str, values: tuple[int, int, int, int]) -> None:
-    for what, value in zip(_WHAT, values, strict=True):
+    for what, value in zip(_COUNTED, values, strict=True):
         stats[f"{kind}.{pool}.{what}"] = value
 
 
-def _together(used: tuple[int, int, int, int], waiting: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _active(used: tuple[int, int, int, int], waiting: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """Active is what is allocated, and what is freed but still in use elsewhere."""
     current = used[0] + waiting[0]
     return current, max(used[1], current), used[2], used[3] - waiting[0]
 
 
-def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Tally) -> str:
+def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
     """As PyTorch words it."""
+    limit = "" if allowed is None else f"{_bytes(allowed)} allowed; "
     allocated, reserved = tally.used[2].bytes, tally.segments[2].bytes
     return (
         f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
         f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "
-        f"in use. Of the allocated memory {_bytes(allocated)} is allocated by PyTorch, and "
+        f"in use. {limit}Of the allocated memory {_bytes(allocated)} is allocated by PyTorch, and "
         f"{_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
         "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
         "Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"

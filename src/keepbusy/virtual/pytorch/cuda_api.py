@@ -403,6 +403,10 @@ def _reset_peak(device: int) -> None:
     MACHINE.memory.reset_peak(CURRENT.index(device))
 
 
+def _reset_accumulated(device: int) -> None:
+    MACHINE.memory.reset_accumulated(CURRENT.index(device))
+
+
 def _empty_cache(device: int | None = None) -> None:
     """Of one device, or of all that have been used."""
     with _DriverCall("cudaFree"):
@@ -476,11 +480,12 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     "_cuda_emptyCache": _empty_cache,
     "_cuda_memoryStats": _memory_stats,
     "_cuda_resetPeakMemoryStats": _reset_peak,
-    "_cuda_resetAccumulatedMemoryStats": _constant(None),
+    "_cuda_resetAccumulatedMemoryStats": _reset_accumulated,
     "_cuda_hostMemoryStats": _constant({}),
     "_cuda_resetPeakHostMemoryStats": _constant(None),
     "_cuda_resetAccumulatedHostMemoryStats": _constant(None),
-    "_cuda_setMemoryFraction": _constant(None),
+    "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
+    "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
     "_cuda_memorySnapshot": _snapshot,
     "_cuda_record_memory_history": _constant(None),
     "_cuda_record_memory_history_legacy": _constant(None),
@@ -493,7 +498,7 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     "_accelerator_emptyHostCache": _constant(None),
     "_accelerator_getDeviceStats": _memory_stats,
     "_accelerator_resetPeakStats": _reset_peak,
-    "_accelerator_resetAccumulatedStats": _constant(None),
+    "_accelerator_resetAccumulatedStats": _reset_accumulated,
     "_accelerator_getMemoryInfo": _memory_info,
     "_accelerator_getStream": current_stream,
     "_accelerator_setStream": set_stream,

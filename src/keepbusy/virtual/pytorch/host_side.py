@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from keepbusy.instrument import step
 from keepbusy.instrument.patches import Patches
 from keepbusy.timeline.model import FrameKind
+from keepbusy.virtual.clock.engine import BACKWARD_PASS
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.dispatches import BACKWARD_PASS, MODULE, PASS
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory import host_memory
@@ -146,7 +146,7 @@ def _outermost_forward(native: Callable[..., Any]) -> Callable[..., Any]:
     inside = local()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        MACHINE.clock.spend(MODULE * MACHINE.device.host.operator)
+        MACHINE.clock.spend(MACHINE.device.host.module)
         if getattr(inside, "module", False) or not in_training_thread():
             return native(self, *args, **kwargs)
         inside.module = True
@@ -173,7 +173,7 @@ def _backward_in_calling_thread(native: Callable[..., Any]) -> Callable[..., Any
         device = CURRENT.device
         CURRENT.first_is(device)
         MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
-        MACHINE.clock.spend(PASS * MACHINE.device.host.backward)
+        MACHINE.clock.spend(MACHINE.device.host.backward_pass)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return native(*args, **kwargs)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepbusy.virtual.costs.dispatches import LISTED
-from keepbusy.virtual.costs.prices import ASKS
+from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch import cuda_api, randomness
@@ -66,7 +65,7 @@ class Signature:
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
         known = {name: at for at, name in enumerate(self.arguments)}
-        self.asks = tuple((one, known.get(one, len(known))) for one in ASKS.get(short, ()))
+        self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in _DRAW_NOTHING
 
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -228,7 +227,7 @@ class Kernel:
         asked = signature.asked(args, kwargs) if signature.asks or signature.is_list_operator else kwargs
         kernels = MACHINE.kernels(signature.short, operands.inputs, _new_tensors(signature, out), asked)
         if signature.is_list_operator:
-            MACHINE.clock.spend(LISTED * len(operands.inputs) * MACHINE.device.host.operator)
+            MACHINE.clock.spend(MACHINE.device.host.lists(len(operands.inputs)))
         MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)
         if waits:
             MACHINE.wait_for_result(device, waits)

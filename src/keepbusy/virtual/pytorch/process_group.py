@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from keepbusy.virtual.clock.streams import Moment
-from keepbusy.virtual.costs.rings import wire_time
 from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
@@ -209,7 +208,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
         clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
-        wire = wire_time(MACHINE.device, name, size, self.members)
+        wire = MACHINE.device.wire.collective(name, size, self.members)
         kernel = f"ncclDevKernel_{_KERNELS[name]}"
         clock.collective(stream, kernel, wire, size, self._number(peer), 2 if peer >= 0 else self.members, meet)
         return clock.record(stream)

@@ -1,22 +1,23 @@
-"""One operator as it was called, and what the laws of its cost have in common."""
+"""One operator as it was called: its tensors, and how long so many bytes or elements take on its device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
 from keepbusy.virtual.costs.device import Device
-
-# What costs need to know of a tensor: its shape, type and strides, as a plain hashable tuple.
+from keepbusy.virtual.costs.figures import figures
 
 Shape: TypeAlias = tuple[int, ...]
 Operand: TypeAlias = tuple[Shape, str, Shape]
-"""Shape, name of the type ("bfloat16") and strides."""
+"""A tensor, hashable: its shape, the name of its type ("bfloat16") and its strides."""
 Kernel: TypeAlias = tuple[str, int]
 """Its name, and how long it runs."""
 
+SHORTEST: int = figures("kernel").shortest
+"""Nanoseconds of the shortest kernel."""
 _SIZES = {
     "float64": 8, "int64": 8, "complex64": 8, "uint64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
     "complex32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
@@ -41,56 +42,59 @@ def total(operands: Iterable[Operand]) -> int:
     return sum(map(size, operands))
 
 
+def largest(operands: Iterable[Operand]) -> Operand:
+    return max(operands, key=elements)
+
+
 def dense(one: Operand) -> bool:
     """Whether its elements fill their memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, length in sorted(
-        (stride, length) for length, stride in zip(one[0], one[2], strict=True) if length != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= length
-    return True
+    return _fills(sorted((stride, length) for length, stride in zip(one[0], one[2], strict=True) if length != 1))
 
 
 def contiguous(one: Operand) -> bool:
-    """In the order of its dimensions."""
+    """Whether its elements fill their memory in the order of its dimensions."""
+    return _fills((stride, length) for length, stride in zip(reversed(one[0]), reversed(one[2]), strict=True))
+
+
+def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Given stride and length, from the innermost dimension on."""
     expected = 1
-    for length, stride in zip(reversed(one[0]), reversed(one[2]), strict=True):
+    for stride, length in dimensions:
         if length != 1 and stride != expected:
             return False
         expected *= length
     return True
 
 
-def alike(one: Operand, other: Operand) -> bool:
+def same_layout(one: Operand, other: Operand) -> bool:
     """Whether two tensors lie in memory in the same order."""
     return one[0] == other[0] and all(
         mine == its for length, mine, its in zip(one[0], one[2], other[2], strict=True) if length != 1
     )
 
 
-def largest(operands: Iterable[Operand]) -> Operand:
-    return max(operands, key=elements)
-
-
 def channels_last(one: Operand) -> bool:
     return len(one[0]) >= 4 and one[2][1] == 1 and one[0][1] > 1
 
 
-LEAST = 1_000
-"""The shortest kernel, in nanoseconds."""
+def lasts(start: float, *limits: float) -> int:
+    """A kernel's time: its fixed part, and the longest of the times that limit it."""
+    return round(start + max(limits))
+
+
+class NoLaw(Exception):  # noqa: N818  # what is missing, not that something is wrong
+    """The law of this operator says nothing of such tensors; its bytes set its time, as for one that has no law."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator as it was called."""
+    """An operator, the tensors in its schema's order, and those arguments that its law asks for."""
 
     device: Device
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    asked: dict[str, Any]
+    arguments: Mapping[str, Any]
     tf32: bool = False
 
     def dtype(self, convolution: bool = False) -> str:
@@ -100,27 +104,23 @@ class Call:
             return "tfloat32"
         return "float8" if dtype.startswith("float8") else "float32" if dtype.startswith("complex") else dtype
 
-    @property
-    def bandwidth(self) -> float:
-        return self.device.memory.bandwidth
-
     def moved(self) -> int:
         """Bytes read and written; an operator in place writes its first input."""
-        own = () if self.outputs or not self.name.endswith("_") else self.inputs[:1]
-        return total(self.inputs) + total(self.outputs) + total(own)
+        in_place = () if self.outputs or not self.name.endswith("_") else self.inputs[:1]
+        return total(self.inputs) + total(self.outputs) + total(in_place)
 
-    def streamed(self, moved: float, share: float, least: int = LEAST) -> int:
+    def streaming(self, moved: float, share: float) -> float:
         """How long so many bytes take at a share of the memory bandwidth."""
-        return round(least + moved / (self.bandwidth * share))
+        return moved / (self.device.memory.bandwidth * share)
 
-    def strided(self, count: float) -> int:
-        """How long so many elements take that lie apart."""
-        return round(LEAST + self.each(count, 4.0 * self.device.efficiency.strided))
+    def streamed(self, moved: float, share: float, start: float = SHORTEST) -> int:
+        """A kernel that moves so many bytes."""
+        return lasts(start, self.streaming(moved, share))
 
     def each(self, count: float, rate: float) -> float:
         """How long so many elements take, at so many a nanosecond on each multiprocessor."""
         return count / (self.device.multiprocessors * rate)
 
-    def waves(self, blocks: float) -> float:
-        """How often the device is filled with so many blocks, a multiprocessor each; a part of once takes as long."""
-        return max(1.0, blocks / self.device.multiprocessors)
+    def strided(self, count: float) -> int:
+        """A kernel that reaches so many elements one by one."""
+        return lasts(SHORTEST, self.each(count, 4.0 * self.device.efficiency.strided))

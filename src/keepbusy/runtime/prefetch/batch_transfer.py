@@ -1,0 +1,291 @@
+"""Batches on their way to the device: packed into pinned memory, copied as one, and cut into their tensors there.
+
+Why none is overwritten while somebody may read it is argued in docs/explanation/prefetch.md. In short: its
+memory belongs to the *loop's* stream, so whoever gets that memory next comes after the batch's readers in that
+stream's order; and before the copy stream writes, it waits for all that the loop's stream held when the
+memory was taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from threading import current_thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself, packable
+from keepbusy.runtime.prefetch.nonpackable_moves import NonpackableMoves
+from keepbusy.runtime.prefetch.overlap import CopyEvents
+
+ALIGNMENT = 512
+"""Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
+DIRECT_COPY_BYTES = 256 << 10
+"""From this size on a pinned tensor is copied from where it is. Measured on an H200: a copy of its own keeps the bus
+two thirds busy at this size, a fifth at 64 KB; packing costs the host twice as much as issuing that copy."""
+PACKING_THREADS = 4
+"""If there are many tensors; a large one PyTorch copies with all of its own threads."""
+_TENSORS_PER_THREAD = 32
+"""So few are not worth another thread."""
+_UNTHREADED_BYTES = 256 << 10
+"""So many are packed before a thread is awake."""
+
+_THREAD_NAME = "keepbusy.prefetch"
+
+Transform = Callable[[Any], Any]
+_TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
+"""Type, shape, and stride unless the tensor is contiguous."""
+_View = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Shape and stride; None of a tensor with one dimension."""
+
+
+class PackedStretch(NamedTuple):
+    """Tensors of one type that stand one after the other."""
+
+    dtype: torch.dtype
+    begin: int  # bytes
+    end: int
+    sizes: list[int]  # in elements: a tensor, the gap after it, and so on; or the tensors, if there are no gaps
+    views: list[_View]
+
+
+class Layout(NamedTuple):
+    """Where all tensors of a batch stand: first those that travel together, then those that travel alone."""
+
+    stretches: list[PackedStretch]
+    order: list[int]  # which tensor stands first, which one second, and so on
+    together: int  # how many travel together
+    packed: int  # bytes up to the end of those
+    pageable: int  # bytes of those that are large enough to travel alone, and only not pinned
+    size: int  # bytes in all
+
+
+def layout_of(tensors: Sequence[Tensor]) -> Layout:
+    """The same object for batches of the same kind."""
+    kinds = tuple([(one.dtype, one.shape, None if one.is_contiguous() else one.stride()) for one in tensors])
+    large, layouts = _layouts_of(kinds)
+    pinned = tuple([index for index in large if tensors[index].is_pinned()])
+    if pinned not in layouts:
+        layouts[pinned] = _new_layout(kinds, large, pinned)
+    return layouts[pinned]
+
+
+def pieces(memory: Tensor, layout: Layout) -> list[Tensor]:
+    """The tensors that stand there, in the order in which they stand. The memory may end where the packed ones end.
+
+    None is a view of another in autograd's eyes: writing into one must not look like a change of its neighbours.
+    """
+    found: list[Tensor] = []
+    for dtype, begin, end, sizes, views in layout.stretches:
+        if end <= memory.numel():
+            rows = torch.unsafe_split_with_sizes(memory[begin:end].view(dtype), sizes)[:: len(sizes) // len(views)]
+            found += [row if view is None else row.as_strided(*view) for row, view in zip(rows, views, strict=True)]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _layouts_of(kinds: tuple[_TensorKind, ...]) -> tuple[list[int], dict[tuple[int, ...], Layout]]:
+    """Which tensors are large enough to travel alone, and the layouts there were, by those that did."""
+    large = [
+        index
+        for index, kind in enumerate(kinds)
+        if _bytes_of(kind) >= DIRECT_COPY_BYTES and _stride_on_device(kind) == kind[2]
+    ]
+    return large, {}
+
+
+def _bytes_of(kind: _TensorKind) -> int:
+    return math.prod(kind[1]) * kind[0].itemsize
+
+
+def _stride_on_device(kind: _TensorKind) -> tuple[int, ...] | None:
+    """As `Tensor.to` would lay it out: channels last stay so, gaps are closed. None if that is contiguous."""
+    dtype, shape, stride = kind
+    if stride is None:
+        return None
+    dense = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+    return None if dense.is_contiguous() else tuple(dense.stride())
+
+
+def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[int, ...]) -> Layout:
+    def neighbourhood(index: int) -> tuple[bool, str]:
+        return index in alone, str(kinds[index][0])
+
+    order = sorted(range(len(kinds)), key=neighbourhood)
+    stretches: list[PackedStretch] = []
+    packed = size = 0
+    for (travels_alone, _), group in groupby(order, neighbourhood):
+        stretches.append(_new_stretch([kinds[index] for index in group], size))
+        size = stretches[-1].end
+        packed = packed if travels_alone else size
+    pageable = sum(_bytes_of(kinds[index]) for index in large if index not in alone)
+    return Layout(stretches, order, len(kinds) - len(alone), packed, pageable, size)
+
+
+def _new_stretch(kinds: list[_TensorKind], begin: int) -> PackedStretch:
+    dtype, sizes, end = kinds[0][0], [], begin
+    views: list[_View] = []
+    for kind in kinds:
+        shape, aligned = kind[1], -(-_bytes_of(kind) // ALIGNMENT) * ALIGNMENT
+        count = math.prod(shape)
+        sizes += [count, aligned // dtype.itemsize - count]
+        end += aligned
+        stride = _stride_on_device(kind) or tuple(torch.empty(shape, device="meta").stride())
+        views.append(None if len(shape) == 1 else (shape, stride))
+    return PackedStretch(dtype, begin, end, sizes if any(sizes[1::2]) else sizes[::2], views)
+
+
+class PinnedBuffer:
+    """One batch's pinned memory, kept for the next batch."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._pieces: list[Tensor] = []
+        self._packing: list[Future[Any]] = []
+        self._read: torch.cuda.Event | None = None
+        self._sources: Any = None
+
+    def release(self) -> None:
+        """Wait until the device has read it, by the event of the copies out of it alone."""
+        wait(self._packing)
+        if self._read is not None:
+            self._read.synchronize()
+        self._packing, self._read, self._sources = [], None, None
+
+    def hold(self, sources: Any, read: torch.cuda.Event) -> None:
+        """Until `read` has passed, what is copied from stays: pinned memory that is let go may be given out again."""
+        self._sources, self._read = sources, read
+
+    def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: Executor) -> None:
+        """Write what travels together, or let threads begin to."""
+        if layout is not self._layout:
+            if layout.packed > self._memory.numel():
+                self._memory = torch.empty(layout.packed, dtype=torch.uint8, pin_memory=True)
+            self._pieces, self._layout = pieces(self._memory[: layout.packed], layout), layout
+        sources = [tensors[index] for index in layout.order[: layout.together]]
+        if layout.packed > _UNTHREADED_BYTES:
+            step = min(PACKING_THREADS, -(-len(sources) // _TENSORS_PER_THREAD))
+            parts = [(self._pieces[first::step], sources[first::step]) for first in range(step)]
+            self._packing = [threads.submit(torch._foreach_copy_, *part) for part in parts]
+        elif sources:
+            torch._foreach_copy_(self._pieces, sources)
+
+    def packed(self) -> Tensor:
+        """The pinned memory, once all is written."""
+        for part in self._packing:
+            part.result()
+        return self._memory
+
+
+class PackedBatch(NamedTuple):
+    """A batch taken apart, while its bytes are packed."""
+
+    tree: BatchTree
+    as_bytes: list[int]  # places of the leaves that travel as bytes
+    others: list[int]
+    layout: Layout
+    buffer: PinnedBuffer
+
+
+@dataclass
+class DeviceBatch:
+    """A batch whose copies are issued. Before it is dropped, a stream must `admit` it."""
+
+    batch: Any
+    memory: list[Tensor]
+    loop_stream: Any  # the stream that was the loop's when the copies were issued
+    events: CopyEvents
+
+    def admit(self, stream: Any) -> None:
+        """What the stream does from here on may read the batch."""
+        self.loop_stream.wait_event(self.events.ready)
+        if stream != self.loop_stream:
+            stream.wait_event(self.events.ready)
+        for tensor in self.memory:
+            tensor.record_stream(stream)  # the allocator ignores it for memory that is the stream's own
+
+
+class BatchTransfer:
+    """The way to a device: pinned memory for the batches that are on it, threads that fill it, and a stream.
+
+    The threads copy from host memory to host memory and do nothing else. The rest happens in the loop's thread,
+    so a program does the same things in the same order every time.
+    """
+
+    def __init__(self, device: torch.device, copy_stream: Any, depth: int, then: Transform | None) -> None:
+        self.device, self._copy_stream, self._then = device, copy_stream, then
+        # one for each batch ahead, one for the loop's, and one for that which is being packed
+        self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
+        self._threads = ThreadPoolExecutor(PACKING_THREADS, _THREAD_NAME)
+
+    def pack(self, batch: Any) -> PackedBatch:
+        """Take it apart and begin to pack it. The host waits for pinned memory if it is too far ahead of the device."""
+        self._buffers.rotate()
+        buffer = self._buffers[0]
+        buffer.release()
+        tree = BatchTree(batch)
+        leaves = tree.leaves
+        as_bytes = packable(leaves)
+        others = sorted(set(range(len(leaves))).difference(as_bytes)) if len(as_bytes) < len(leaves) else []
+        sources = [leaves[place] for place in as_bytes]
+        layout = layout_of(sources)
+        buffer.pack(layout, sources, self._threads)
+        return PackedBatch(tree, as_bytes, others, layout, buffer)
+
+    def send(self, packed: PackedBatch) -> DeviceBatch:
+        """Issue its copies, once it is packed."""
+        pinned, loop_stream = packed.buffer.packed(), torch.cuda.current_stream(self.device)
+        memory = torch.empty(packed.layout.size, dtype=torch.uint8, device=self.device)
+        try:
+            return self._send(packed, pinned, memory, loop_stream)
+        except Exception:
+            loop_stream.wait_stream(self._copy_stream)  # the memory goes back to it now
+            raise
+
+    def close(self) -> None:
+        """End the threads. PyTorch keeps pinned memory until the copies out of it are done."""
+        self._threads.shutdown(wait=not current_thread().name.startswith(_THREAD_NAME), cancel_futures=True)
+        self._buffers.clear()
+
+    def _send(self, packed: PackedBatch, pinned: Tensor, memory: Tensor, loop_stream: Any) -> DeviceBatch:
+        tree, as_bytes, others, layout, buffer = packed
+        targets, leaves = pieces(memory, layout), list(tree.leaves)
+        alone = [leaves[as_bytes[index]] for index in layout.order[layout.together :]]
+        for index, target in zip(layout.order, targets, strict=True):
+            leaves[as_bytes[index]] = target
+        for place in others:
+            if isinstance(leaves[place], Tensor):  # of an unusual kind: it moves at once, on the loop's stream
+                leaves[place] = leaves[place].to(self.device, non_blocking=True)
+        self._copy_stream.wait_stream(loop_stream)
+        moves = NonpackableMoves(self.device, self._copy_stream, loop_stream) if others or self._then else None
+        with torch.cuda.stream(self._copy_stream):
+            begun = timed_event(self._copy_stream)
+            if layout.packed:
+                memory[: layout.packed].copy_(pinned[: layout.packed], non_blocking=True)
+            for target, source in zip(targets[layout.together :], alone, strict=True):
+                target.copy_(source, non_blocking=True)
+            copied = timed_event(self._copy_stream)
+            buffer.hold(alone, copied)
+            for place in others:
+                if moves is not None and moves_itself(leaves[place]):
+                    leaves[place] = moves.move(leaves[place])
+            batch = tree.close(iter(leaves), lambda value: value.to(self.device))
+            if moves is not None and self._then is not None:
+                batch = self._then(batch)
+                moves.add_tensors_of(batch, targets)
+            ready = timed_event(self._copy_stream) if moves is not None else copied
+        events = CopyEvents(begun, copied, ready, layout.size, layout.packed, layout.pageable)
+        return DeviceBatch(batch, [memory, *(moves.made if moves is not None else [])], loop_stream, events)
+
+
+def timed_event(stream: Any) -> Any:
+    """An event of the stream that knows its time, and lets a host that waits for it sleep."""
+    return stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
