@@ -16,7 +16,7 @@ demo: $(READY)
 	@$(BIN)/keepbusy run --clock modelled --values none examples/gpt_item.py
 	@echo
 	@echo "That was a small GPT, trained on an H200 that is not there. Next:"
-	@echo "  mend the line (docs/tutorial/no-gpu.md walks through it), and run it again:"
+	@echo "  fix the line (docs/tutorial/no-gpu.md walks through it), and run it again:"
 	@echo "  $(BIN)/keepbusy run --clock modelled --values none examples/gpt_item.py"
 	@echo "  $(BIN)/keepbusy run --clock modelled --values none examples/slow_loader.py    five more in examples/"
 	@echo "  $(BIN)/keepbusy run YOUR_PROGRAM.py                                           your own, unchanged"
@@ -27,7 +27,7 @@ demo-trace: $(READY)
 	@echo
 	@echo "That was a real trace of a few steps on an H200. Next:"
 	@echo "  $(BIN)/keepbusy explain YOUR.trace.json.gz --plain-step MS    your own (docs/how-to/record-a-trace.md)"
-	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --mend blocking_copy"
+	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --what-if blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
 
 test: $(READY)

@@ -1,9 +1,9 @@
-"""Predictions against what mending really gained on H200: is the cause right, and does the predicted step hold?
+"""Predictions against what fixing really gained on H200: is the cause right, and does the predicted step hold?
 
     python benchmarks/accuracy.py [--truth DIR]... [--planted FILE] [--markdown]
 
-DIR holds for each case <case>.json (the plain step stalled and mended, over interleaved pairs) and
-<case>.stalled.rank*.trace.json.gz; FILE says which causes, mended together, make the mended variant.
+DIR holds for each case <case>.json (the plain step stalled and fixed, over interleaved pairs) and
+<case>.stalled.rank*.trace.json.gz; FILE says which causes, fixed together, make the fixed variant.
 The rival of each prediction is the plainest one: that nothing is gained.
 """
 
@@ -28,20 +28,20 @@ class Row:
 
     case: str
     stalled: float
-    mended: float
+    fixed: float
     predicted: float
     named: tuple[str, ...]
     planted: tuple[str, ...]
 
     @property
     def error(self) -> float:
-        return abs(self.predicted - self.mended) / self.stalled
+        return abs(self.predicted - self.fixed) / self.stalled
 
     @property
     def right(self) -> bool:
         """At least half of what was gained was foretold, or silence kept where nothing was."""
         if self.planted:
-            return self.stalled - self.predicted >= 0.5 * (self.stalled - self.mended)
+            return self.stalled - self.predicted >= 0.5 * (self.stalled - self.fixed)
         return self.predicted >= 0.95 * self.stalled
 
 
@@ -49,10 +49,10 @@ def assess(path: Path, planted: Sequence[str]) -> Row:
     truth = json.loads(path.read_text())
     timeline = keepbusy.read(sorted(path.parent.glob(f"{path.stem}.stalled.rank*.trace.json.gz")))
     step = round(truth["stalled_ms"] * 1e6)
-    found = keepbusy.explain(timeline, plain_step=step, mend=tuple(planted))
+    found = keepbusy.explain(timeline, plain_step=step, what_if=tuple(planted))
     if planted:
         predicted = found.predicted.step
-    else:  # a null case: what would mending the worst named line have gained?
+    else:  # a null case: what would fixing the worst named line have gained?
         lines = [one.predicted.step for one in found.causes if one.cause not in ("launch_bound", "host_work")]
         predicted = min([step, *lines])
     named = tuple(one.cause for one in found.causes)
@@ -61,14 +61,14 @@ def assess(path: Path, planted: Sequence[str]) -> Row:
 
 def show(rows: Sequence[Row], markdown: bool) -> None:
     line = "| {:28} | {:>8} | {:>8} | {:>9} | {:>6} | {} |" if markdown else "{:28} {:>8} {:>8} {:>9} {:>6}  {}"
-    print(line.format("case", "stalled", "mended", "predicted", "error", "planted"))
+    print(line.format("case", "stalled", "fixed", "predicted", "error", "planted"))
     if markdown:
         print("|---|---|---|---|---|---|")
     for row in rows:
-        figures = (f"{row.stalled:.2f}", f"{row.mended:.2f}", f"{row.predicted:.2f}", f"{row.error:.1%}")
+        figures = (f"{row.stalled:.2f}", f"{row.fixed:.2f}", f"{row.predicted:.2f}", f"{row.error:.1%}")
         print(line.format(row.case, *figures, ", ".join(row.planted) or "nothing", "" if row.right else "WRONG"))
     errors = sorted(row.error for row in rows)
-    nothing = statistics.median(abs(row.stalled - row.mended) / row.stalled for row in rows)
+    nothing = statistics.median(abs(row.stalled - row.fixed) / row.stalled for row in rows)
     print(
         f"\n{len(rows)} cases: {sum(row.right for row in rows)} right; error {statistics.median(errors):.1%} at the "
         f"median, {errors[min(len(errors) - 1, int(0.9 * len(errors)))]:.1%} at the 90th percentile; "

@@ -1,10 +1,10 @@
-"""Programs with a known stall, recorded live on a real GPU, against what mending them really gains in the same job.
+"""Programs with a known stall, recorded live on a real GPU, against what fixing them really gains in the same job.
 
     python benchmarks/record_stallbench.py record --cases DIR --out DIR [--only CASE...] [--ranks N] [--repeat N]
     python benchmarks/record_stallbench.py score --out DIR --planted FILE
 
-DIR of cases holds ordinary scripts, `main(tick, fixed)` in each; FILE says which causes, mended together, make the
-mended variant. `record` needs the GPU: it times each case plain, stalled and mended in turns, runs the stalled script
+DIR of cases holds ordinary scripts, `main(tick, fixed)` in each; FILE says which causes, fixed together, make the
+fixed variant. `record` needs the GPU: it times each case plain, stalled and fixed in turns, runs the stalled script
 under `keepbusy run --json --save`, and writes it all to DIR. `score` needs none.
 """
 
@@ -53,7 +53,7 @@ def timed(path: Path, fixed: bool) -> float:
 
 
 def in_turns(path: Path, repeat: int) -> list[tuple[float, float]]:
-    """Stalled and mended, in pairs."""
+    """Stalled and fixed, in pairs."""
     return [(timed(path, False), timed(path, True)) for _ in range(repeat)]
 
 
@@ -210,12 +210,12 @@ def line(row: dict[str, Any], truth: dict[str, Any]) -> str:
     verdict = {True: "right", False: "WRONG", None: "undecided"}[row["right"]]
     return (
         f"{verdict:9s}  {row['named']:34s} plain {row['plain']:7.2f} ({truth['stalled_ms']:7.2f} by stopwatch)  "
-        f"mended {truth['fixed_ms']:7.2f}  predicted {row['predicted']:7.2f}  error {row['error']:6.1%}  {row['place']}"
+        f"fixed {truth['fixed_ms']:7.2f}  predicted {row['predicted']:7.2f}  error {row['error']:6.1%}  {row['place']}"
     )
 
 
 def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str, Any]:
-    """What keepbusy predicts against what mending really gains. Where that is nothing, no line may be blamed.
+    """What keepbusy predicts against what fixing really gains. Where that is nothing, no line may be blamed.
 
     Where one pair of runs shows a gain and another none, the machine was too uneven to decide.
     """
@@ -223,7 +223,7 @@ def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str
 
     undecided = truth["gain_low"] < GAIN <= truth["gain_high"]
     planted = planted if truth["gain"] >= GAIN else []
-    said = keepbusy.explain(timeline, mend=planted)
+    said = keepbusy.explain(timeline, what_if=planted)
     plain, fixed = said.plain_step / 1e6, truth["fixed_ms"]
     lines = [one.predicted.step / 1e6 for one in said.causes if one.cause in BLAME]
     predicted = said.predicted.step / 1e6 if planted else min([plain, *lines])

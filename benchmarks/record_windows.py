@@ -1,7 +1,7 @@
 """Further windows, `--live` and spawned ranks on a real GPU: `record_windows.py --out DIR [--ranks 2]` (150 s, 90 s).
 
 One program under `keepbusy run --live` in a terminal of its own: what the windows said of its rare stalls, and of steps
-that change half way; against what mending gains when the program is timed alone. Then the program dies in a window.
+that change half way; against what fixing gains when the program is timed alone. Then the program dies in a window.
 """
 
 import argparse
@@ -41,13 +41,13 @@ def main() -> None:
 def one_gpu(out: Path, brief: bool) -> list[tuple[str, str]]:
     watched = keepbusy(["--live", "--save", out / "windows.busy", PROGRAMS / "train.py", LONG, "drifts"], out / "live")
     said = explained(out / "windows.busy", out / "windows")
-    alone = ([], ["mended_evaluation"], ["saved_later"])
-    plain, mended, later = (float("nan") if brief else timed(SHORT, how, out) for how in alone)
+    alone = ([], ["fixed_evaluation"], ["saved_later"])
+    plain, fixed, later = (float("nan") if brief else timed(SHORT, how, out) for how in alone)
     rows = [("the run itself", f"exit {watched['code']}, {watched['seconds']:.0f} s"), *seen(watched["text"])]
     rows += [("notes", note) for note in said["notes"]]
     rows += [("plain step, ms", f"{said['plain_step']:.2f}; stopwatch over all steps {plain:.2f}")]
     rows += stalls(said)
-    rows += [("evaluation mended, truly", f"{plain - mended:.2f} ms less a step")]
+    rows += [("evaluation fixed, truly", f"{plain - fixed:.2f} ms less a step")]
     rows += [("checkpoint written later, truly", f"{plain - later:.2f} ms less a step")]
     rows += [("later", told(said["later"]))]
     return rows + [row for number in ((1,) if brief else (1, 2)) for row in dies(number, out)]

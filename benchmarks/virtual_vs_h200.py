@@ -55,7 +55,7 @@ class Truth(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a run said: the step in milliseconds, what mending each cause gains, and all planted ones together."""
+    """What a run said: the step in milliseconds, what fixing each cause gains, and all planted ones together."""
 
     step: float
     gains: dict[str, float]
@@ -131,7 +131,7 @@ def _command(truth: Truth, variant: str, options: argparse.Namespace) -> list[st
     command = [sys.executable, "-m", "keepbusy", "run", "--json", "--on", options.on, "--clock", options.clock]
     command += ["--values", options.values] if options.values else []
     command += ["--ranks", str(truth.world)] if truth.world > 1 else []
-    return command + (["--mend", ",".join(truth.planted)] if truth.planted and variant == "stalled" else [])
+    return command + (["--what-if", ",".join(truth.planted)] if truth.planted and variant == "stalled" else [])
 
 
 def _ticks_a_step(timeline: Timeline) -> int:

@@ -1,7 +1,7 @@
 """Networks and sizes that the cases share.
 
 A case defines `main(tick, fixed)`: STEPS steps, `tick()` once at the end of each. The line that stalls ends
-with `# STALL: <cause>`; `fixed=True` runs the mended script. Cases neither time nor profile themselves.
+with `# STALL: <cause>`; `fixed=True` runs the fixed script. Cases neither time nor profile themselves.
 """
 import os
 import sys

@@ -114,7 +114,7 @@ if __name__ == "__main__":
     arguments.add_argument("--plain", nargs="*", default=[], help="cases to time and to trace with stacks")
     arguments.add_argument("--no-stack", nargs="*", default=[], help="cases to time and to trace without stacks")
     arguments.add_argument("--folder", default="cases", help="where the cases lie, beside this file")
-    arguments.add_argument("--stalled-only", action="store_true", help="no trace of the mended scripts")
+    arguments.add_argument("--stalled-only", action="store_true", help="no trace of the fixed scripts")
     arguments.add_argument("--extra", help="a script to run once at the end: SCRIPT writes to the file it is given")
     arguments.add_argument("--world", type=int, default=1)
     arguments.add_argument("--limit", type=int, default=45, help="seconds a case may take")

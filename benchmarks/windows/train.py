@@ -1,4 +1,4 @@
-"""Trains on the GPU: `train.py STEPS [mended_evaluation] [saved_later] [drifts] [dies_in=N]`; says how long it took.
+"""Trains on the GPU: `train.py STEPS [fixed_evaluation] [saved_later] [drifts] [dies_in=N]`; says how long it took.
 
 Every fortieth step it writes a checkpoint, every fiftieth it evaluates, reading each batch's loss. With `drifts` each
 step of the second half does some more host work. With `dies_in=N` it kills itself within keepbusy's N-th window.
@@ -39,7 +39,7 @@ def evaluate(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
     return total
 
 
-def evaluate_mended(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
+def evaluate_fixed(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
     total = torch.zeros((), device=DEVICE)
     for batch in batches:
         total += model(batch).pow(2).mean()
@@ -76,7 +76,7 @@ def main() -> None:
         if "drifts" in HOW and step > STEPS // 2:
             words(10_000)
         if step % 50 == 0:
-            (evaluate_mended if "mended_evaluation" in HOW else evaluate)(model, validation)
+            (evaluate_fixed if "fixed_evaluation" in HOW else evaluate)(model, validation)
         if step % 40 == 0:
             if "saved_later" in HOW:
                 keepbusy.save_later(model.state_dict(), path)

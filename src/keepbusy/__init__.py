@@ -1,4 +1,4 @@
-"""keepbusy: which line of a PyTorch program makes the GPU wait, and what mending it gains.
+"""keepbusy: which line of a PyTorch program makes the GPU wait, and what fixing it gains.
 
     timeline = keepbusy.read(["rank0.trace.json.gz"])
     diagnosis = keepbusy.explain(timeline, plain_step=25_000_000)  # nanoseconds

@@ -13,6 +13,6 @@ THERE = bool(torch.version.cuda) and torch.cuda.is_available()  # before other t
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("default"))  # PyTorch's own warnings are not ours to mend
+            item.add_marker(pytest.mark.filterwarnings("default"))  # PyTorch's own warnings are not ours to fix
             if not THERE:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -35,6 +35,7 @@ from keepbusy.timeline.model import (
     Timeline,
 )
 from keepbusy.timeline.replay import PENDING_LIMIT, settle
+from keepbusy.timeline.run_facts import RunFacts
 
 US, MS = 1_000, 1_000_000
 MB = 1 << 20
@@ -306,10 +307,10 @@ class Run:
             names=tuple(paper.names),
             spans=spans,
             links=Links.of(links.shape[1], source=links[0], target=links[1], kind=links[2]),
-            frames=_columns(paper.frames, Frames),
+            frames=_columns(paper.frames, Frames).described(tuple(paper.names)),
             meetings=Meetings.of(len(paper.meetings), members=paper.meetings, present=paper.meetings),
             marks=np.array(paper.marks, np.int64),
-            facts={"pending_limit": paper.pending, "stacks": True, "source": "on paper"} | facts,
+            facts=RunFacts(**{"pending_limit": paper.pending, "source": "on paper", **facts}),  # type: ignore[arg-type]
         )
 
     def timeline(self, **facts: Any) -> Timeline:

@@ -6,6 +6,7 @@ import numpy as np
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Prediction, Site, Where
 from keepbusy.timeline.model import FrameKind, Frames, Kind, Lane, LinkKind, Links, Meetings, Spans, Timeline
+from keepbusy.timeline.run_facts import RunFacts
 
 MS = 1_000_000
 
@@ -133,5 +134,5 @@ def small_timeline() -> Timeline:
         frames=Frames.of(1, lane=[0], kind=[FrameKind.OPERATOR], name=[3], start=[20900], end=[35100]),
         meetings=Meetings.of(0),
         marks=np.array([0, 2, 4]),
-        facts={"device": "NVIDIA H200"},
+        facts=RunFacts(device="NVIDIA H200"),
     )

@@ -12,16 +12,25 @@ from build import US, Run
 from hypothesis import strategies as st
 
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Timeline
+from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.run_facts import DRIFT, RunFacts, WindowReason
 
 THREADS, STREAMS = 2, 2
 PENDING = 3
 
 times = st.integers(0, 40_000)
 names = st.text(st.characters(), max_size=8)  # surrogates too
-facts = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | names,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
-    max_leaves=8,
+counts = st.integers(0, 1 << 50)
+facts = st.builds(
+    RunFacts,
+    source=names,
+    sources=st.lists(names, max_size=3).map(tuple),
+    groups=st.dictionaries(counts, counts, max_size=3),
+    pending_limit=st.none() | st.integers(1, 5_000),
+    virtual=st.booleans(),
+    recorded=st.none() | st.lists(counts, max_size=3).map(tuple),
+    plain_runs=st.dictionaries(counts, st.just(PlainRun("step", 3, 4, 3, 5)), max_size=2),
+    reason=st.none() | st.just(WindowReason(DRIFT, began=3)),
 )
 ranks, threads, streams = st.integers(0, 1), st.integers(0, THREADS - 1), st.integers(0, STREAMS - 1)
 
@@ -44,7 +53,7 @@ def timelines(draw: st.DrawFn, most_ranks: int = 2, most: int = 30) -> Timeline:
     carry_out(run, draw(st.lists(actions, min_size=min(6, most), max_size=most)))
     recorded = run.recorded()
     marks = draw(st.sets(st.sampled_from(np.flatnonzero(~recorded.on_device).tolist()), min_size=1, max_size=4))
-    return recorded.change(marks=np.array(sorted(marks), np.int64), facts={"pending_limit": PENDING})
+    return recorded.change(marks=np.array(sorted(marks), np.int64), facts=RunFacts(pending_limit=PENDING))
 
 
 @st.composite
@@ -137,8 +146,7 @@ def decorated(draw: st.DrawFn) -> Timeline:
         pinned=_drawn(draw, length, NONE, 1),
         recording=_drawn(draw, length, 0, 5_000),
     )
-    said: dict[str, Any] = draw(st.dictionaries(names, facts, max_size=4))
-    return timeline.change(names=known, spans=spans, frames=frames, facts=said)
+    return timeline.change(names=known, spans=spans, frames=frames, facts=draw(facts))
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Traces with faults: what PyTorch's writer gets wrong is mended, the rest is skipped or refused with a sentence."""
+"""Traces with faults: what PyTorch's writer gets wrong is fixed, the rest is skipped or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def with_name(name: bytes) -> bytes:
         (b"nan: nan", "nan: nan"),
     ],
 )
-def test_a_broken_name_is_mended(read: Read, written: bytes, meant: str) -> None:
-    sound, mended = read(small("images")), read(with_name(written))
-    assert meant in mended.names
-    assert mended.skipped == 0
-    assert len(mended.events) == len(sound.events)
+def test_a_broken_name_is_fixed(read: Read, written: bytes, meant: str) -> None:
+    sound, fixed = read(small("images")), read(with_name(written))
+    assert meant in fixed.names
+    assert fixed.skipped == 0
+    assert len(fixed.events) == len(sound.events)
 
 
 def test_numbers_that_are_none(read: Read) -> None:

@@ -50,7 +50,8 @@ FLAGS = {
     "explain": {
         "files": ("FILE", "+", None),
         "--plain-step": ("MS", None, None),
-        "--mend": ("CAUSES", None, ()),
+        "--what-if": ("CAUSES", None, ()),
+        "--mend": (None, None, ()),
         "--workers": ("N", None, 8),
         "--json": (None, 0, False),
         "--save": ("RUN.busy", None, None),
@@ -63,7 +64,8 @@ FLAGS = {
         "--ranks": ("N", None, 1),
         "--values": (None, None, "real"),
         "--clock": (None, None, "measured"),
-        "--mend": ("CAUSES", None, ()),
+        "--what-if": ("CAUSES", None, ()),
+        "--mend": (None, None, ()),
         "--workers": ("N", None, 8),
         "--json": (None, 0, False),
         "--save": ("RUN.busy", None, None),
@@ -198,7 +200,7 @@ def test_causes_are_named() -> None:
         (["explain", "."], "holds no traces"),
         (["explain", "TRACE", "--plain-step", "-3"], "'-3' is not the time of a step"),
         (["explain", "TRACE", "--plain-step=nan"], "'nan' is not the time"),
-        (["explain", "TRACE", "--mend", "sync"], "there are host_sync, blocking_copy"),
+        (["explain", "TRACE", "--what-if", "sync"], "there are host_sync, blocking_copy"),
         (["explain", "TRACE", "--workers", "0"], "'0' is no number of workers"),
         (["explain", "TRACE", "--sav", "x"], "unrecognized arguments"),
         (["explain", "TRACE", "--save", "run.txt"], "*.busy"),
@@ -291,7 +293,8 @@ def test_a_file_takes_its_place_only_once_it_is_whole(tmp_path: Path) -> None:
         part.write_text("after")
     assert path.read_text() == "after"
     assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o777 == 0o666 & ~output._umask()
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_devices_are_written_not_replaced() -> None:
@@ -335,10 +338,11 @@ def test_another_plain_step_overrides_the_saved_one(trace: str, capsys: pytest.C
     assert json.loads(out)["plain_step"] == pytest.approx(30, rel=0.01)
 
 
-def test_mending_on_request(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = ask(capsys, "explain", trace, *PLAIN, "--mend", "blocking_copy", "--json")
+@pytest.mark.parametrize("option", ["--what-if", "--mend"])
+def test_fixing_on_request(trace: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ask(capsys, "explain", trace, *PLAIN, option, "blocking_copy", "--json")
     said = json.loads(out)
-    assert said["mended"] == ["blocking_copy"]
+    assert said["fixed"] == ["blocking_copy"]
     assert said["predicted_step"] < said["plain_step"]
 
 

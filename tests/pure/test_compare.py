@@ -38,7 +38,7 @@ def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
     text = compared.render(done)
     assert "A step takes 31.3 → 10.4 ms, 67% less (noise 1.3 ms)" in text
     assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
-    assert "gone       blocking copy · mending it gains 22.4 → 0 ms · train.py:3" in text
+    assert "gone       blocking copy · fixing it gains 22.4 → 0 ms · train.py:3" in text
 
 
 def test_what_is_new_is_said() -> None:

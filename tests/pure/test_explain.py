@@ -1,6 +1,8 @@
-"""Explanations as a whole: the ledger, what mending several causes gives, silence, and what holds of any timeline."""
+"""Explanations as a whole: the ledger, what fixing several causes gives, silence, and what holds of any timeline."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from build import HOME, MB, US, WIRE, Run, loop
@@ -11,7 +13,7 @@ from told import assert_sound, cause, explained, harmless, names, near, told
 
 from keepbusy.explain import CAUSES, explain
 from keepbusy.explain.causes import FINDERS, findings
-from keepbusy.explain.diagnosis import UNMENDED, Diagnosis
+from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis
 from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.errors import BadInput
@@ -30,7 +32,7 @@ def two_faults(run: Run) -> None:
 # Several causes
 
 
-def test_each_cause_is_mended_alone() -> None:
+def test_each_cause_is_fixed_alone() -> None:
     """The read costs the 3 ms after it, for what is done then could be done during the kernels."""
     found = told(two_faults)
     assert found.plain_step == near(2_000 + 6_000 + 3_000)
@@ -44,7 +46,7 @@ def test_all_of_them_together_leave_the_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mend", "step"),
+    ("what_if", "step"),
     [
         (["host_sync", "blocking_copy"], 6_000),
         (["blocking_copy", "host_work"], 6_000),
@@ -53,9 +55,9 @@ def test_all_of_them_together_leave_the_kernels() -> None:
         (["allocator"], 11_000),  # there is none
     ],
 )
-def test_what_if_these_were_mended(mend: list[str], step: float) -> None:
-    found = told(two_faults, mend=mend)
-    assert found.mended == tuple(mend)
+def test_what_if_these_were_fixed(what_if: list[str], step: float) -> None:
+    found = told(two_faults, what_if=what_if)
+    assert found.fixed == tuple(what_if)
     assert found.predicted.step == near(step)
     assert names(found) == names(told(two_faults))
 
@@ -70,7 +72,7 @@ def test_what_crowds_one_link_is_not_foretold_to_help() -> None:
 
     found = told(body)
     alone = cause(found, "blocking_copy").predicted.step
-    assert told(body, mend=["blocking_copy", "copy_not_overlapped"]).predicted.step > alone
+    assert told(body, what_if=["blocking_copy", "copy_not_overlapped"]).predicted.step > alone
     assert found.predicted.step == alone
 
 
@@ -90,10 +92,20 @@ def test_among_equals_the_more_specific_cause_comes_first() -> None:
     assert names(found)[0] == "host_sync"
 
 
-def test_only_causes_can_be_mended() -> None:
-    with pytest.raises(BadInput, match=r"'gremlins' is no cause that can be mended; the causes are host_sync, .*\.$"):
-        explain(loop(two_faults), mend=["host_sync", "gremlins"])
-    assert set(FINDERS) | set(UNMENDED) == set(CAUSES)
+def test_only_causes_can_be_fixed() -> None:
+    with pytest.raises(BadInput, match=r"'gremlins' is no cause that can be fixed; the causes are host_sync, .*\.$"):
+        explain(loop(two_faults), what_if=["host_sync", "gremlins"])
+    assert set(FINDERS) | set(UNFIXABLE) == set(CAUSES)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [{"plain_step": float("nan")}, {"plain_step": 0}, {"workers": -1}, {"what_if": "host_sync"}],
+    ids=str,
+)
+def test_nonsense_is_refused_with_a_sentence(nonsense: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"\.$|\]\.$"):
+        explain(loop(two_faults), **nonsense)
 
 
 # Silence
@@ -190,7 +202,7 @@ def explanation_of(timeline: Timeline, plain_step: int | None) -> Diagnosis | No
 
 @given(loops())
 @settings(max_examples=30, deadline=None)
-def test_mending_everything_is_at_least_as_good_as_mending_one_thing(timeline: Timeline) -> None:
+def test_fixing_everything_is_at_least_as_good_as_fixing_one_thing(timeline: Timeline) -> None:
     found = explained(settle(timeline))
     for one in found.causes:
         assert found.predicted.step <= one.predicted.step

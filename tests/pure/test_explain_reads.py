@@ -66,7 +66,7 @@ def test_many_reads_are_one_cause_with_a_place_each() -> None:
     assert one.count == 2
 
 
-def test_mending_one_of_two_places_gives_back_its_share() -> None:
+def test_fixing_one_of_two_places_gives_back_its_share() -> None:
     """Between the two reads, 500 µs and 900 µs: each alone is worth what the host does after it."""
 
     def body(run: Run) -> None:

@@ -17,6 +17,7 @@ from keepbusy.report import as_json, terminal
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json").read_text())
 EVERY, LAST, LOOKED = 50, 400, 200
@@ -42,7 +43,7 @@ def window(bodies: list[Callable[[Run], None]], first: int, **facts: object) -> 
         run.step()
         body(run)
     run.step().work(1)
-    return run.timeline(device="NVIDIA H200", recorded=list(range(first, first + len(bodies) + 1)), **facts)
+    return run.timeline(device="NVIDIA H200", recorded=tuple(range(first, first + len(bodies) + 1)), **facts)
 
 
 def recorded(stalls: list[Callable[[Run], None]], what: str = "", **about: object) -> Timeline:
@@ -52,9 +53,9 @@ def recorded(stalls: list[Callable[[Run], None]], what: str = "", **about: objec
         what, 8, float(EVERY), True, time, 8 * time, 0.1, (MAIN, "train.py(41): main"), last=LAST, punctual=True
     )
     run = PlainRun("optimizer", LAST, 10 * MS, 10 * MS, 10 * MS, stalls=(stall,))
-    told = {"why": "stall", "about": {"step": LOOKED, "stall": run.as_fact()["stalls"][0]}, "plain_step": 10 * MS}
+    told = {"reason": WindowReason(STALL, LOOKED, stall), "plain_step": 10 * MS}
     further = window(stalls, LOOKED - 2, **{**told, **about})
-    first = window([train] * 6, 10, marks=run.as_fact(), plain_step=10 * MS, source="train.py")
+    first = window([train] * 6, 10, plain_runs={0: run}, plain_step=10 * MS, source="train.py")
     return first.change(further=(further,))
 
 
@@ -99,9 +100,9 @@ def test_the_report_tells_it_below_the_stall_and_still_fits() -> None:
     lines = text.splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("rarely  Every 50 steps"))
     told = " ".join(line.strip() for line in lines[at:])
-    assert "mended, such a step takes 70.3 → " in told
+    assert "fixed, such a step takes 70.3 → " in told
     assert "less a step on average" in told
-    assert "mend: " in told
+    assert "fix: " in told
     assert text.count("\n") < terminal.HEIGHT
 
 
@@ -140,7 +141,7 @@ def test_what_every_step_has_is_not_told_again() -> None:
         run.launch(kernel=60_300, at=["train.py(41): main"])
 
     base = recorded([reads, reads_and_computes, reads], plain_step=15 * MS)
-    first = window([reads] * 6, 10, marks=base.facts["marks"], plain_step=15 * MS)
+    first = window([reads] * 6, 10, plain_runs=base.facts.plain_runs, plain_step=15 * MS)
     said = explain(first.change(further=base.further), plain_step=15 * MS)
     assert said.causes != ()
     assert said.rare[0].causes == ()
@@ -148,7 +149,9 @@ def test_what_every_step_has_is_not_told_again() -> None:
 
 def test_a_rare_step_in_the_first_window_stands_apart() -> None:
     base = recorded([train, evaluate, train])
-    first = window([train, train, evaluate, train, train], EVERY - 3, marks=base.facts["marks"], plain_step=10 * MS)
+    first = window(
+        [train, train, evaluate, train, train], EVERY - 3, plain_runs=base.facts.plain_runs, plain_step=10 * MS
+    )
     said = explained(first)
     assert said.causes == ()
     assert said.steps == 4
@@ -162,14 +165,14 @@ def test_steps_that_have_changed_are_explained_again() -> None:
         run.sync(at=["train.py(33): main"])
         run.work(4000, at=["train.py(34): main"])
 
-    later = window([grown] * 6, 700, why="drift", about={"began": 650, "before": 10 * MS}, plain_step=14 * MS)
+    later = window([grown] * 6, 700, reason=WindowReason(DRIFT, began=650), plain_step=14 * MS)
     said = explained(recorded([train, evaluate, train]).change(further=(later,)))
     assert said.later is not None
     assert (said.later.since, said.later.diagnosis.plain_step) == (650, 14 * MS)
     told = " ".join(terminal.render(said).split())
     assert "later Since step 650 a step takes 14.0 ms instead of 10.0 ms, 40% more: " in told
     assert "train.py:33" in told or "train.py:34" in told
-    assert "mend: torch.cuda.Event(enable_timing=True)" in told
+    assert "fix: torch.cuda.Event(enable_timing=True)" in told
     assert "which cost nothing before; without it 10.0 ms" in told
 
 
@@ -180,7 +183,7 @@ def test_of_what_was_there_before_it_is_told_how_much_it_grew() -> None:
         run.work(host, at=["train.py(34): main"])
 
     first = window([reads] * 6, 10, plain_step=13 * MS)
-    grown = window([lambda run: reads(run, 6000)] * 6, 700, why="drift", about={"began": 650}, plain_step=16 * MS)
+    grown = window([lambda run: reads(run, 6000)] * 6, 700, reason=WindowReason(DRIFT, began=650), plain_step=16 * MS)
     told = " ".join(terminal.render(explain(first.change(further=(grown,)))).split())
     assert "later Since step 650 a step takes 16.0 ms instead of 13.0 ms, 23% more: " in told
     assert "3.0 → 6.0 ms of it" in told

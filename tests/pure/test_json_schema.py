@@ -18,7 +18,7 @@ from keepbusy.report import as_json, compared
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 EXPLAIN, COMPARE = (json.loads((REFERENCE / f"{name}.schema.json").read_text()) for name in ("explain", "compare"))
-DIAGNOSES = {"stalled": STALLED, "healthy": HEALTHY, "late": LATE, "mended": replace(STALLED, mended=("host_sync",))}
+DIAGNOSES = {"stalled": STALLED, "healthy": HEALTHY, "late": LATE, "fixed": replace(STALLED, fixed=("host_sync",))}
 
 
 @pytest.mark.parametrize("schema", [EXPLAIN, COMPARE], ids=["explain", "compare"])

@@ -232,7 +232,7 @@ def test_a_collective_knows_its_group_and_its_bytes(show: Show) -> None:
     collective = timeline.spans.kind == Kind.COLLECTIVE
     assert timeline.spans.size[collective].tolist() == [16 * 4]
     group = int(timeline.spans.group[collective][0])
-    assert timeline.facts["groups"][str(group)] == 2
+    assert timeline.facts.groups[group] == 2
 
 
 def test_a_collective_of_an_old_trace_is_known_by_its_kernel(show: Show) -> None:

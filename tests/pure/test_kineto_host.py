@@ -176,14 +176,14 @@ def test_a_trace_without_marks_has_none(show: Show) -> None:
 
 def test_what_is_known_of_the_run(show: Show, tmp_path: Path) -> None:
     timeline = show(loop(), deviceProperties=[{"name": "NVIDIA H200"}], with_stack=1)
-    assert timeline.facts["device"] == "NVIDIA H200"
-    assert timeline.facts["stacks"] is True
-    assert timeline.facts["source"] == str(tmp_path / "rank0.trace.json")
+    assert timeline.facts.device == "NVIDIA H200"
+    assert timeline.facts.stacks is True
+    assert timeline.facts.source == str(tmp_path / "rank0.trace.json")
 
 
 @pytest.mark.parametrize("properties", [None, [], {}, ["x"], [{"name": None}], 3])
 def test_odd_facts_do_no_harm(show: Show, properties: Any) -> None:
-    assert isinstance(show(loop(), deviceProperties=properties).facts["device"], str)
+    assert isinstance(show(loop(), deviceProperties=properties).facts.device, str)
 
 
 def test_an_old_trace_reads_as_well(show: Show) -> None:
@@ -194,7 +194,7 @@ def test_an_old_trace_reads_as_well(show: Show) -> None:
         row["ts"], row["dur"] = int(row["ts"]), int(row["dur"])
     timeline = show(rows)
     assert [lane.number for lane in timeline.lanes] == [0, 7]
-    assert timeline.facts["stacks"] is False
+    assert timeline.facts.stacks is False
 
 
 REFUSED = {
@@ -222,5 +222,5 @@ def test_the_ranks_of_a_run_are_read_together(tmp_path: Path) -> None:
         paths[-1].write_bytes(trace_of(*launched(0, 10, 9, 1), *nccl, distributedInfo=about))
     timeline = read(paths)
     assert timeline.ranks == [0, 1]
-    assert timeline.facts["sources"] == [str(paths[1]), str(paths[0])]
+    assert timeline.facts.sources == (str(paths[1]), str(paths[0]))
     assert len(timeline.meetings) == 1

@@ -1,4 +1,4 @@
-"""Programs recorded live on H200: what their reports say, and what mending them really gained in the same job.
+"""Programs recorded live on H200: what their reports say, and what fixing them really gained in the same job.
 
 All of them: `python benchmarks/record_stallbench.py score --out tests/gpu/truth/live --planted …`.
 """
@@ -42,7 +42,7 @@ def test_the_planted_cause_is_named_at_its_exact_line(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["copy_in_line", "late_rank", "pageable_copy", "read_then_prepare", "slow_loader"])
-def test_the_predicted_step_is_what_the_mended_program_takes(case: str) -> None:
+def test_the_predicted_step_is_what_the_fixed_program_takes(case: str) -> None:
     truth, said = json.loads((LIVE / f"{case}.json").read_text()), told(case)
     predicted = next(one.predicted.step for one in said.causes if one.cause == LINES[case][0]) / 1e6
     assert abs(predicted - truth["fixed_ms"]) < WITHIN * truth["stalled_ms"]

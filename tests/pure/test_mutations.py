@@ -73,7 +73,7 @@ def explain_bytes(data: bytes, path: Path, plain: bool = True) -> Diagnosis | No
         timeline = read([path])
         diagnosis = explain(timeline)
         if plain:
-            render(explain(timeline, plain_step=max(1, diagnosis.plain_step * 4 // 5), mend=["host_sync"]))
+            render(explain(timeline, plain_step=max(1, diagnosis.plain_step * 4 // 5), what_if=["host_sync"]))
     except BadInput as error:
         message = str(error)
         assert message.startswith(str(path)), message

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_runs import MAIN, MS, run, steps
 
-from keepbusy.recording.occasions import BEFORE, DRIFT, MOST, SETTLING, STALL, Occasion, Occasions, changed, foreseen
+from keepbusy.recording.occasions import BEFORE, MOST, SETTLING, Occasion, Occasions, changed, foreseen
 from keepbusy.recording.step_clock import Steps
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import DRIFT, STALL
 
 EVALUATE, SAVE = (MAIN, "train.py(41): main"), (MAIN, "train.py(55): main")
 

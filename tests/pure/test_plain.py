@@ -50,11 +50,11 @@ def test_marks_that_saw_the_host_alone_leave_it_no_slower() -> None:
     assert pace(host(usual.timeline)) == pytest.approx(0.767 * MS, rel=0.01)
     for alone in (0.7, 0.5):
         marks = PlainRun("optimizer", 100, round(1.2 * MS), 0, 0, host=round(alone * MS))
-        plain = plain_run(timeline.change(facts={**timeline.facts, "marks": marks.as_fact()}), round(1.2 * MS))
+        plain = plain_run(timeline.change_facts(plain_runs={0: marks}), round(1.2 * MS))
         assert pace(host(plain.timeline)) == pytest.approx(alone * MS, rel=0.01)
         assert plain.step == round(1.2 * MS)
     slower = PlainRun("optimizer", 100, round(1.2 * MS), 0, 0, host=round(1.0 * MS))
-    told = plain_run(timeline.change(facts={**timeline.facts, "marks": slower.as_fact()}), round(1.2 * MS))
+    told = plain_run(timeline.change_facts(plain_runs={0: slower}), round(1.2 * MS))
     assert told.factor == usual.factor
 
 
@@ -210,9 +210,9 @@ def test_what_differs_now_and_then_between_ranks_is_noise() -> None:
 
 def test_a_run_knows_its_own_plain_step_and_where_that_does_not_fit_the_recorded_steps_are_told() -> None:
     timeline = launch_bound()
-    own = explain(timeline.change(facts={**timeline.facts, "plain_step": round(0.7 * MS)}))
+    own = explain(timeline.change_facts(plain_step=round(0.7 * MS)))
     assert (own.plain_step, own.plain_given) == (round(0.7 * MS), True)
-    misfit = explain(timeline.change(facts={**timeline.facts, "plain_step": round(0.05 * MS)}))
+    misfit = explain(timeline.change_facts(plain_step=round(0.05 * MS)))
     assert (misfit.plain_step, misfit.plain_given) == (explain(timeline).plain_step, False)
     assert any("cannot have a plain step of 0.05 ms" in note for note in misfit.notes)
     with pytest.raises(BadInput, match=r"0\.05 ms"):

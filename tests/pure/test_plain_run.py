@@ -27,8 +27,8 @@ def test_it_goes_through_a_file() -> None:
         run.launch(5)  # type: ignore[attr-defined]
 
     timeline: Timeline = loop(body, 3)
-    kept = timeline.change(facts={**timeline.facts, "marks": RUN.as_fact()})
-    assert PlainRun.of_fact(from_bytes(to_bytes(kept)).facts["marks"]) == RUN
+    kept = timeline.change_facts(plain_runs={0: RUN})
+    assert from_bytes(to_bytes(kept)).facts.plain_runs == {0: RUN}
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
@@ -39,7 +39,7 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
 
 @pytest.mark.parametrize("fact", [None, {}, {"steps": 3}, {"stalls": 3}, {"course": [1]}, 7, "seven"])
 def test_what_is_no_plain_run_is_none(fact: object) -> None:
-    assert PlainRun.of_fact(fact) is None  # type: ignore[arg-type]
+    assert PlainRun.of_fact(fact) is None
 
 
 def test_the_course_has_few_rows_and_keeps_the_longest() -> None:

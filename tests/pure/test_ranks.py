@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from strategies import loops
 
 from keepbusy.timeline.model import NONE, Kind, Timeline
-from keepbusy.timeline.plain_run import PlainRun, plain_runs
+from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay, settle
+from keepbusy.timeline.run_facts import RunFacts
 
 SECOND = 10**9
 
@@ -33,8 +34,8 @@ def alone(timeline: Timeline, rank: int, clock: int = 0, steps: slice = slice(No
         meeting=np.full(len(seen), NONE),
         frame=np.full(len(seen), NONE),
     )
-    groups = {str(group): 2 for group in np.unique(spans.group).tolist()}
-    facts = {"source": f"rank{rank}", "groups": groups, "pending_limit": timeline.facts["pending_limit"]}
+    groups = dict.fromkeys(np.unique(spans.group).tolist(), 2)
+    facts = RunFacts(source=f"rank{rank}", groups=groups, pending_limit=timeline.facts.pending_limit)
     kept = tuple(timeline.lanes[lane] for lane in lanes)
     return settle(Timeline(kept, timeline.names, spans, seen.links, marks=seen.marks, facts=facts))
 
@@ -89,7 +90,7 @@ def test_two_halves_make_the_run() -> None:
     assert parts_of(merged) == [[0, 1]] * 12
     for rank in (0, 1):
         np.testing.assert_array_equal(times_of(merged, rank), times_of(whole, rank))
-    assert merged.facts["sources"] == ["rank0", "rank1"]
+    assert merged.facts.sources == ("rank0", "rank1")
 
 
 def test_wire_time_is_what_the_last_to_arrive_shows() -> None:
@@ -106,8 +107,8 @@ def test_each_rank_keeps_what_marks_told_of_it() -> None:
     whole = steps_of_two().timeline()
     runs = {rank: PlainRun("optimizer", 100 + rank, 10, 9, 11) for rank in (0, 1)}
     ones = [alone(whole, rank) for rank in runs]
-    merged = merge([one.change(facts={**one.facts, "marks": runs[rank].as_fact()}) for rank, one in enumerate(ones)])
-    assert plain_runs(merged.facts) == runs
+    merged = merge([one.change_facts(plain_runs={rank: runs[rank]}) for rank, one in enumerate(ones)])
+    assert merged.facts.plain_runs == runs
 
 
 def test_one_rank_is_left_as_it_is() -> None:
@@ -268,7 +269,7 @@ def test_peers_that_were_not_recorded_are_counted() -> None:
     """Two ranks of a group of four."""
     whole = steps_of_two().timeline()
     parts = [alone(whole, rank) for rank in (0, 1)]
-    parts = [one.change(facts={**one.facts, "groups": {"0": 4}}) for one in parts]
+    parts = [one.change_facts(groups={0: 4}) for one in parts]
     merged = merge(parts)
     assert set(merged.meetings.members.tolist()) == {4}
     assert set(merged.meetings.present.tolist()) == {2}

@@ -32,11 +32,11 @@ def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
         "31.3 → 8.9 ms, 72% less (8.4–10.1) · the GPU waits 20.1 ms a step for it, 64%",
         "train.py:3 · aten::to · torch/nn.py:9",
         "One copy of 154 MB a step from pageable memory takes 20.1 ms.",
-        "mend: for batch in keepbusy.prefetch(loader):",
+        "fix: for batch in keepbusy.prefetch(loader):",
         "2  The host waits for the GPU, then the GPU for the host · host_sync",
         "about model.py:44 in forward · aten::item",
         "also about model.py:60 in forward (400 µs), between aten::mm and aten::relu (100 µs) and 1 more place",
-        "All of this mended: 31.3 → 8.6 ms, 73% less (8.2–9.9) · gains below 900 µs are noise",
+        "All of this fixed: 31.3 → 8.6 ms, 73% less (8.2–9.9) · gains below 900 µs are noise",
         "ignore  host sync at train.py:60 and 1 more place (14 a step) costs nothing here:",
         "ignore  allocator at train.py:70 (1 a step) costs nothing here:",
         "again   keepbusy explain runs/images.trace.json.gz --plain-step 31.3",
@@ -48,7 +48,7 @@ def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
 def test_a_healthy_run_is_told_so_in_one_sentence() -> None:
     text = terminal.render(HEALTHY)
     assert "Nothing to gain here: the GPU computes 97% of the step" in text
-    assert "mend" not in text.replace("no mending", "")
+    assert "fix" not in text.replace("no fix", "")
 
 
 def test_late_ranks_are_named_beside_their_cause() -> None:
@@ -65,9 +65,9 @@ def test_without_a_plain_step_the_report_says_what_that_means() -> None:
     assert text.endswith("again   keepbusy explain runs/images.trace.json.gz")
 
 
-def test_mending_on_request_names_what_was_asked() -> None:
-    text = terminal.render(replace(STALLED, mended=("host_sync", "blocking_copy")))
-    assert "With host_sync and blocking_copy mended: 31.3 → 8.6 ms" in text
+def test_fixing_on_request_names_what_was_asked() -> None:
+    text = terminal.render(replace(STALLED, fixed=("host_sync", "blocking_copy")))
+    assert "With host_sync and blocking_copy fixed: 31.3 → 8.6 ms" in text
 
 
 @pytest.mark.parametrize("diagnosis", [STALLED, HEALTHY, LATE], ids=["stalled", "healthy", "late"])

@@ -134,5 +134,5 @@ def test_marks_go_with_the_timeline() -> None:
     def body(run: Run) -> None:
         run.launch(50).sync()
 
-    assert explain(loop(body, 8, device="NVIDIA H200", marks=RUN.as_fact())).plain_runs == {0: RUN}
+    assert explain(loop(body, 8, device="NVIDIA H200", plain_runs={0: RUN})).plain_runs == {0: RUN}
     assert explain(loop(body, 8, device="NVIDIA H200")).plain_runs == {}

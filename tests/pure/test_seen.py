@@ -15,7 +15,6 @@ from keepbusy.recording.line_log import (
     LEAVE,
     LINE,
     LINES,
-    MARK,
     NOTHING,
     Log,
     Seen,
@@ -24,7 +23,9 @@ from keepbusy.recording.line_log import (
     offset,
     placed,
 )
-from keepbusy.traces.event_columns import Category, Events, Thread, Trace
+from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.traces.event_columns import Events, Thread, Trace
+from keepbusy.traces.kineto_names import Category
 
 MAIN, HELPER, LIBRARY = 0, 1, 2
 CODES = (("train.py", "main", 0), ("train.py", "helper", 0), ("torch/nn/utils/clip_grad.py", "clip", 35))
@@ -98,21 +99,21 @@ def trace(*rows: tuple[str, int, int]) -> Trace:
 
 
 def test_lines_are_placed_in_the_traces_own_time() -> None:
-    operators = trace((f"{MARK}1", 5_000, 5_100), ("aten::add", 6_000, 7_000), (f"{MARK}2", 9_000, 9_100))
+    operators = trace((f"{OWN_STEP}1", 5_000, 5_100), ("aten::add", 6_000, 7_000), (f"{OWN_STEP}2", 9_000, 9_100))
     log = seen((0, ENTER, MAIN, 0), (900, LINE, MAIN, 3), (2_100, LEAVE, MAIN, 0))
     whole = placed(operators, log, [Tick(1, -100, 300), Tick(2, 3_900, 4_300)])
     line = np.flatnonzero(whole.events.category == Category.LINE)
     assert [whole.names[name] for name in whole.events.name[line]] == ["train.py(3): main"]
     assert whole.events.start[line] < 6_000
     assert whole.events.end[line] >= 7_000
-    marks = np.array([name.startswith(MARK) for name in whole.names])[whole.events.name]
+    marks = np.array([name.startswith(OWN_STEP) for name in whole.names])[whole.events.name]
     assert (whole.events.category[marks] == Category.ANNOTATION).all()
 
 
 @pytest.mark.parametrize("shift", [-700, 0, 1_234_567_890_123])
 def test_the_clocks_are_aligned_where_no_line_begins_within_an_operator(shift: int) -> None:
     begins = np.arange(1_000, 60_000, 1_000)
-    rows = [(f"{MARK}1", shift + 500, shift + 600)]
+    rows = [(f"{OWN_STEP}1", shift + 500, shift + 600)]
     rows += [("aten::add", shift + begin + 200, shift + begin + 900) for begin in begins.tolist()]
     found = offset(trace(*rows), [Tick(1, 500 - 2_000, 500 + 2_000)], {0: begins})
     assert abs(found - shift) % 1_000 in range(901) or abs(found - shift) <= 200

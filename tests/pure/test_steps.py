@@ -12,6 +12,7 @@ from strategies import loops
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.replay import pace, replay, settle
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.steps import by_pattern, period, repetition, sample, whole_steps
 
 
@@ -83,7 +84,7 @@ def test_two_whole_steps_are_the_least(steps: int) -> None:
         kernels(run.step(), 10)
     run.launch(kernel=3)
     with pytest.raises(BadInput, match=r"^on paper shows fewer than two whole steps; record at least three") as caught:
-        whole_steps(run.timeline().change(facts={"source": "on paper", "pending_limit": 1_000}))
+        whole_steps(run.timeline().change(facts=RunFacts(source="on paper", pending_limit=1_000)))
     assert str(caught.value).endswith(".")
 
 

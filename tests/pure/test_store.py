@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import decorated, timelines
 
-from keepbusy.timeline import busy_file
+from keepbusy.timeline import busy_file, whole_file
 from keepbusy.timeline.busy_file import from_bytes, load, save, to_bytes
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
+from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.run_facts import STALL, RunFacts, WindowReason
 
 LANES = (Lane(0, None, 0, "main"), Lane(0, 0, 7))
 ONE_LAUNCH = Timeline(
@@ -28,7 +30,7 @@ ONE_LAUNCH = Timeline(
 
 
 def assert_same(one: Timeline, other: Timeline) -> None:
-    assert (one.lanes, one.names, dict(one.facts)) == (other.lanes, other.names, dict(other.facts))
+    assert (one.lanes, one.names, one.facts) == (other.lanes, other.names, other.facts)
     np.testing.assert_array_equal(one.marks, other.marks)
     for table in ("spans", "links", "frames", "meetings"):
         ours, theirs = getattr(one, table), getattr(other, table)
@@ -57,15 +59,56 @@ def test_any_numbers_come_back(numbers: list[int], data: st.DataObject) -> None:
     assert_same(timeline, from_bytes(to_bytes(timeline)))
 
 
-def test_names_and_facts_may_be_anything_json_can_say() -> None:
-    facts = {"device": "H200 \ud83d\ude00", "numpy": np.int64(3), "list": [1.5, None, True], "nested": {"a": {"b": []}}}
+def test_names_may_be_anything_and_facts_may_hold_numbers_of_numpy() -> None:
+    facts = RunFacts(device="H200 \ud83d\ude00", skipped=np.int64(3), notes=("\ud800 lone",))
     timeline = ONE_LAUNCH.change(names=("\ud800 lone", "\ud83d\ude00\0\x1b[31m"), facts=facts)
     assert_same(timeline, from_bytes(to_bytes(timeline)))
 
 
+def test_facts_of_older_files_are_understood_and_unknown_ones_passed_over(saved: bytes) -> None:
+    plain = {"marked_by": "step", "steps": 9, "step": 4, "low": 3, "high": 5}
+    about = {"why": "stall", "about": {"step": 200, "stall": None, "before": 3}}
+    old = {
+        "device": "H200",
+        "groups": {"7": 2},
+        "source": "train.py",
+        **about,
+        "marks": plain,
+        "marks_of_ranks": {"1": plain, "2": {}},
+        "moon": "full",
+    }
+    facts = from_bytes(forged(saved, '"facts":{}', f'"facts":{json.dumps(old)}')).facts
+    assert (facts.device, facts.source, facts.groups) == ("H200", "train.py", {7: 2})
+    assert facts.plain_runs == dict.fromkeys((0, 1), PlainRun("step", 9, 4, 3, 5))
+    assert facts.reason == WindowReason(STALL, step=200)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": 3},
+        {"notes": "all"},
+        {"notes": [3]},
+        {"groups": {"a": 2}},
+        {"groups": {"3": "b"}},
+        {"pending_limit": True},
+        {"recorded": {}},
+        {"plain_step": 1e9},
+        {"skipped": 1 << 70},
+        {"plain_runs": {"0": {"marked_by": "step", "steps": []}}},
+        {"marks_of_ranks": [1]},
+        {"why": "stall", "about": [3]},
+        {"reason": {"step": 3}},
+    ],
+)
+def test_facts_of_another_type_are_refused(saved: bytes, wrong: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match=r"run\.busy is damaged"):
+        from_bytes(forged(saved, '"facts":{}', f'"facts":{json.dumps(wrong)}'), "run.busy")
+
+
 def test_a_fact_that_json_cannot_say_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="facts cannot hold set"):
-        to_bytes(ONE_LAUNCH.change(facts={"device": {1, 2}}))
+        to_bytes(ONE_LAUNCH.change(facts=RunFacts(device={1, 2})))
 
 
 def test_an_empty_timeline_comes_back() -> None:
@@ -186,7 +229,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(busy_file.os, "fsync", full)
+    monkeypatch.setattr(whole_file.os, "fsync", full)
     with pytest.raises(BadInput, match=r"run\.busy cannot be written .No space left on device"):
         save(ONE_LAUNCH.change(names=("a", "b")), path)
     assert path.read_bytes() == before

@@ -1,4 +1,4 @@
-"""A few of the traces whose truth was measured on H200: the right cause, and what mending it really gave.
+"""A few of the traces whose truth was measured on H200: the right cause, and what fixing it really gave.
 
 All of them: `python benchmarks/accuracy.py`. Here stand the ones that are read in a moment, one or two a cause.
 """
@@ -72,7 +72,7 @@ def test_an_unchanged_replay_of_a_real_run_is_the_identity(path: Path) -> None:
 
 @each
 def test_the_planted_cause_is_named_and_nothing_else_accused(path: Path) -> None:
-    """At least half of what mending it gained is foretold of one planted cause; where nothing was gained, silence."""
+    """At least half of what fixing it gained is foretold of one planted cause; where nothing was gained, silence."""
     truth, planted = truth_of(path), CASES[path]
     found = explain(timeline_of(path), plain_step=round(truth["stalled_ms"] * 1e6))
     assert_sound(found)
@@ -85,9 +85,9 @@ def test_the_planted_cause_is_named_and_nothing_else_accused(path: Path) -> None
 
 
 @each
-def test_what_mending_the_planted_causes_gives(path: Path) -> None:
+def test_what_fixing_the_planted_causes_gives(path: Path) -> None:
     """Within 12% of the stalled step."""
     truth, planted = truth_of(path), CASES[path]
     if planted:
-        found = explain(timeline_of(path), plain_step=round(truth["stalled_ms"] * 1e6), mend=planted)
+        found = explain(timeline_of(path), plain_step=round(truth["stalled_ms"] * 1e6), what_if=planted)
         assert found.predicted.step / 1e6 == pytest.approx(truth["fixed_ms"], abs=0.12 * truth["stalled_ms"])

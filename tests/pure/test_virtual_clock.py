@@ -254,7 +254,7 @@ def test_a_collective_ends_with_the_last_rank() -> None:
     timeline = on.timeline()
     assert arrivals == [20]
     assert rows(timeline)[-1] == ("stream 7", "collective", 20, 800)
-    assert timeline.facts["groups"] == {"3": 2}
+    assert timeline.facts.groups == {3: 2}
 
 
 def test_frames_lines_and_marks() -> None:
@@ -289,7 +289,7 @@ def test_frames_lines_and_marks() -> None:
     ]
     assert len(timeline.marks) == 2
     assert (frames.end >= frames.start).all()
-    assert timeline.facts["source"] == "train.py"
+    assert timeline.facts.source == "train.py"
 
 
 class Watch:

@@ -7,7 +7,8 @@ import pytest
 from build import Run
 
 from keepbusy.explain.diagnosis import Where
-from keepbusy.explain.places import is_library, where
+from keepbusy.explain.places import where
+from keepbusy.timeline.frame_roles import Owner, owner_of_file
 from keepbusy.timeline.model import Kind, Timeline
 
 TRAIN = "train.py(19): main"
@@ -95,7 +96,7 @@ def test_only_library_frames_are_no_place_of_the_users() -> None:
     ],
 )
 def test_what_is_a_library(file: str, library: bool) -> None:
-    assert is_library(file) is library
+    assert (owner_of_file(file) != Owner.USER) is library
 
 
 # The backward pass

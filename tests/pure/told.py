@@ -18,7 +18,7 @@ TRAIN = "train.py(9): main"
 
 def told(
     body: Callable[[Run], Any],
-    mend: Sequence[str] = (),
+    what_if: Sequence[str] = (),
     plain_step: int | None = None,
     workers: int = 8,
     steps: int = 8,
@@ -30,7 +30,7 @@ def told(
         with run.inside(TRAIN):
             body(run)
 
-    return explained(loop(within, steps, ranks, device=H200), mend=mend, plain_step=plain_step, workers=workers)
+    return explained(loop(within, steps, ranks, device=H200), what_if=what_if, plain_step=plain_step, workers=workers)
 
 
 def explained(timeline: Timeline, **options: Any) -> Diagnosis:

@@ -19,7 +19,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("default"))  # PyTorch's own warnings are not ours to mend
+            item.add_marker(pytest.mark.filterwarnings("default"))  # PyTorch's own warnings are not ours to fix
 
 
 @pytest.fixture(scope="session", autouse=True)

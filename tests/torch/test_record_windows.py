@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.recording.occasions import STALL, Occasion
+from keepbusy.recording.occasions import Occasion
 from keepbusy.recording.recorded_run import TRACE, facts_in
 from keepbusy.recording.recorder import AFTER, Options, Run
 from keepbusy.recording.window import RECORDED, SETTLING
+from keepbusy.timeline.run_facts import STALL
 
 
 def stepping(run: Run, due: Callable[[int], Occasion | None], steps: int = 40) -> None:

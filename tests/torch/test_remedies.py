@@ -55,5 +55,5 @@ def test_what_it_uses_exists(remedy: Remedy) -> None:
     assert resolve(remedy.api) is not None
 
 
-def test_every_cause_that_can_be_mended_has_a_remedy() -> None:
+def test_every_cause_that_can_be_fixed_has_a_remedy() -> None:
     assert set(REMEDIES) == set(FINDERS)

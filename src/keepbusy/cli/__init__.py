@@ -16,11 +16,11 @@ from keepbusy.timeline.errors import BadInput
 
 FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
 ISSUES = "the issue tracker of keepbusy"
-DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, and what mending it gains."
+DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, and what fixing it gains."
 EXAMPLES = """\
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0 --save run.busy
-  keepbusy explain run.busy --mend host_sync,blocking_copy
+  keepbusy explain run.busy --what-if host_sync,blocking_copy
   keepbusy compare before.busy after.busy
   keepbusy export run.busy --to perfetto -o run.json.gz
 

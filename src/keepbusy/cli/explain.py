@@ -1,4 +1,4 @@
-"""Say which line makes the GPU wait, and what mending it gains."""
+"""Say which line makes the GPU wait, and what fixing it gains."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 WORKERS = 8
-SUMMARY = "which line makes the GPU wait, and what mending it gains"
+SUMMARY = "which line makes the GPU wait, and what fixing it gains"
 EXAMPLES = """\
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0
   keepbusy explain traces/ --plain-step 25ms --save run.busy
-  keepbusy explain run.busy --mend host_sync,blocking_copy
+  keepbusy explain run.busy --what-if host_sync,blocking_copy
   keepbusy explain run.busy --json
 """
 
@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", metavar="FILE", help="the traces of all ranks, a folder of them, or a saved run.busy"
     )
     add_plain_step(parser)
-    parser.add_argument(
-        "--mend", type=values.causes, metavar="CAUSES", default=(), help="predict the step with these mended"
-    )
+    values.add_what_if(parser)
     parser.add_argument(
         "--workers",
         type=values.workers,
@@ -65,7 +63,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         check_name(options.save)
     with progress(options.quiet) as on_progress:
         timeline = open_timeline(options.files, on_progress)
-        diagnosis = explained(timeline, options.plain_step, options.mend, options.workers, on_progress)
+        diagnosis = explained(timeline, options.plain_step, options.what_if, options.workers, on_progress)
     text = rendered(diagnosis, options.json, _again(options))
     if options.save:
         save(timeline, options.plain_step, options.save)
@@ -81,14 +79,14 @@ def check_name(path: Path) -> None:
 def explained(
     timeline: Timeline,
     plain_step: int | None = None,
-    mend: Sequence[str] = (),
+    what_if: Sequence[str] = (),
     workers: int = 8,
     on_progress: Progress | None = None,
 ) -> Diagnosis:
     """The room is imported when it is needed, so that the command begins at once."""
     from keepbusy.explain import explain
 
-    return explain(timeline, plain_step=plain_step, mend=mend, workers=workers, on_progress=on_progress)
+    return explain(timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress)
 
 
 def rendered(diagnosis: Diagnosis, json: bool, again: str) -> str:
@@ -104,7 +102,7 @@ def rendered(diagnosis: Diagnosis, json: bool, again: str) -> str:
 
 def _again(options: argparse.Namespace) -> str:
     """The command that shows this report again."""
-    asked = ["--mend", ",".join(options.mend)] if options.mend else []
+    asked = ["--what-if", ",".join(options.what_if)] if options.what_if else []
     asked += ["--workers", str(options.workers)] if options.workers != WORKERS else []
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save), *asked])
@@ -128,5 +126,5 @@ def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
     from keepbusy.timeline import busy_file
 
     if plain_step is not None:
-        timeline = timeline.change(facts={**timeline.facts, "plain_step": plain_step})
+        timeline = timeline.change_facts(plain_step=plain_step)
     busy_file.save(timeline, path)

@@ -54,9 +54,11 @@ def gathered(timeline: Timeline) -> Timeline | None:
 
 def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
     """Leave this rank's for the first, which gets those of all ranks of this host, and why any are missing."""
+    from keepbusy.timeline.busy_file import save
+
     folder = _folder()
     for one in timelines[:1]:
-        _leave(one, folder / f"rank{rank()}.busy")
+        save(one, folder / f"rank{rank()}.busy")
     if not timelines:
         _say(why, folder / f"rank{rank()}.txt")
     return ([], []) if rank() != 0 else _collected(folder)
@@ -70,19 +72,11 @@ def _folder() -> Path:
     return folder
 
 
-def _leave(timeline: Timeline, path: Path) -> None:
-    """It appears once it is whole."""
-    from keepbusy.timeline.busy_file import save
-
-    part = path.with_suffix(".part.busy")
-    save(timeline, part)
-    part.replace(path)
-
-
 def _say(why: Sequence[str], path: Path) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
-    part.replace(path)
+    from keepbusy.timeline.whole_file import replacing
+
+    with replacing(path, durable=False) as part:
+        part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
 
 
 def _collected(folder: Path) -> tuple[list[Timeline], list[str]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepbusy.timeline import whole_file
 from keepbusy.timeline.errors import BadInput
 
 HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left
@@ -35,32 +35,16 @@ def _close_nothing() -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place if all goes well, and vanishes if not."""
+    """As `whole_file.replacing`, for a path that the user gave."""
     check_place(path)
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # /dev/null is written, not replaced
-        yield path
-        return
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    try:
-        yield Path(name)
-        Path(name).chmod(0o666 & ~_umask())
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with whole_file.replacing(path) as part:
+        yield part
 
 
 def check_place(path: Path) -> None:
     """Before the work is done that would end there."""
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise BadInput(f"{path}: this is no place for a file; name a file in a folder that exists.")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--after", type=_steps, metavar="N", help="record after N steps (default: after 8, once they are steady)"
     )
-    parser.add_argument(
-        "--mend", type=values.causes, metavar="CAUSES", default=(), help="predict the step with these mended"
-    )
+    values.add_what_if(parser)
     parser.add_argument(
         "--workers", type=values.workers, metavar="N", default=8, help="loader workers to count on (default 8)"
     )
@@ -117,7 +115,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             options,
             lambda: _program(options, path),
             lambda timeline: _report(timeline, options),
-            lambda timeline: explained(timeline, None, options.mend, options.workers),
+            lambda timeline: explained(timeline, None, options.what_if, options.workers),
         )
     return _virtual(options, path)
 
@@ -153,7 +151,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += [] if options.after is None else ["--after", str(options.after)]
     given += [] if options.clock == "measured" else ["--clock", options.clock]
     given += [] if options.values == "real" else ["--values", options.values]
-    given += ["--mend", ",".join(options.mend)] if options.mend else []
+    given += ["--what-if", ",".join(options.what_if)] if options.what_if else []
     given += [] if options.workers == 8 else ["--workers", str(options.workers)]
     given += ["--json"] if options.json else []
     given += ["--live"] if options.live else []
@@ -187,7 +185,7 @@ def _report(timeline: Timeline, options: argparse.Namespace) -> None:
     try:
         if not timeline.on_device.any():
             raise BadInput(f"{options.script} ran nothing on the GPU.")
-        diagnosis = explained(timeline, None, options.mend, options.workers)
+        diagnosis = explained(timeline, None, options.what_if, options.workers)
     except BadInput as error:
         sys.stderr.write(f"keepbusy: {error}\n")
         return

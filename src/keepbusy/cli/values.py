@@ -31,17 +31,25 @@ def _number(text: str) -> float:
 
 
 def causes(text: str) -> tuple[str, ...]:
-    """Comma-separated causes that can be mended."""
-    from keepbusy.explain.diagnosis import CAUSES, UNMENDED
+    """Comma-separated causes that can be fixed."""
+    from keepbusy.explain.diagnosis import CAUSES, UNFIXABLE
 
-    known = [cause for cause in CAUSES if cause not in UNMENDED]
+    known = [cause for cause in CAUSES if cause not in UNFIXABLE]
     asked = [one.strip() for one in text.split(",") if one.strip()]
     for one in asked:
         if one not in known:
-            raise argparse.ArgumentTypeError(f"{one!r} is no cause that can be mended; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{one!r} is no cause that can be fixed; there are {', '.join(known)}")
     if not asked:
         raise argparse.ArgumentTypeError(f"no cause was named; there are {', '.join(known)}")
     return tuple(dict.fromkeys(asked))
+
+
+def add_what_if(parser: argparse.ArgumentParser) -> None:
+    """`--mend` is its old name, kept for commands that were written down."""
+    parser.add_argument(
+        "--what-if", type=causes, metavar="CAUSES", default=(), help="predict the step with these fixed"
+    )
+    parser.add_argument("--mend", dest="what_if", type=causes, default=(), help=argparse.SUPPRESS)
 
 
 def workers(text: str) -> int:

@@ -1,67 +1,102 @@
-"""Explain a timeline: which causes make the GPU wait, where they are, and what mending them gains."""
+"""Explain a timeline: which causes make the GPU wait, where they are, and what fixing them gains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.diagnosis import CAUSES, Diagnosis
+from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis
 from keepbusy.explain.further import later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.explain.plain import as_recorded
+from keepbusy.explain.plan import plan_of, with_loader, without_planned
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.run_facts import LOOP
+from keepbusy.timeline.run_tree import Part
 from keepbusy.timeline.steps import sample, whole_steps
 
 __all__ = ["CAUSES", "explain"]
 
 Say = Callable[[str, float], Any]
 """Who wants to know how far it is: what is being done, and which share is done."""
+LONGEST_STEP = 1 << 62
 
 
 def explain(
     timeline: Timeline,
     plain_step: int | None = None,
-    mend: Sequence[str] = (),
+    what_if: Sequence[str] = (),
     workers: int = 8,
     on_progress: Say | None = None,
+    mend: Sequence[str] = (),
 ) -> Diagnosis:
     """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it.
 
-    A run that was recorded live knows its own. Where that does not fit what was recorded, the recorded steps are
-    explained as they are, and a note says so: better than to tell nothing.
+    `what_if` names causes: the step is predicted with just these fixed. (`mend` is its old name.)
+
+    A run that was recorded live knows its own plain step. Where that does not fit what was recorded, the recorded
+    steps are explained as they are, and a note says so: better than to tell nothing.
     """
-    _refuse_unknown(mend)
-    say, own = on_progress or _quiet, timeline.facts.get("plain_step")
-    if plain_step is not None or own is None:
-        return _explained(timeline, plain_step, mend, workers, say)
+    what_if = what_if or mend
+    _refuse_nonsense(plain_step, what_if, workers)
+    say, known = on_progress or _quiet, timeline.facts.plain_step
+    if plain_step is not None or known is None:
+        return _explained(timeline, plain_step, what_if, workers, say)
     try:
-        return _explained(timeline, own, mend, workers, say)
+        return _explained(timeline, known, what_if, workers, say)
     except BadInput as misfit:
-        return _explained(as_recorded(timeline, misfit), None, mend, workers, say)
+        return _explained(as_recorded(timeline, misfit), None, what_if, workers, say)
 
 
-def _explained(timeline: Timeline, plain_step: int | None, mend: Sequence[str], workers: int, say: Say) -> Diagnosis:
+def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int, say: Say) -> Diagnosis:
     say("finding the steps", 0.0)
     whole = whole_steps(ordinary_steps(timeline), plain_step)
     window = sample(whole)
     say("replaying the plain run", 0.2)
-    story = Story.of(window, plain_step, workers, mend)
-    say("mending each cause", 0.5)
+    story = Story.of(window, plain_step, workers, what_if)
+    say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    told = story.told(whole, plain_step is not None or bool(timeline.facts.get("virtual")))
+    told = story.told(whole, plain_step is not None or timeline.facts.virtual)
+    say("searching for the plan", 0.7)
+    run = timeline.facts.run
+    plan = plan_of(story.scene, story.forecast, story.found)
+    plan = with_loader(plan, timeline.facts.loaders, run, told)
+    told = replace(
+        told, plan=plan, harmless=without_planned(told.harmless, plan), run=run, loops=_loops(timeline, workers, run)
+    )
     rare = rare_of(timeline, told, workers)
     notes = (*told.notes, *left_unexplained(timeline, rare))
     return replace(told, rare=rare, later=later_of(timeline, workers), notes=notes)
+
+
+def _loops(timeline: Timeline, workers: int, run: Part | None) -> tuple[LoopDiagnosis, ...]:
+    """Other loops of the run that were looked at, each explained by its own turns."""
+    found = []
+    for one in timeline.further:
+        if one.facts.reason is None or one.facts.reason.why != LOOP:
+            continue
+        place = one.facts.reason.place
+        turns = next((part.turns for part in run.within() if part.place == place), 0) if run else 0
+        with suppress(BadInput):
+            found.append(LoopDiagnosis(place, turns, explain(one, workers=workers)))
+    return tuple(found)
 
 
 def _quiet(what: str, share: float) -> None:
     """Nobody asked to be told."""
 
 
-def _refuse_unknown(mend: Sequence[str]) -> None:
-    for cause in mend:
+def _refuse_nonsense(plain_step: int | None, what_if: Sequence[str], workers: int) -> None:
+    if plain_step is not None and not 1 <= plain_step <= LONGEST_STEP:  # also of no number at all: nan is neither
+        raise BadInput(f"plain_step={plain_step!r} is not the time of a step; give nanoseconds, 1 or more.")
+    if not isinstance(workers, int) or workers < 1:
+        raise BadInput(f"workers={workers!r} is no number of workers; give 1 or more.")
+    if isinstance(what_if, str):
+        raise BadInput(f"what_if={what_if!r} is one string; give a list of causes: what_if=[{what_if!r}].")
+    for cause in what_if:
         if cause not in FINDERS:
-            raise BadInput(f"{cause!r} is no cause that can be mended; the causes are {', '.join(FINDERS)}.")
+            raise BadInput(f"{cause!r} is no cause that can be fixed; the causes are {', '.join(FINDERS)}.")

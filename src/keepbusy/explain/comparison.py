@@ -35,7 +35,7 @@ class CauseChange:
     """One cause in both runs."""
 
     cause: str
-    verdict: str  # gone, smaller, unchanged, larger or new: of what mending it gains
+    verdict: str  # gone, smaller, unchanged, larger or new: of what fixing it gains
     predicted_gain: Change
     wait: Change
     where: Where  # where it is; of one that is gone, where it was
@@ -50,7 +50,7 @@ class Comparison:
     step: Change
     ledger: Mapping[str, Change]  # places that either run has
     causes: tuple[CauseChange, ...]  # the largest change first
-    predicted: Prediction | None  # what the run before said of mending exactly what is gone
+    predicted: Prediction | None  # what the run before said of fixing exactly what is gone
     notes: tuple[str, ...]
 
 
@@ -91,7 +91,7 @@ def _causes(before: Diagnosis, after: Diagnosis, ledger: Mapping[str, Change], n
 
 
 def _gain(run: Diagnosis, cause: Cause | None) -> int:
-    """What mending it is predicted to save. The wait alone would miss what is copied in line."""
+    """What fixing it is predicted to save. The wait alone would miss what is copied in line."""
     return max(0, run.plain_step - cause.predicted.step) if cause else 0
 
 
@@ -105,7 +105,7 @@ def _verdict(was: bool, now: bool, gain: Change) -> str:
 
 def _predicted(before: Diagnosis, gone: set[str]) -> Prediction | None:
     """A prediction is held against the measurement where one was made: of one cause, or of all that was asked."""
-    together = set(before.mended) or {cause.cause for cause in before.causes}
+    together = set(before.fixed) or {cause.cause for cause in before.causes}
     if gone and gone == together:
         return before.predicted
     return next((cause.predicted for cause in before.causes if {cause.cause} == gone), None)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_tree import Part
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -26,7 +28,7 @@ CAUSES = (
     "pipeline_bubble",
     "unknown",
 )
-UNMENDED = ("pipeline_bubble", "unknown")
+UNFIXABLE = ("pipeline_bubble", "unknown")
 """Causes that no edit of a timeline takes away."""
 PLACES = (COMPUTING, COPYING, WIRE, *CAUSES)
 
@@ -69,10 +71,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the GPU waits, what that costs, and what mending it would give."""
+    """Why the GPU waits, what that costs, and what fixing it would give."""
 
     cause: str
-    wait: int  # what mending it alone takes away; two causes may share a wait, in the ledger each stands once
+    wait: int  # what fixing it alone takes away; two causes may share a wait, in the ledger each stands once
     count: float  # occurrences a step
     sites: tuple[Site, ...]  # the costliest first
     what: str  # one sentence with its figures: what happened
@@ -80,8 +82,8 @@ class Cause:
     advice: str  # one sentence: what to do
     remedy: str  # one line of code
     api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph
-    predicted: Prediction  # the step once this cause alone is mended everywhere
-    same_wait_as: str = ""  # a cause before it whose mending recovers the same wait: to mend one is enough
+    predicted: Prediction  # the step once this cause alone is fixed everywhere
+    same_wait_as: str = ""  # a cause before it whose fixing recovers the same wait: to fix one is enough
 
     @property
     def where(self) -> Where:
@@ -96,7 +98,7 @@ class Harmless:
     where: Where
     count: float
     why: str  # one sentence: "the step is launch-bound: the host would not have been ahead anyway"
-    gain: int = 0  # what mending the cause alone would give; less than the noise
+    gain: int = 0  # what fixing the cause alone would give; less than the noise
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,24 @@ class Late:
 
 
 @dataclass(frozen=True)
+class PlannedFix:
+    """A remedy at its place, as the plan names it: after it and all before it the step takes `predicted`."""
+
+    fix: str  # prefetch, readback, graph, ...
+    where: tuple[Where, ...]  # the lines that it changes, the costliest first
+    causes: tuple[str, ...]
+    gain: int  # a step, on top of all fixes before it
+    predicted: Prediction
+    alone: int  # what it would gain by itself
+    run_gain: int = NONE  # what it saves the whole run, where that is known of itself
+    needs: tuple[str, ...] = ()  # fixes without which it gains nothing
+    instead: tuple[str, ...] = ()  # fixes of the same wait: either of them
+    advice: str = ""
+    code: str = ""
+    api: str = ""
+
+
+@dataclass(frozen=True)
 class Rare:
     """A stall that comes only now and then, and one step of it that was looked at. Times are of one such step."""
 
@@ -117,12 +137,21 @@ class Rare:
     step: int  # the one that was looked at
     plain_step: int  # what such a step takes when nobody looks
     ledger: Mapping[str, int]
-    causes: tuple[Cause, ...]  # by what mending gains beyond what it gains in every step
-    predicted: Prediction  # such a step, once all of these are mended
+    causes: tuple[Cause, ...]  # by what fixing gains beyond what it gains in every step
+    predicted: Prediction  # such a step, once all of these are fixed
 
     def gain_of(self, predicted: Prediction) -> int:
         """Averaged over all steps, those between that do not stall included."""
         return round((self.plain_step - predicted.step) / max(1.0, self.stall.every))
+
+
+@dataclass(frozen=True)
+class LoopDiagnosis:
+    """Another loop of the run, and its turns explained as steps are."""
+
+    place: str
+    turns: int
+    diagnosis: Diagnosis
 
 
 @dataclass(frozen=True)
@@ -144,15 +173,18 @@ class Diagnosis:
     ledger: Mapping[str, int]  # PLACES that are not zero
     causes: tuple[Cause, ...]  # by predicted gain, largest first
     harmless: tuple[Harmless, ...]
-    predicted: Prediction  # the step once all causes are mended, or the ones asked for
+    predicted: Prediction  # the step once all causes are fixed, or the ones asked for
     noise: int  # below this, no gain is claimed
     ranks: tuple[int, ...] = (0,)
     late: tuple[Late, ...] = ()
-    mended: tuple[str, ...] = ()  # the causes that `--mend` named
+    fixed: tuple[str, ...] = ()  # the causes that `--what-if` named
     device: str = ""  # "NVIDIA H200"
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
+    plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
+    run: Part | None = None  # the whole run, where it was watched
+    loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
 

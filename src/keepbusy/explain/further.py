@@ -12,10 +12,10 @@ from keepbusy.explain.remedies import CHECKPOINT
 from keepbusy.explain.story import Story
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.plain_run import PlainRun, RareStall, plain_runs
+from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import DRIFT, STALL
 from keepbusy.timeline.steps import sample, step_alone, whole_steps, without_steps
 
-STALL, DRIFT = "stall", "drift"
 MOST_ROWS = 150_000
 """Of a rare step: to replay more takes too long, since no part of it repeats itself."""
 MATTERS = 0.05
@@ -25,16 +25,16 @@ _WRITES = ("host_work", "blocking_copy", "host_sync")
 
 def ordinary_steps(timeline: Timeline) -> Timeline:
     """Without recorded steps that are known to be rare: neither the plain step nor what is said of it means them."""
-    stalls = [stall for run in plain_runs(timeline.facts).values() for stall in run.stalls if stall.punctual]
+    stalls = [stall for run in timeline.facts.plain_runs.values() for stall in run.stalls if stall.punctual]
     if not stalls:
         return timeline
-    numbers = timeline.facts.get("recorded", ())
+    numbers = timeline.facts.recorded or ()
     return without_steps(timeline, {one for one in numbers if any(stall.comes_in(one) for stall in stalls)})
 
 
 def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[Rare, ...]:
     """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has."""
-    looks = [one for one in timeline.further if one.facts.get("why") == STALL]
+    looks = [one for one in timeline.further if one.facts.reason and one.facts.reason.why == STALL]
     return tuple(found for look in looks if (found := _rare(look, ordinary, workers)) is not None)
 
 
@@ -42,7 +42,7 @@ def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
     """A sentence for each look that told nothing."""
     told = {one.step for one in rare}
     for look in timeline.further:
-        step = look.facts["about"].get("step")
+        step = look.facts.reason.step if look.facts.reason else None
         if step is not None and step not in told:
             many = len(look) > MOST_ROWS
             why = "has too many spans to be replayed" if many else "was not in it, or not as the marks show it"
@@ -52,20 +52,23 @@ def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
 def later_of(timeline: Timeline, workers: int) -> Later | None:
     """What steps are like since they have changed."""
     for look in timeline.further:
-        if look.facts.get("why") == DRIFT and (plain := look.facts.get("plain_step")):
+        reason = look.facts.reason
+        if reason and reason.why == DRIFT and reason.began is not None and (plain := look.facts.plain_step):
             with suppress(BadInput):
                 whole = whole_steps(look, plain)
                 told = Story.of(sample(whole), plain, workers).told(whole, plain_given=True)
-                return Later(int(look.facts["about"]["began"]), told)
+                return Later(reason.began, told)
     return None
 
 
 def _rare(look: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
-    about, usual = look.facts["about"], look.facts.get("plain_step") or ordinary.plain_step
-    number = int(about["step"])
-    stall = _stall(ordinary.plain_runs, number) or RareStall.of_fact(about["stall"])
+    reason, usual = look.facts.reason, look.facts.plain_step or ordinary.plain_step
+    if reason is None or reason.step is None:
+        return None
+    number = reason.step
+    stall = _stall(ordinary.plain_runs, number) or reason.stall
     window = step_alone(look, range(number - 1, number + 2))
-    if window is None or len(window) > MOST_ROWS:
+    if stall is None or window is None or len(window) > MOST_ROWS:
         return None
     with suppress(BadInput):
         plain = usual + stall.time

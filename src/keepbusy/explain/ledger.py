@@ -99,7 +99,7 @@ class Forecast:
         return round(NOISE * self.plain.step)
 
     def spent(self, edit: Edit) -> Busy:
-        """How the mended step is spent on the device."""
+        """How the fixed step is spent on the device."""
         if edit not in self._spent:
             timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
             self._spent[edit] = busy(timeline, steady(timeline)).scaled(ratio)

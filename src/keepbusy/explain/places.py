@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -13,54 +11,10 @@ from keepbusy.explain.causes.finding import Finding
 from keepbusy.explain.diagnosis import Site, Where
 from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.scene import Scene
+from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
 
 # From a row to the place in the user's program, no more exactly than the recording knows it.
-
-_PYTHON = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
-_PACKAGES = frozenset(
-    [
-        "torch",
-        "torchvision",
-        "torchaudio",
-        "torchdata",
-        "torchmetrics",
-        "triton",
-        "numpy",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-        "peft",
-        "diffusers",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "deepspeed",
-        "megatron",
-        "composer",
-        "timm",
-        "fairscale",
-        "apex",
-        "xformers",
-        "flash_attn",
-        "einops",
-        "PIL",
-        "cv2",
-        "tqdm",
-        "wandb",
-        "sklearn",
-        "scipy",
-        "pandas",
-        "ignite",
-        "torchtnt",
-        "torch_geometric",
-        "keepbusy",
-    ]
-)
-_INNER = ("nccl:", "DistributedDataParallel.", "autograd::")
-"""Annotations that PyTorch makes for itself: no place of the user's."""
-_FOREIGN = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 
 
 def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
@@ -113,7 +67,7 @@ def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
     frames, names = timeline.frames, timeline.names
     found = ""
     for frame in chain:
-        if frames.kind[frame] == FrameKind.OPERATOR and not names[frames.name[frame]].startswith("autograd::"):
+        if frames.kind[frame] == FrameKind.OPERATOR and not frames.role[frame] & Role.BACKWARD:
             found = names[frames.name[frame]]
         elif found:
             break
@@ -125,27 +79,19 @@ def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, s
     for frame in chain:
         if frames.kind[frame] not in (FrameKind.PYTHON, FrameKind.LINE):
             continue
-        found = _PYTHON.match(names[frames.name[frame]])
-        if not found:
-            continue
-        if is_library(found["file"]):
-            library = library or f"{found['file']}:{found['line']} in {found['function']}"
-        else:
-            exact = frames.kind[frame] == FrameKind.LINE
-            return (found["file"], int(found["line"]), found["function"], bool(exact)), library
+        line = source_line(names[frames.name[frame]])
+        if line and frames.owner[frame] == Owner.USER:
+            return (*line, bool(frames.kind[frame] == FrameKind.LINE)), library
+        if line and not library:
+            library = f"{line[0]}:{line[1]} in {line[2]}"
     return None, library
-
-
-def is_library(file: str) -> bool:
-    top = file.split("/", 1)[0].removesuffix(".py")
-    return bool(_FOREIGN.search(file)) or top in _PACKAGES or top in sys.stdlib_module_names
 
 
 def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
     """Without stacks: the annotation around the row, else the operators before and after it."""
     frames, names = timeline.frames, timeline.names
     for frame in chain:
-        if frames.kind[frame] == FrameKind.ANNOTATION and not names[frames.name[frame]].startswith(_INNER):
+        if frames.kind[frame] == FrameKind.ANNOTATION and not frames.role[frame] & Role.INTERNAL:
             return f"in {names[frames.name[frame]]}"
     before, after = (_neighbour(timeline, row, step) for step in (-1, 1))
     called = _operator(timeline, row, chain)
@@ -185,7 +131,7 @@ MOST_SHOWN = 8
 
 
 def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int) -> tuple[Site, ...]:
-    """The costliest first. The wait of a place is what mending it alone recovers."""
+    """The costliest first. The wait of a place is what fixing it alone recovers."""
     groups = gathered(scene, finding.rows, apart=finding.cause == "peer_late")
     per_step = scene.steps * len(scene.timeline.ranks)
     held = {place: _held(scene, finding, rows) for place, rows in groups.items()}

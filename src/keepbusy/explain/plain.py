@@ -15,7 +15,6 @@ import numpy as np
 from keepbusy.explain.stretches import without_noise
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
-from keepbusy.timeline.plain_run import plain_runs
 from keepbusy.timeline.replay import pace
 
 USUAL = 1.0
@@ -77,8 +76,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
     """Without a plain step of its own, which does not fit what was recorded."""
     note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
-    facts = {key: value for key, value in timeline.facts.items() if key != "plain_step"}
-    return timeline.change(facts={**facts, "notes": [*facts.get("notes", ()), note]})
+    return timeline.change_facts(plain_step=None, notes=(*timeline.facts.notes, note))
 
 
 def other_view(timeline: Timeline, plain: Plain) -> Plain:
@@ -108,7 +106,7 @@ def _as_quick(timeline: Timeline, factor: float, speed: float) -> tuple[float, f
 
     Where the device sets the pace of the plain run the step says nothing of the host, however slow recording made it.
     """
-    wanted = max((run.host for run in plain_runs(timeline.facts, timeline.ranks[0]).values()), default=NONE)
+    wanted = max((run.host for run in timeline.facts.plain_runs.values()), default=NONE)
     host = on_an_idle_device(timeline)
     if wanted == NONE or pace(deflate(host, factor, speed)) <= wanted * (1 + _CLOSE):
         return factor, speed
@@ -148,12 +146,12 @@ def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: 
 
 
 def _damaged(timeline: Timeline) -> str:
-    source = timeline.facts.get("source") or "the recording"
+    source = timeline.facts.source or "the recording"
     return f"{source} shows steps in which no time passes, so its times are damaged; record it again."
 
 
 def _too_long(timeline: Timeline, plain_step: int, recorded: float) -> str:
-    source = timeline.facts.get("source") or "the recording"
+    source = timeline.facts.source or "the recording"
     return (
         f"{source} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
         f"{recorded / 1e6:.3g} ms, and recording makes no run faster; give --plain-step in milliseconds, "
@@ -162,7 +160,7 @@ def _too_long(timeline: Timeline, plain_step: int, recorded: float) -> str:
 
 
 def _unreachable(timeline: Timeline, plain_step: int, reached: float) -> str:
-    source = timeline.facts.get("source") or "the recording"
+    source = timeline.facts.source or "the recording"
     return (
         f"{source} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of recording its work "
         f"takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on the same program."

@@ -93,7 +93,7 @@ REMEDIES = {
 
 SYNCS = (
     (
-        re.compile(r"nonzero|index|Index|masked_select|argwhere"),
+        re.compile(r"(?<!is_)nonzero|index|Index|masked_select|argwhere"),
         Remedy(
             "keep_shapes",
             "A mask has a shape that only the device knows: compute on everything and choose with where.",

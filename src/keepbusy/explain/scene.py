@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import (
     NONE,
     WORKERS,
@@ -151,12 +152,9 @@ class Scene:
         """Of each rank, the host thread that takes the steps."""
         return {rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks}
 
-    def name_ids(self, *names: str) -> Ints:
-        return np.array([index for index, name in enumerate(self.timeline.names) if name in names], np.int64)
-
-    def frames_named(self, wanted: np.ndarray) -> Mask:
-        """Which frames bear a name that `wanted` (a mask over names) marks."""
-        return wanted[self.timeline.frames.name] if len(self.timeline.frames) else np.zeros(0, bool)
+    def frames_with(self, role: Role) -> Mask:
+        """Which frames do one of these things."""
+        return self.timeline.frames.role & role != 0
 
     def within(self, frames: Mask) -> Mask:
         """Which rows stand in one of these frames, at any depth."""

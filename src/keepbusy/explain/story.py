@@ -1,4 +1,4 @@
-"""What one recorded moment tells: its causes, ordered and mended one after the other, told as a diagnosis."""
+"""What one recorded moment tells: its causes, ordered and fixed one after the other, told as a diagnosis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from keepbusy.explain.plain import Plain, other_view, plain_run
 from keepbusy.explain.remedies import Seen, remedy_for
 from keepbusy.explain.scene import LARGE, Scene
 from keepbusy.timeline.model import NONE, WORKERS, Direction, Ints, Kind, Timeline
-from keepbusy.timeline.plain_run import plain_runs
 
 # What decides between remedies of one cause.
 
@@ -86,23 +85,23 @@ def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
 
 
 def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
-    notes = [*map(str, whole.facts.get("notes", ()))]  # what the recorder has to say itself
-    if not plain_given and "recorded" not in whole.facts:
+    notes = [*whole.facts.notes]  # what the recorder has to say itself
+    if not plain_given and whole.facts.recorded is None:
         notes.append(
             "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
             "Time a step without the profiler and give it with --plain-step."
         )
-    if not whole.facts.get("values", True):
+    if not whole.facts.values:
         notes.append("The run computed nothing: what it would have computed reads as zero.")
-    if whole.facts.get("modelled"):
+    if whole.facts.modelled:
         notes.append("The host's time is modelled: Python, files and loader workers take none, operators do.")
-    if not whole.facts.get("stacks", True):
+    if not whole.facts.stacks:
         notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
-    if whole.facts.get("skipped"):
-        notes.append(f"{whole.facts['skipped']} events of the trace could not be read, and are missing here.")
-    if whole.facts.get("marks_a_step"):
-        notes.append(f"{whole.facts['marks_a_step']} marked steps count as one: the plain step given is that long.")
-    if left_out := whole.facts.get("left_out", {}).get("steps"):
+    if whole.facts.skipped:
+        notes.append(f"{whole.facts.skipped} events of the trace could not be read, and are missing here.")
+    if whole.facts.marks_a_step:
+        notes.append(f"{whole.facts.marks_a_step} marked steps count as one: the plain step given is that long.")
+    if left_out := whole.facts.left_out_steps:
         which = f"step{'s' if len(left_out) > 1 else ''} {' and '.join(map(str, left_out))}"
         notes.append(f"Of these, {which} stalled as steps do now and then, and is told of apart.")
     steps = len(whole.marks_of(whole.ranks[0]))
@@ -117,15 +116,15 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
 
 def _why_differ(whole: Timeline) -> str:
     """Plain step and recording of one run are of the same program: only that moment can have been another."""
-    if "recorded" in whole.facts:
+    if whole.facts.recorded is not None:
         return "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
     return "were they of the same program and machine?"
 
 
 def _peers_missing(timeline: Timeline) -> bool:
-    groups = timeline.facts.get("groups") or {}
+    groups = timeline.facts.groups
     met = timeline.spans.group[timeline.spans.kind == Kind.COLLECTIVE]
-    return any(groups.get(str(group), 2) > len(timeline.ranks) for group in np.unique(met).tolist())
+    return any(groups.get(group, 2) > len(timeline.ranks) for group in np.unique(met).tolist())
 
 
 # What happened, in a sentence with its counts. Durations are left to the report.
@@ -242,7 +241,7 @@ HELD_BY = {
     "bringing home": ("blocking_copy",),
     "wire": ("exposed_collective",),
 }
-"""Lanes on which the mended work goes on, and whose work it is."""
+"""Lanes on which the fixed work goes on, and whose work it is."""
 SHARED = 0.2
 """A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
@@ -251,18 +250,18 @@ SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 
 @dataclass(eq=False)
 class Story:
-    """Whole steps, replayed as they were and mended."""
+    """Whole steps, replayed as they were and fixed."""
 
     scene: Scene
     forecast: Forecast
     found: dict[str, Finding]
-    mended: tuple[str, ...]
+    fixed: tuple[str, ...]
 
     @staticmethod
-    def of(window: Timeline, plain_step: int | None, workers: int, mended: Sequence[str] = ()) -> Story:
+    def of(window: Timeline, plain_step: int | None, workers: int, fixed: Sequence[str] = ()) -> Story:
         plain = plain_run(window, plain_step)
         scene = Scene(plain.timeline, workers)
-        return Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(mended))
+        return Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(fixed))
 
     @property
     def plain(self) -> Plain:
@@ -288,22 +287,22 @@ class Story:
             ledger=ledger,
             causes=tuple(self._cause(cause, named[:place]) for place, cause in enumerate(named)),
             harmless=self._harmless(named, share),
-            predicted=self.forecast.predict(self._together(self.mended) if self.mended else self._all(named)),
+            predicted=self.forecast.predict(self._together(self.fixed) if self.fixed else self._all(named)),
             noise=self.forecast.noise,
             ranks=tuple(timeline.ranks),
             late=late_ranks(self.scene, self.found.get("peer_late") if "peer_late" in named else None),
-            mended=self.mended,
-            device=str(timeline.facts.get("device", "")),
+            fixed=self.fixed,
+            device=timeline.facts.device,
             sources=_sources(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *self._unseen()),
-            plain_runs=plain_runs(timeline.facts, timeline.ranks[0]),
+            plain_runs=timeline.facts.plain_runs,
         )
 
     def _unseen(self) -> list[str]:
-        return [f"{cause} was not seen in this run." for cause in self.mended if cause not in self.found]
+        return [f"{cause} was not seen in this run." for cause in self.fixed if cause not in self.found]
 
     def _named(self) -> list[str]:
-        """Causes whose mending gains more than the noise, the largest gain first; among equals the more specific."""
+        """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
         claimed = [cause for cause in self.found if self.gain(cause) > self.forecast.noise]
         return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in GENERAL))
 
@@ -316,7 +315,7 @@ class Story:
         return min([self._together(named), *(self.found[cause].edit for cause in named[:1])], key=self.forecast.step)
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
-        """Mend one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
+        """Fix one cause after the other: the time it gives back is its row. What then is left has no cause we know."""
         order = [*named, *(cause for cause in self.found if cause not in named)]
         order.sort(key=lambda cause: cause in RESIDUAL)
         waits, left, edit = {}, self.unchanged.held_up, Edit.nothing(self.scene.timeline)
@@ -330,13 +329,13 @@ class Story:
         copying = min(left, last.copying)
         wire = min(left - copying, last.wire)
         left -= copying + wire
-        # where even the mended lane is the slowest, what is left is its cause's, too: workers can only do so much
+        # where even the fixed lane is the slowest, what is left is its cause's, too: workers can only do so much
         still = next((cause for cause in order if cause in HELD_BY.get(last.paced_by, ())), "unknown")
         rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 
     def _bubble(self, edit: Edit, left: float) -> float:
-        """Of what is left once all is mended, how long stages of a pipeline wait for each other."""
+        """Of what is left once all is fixed, how long stages of a pipeline wait for each other."""
         messages = without_messages(self.scene)
         if not messages.beside.any():
             return 0.0
@@ -394,10 +393,9 @@ def _traced_step(whole: Timeline) -> int:
     rank = whole.ranks[0]
     rows = np.flatnonzero((whole.rank_of_rows == rank) & ~whole.on_device)
     spans, marks = whole.spans, whole.marks_of(rank)
-    left_out = whole.facts.get("left_out", {}).get("time", 0)
+    left_out = whole.facts.left_out_time
     return int((spans.end[rows].max() - spans.start[marks[0]] - left_out) / len(marks))
 
 
 def _sources(timeline: Timeline) -> tuple[str, ...]:
-    several = timeline.facts.get("sources")
-    return tuple(map(str, several)) if several else tuple(filter(None, [str(timeline.facts.get("source", ""))]))
+    return timeline.facts.sources or tuple(filter(None, [timeline.facts.source]))

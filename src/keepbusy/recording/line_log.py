@@ -22,8 +22,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of
+from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints
-from keepbusy.traces.event_columns import Category, Events, Trace
+from keepbusy.traces.event_columns import Events, Trace
+from keepbusy.traces.kineto_names import Category
 
 # The log of lines as it is kept: five columns, and the names of the code they speak of.
 
@@ -130,8 +132,6 @@ def _ended(stack: list[_Open], code: int) -> int:
 
 # The lines seen, as events of the trace and in its own time, so that they enclose its operators.
 
-MARK = "keepbusy.step#"
-"""Our own mark of a step's end in the trace."""
 _CLOSE = 100
 _TRIALS = 64
 
@@ -175,14 +175,14 @@ def _with_lines(trace: Trace, seen: Seen, stretches: Sequence[Stretch], thread: 
 
 
 def _marked(trace: Trace) -> np.ndarray:
-    return np.array([name.startswith(MARK) for name in trace.names], bool)[trace.events.name]
+    return trace.begins(OWN_STEP)
 
 
 def offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
     """From the host's clock to the trace's: as the marks allow, and such that lines begin between operators."""
     rows = np.flatnonzero(_marked(trace))
     noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
-    pairs = [(noted[f"{MARK}{tick.number}"], tick) for tick in ticks if f"{MARK}{tick.number}" in noted]
+    pairs = [(noted[f"{OWN_STEP}{tick.number}"], tick) for tick in ticks if f"{OWN_STEP}{tick.number}" in noted]
     least, most = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
     trials = np.linspace(least, most, 1 + min(_TRIALS, (most - least) // _CLOSE)).astype(np.int64)
     within = sum(_begun_within(trace, thread, times, trials) for thread, times in begins.items())

@@ -18,8 +18,8 @@ from keepbusy.recording.step_clock import Steps
 from keepbusy.recording.window import RECORDED, SETTLING
 from keepbusy.timeline.model import Ints
 from keepbusy.timeline.plain_run import RareStall
+from keepbusy.timeline.run_facts import DRIFT, STALL
 
-STALL, DRIFT = "stall", "drift"
 MOST = {STALL: 2, DRIFT: 1}
 """Windows of a run, beside the first one."""
 WORTH = 0.01

@@ -12,10 +12,17 @@ import numpy as np
 
 from keepbusy.recording.line_log import Seen, Tick, placed
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
-from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.timeline.run_facts import WindowReason
+from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.typed_json import typed
+from keepbusy.timeline.whole_file import replacing
+from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.kineto_names import Category
 from keepbusy.traces.trace_file import read_trace
 
 # The folder in which a process leaves what it saw: its facts, and of its window the profiler's trace and the lines.
@@ -27,9 +34,8 @@ FACTS, TRACE, LINES, LIVE = "facts.json", "window.json", "lines.npz", "live"
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
     """They appear once they are whole."""
-    part = folder / f"{FACTS}.part"
-    part.write_text(json.dumps(facts, default=str), encoding="utf-8")
-    part.replace(folder / FACTS)
+    with replacing(folder / FACTS, durable=False) as part:
+        part.write_text(json.dumps(facts, default=str), encoding="utf-8")
 
 
 def facts_in(folder: Path) -> dict[str, Any]:
@@ -49,11 +55,37 @@ RECORDED = "Recorded were"
 
 def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     """The window, its lines and the plain run. Raises BadInput with the reason where there is no window."""
-    left = facts_in(folder)
+    left = _with_a_window(folder, facts_in(folder))
     trace = _trace(folder, left, str(facts.get("source", "the program")))
     timeline = timeline_of(trace, left.get("rank", 0))
-    told = {**timeline.facts, **_told(left, trace), "marks": left.get("marks", {}), "notes": _notes(left)}
-    return timeline.change(facts={**told, **facts}, further=tuple(_further(folder, left, facts)))
+    marks = PlainRun.of_fact(left.get("marks"))
+    told = {**_told(left, trace), "plain_runs": {timeline.ranks[0]: marks} if marks else {}, "notes": _notes(left)}
+    told |= {"run": typed(Part, left["run"]) if left.get("run") else None}
+    told |= {"loaders": tuple(typed(LoaderUse, one) for one in left.get("loaders", ()))}
+    return timeline.change_facts(**{**told, **facts}).change(further=tuple(_further(folder, left, facts)))
+
+
+def _with_a_window(folder: Path, left: dict[str, Any]) -> dict[str, Any]:
+    """Where the program took no steps, the loop that was looked at first stands for them."""
+    loops = [look for look in left.get("further", ()) if look["why"] == "loop" and len(look["ticks"]) > 2]
+    if (folder / TRACE).exists() or not loops:
+        return left
+    within = folder / loops[0]["folder"]
+    if not (within / TRACE).exists():
+        return left
+    (within / TRACE).replace(folder / TRACE)
+    if (within / LINES).exists():
+        (within / LINES).replace(folder / LINES)
+    rest = [look for look in left["further"] if look is not loops[0]]
+    first = {name: loops[0][name] for name in ("ticks", "cost", "plain_step")}
+    return {
+        **left,
+        **first,
+        "further": rest,
+        "opened": 1,
+        "closed": True,
+        "step_is": loops[0]["about"].get("place", ""),
+    }
 
 
 def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Timeline]:
@@ -63,8 +95,8 @@ def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) ->
         with suppress(BadInput):
             trace = _trace(within, look, str(facts.get("source", "")))
             timeline = timeline_of(trace, left.get("rank", 0))
-            told = {**timeline.facts, **_told(look, trace), "why": look["why"], "about": look["about"]}
-            yield timeline.change(facts={**told, **facts})
+            reason = typed(WindowReason, {"why": look["why"], **look["about"]})
+            yield timeline.change_facts(**{**_told(look, trace), "reason": reason, **facts})
 
 
 def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
@@ -80,18 +112,18 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
 
 def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
     has_lines = bool((trace.events.category == Category.LINE).any())
-    told = {"stacks": has_lines, "recorded": [tick[0] for tick in left.get("ticks", ())]}
+    told = {"stacks": has_lines, "recorded": tuple(tick[0] for tick in left.get("ticks", ()))}
     return told | ({"plain_step": left["plain_step"]} if left.get("plain_step") else {})
 
 
-def _notes(left: Mapping[str, Any]) -> list[str]:
+def _notes(left: Mapping[str, Any]) -> tuple[str, ...]:
     notes = list(left.get("notes", ()))
     looks = [look for look in (left, *left.get("further", ())) if len(look.get("ticks", ())) > 1]
     if looks:
         notes.insert(0, _what_was_recorded(looks, left["steps"]))
     if not left.get("plain_step"):
         notes.append("Too few steps were taken without the recorder to know what a plain step takes: let it take 20.")
-    return notes
+    return tuple(notes)
 
 
 def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int) -> str:
@@ -137,13 +169,12 @@ def _no_commands(trace: Trace, source: str) -> str:
 
 def together(timelines: Sequence[Timeline]) -> Timeline:
     """A rank that ended early has fewer steps than the others: what is told of all are the steps that all took."""
-    numbers = [list(one.facts.get("recorded", ())) for one in timelines]
+    numbers = [one.facts.recorded or () for one in timelines]
     shared = sorted(set.intersection(*map(set, numbers)))
     notes = dict.fromkeys(note for one in timelines for note in _notes_of_all(one, first=one is timelines[0]))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
-    facts = {key: value for key, value in whole.facts.items() if key != "sources"}  # it is one program
-    told = {**facts, "recorded": shared, "notes": list(notes)}
-    return whole.change(facts=told, further=tuple(_further_of_all(timelines)))
+    whole = whole.change_facts(sources=(), recorded=tuple(shared), notes=tuple(notes))  # it is one program
+    return whole.change(further=tuple(_further_of_all(timelines)))
 
 
 def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
@@ -151,15 +182,14 @@ def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
     alike: dict[tuple[int, ...], list[Timeline]] = {}
     for one in timelines:
         for again in one.further:
-            alike.setdefault(tuple(again.facts["recorded"]), []).append(again)
+            alike.setdefault(again.facts.recorded or (), []).append(again)
     for ranks in alike.values():
-        whole = merge(ranks)
-        yield whole.change(facts={key: value for key, value in whole.facts.items() if key != "sources"})
+        yield merge(ranks).change_facts(sources=())
 
 
 def _notes_of_all(timeline: Timeline, first: bool) -> list[str]:
     """Which steps were recorded is said once."""
-    notes = [str(note) for note in timeline.facts.get("notes", ())]
+    notes = list(timeline.facts.notes)
     return notes if first else [note for note in notes if not note.startswith(RECORDED)]
 
 

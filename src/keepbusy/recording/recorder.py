@@ -8,17 +8,25 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from keepbusy.instrument.children import follow, when_imported
+from keepbusy.instrument.loops import LoopWatch
+from keepbusy.recording.gpu_share import GpuShare
+from keepbusy.recording.loaders import Loaders
+from keepbusy.recording.loop_tree import BusyLoop, innermost_loops, tree_of
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.occasions import DRIFT, Occasion, Occasions
+from keepbusy.recording.occasions import Occasion, Occasions
 from keepbusy.recording.recorded_run import LIVE, write_facts
-from keepbusy.recording.window import Others, Window
+from keepbusy.recording.window import RECORDED, SPENT, Others, Window
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.run_facts import DRIFT, LOOP
 
 if TYPE_CHECKING:
     pass
@@ -36,6 +44,10 @@ ALIKE = 5
 _LEFT_EVERY, _RARELY = 10_000_000_000, 200
 """How long after it was last written down what is known is written again, and so many times as long as that took."""
 _QUIET = "99"
+FIRST_ASKED, ASKED_AGAIN = 3_000_000_000, 2.0
+"""How long after the run's beginning it is asked which loops have not been looked at, and again after so many times that."""
+WORTH_A_LOOK, TURNS_SEEN, LONGEST_TURN, MOST_LOOPS = 0.1, 16, 300_000_000, 3
+"""Of the run so far the GPU has waited for so much in a loop; so many turns are known; none takes too long to record."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,14 @@ class Run:
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self._occasions = Occasions(self.marks, self.window.clock)
         self.others = Others(self._give_way)
+        self.loops = LoopWatch()
+        self.share = GpuShare()
+        self.loaders = Loaders()
+        self._ask_loops, self._turns = FIRST_ASKED, 0
+        self._windows: list[tuple[int, int]] = []  # from when to when each was open
+        self._loop_window: Window | None = None
+        self._looked_at: list[str] = []
+        self._window_opened = 0
         self._steps = self._opened = self._leave_again = 0
         self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
 
@@ -71,22 +91,95 @@ class Run:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # it tells of its beginning and end on standard error
         os.register_at_fork(after_in_child=self._forked)
         when_imported("torch", self._hook_in)
+        self.loops.meanwhile = self._meanwhile
+        self.loops.begin()
 
     def _hook_in(self) -> None:
         """PyTorch is there: not before the program itself has imported it, and set what it sets before."""
         if self.is_going_on:
             self.others.begin()
             self.marks.begin()
+            self.loaders.begin()
+
+    def _meanwhile(self) -> None:
+        """In the looking thread, about once a second: where may a further look be worth its cost?"""
+        self.share.read()
+        now = self.window.clock()
+        if now - self.loops.looks.began < self._ask_loops:
+            return
+        self._ask_loops = round(ASKED_AGAIN * (now - self.loops.looks.began))
+        if self.window.is_open or not self._may_look_at_loops():
+            return
+        self.loops.looks.ended = now
+        run = now - self.loops.looks.began
+        for one in innermost_loops(self.loops.looks, self.share.busy_until if self.share else None):
+            if one.waits < WORTH_A_LOOK * run or len(one.ends) < TURNS_SEEN or self._has_seen(one):
+                continue
+            if float(np.median(np.diff(one.ends[-TURNS_SEEN:]))) <= LONGEST_TURN:
+                self._looked_at.append(one.place)
+                self.loops.follow(one.jumps, partial(self._on_turn, one))
+                return
+
+    def _may_look_at_loops(self) -> bool:
+        """Ranks cannot agree on a loop, as they do on a step."""
+        settled = self._opened > 0 or self._steps < self._after
+        few = len(self._looked_at) < MOST_LOOPS and not self.marks.replays_graphs
+        return settled and few and self._rank_and_world()[1] == 1 and not self.others.seen and not self.others.at_work
+
+    def _has_seen(self, loop: BusyLoop) -> bool:
+        """Whether it turned while a window was open, the program's steps or this loop's own."""
+        turned = [((loop.ends > opened) & (loop.ends < closed)).sum() > 1 for opened, closed in self._windows]
+        return any(turned) or loop.place in self._looked_at
+
+    def _on_turn(self, loop: BusyLoop) -> None:
+        """In the program's own thread, at each turn of the loop that is to be looked at."""
+        if os.getpid() != self.process:
+            return
+        try:
+            self._turn(loop)
+        except Exception as error:
+            self.loops.follow(frozenset(), None)
+            self._failed(error)
+
+    def _turn(self, loop: BusyLoop) -> None:
+        self._turns += 1
+        if self._loop_window is None:
+            if self.window.is_open or self.others.at_work:
+                return
+            folder = self.folder / str(2 + len(self._further))
+            folder.mkdir()
+            steps = max(RECORDED, min(64, round(SPENT / max(1.0, float(np.median(np.diff(loop.ends)))))))
+            self.window = self._loop_window = Window(folder, steps, self.window.clock)
+            self._further.append(
+                (Occasion(LOOP, self._turns, steps, {"place": loop.place, "ends": loop.ends}), self.window)
+            )
+            self._open()
+            return
+        if self._loop_window.is_open:
+            with self.others.ourselves():
+                self._loop_window.step(self._turns)
+        if not self._loop_window.is_open:
+            self.loops.follow(frozenset(), None)
+            self._loop_window = None
+            self._closed()
+
+    def _closed(self) -> None:
+        self._windows.append((self._window_opened, self.window.clock()))
+        self.marks.look_closely(False)
+        self.leave()
 
     def end(self) -> None:
         """Take everything out again, and leave what there is."""
         if os.getpid() != self.process or not self.is_going_on:
             return
         self.is_going_on = False
+        self.loops.end()
+        self.share.read()
         self._give_way()
         self.marks.end()
         self.others.end()
-        self.leave()
+        self.loaders.end()
+        self.leave(over=True)
 
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far."""
@@ -94,10 +187,15 @@ class Run:
 
         return timeline_in(self.folder, facts)
 
-    def leave(self) -> None:
-        """Write down what is known by now."""
+    def leave(self, over: bool = False) -> None:
+        """Write down what is known by now; once the program is over, also the tree of its run."""
         began = self.window.clock()
-        write_facts(self.folder, self._facts())
+        facts = self._facts()
+        if over:
+            busy = self.share.busy_until if self.share else None
+            facts["loaders"] = [asdict(one) for one in self.loaders.used()]
+            facts["run"] = asdict(tree_of(self.loops.looks, busy))
+        write_facts(self.folder, facts)
         ended = self.window.clock()
         self._leave_again = ended + max(_LEFT_EVERY, _RARELY * (ended - began))
 
@@ -119,13 +217,19 @@ class Run:
         }
 
     def _about(self, occasion: Occasion, window: Window) -> dict[str, Any]:
+        about, plain = dict(occasion.about), None
+        if occasion.why == LOOP:
+            ends = about.pop("ends")
+            plain = int(np.median(np.diff(ends)))
+        else:
+            plain = self._plain_step(window)
         return {
             "folder": window.folder.name,
             "why": occasion.why,
-            "about": occasion.about,
+            "about": about,
             "ticks": window.ticks,
             "cost": window.cost,
-            "plain_step": self._plain_step(window),
+            "plain_step": plain,
         }
 
     def _rank_and_world(self) -> tuple[int, int]:
@@ -166,12 +270,13 @@ class Run:
             self._failed(error)
 
     def _step(self, count: int) -> None:
+        if self._loop_window is not None:
+            return  # its turns are those of a loop
         if self.window.is_open:
             with self.others.ourselves():
                 self.window.step(count)
             if not self.window.is_open:
-                self.marks.look_closely(False)
-                self.leave()
+                self._closed()
         elif not self._opened and self._is_due(count):
             self._opened = count
             self._open()
@@ -187,6 +292,7 @@ class Run:
     def _open(self) -> None:
         self.leave()  # what ends the program within the window may be what it was run for
         self.marks.look_closely(True)
+        self._window_opened = self.window.clock()
         with self.others.ourselves():
             self.window.open()
 
@@ -202,6 +308,7 @@ class Run:
         return told or count >= LATEST or self.marks.steady(ALIKE)
 
     def _give_way(self) -> None:
+        self.loops.follow(frozenset(), None)
         if self.window.is_open:
             self.marks.look_closely(False)
             with self.others.ourselves():
@@ -216,6 +323,7 @@ class Run:
     def _forked(self) -> None:
         """A child that is forked is none of ours."""
         self.window.forget()
+        self.loops.forget()
 
 
 def start(options: Options) -> Run:
@@ -262,8 +370,8 @@ class Session:
             shutil.rmtree(self._run.folder, ignore_errors=True)
         return self._timeline
 
-    def explain(self, mend: Sequence[str] = (), workers: int = 8) -> Any:
+    def explain(self, what_if: Sequence[str] = (), workers: int = 8) -> Any:
         """A `Diagnosis`: why the GPU waits. `print(keepbusy.render(...))` shows it."""
         import keepbusy
 
-        return keepbusy.explain(self.timeline, mend=mend, workers=workers)
+        return keepbusy.explain(self.timeline, what_if=what_if, workers=workers)

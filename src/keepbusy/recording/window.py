@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keepbusy.recording.line_log import MARK, Log, Seen, Tick, follower
+from keepbusy.recording.line_log import Log, Seen, Tick, follower
 from keepbusy.recording.recorded_run import LINES, TRACE
+from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.timeline.whole_file import replacing
 
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 
@@ -68,6 +70,8 @@ class Others:
 SETTLING = 1
 """A step that shows the recorder settling in: it is looked at, and not counted."""
 RECORDED = 5
+SPENT = 100_000_000
+"""A window that has been open for so long closes with the second whole step: to close it takes several times as long."""
 
 
 class Window:
@@ -85,12 +89,13 @@ class Window:
         self._log = Log(clock)
         self._follower = follower(self._log)
         self._profile: Any = None
+        self._opened = 0
 
     def open(self) -> None:
         import torch
         from torch.autograd import profiler
 
-        began = self.clock()
+        began = self._opened = self.clock()
         device = "cuda" if torch.cuda.is_available() else None
         self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True)
         self._profile.__enter__()
@@ -105,7 +110,7 @@ class Window:
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
         self._left -= 1
-        if not self._left:
+        if not self._left or (len(self.ticks) > 2 and self.clock() - self._opened > SPENT):
             self.close()
 
     def close(self) -> None:
@@ -115,11 +120,10 @@ class Window:
         self._follower.end()
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
-        part = self.folder / f"{TRACE}.part"
-        results.save(str(part))
-        Seen.of(self._log).save(self.folder / LINES)
-        self._log = Log(self.clock)
-        part.replace(self.folder / TRACE)
+        with replacing(self.folder / TRACE, durable=False) as part:
+            results.save(str(part))
+            Seen.of(self._log).save(self.folder / LINES)
+            self._log = Log(self.clock)
         self.cost += self.clock() - began
 
     def forget(self) -> None:
@@ -132,7 +136,7 @@ class Window:
 def _tick(count: int, clock: Callable[[], int]) -> Tick:
     from torch._C._profiler import _RecordFunctionFast
 
-    mark = _RecordFunctionFast(f"{MARK}{count}")
+    mark = _RecordFunctionFast(f"{OWN_STEP}{count}")
     before = clock()
     mark.__enter__()
     after = clock()

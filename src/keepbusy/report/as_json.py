@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, Rare, Site, Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, LoopDiagnosis, Rare, Site, Where
+from keepbusy.report import run_report
 from keepbusy.report.whole_run import called_at, where_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
@@ -34,15 +35,22 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "causes": [_cause(cause) for cause in diagnosis.causes],
         "harmless": [_harmless(one) for one in diagnosis.harmless],
         "late": [_late(one) for one in diagnosis.late],
-        "mended": list(diagnosis.mended),
+        "fixed": list(diagnosis.fixed),
         "predicted_step": milliseconds(diagnosis.predicted.step),
         "predicted_low": milliseconds(diagnosis.predicted.low),
         "predicted_high": milliseconds(diagnosis.predicted.high),
         "notes": list(diagnosis.notes),
+        "plan": run_report.planned(diagnosis),
+        "run": run_report.run_as_json(diagnosis.run),
+        "loops": [_loop(one) for one in diagnosis.loops],
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
         "rare": [_rare(one) for one in diagnosis.rare],
         "later": _later(diagnosis.later) if diagnosis.later else None,
     }
+
+
+def _loop(one: LoopDiagnosis) -> dict[str, Any]:
+    return {"where": one.place, "turns": one.turns or None, "diagnosis": as_object(one.diagnosis)}
 
 
 def milliseconds(time: int) -> float:

@@ -105,7 +105,7 @@ def _causes(comparison: Comparison) -> Iterator[RenderableType]:
 def _cause(change: CauseChange) -> Iterator[tuple[str, str]]:
     yield look(change.cause).name, STRONG
     gain = change.predicted_gain
-    yield f" · mending it gains {words.transition(gain.before, gain.after)} · ", ""
+    yield f" · fixing it gains {words.transition(gain.before, gain.after)} · ", ""
     yield words.spot(change.where), "cyan"
 
 

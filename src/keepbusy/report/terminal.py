@@ -1,4 +1,4 @@
-"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what mending that gives."""
+"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what fixing that gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keepbusy.explain.diagnosis import (
     Late,
     Prediction,
 )
-from keepbusy.report import whole_run, words
+from keepbusy.report import run_report, whole_run, words
 from keepbusy.report.paper import FAINT, STRONG, label, labelled, laid_out, line, look
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
@@ -153,10 +153,19 @@ def parts(
     """The report's paragraphs, from top to bottom."""
     yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
     yield _BLANK
+    if diagnosis.run is not None:
+        yield line(run_report.headline(diagnosis.run))
+        yield _BLANK
+        yield from run_report.tree(diagnosis.run, width)
+        yield _BLANK
+    yield from run_report.plan(diagnosis)
+    if diagnosis.plan:
+        yield _BLANK
     yield from _step(diagnosis, width, colour)
     yield _BLANK
     yield from _causes(diagnosis, width, detail)
     yield from _verdict(diagnosis)
+    yield from run_report.loops(diagnosis)
     yield from _asides(diagnosis)
     yield Text.assemble((label("again"), FAINT), again or _again(diagnosis), no_wrap=True, overflow="ignore")
 
@@ -220,14 +229,14 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
         yield line(_late(late), indent=3)
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
-    yield line(("mend: ", FAINT), (tame(cause.remedy), CODE), indent=3)
+    yield line(("fix: ", FAINT), (tame(cause.remedy), CODE), indent=3)
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
     number = [one.cause for one in diagnosis.causes].index(cause.same_wait_as)
     alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
-    rest = "to mend one of them is enough" if alike else "mending that one recovers this, too"
-    return f"This is the wait of {number + 1}: {rest}."
+    rest = "fixing either is enough" if alike else "fixing that one recovers this, too"
+    return f"The same wait as {number + 1}: {rest}."
 
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
@@ -284,11 +293,11 @@ def _late(late: Late) -> str:
 def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """What all of it gives; or that there is nothing to gain."""
     step, after = diagnosis.plain_step, diagnosis.predicted
-    if diagnosis.mended:
-        named = words.listing(list(diagnosis.mended))
-        yield line((f"With {named} mended: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+    if diagnosis.fixed:
+        named = words.listing(list(diagnosis.fixed))
+        yield line((f"With {named} fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
     elif len(diagnosis.causes) > 1:
-        yield line(("All of this mended: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+        yield line(("All of this fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
     elif not diagnosis.causes:
         yield line((_nothing_to_gain(diagnosis), STRONG))
     else:
@@ -304,7 +313,7 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
     busy = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
     noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
     verdict = "No line is to blame" if any(_bubble(diagnosis)) else "Nothing to gain here"
-    return f"{verdict}: the GPU computes {busy} of the step, and no mending saves more than the noise{noise}."
+    return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
 
 
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:

@@ -155,20 +155,20 @@ MOST_FURTHER = 2
 
 
 def of_stall(rare: Rare) -> Iterator[str]:
-    """Why such a step takes long, and what mending it gains a step, averaged over those between that do not stall."""
+    """Why such a step takes long, and what fixing it gains a step, averaged over those between that do not stall."""
     if not rare.causes:
         yield _no_cause(rare)
     for number, cause in enumerate(rare.causes[:MOST_FURTHER]):
         before, after = rare.plain_step, cause.predicted.step
-        mended = f"mended, such a step takes {words.transition(before, after)}"
-        yield f"{_place(cause)} · {mended}: {duration(rare.gain_of(cause.predicted))} less a step on average"
+        fixed = f"fixed, such a step takes {words.transition(before, after)}"
+        yield f"{_place(cause)} · {fixed}: {duration(rare.gain_of(cause.predicted))} less a step on average"
         if cause.remedy not in [one.remedy for one in rare.causes[:number]]:
-            yield f"mend: {tame(cause.remedy)}"
+            yield f"fix: {tame(cause.remedy)}"
 
 
 def _no_cause(rare: Rare) -> str:
     busy = share(rare.ledger.get(COMPUTING, 0), rare.plain_step)
-    return f"In step {rare.step}, which was looked at, the GPU computes for {busy} of it: no mending gains much there."
+    return f"In step {rare.step}, which was looked at, the GPU computes for {busy} of it: no fix gains much there."
 
 
 def _place(cause: Cause) -> str:
@@ -187,11 +187,11 @@ def of_change(first: Diagnosis, later: Later) -> Iterator[str]:
     grew = now.ledger.get(place, 0) > first.ledger.get(place, 0)
     grown = next((one for one in now.causes if grew and one.cause == place), None)
     if cause := new or grown:
-        yield f"mend: {tame(cause.remedy)}"
+        yield f"fix: {tame(cause.remedy)}"
 
 
 def _new(first: Diagnosis, now: Diagnosis) -> Cause | None:
-    """A cause that was not there before, and whose mending gives back most of what was lost since."""
+    """A cause that was not there before, and whose fixing gives back most of what was lost since."""
     before, lost = {one.cause for one in first.causes}, now.plain_step - first.plain_step
     new = [one for one in now.causes if one.cause not in before]
     return next((one for one in new if lost > 0 and 2 * (now.plain_step - one.predicted.step) >= lost), None)

@@ -8,10 +8,9 @@ the higher bytes are nearly always alike; then zlib finds the rest.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,9 +31,11 @@ from keepbusy.timeline.model import (
     Links,
     Meetings,
     Spans,
-    Table,
     Timeline,
 )
+from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.table import Table
+from keepbusy.timeline.whole_file import replacing
 
 # Timelines in files of our own: docs/reference/busy-file.md describes the format.
 
@@ -54,7 +55,8 @@ def save(timeline: Timeline, path: str | Path) -> None:
     """Write it whole or not at all: whatever stood there before stays until the new file is complete."""
     content = to_bytes(timeline)
     try:
-        _replace(Path(path), content)
+        with replacing(Path(path)) as part:
+            part.write_bytes(content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(f"{path} cannot be written ({reason}); give a path where a file may be made.") from None
@@ -82,7 +84,7 @@ def to_bytes(timeline: Timeline) -> bytes:
     header: Header = {
         "lanes": timeline.lanes,
         "names": timeline.names,
-        "facts": timeline.facts,
+        "facts": timeline.facts.as_json(),
         "tables": described,
     }
     further = [to_bytes(one) for one in timeline.further]
@@ -100,22 +102,12 @@ def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
         header, tables, further = _tables(rest)
         timeline = _timeline(header, tables)
         _check(timeline)
+        if "role" not in tables["frames"]:  # of a file that is older than this column
+            timeline = timeline.change(frames=timeline.frames.described(timeline.names))
         timeline = timeline.change(further=tuple(from_bytes(bytes(one), path) for one in further))
     except _FAULTS as error:
         raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None
     return timeline
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _checked(content: bytes, path: str) -> memoryview:
@@ -172,11 +164,12 @@ def _inflated(content: memoryview, most: int) -> bytes:
 
 def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
     made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in _TABLES.items()}
+    lanes = tuple(_lane(*lane) for lane in header["lanes"])
     return Timeline(
-        lanes=tuple(_lane(*lane) for lane in header["lanes"]),
+        lanes=lanes,
         names=tuple(header["names"]),
         marks=tables["marks"]["marks"],
-        facts=dict(header["facts"]),
+        facts=RunFacts.of_json(header["facts"], min((lane.rank for lane in lanes), default=0)),
         **made,  # type: ignore[arg-type]
     )
 
@@ -225,11 +218,9 @@ def _check_range(what: str, numbers: Ints, low: int, high: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Facts may hold numpy's numbers and any mapping."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
+    """Facts may hold numpy's numbers."""
+    if isinstance(value, np.generic):
+        return value.item()
     raise TypeError(f"a timeline's facts cannot hold {type(value).__name__}: {value!r}")
 
 

@@ -14,67 +14,22 @@ have arrived there too. So a replay is one pass from top to bottom.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-# Columns of equal length: what a timeline is made of, instead of an object a span.
+from keepbusy.timeline import table
+from keepbusy.timeline.frame_roles import roles_of
+from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.table import Table, column
 
-
-class Table:
-    """Columns of equal length. Subclasses are frozen dataclasses whose fields are numpy arrays."""
-
-    def __post_init__(self) -> None:
-        for one in fields(self):  # type: ignore[arg-type]
-            column = np.ascontiguousarray(getattr(self, one.name), dtype=one.metadata["dtype"])
-            if column.flags.writeable:
-                column = column.view()
-                column.flags.writeable = False
-            object.__setattr__(self, one.name, column)
-
-    def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
-
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
-
-    def take(self, rows: npt.NDArray[Any]) -> Self:
-        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
-
-    def change(self, **columns: npt.NDArray[Any]) -> Self:
-        return replace(self, **columns)  # type: ignore[type-var]
-
-    @classmethod
-    def concatenate(cls, parts: list[Self]) -> Self:
-        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-
-    @classmethod
-    def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
-        """A table of `length` rows; columns that are not given hold their default."""
-        filled = {}
-        for one in fields(cls):  # type: ignore[arg-type]
-            value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
-            filled[one.name] = np.full(length, value) if value.ndim == 0 else value
-        if columns:
-            raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
-        return cls(**filled)
-
-
-def column(dtype: type, fill: int = 0) -> Any:
-    """A column of a `Table`: its type, and what stands where nothing was given."""
-    return field(metadata={"dtype": dtype, "fill": fill})
-
-
-Ints = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
-
-NONE = -1
-"""No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+Ints = table.Ints
+Mask = table.Mask
+NONE = table.NONE
 UNRECORDED = "not recorded"
 """The name of host work within which nothing was recorded."""
 WORKERS = "loader workers"
@@ -175,6 +130,13 @@ class Frames(Table):
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
+    owner: Ints = column(np.int8)  # an Owner
+    role: Ints = column(np.int16)  # flags of Role
+
+    def described(self, names: Sequence[str]) -> Frames:
+        """With `owner` and `role` as the names tell them."""
+        owner, role = roles_of(names)
+        return self.change(owner=owner[self.name], role=role[self.name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,8 +173,7 @@ class Timeline:
     meetings: Meetings = field(default_factory=lambda: Meetings.of(0))
     marks: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Rows of host spans at which a step begins, each rank's own; the last one ends the last step."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of the run as a whole: device, versions, world size, what was not seen."""
+    facts: RunFacts = RunFacts()
     further: tuple[Timeline, ...] = ()
     """Other moments of the same run that were recorded, each a timeline of its own; its facts tell why."""
 
@@ -258,6 +219,9 @@ class Timeline:
 
     def change(self, **parts: Any) -> Timeline:
         return replace(self, **parts)
+
+    def change_facts(self, **facts: Any) -> Timeline:
+        return replace(self, facts=replace(self.facts, **facts))
 
     def change_spans(self, **columns: npt.NDArray[Any]) -> Timeline:
         return replace(self, spans=self.spans.change(**columns))

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keepbusy.timeline.model import NONE
-
-# The plain run: what marks alone tell of a whole run, most of which nobody looked at closely. Plain data.
-#
-# A timeline keeps it among its facts, under `FACT`. Times are nanoseconds; NONE where the device's part is not known.
-
-FACT, OF_RANKS = "marks", "marks_of_ranks"
+from keepbusy.timeline.table import NONE
+from keepbusy.timeline.typed_json import typed
 
 
 @dataclass(frozen=True)
@@ -33,11 +27,6 @@ class RareStall:
     loop: int = NONE  # which of the lines is the loop's own, where that is known
     last: int = NONE  # the step in which it came last, the run's first one being 1
     punctual: bool = False  # whether it always comes after so many steps exactly, so that the next one is foreseen
-
-    @classmethod
-    def of_fact(cls, fact: Mapping[str, Any]) -> RareStall:
-        known = _known(cls, fact)
-        return cls(**{**known, "lines": tuple(map(str, known.get("lines", ())))})
 
     def comes_in(self, step: int) -> bool:
         """Whether a punctual one comes in this step, or in one beside it."""
@@ -58,7 +47,10 @@ class Course:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """A rank's."""
+    """What marks alone tell of a rank's whole run, most of which nobody looked at closely.
+
+    Times are nanoseconds; NONE where the device's part is not known.
+    """
 
     marked_by: str  # "step", "optimizer", "forward" or "graph"; "nobody" where no step was announced
     steps: int  # plain ones, without those of the warm-up
@@ -83,32 +75,12 @@ class PlainRun:
         return asdict(self)
 
     @classmethod
-    def of_fact(cls, fact: Mapping[str, Any] | None) -> PlainRun | None:
+    def of_fact(cls, fact: object) -> PlainRun | None:
         """What `as_fact` gave, also from a file; none for whatever else stands there."""
         try:
-            known = _known(cls, fact or {})
-            known["stalls"] = tuple(RareStall.of_fact(one) for one in known.get("stalls", ()))
-            known["course"] = Course(**{name: _whole(value) for name, value in known.get("course", {}).items()})
-            return cls(**known)
-        except (TypeError, ValueError, AttributeError):
+            return typed(cls, fact)
+        except ValueError:
             return None
-
-
-def plain_runs(facts: Mapping[str, Any], rank: int = 0) -> dict[int, PlainRun]:
-    """Of each rank whose marks are among a timeline's facts; `rank` is whose they are where there is only one."""
-    given = {str(rank): facts.get(FACT), **(facts.get(OF_RANKS) or {})}
-    found = {int(number): PlainRun.of_fact(fact) for number, fact in given.items()}
-    return {number: run for number, run in found.items() if run is not None}
-
-
-def _known(kind: type, fact: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the fields that a later version may have added."""
-    names = {one.name for one in fields(kind)}
-    return {name: value for name, value in dict(fact).items() if name in names}
-
-
-def _whole(value: Any) -> Any:
-    return value if isinstance(value, int) else tuple(map(int, value))
 
 
 _FORM = struct.Struct("<8s7q")

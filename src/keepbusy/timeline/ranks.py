@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, Spans, Timeline
-from keepbusy.timeline.plain_run import FACT, OF_RANKS
 from keepbusy.timeline.replay import last_arrival, settle
 
 MOST_SHIFT = 400
@@ -44,12 +44,8 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         frames.append(_shift_frames(one.frames, new, frame, lane))
         marks.append(one.marks + row)
         lanes.append(one.lanes)
-    sources = dict.fromkeys(one.facts.get("source", "") for one in timelines)  # ranks of one script have one
-    facts = {
-        **timelines[0].facts,
-        "sources": list(sources),
-        OF_RANKS: {str(one.ranks[0]): one.facts[FACT] for one in timelines if FACT in one.facts},
-    }
+    sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
+    runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
     return Timeline(
         lanes=tuple(lane for part in lanes for lane in part),
         names=tuple(names),
@@ -57,7 +53,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         links=Links.concatenate(links),
         frames=Frames.concatenate(frames),
         marks=np.concatenate(marks),
-        facts=facts,
+        facts=replace(timelines[0].facts, sources=tuple(sources), plain_runs=runs),
     )
 
 
@@ -80,7 +76,7 @@ def _match(timeline: Timeline) -> Timeline:
     spans, rank = timeline.spans, timeline.rank_of_rows
     meeting = np.full(len(timeline), NONE, np.int64)
     tables: list[Meetings] = []
-    groups = timeline.facts.get("groups", {})
+    groups = timeline.facts.groups
     parts = np.flatnonzero(spans.kind == Kind.COLLECTIVE)
     group_of = spans.group[parts]
     for group in np.unique(group_of).tolist():
@@ -94,7 +90,7 @@ def _match(timeline: Timeline) -> Timeline:
             here = column != NONE
             meeting[column[here]] = number[here]
         present = (together != NONE).sum(axis=1) if len(together) else np.zeros(0, np.int64)
-        members = np.full(len(together), int(groups.get(str(group), len(ranks))), np.int64)
+        members = np.full(len(together), groups.get(group, len(ranks)), np.int64)
         tables.append(
             Meetings.of(len(together), name=spans.name[first], size=spans.size[first], members=members, present=present)
         )

@@ -102,7 +102,7 @@ class _Engine:
         self.start, self.end = [NEVER] * count, [NEVER] * count
         self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
         self.meetings, self.neighbours = _Meetings(timeline), _neighbours(timeline)
-        self.limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+        self.limit = timeline.facts.pending_limit or PENDING_LIMIT
         self.rings, self.places = [[NEVER] * self.limit for _ in range(lanes)], [0] * lanes
         self.progress: list[list[int]] = []
 
@@ -354,18 +354,18 @@ def _of_device(timeline: Timeline, syncs: Ints, rank: int) -> Ints:
 
 def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:
     """A queue holds at least as many commands as were pending when a launch returned; other devices, other limits."""
-    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+    limit = timeline.facts.pending_limit or PENDING_LIMIT
     ends, seen = timeline.spans.end, limit
     for commands, launch, place in queues:
         done = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
         seen = max(seen, int((place - done).max()) + 1)
-    return timeline if seen == limit else timeline.change(facts={**timeline.facts, "pending_limit": seen})
+    return timeline if seen == limit else timeline.change_facts(pending_limit=seen)
 
 
 def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) -> Ints:
     """The queue of a stream holds so many commands; the launch that finds it full waits for the oldest."""
     spans, work = timeline.spans, span.copy()
-    limit = int(timeline.facts.get("pending_limit", PENDING_LIMIT))
+    limit = timeline.facts.pending_limit or PENDING_LIMIT
     for commands, launch, place in queues:
         free = np.where(place >= limit, spans.end[commands[np.maximum(place - limit, 0)]], NEVER)
         blocked = (free > spans.start[launch]) & (free <= spans.end[launch])

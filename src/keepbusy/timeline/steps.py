@@ -35,20 +35,22 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     first, last = int(full[0]), int(full[-1]) + 1
     length = period(counts[first:last])
     whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
-    if length > 1 or plain_step is None or "recorded" in timeline.facts:  # then its steps are the plain step's own
+    if (
+        length > 1 or plain_step is None or timeline.facts.recorded is not None
+    ):  # then its steps are the plain step's own
         return whole
     ratio = plain_step / max(1.0, pace(whole))
     several = min((last - first) // 2, round(ratio))
     if several > 1 and abs(ratio - several) < 0.2 * several:
         whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
-        return whole.change(facts={**whole.facts, "marks_a_step": several})
+        return whole.change_facts(marks_a_step=several)
     return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
 
 
 def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
     """Of these steps, as the recorder numbered them, the one with most to do; None where that is as much as usual."""
     count = min((len(timeline.marks_of(one)) for one in timeline.ranks), default=0)
-    numbers = list(timeline.facts.get("recorded", ()))[:count]  # nothing may have followed the last mark
+    numbers = (timeline.facts.recorded or ())[:count]  # nothing may have followed the last mark
     if len(numbers) < max(2, count):
         return None
     done = _done(timeline)[: len(numbers) - 1]
@@ -62,7 +64,7 @@ def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
 
 def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     """Without the steps of these numbers, as the recorder counts them, that have far more to do than the others."""
-    numbers = list(timeline.facts.get("recorded", ()))
+    numbers = timeline.facts.recorded or ()
     if any(len(timeline.marks_of(one)) != len(numbers) for one in timeline.ranks):
         return timeline
     took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
@@ -71,10 +73,11 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     dropped = np.flatnonzero(listed & (done > FAR_LONGER * np.median(done)))
     if not len(dropped) or len(took) - len(dropped) < 2:
         return timeline
-    left_out = {"steps": [numbers[step + 1] for step in dropped.tolist()], "time": int(took[dropped].sum())}
+    left_out = tuple(numbers[step + 1] for step in dropped.tolist())
     marks = np.concatenate([np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks])
     kept = ~np.isin(_step_of_rows(timeline), dropped)
-    return timeline.change(marks=np.sort(marks), facts={**timeline.facts, "left_out": left_out}).keep(kept)
+    timeline = timeline.change_facts(left_out_steps=left_out, left_out_time=int(took[dropped].sum()))
+    return timeline.change(marks=np.sort(marks)).keep(kept)
 
 
 def _done(timeline: Timeline) -> Ints:
@@ -140,7 +143,7 @@ def _returns(timeline: Timeline, rank: int) -> Ints:
 
 
 def _source(timeline: Timeline) -> str:
-    return str(timeline.facts.get("source") or "the recording")
+    return timeline.facts.source or "the recording"
 
 
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:

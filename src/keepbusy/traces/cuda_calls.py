@@ -9,28 +9,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.timeline.model import EVERY_LANE, NONE, Direction, Ints, Kind, Mask
-from keepbusy.traces.event_columns import Category, Collective, Events, Trace
+from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, Mask
+from keepbusy.traces.event_columns import Collective, Events, Trace
+from keepbusy.traces.kineto_names import (
+    ALLOCATION,
+    ALLOCATION_SYNC,
+    DEVICE_SYNC,
+    DIRECTIONS,
+    ELEMENT_SIZES,
+    EVENT_SYNC,
+    PAGEABLE,
+    PINNED,
+    SYNC_CALL,
+    Category,
+)
 
 # Which CUDA calls matter to the device, and what each of them does to the host.
 
-_SYNC = re.compile(
-    r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"
-)
-_WHOLE_DEVICE = re.compile(r"DeviceSynchronize|CtxSynchronize|Free$")
-_ALLOCATE = re.compile(
-    r"^(cuda|hip)(Malloc|Free|HostAlloc|HostRegister|HostUnregister|HostMalloc)"
-    r"|^cuMem(Create|Map|Unmap|Release|SetAccess|AddressReserve|AddressFree|Alloc|Free)"
-)
-_WAITS_FOR_DEVICE = re.compile(r"^(cuda|hip)Free$|^(cuda|hip)(FreeHost|HostUnregister)$|^cuMem(Unmap|Free)")
-_EVENT = re.compile(r"EventSynchronize$")
-_DIRECTIONS = (
-    ("HtoD", Direction.HOST_TO_DEVICE),
-    ("DtoH", Direction.DEVICE_TO_HOST),
-    ("DtoD", Direction.DEVICE_TO_DEVICE),
-    ("PtoP", Direction.DEVICE_TO_DEVICE),
-    ("HtoH", Direction.HOST_TO_HOST),
-)
 BLOCKS_UNTIL_ITS_END = 10_000
 """A blocking copy returns up to 10 µs before its command ends (measured), or a little of a long copy."""
 ENQUEUE = 5_000
@@ -54,8 +49,7 @@ class Calls:
 
 def calls_of(trace: Trace, commands: Ints, threads: Ints) -> Calls:
     events = trace.events
-    is_call = (events.category == Category.RUNTIME) | (events.category == Category.DRIVER)
-    rows = np.flatnonzero(is_call & np.isin(events.thread, threads))
+    rows = np.flatnonzero(trace.is_call & np.isin(events.thread, threads))
     rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
     kinds, waits = kinds_of_names(trace.names)
     kind, waiting = kinds[events.name[rows]], waits[events.name[rows]]
@@ -71,9 +65,9 @@ def calls_of(trace: Trace, commands: Ints, threads: Ints) -> Calls:
 def kinds_of_names(names: tuple[str, ...]) -> tuple[Ints, Mask]:
     """Of each name, the kind of call it would be, and whether an allocation so called waits for the device."""
     kinds = [
-        Kind.SYNC if _SYNC.match(name) else Kind.ALLOCATE if _ALLOCATE.match(name) else Kind.WORK for name in names
+        Kind.SYNC if SYNC_CALL.match(name) else Kind.ALLOCATE if ALLOCATION.match(name) else Kind.WORK for name in names
     ]
-    return np.array(kinds, np.int64), np.array([bool(_WAITS_FOR_DEVICE.match(name)) for name in names], bool)
+    return np.array(kinds, np.int64), np.array([bool(ALLOCATION_SYNC.match(name)) for name in names], bool)
 
 
 def _outermost(events: Events, rows: Ints) -> Mask:
@@ -89,8 +83,7 @@ def _outermost(events: Events, rows: Ints) -> Mask:
 def launch_of(trace: Trace, calls: Calls, commands: Ints) -> Ints:
     """Of each command, the position in `calls` of the call that launched it, or NONE."""
     events = trace.events
-    is_call = (events.category == Category.RUNTIME) | (events.category == Category.DRIVER)
-    all_calls = np.flatnonzero(is_call & (events.correlation >= 0))
+    all_calls = np.flatnonzero(trace.is_call & (events.correlation >= 0))
     order = all_calls[np.argsort(events.correlation[all_calls], kind="stable")]
     place = np.searchsorted(events.correlation[order], events.correlation[commands])
     found = place < len(order)
@@ -117,8 +110,8 @@ def _enclosing_call(events: Events, calls: Calls, call: Ints) -> Ints:
 
 def directions_of_names(names: tuple[str, ...]) -> tuple[Ints, Ints]:
     """Of each copy's name (`Memcpy HtoD (Pageable -> Device)`), its direction and whether its host side is pinned."""
-    direction = [next((int(kind) for mark, kind in _DIRECTIONS if mark in name), 0) for name in names]
-    pinned = [1 if "Pinned" in name else 0 if "Pageable" in name else NONE for name in names]
+    direction = [next((int(kind) for mark, kind in DIRECTIONS if mark in name), 0) for name in names]
+    pinned = [1 if PINNED in name else 0 if PAGEABLE in name else NONE for name in names]
     return np.array(direction, np.int64), np.array(pinned, np.int64)
 
 
@@ -154,8 +147,8 @@ def released_by(trace: Trace, calls: Calls, commands: Ints, launch: Ints, lane: 
 
 def awaited_lane(trace: Trace, calls: Calls, launched: Ints, recorded: Ints) -> Ints:
     """Of each sync, the lane it waits for: the recorded one, else that of what its thread launched last."""
-    events, names = trace.events, trace.names
-    whole = np.array([bool(_WHOLE_DEVICE.search(name)) for name in names], bool)[events.name[calls.event]]
+    events = trace.events
+    whole = trace.named(DEVICE_SYNC.search)[calls.event]
     whole |= calls.kind == Kind.ALLOCATE
     last = np.where(launched != NONE, np.arange(len(launched)), NONE)
     before = np.full(len(launched), NONE, np.int64)
@@ -178,12 +171,10 @@ def recorded_lane(trace: Trace, calls: Calls, lane_of: Mapping[tuple[int, int], 
 
 
 def is_event_sync(trace: Trace, calls: Calls) -> Mask:
-    named = np.array([bool(_EVENT.search(name)) for name in trace.names], bool)
-    return named[trace.events.name[calls.event]]
+    return trace.named(EVENT_SYNC.search)[calls.event]
 
 
 _BITS = re.compile(r"(\d+)")
-_NAMED = {"float": 4, "double": 8, "half": 2, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1}
 
 
 def groups_and_sizes(collectives: Sequence[Collective], rank: int) -> tuple[Ints, Ints]:
@@ -203,7 +194,7 @@ def _members(one: Collective, rank: int) -> str:
 
 def bytes_of(dtype: str) -> int:
     name = dtype.lower()
-    if name in _NAMED:
-        return _NAMED[name]
+    if name in ELEMENT_SIZES:
+        return ELEMENT_SIZES[name]
     bits = _BITS.search(name)
     return max(1, int(bits.group(1)) // 8) if bits else 1

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from enum import IntEnum
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import NONE, Ints, Mask, Table, column
+from keepbusy.timeline.table import NONE, Ints, Mask, Table, column
 from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, Naming, Rows
+from keepbusy.traces.kineto_names import CATEGORIES, OLD_OPERATOR, Category
 
 # A profiler trace as columns: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.
-
-
-class Category(IntEnum):
-    """Kineto's `cat`, of the complete events (`ph: X`) that say something about who waits for whom."""
-
-    KERNEL = 0  # kernel
-    COPY = 1  # gpu_memcpy
-    FILL = 2  # gpu_memset
-    RUNTIME = 3  # cuda_runtime
-    DRIVER = 4  # cuda_driver
-    OPERATOR = 5  # cpu_op
-    PYTHON = 6  # python_function
-    ANNOTATION = 7  # user_annotation
-    OVERHEAD = 8  # overhead
-    SYNC = 9  # cuda_sync, of traces with enable_cuda_sync_events
-    RECORD = 10  # cuda_event, beside them: an event recorded on a stream, where Kineto is new enough
-    LINE = 11  # not Kineto's: a line of the program, from our own window
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,27 +75,21 @@ class Trace:
     skipped: int = 0
     """Events that could not be read."""
 
+    def named(self, fits: Callable[[str], object]) -> Mask:
+        """Which events have a name that fits."""
+        return np.array([bool(fits(name)) for name in self.names], bool)[self.events.name]
+
+    def begins(self, *beginnings: str) -> Mask:
+        """Which events have a name that begins with one of these."""
+        return self.named(lambda name: name.startswith(beginnings))
+
+    @property
+    def is_call(self) -> Mask:
+        """Which events are calls of CUDA or its like."""
+        return (self.events.category == Category.RUNTIME) | (self.events.category == Category.DRIVER)
+
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-
-CATEGORIES = {
-    "kernel": Category.KERNEL,
-    "gpu_memcpy": Category.COPY,
-    "gpu_memset": Category.FILL,
-    "cuda_runtime": Category.RUNTIME,  # AMD's calls too
-    "xpu_runtime": Category.RUNTIME,
-    "mtia_runtime": Category.RUNTIME,
-    "privateuse1_runtime": Category.RUNTIME,
-    "cuda_driver": Category.DRIVER,
-    "xpu_driver": Category.DRIVER,
-    "privateuse1_driver": Category.DRIVER,
-    "cpu_op": Category.OPERATOR,
-    "python_function": Category.PYTHON,
-    "user_annotation": Category.ANNOTATION,
-    "overhead": Category.OVERHEAD,
-    "cuda_sync": Category.SYNC,
-    "cuda_event": Category.RECORD,
-}
 
 
 class _Numbers(dict[str, int]):
@@ -248,6 +225,9 @@ class Collector:
 def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
     """The events that say something about who waits for whom, and their categories."""
     category: Ints = np.array([_NUMBERS[row.cat] for row in complete], np.int64)
+    if any(row.cat == OLD_OPERATOR for row in complete[:1000]):
+        mixed = [row.cat == OLD_OPERATOR and "#" in row.name for row in complete]
+        category = np.where(mixed, Category.ANNOTATION, category)
     telling = category != NONE
     return (complete, category) if telling.all() else (list(compress(complete, telling)), category[telling])
 

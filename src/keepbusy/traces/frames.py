@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask
-from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.kineto_names import Category
 
 _KINDS = {
     Category.OPERATOR: FrameKind.OPERATOR,
@@ -72,29 +74,14 @@ def without_launch(nest: Nest, launches: Ints) -> Mask:
     return np.searchsorted(launches, nest.end) == np.searchsorted(launches, nest.start)
 
 
-def worth_telling_apart(nest: Nest, names: tuple[str, ...], event_names: Ints, calls: Ints) -> Mask:
-    """Frames whose borders cut host work: long ones that launch nothing, operators that wait, loaders."""
+def worth_telling_apart(nest: Nest, role: Ints, calls: Ints) -> Mask:
+    """Frames whose borders cut host work: long ones that launch nothing, operators that wait, loaders.
+
+    `role`: of each event, what a frame so called does.
+    """
     long = nest.end - nest.start >= SIGNIFICANT
     idle = without_launch(nest, calls) & long
-    reads = np.array([name in READS or name.startswith("enumerate(DataLoader)") for name in names], bool)
-    return idle | reads[event_names[nest.event]]
-
-
-READS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "item",
-        "_local_scalar_dense",
-        "is_nonzero",
-        "nonzero",
-        "equal",
-        "_to_copy",
-        "copy_",
-        "unique2",
-        "_unique2",
-    )
-)
-"""Operators that read a value of the device, or move one to it."""
+    return idle | (role[nest.event] & (Role.READS | Role.MOVES | Role.LOADER) != 0)
 
 
 def frames_of(nests: dict[int, Nest], lanes: dict[int, int], trace: Trace) -> tuple[Frames, dict[int, int]]:

@@ -8,9 +8,10 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Ints, Kind, Spans
 from keepbusy.traces.cuda_calls import ENQUEUE, is_event_sync
-from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.frames import worth_telling_apart
 from keepbusy.traces.host_threads import inside
+from keepbusy.traces.kineto_names import QUEUE_FULL, Category
 from keepbusy.traces.trace_facts import Reading, batches
 
 # Spans before they stand in issue order.
@@ -183,7 +184,7 @@ def _elsewhere(reading: Reading, thread: int) -> list[Ints]:
 def _cuts(reading: Reading, thread: int) -> list[Ints]:
     nest = reading.nests[thread]
     mine = reading.events.thread[reading.calls.event] == thread
-    apart = worth_telling_apart(nest, reading.trace.names, reading.events.name, reading.call_start[mine])
+    apart = worth_telling_apart(nest, reading.role, reading.call_start[mine])
     marks = reading.marks if thread == reading.hosts.main else reading.marks[:0]
     return [nest.start[apart], nest.end[apart], marks]
 
@@ -191,8 +192,7 @@ def _cuts(reading: Reading, thread: int) -> list[Ints]:
 def _recorder(reading: Reading, thread: int) -> Ints:
     """When the recorder worked for itself, as it says, and this thread did nothing. A full queue is no such thing."""
     events = reading.events
-    named = np.array([name != "Command Buffer Full" for name in reading.trace.names], bool)
-    rows = np.flatnonzero((events.category == Category.OVERHEAD) & named[events.name])
+    rows = np.flatnonzero((events.category == Category.OVERHEAD) & ~reading.trace.named(QUEUE_FULL.__eq__))
     rows = rows[np.argsort(events.start[rows])]
     mine = np.sort(np.concatenate([column[events.thread == thread] for column in (events.start, events.end)]))
     quiet = np.searchsorted(mine, events.end[rows]) == np.searchsorted(mine, events.start[rows])

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keepbusy.timeline.frame_roles import STEP_MARKS
 from keepbusy.timeline.model import Ints
 from keepbusy.traces.cuda_calls import Calls
-from keepbusy.traces.event_columns import Category, Trace
-
-STEP_MARK = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
+from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.kineto_names import Category
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,12 @@ class Threads:
 def issuing_threads(trace: Trace, commands: Ints) -> Ints:
     """Threads that launched something, or say they take steps. Watchdogs and pollers are no part of the program."""
     events = trace.events
-    is_call = (events.category == Category.RUNTIME) | (events.category == Category.DRIVER)
-    launching = is_call & (events.correlation >= 0) & np.isin(events.correlation, events.correlation[commands])
+    launching = trace.is_call & (events.correlation >= 0) & np.isin(events.correlation, events.correlation[commands])
     return np.unique(events.thread[launching | is_step_mark(trace)])
 
 
 def is_step_mark(trace: Trace) -> np.ndarray:
-    named = np.array([name.startswith(STEP_MARK) for name in trace.names], bool)
-    return (trace.events.category == Category.ANNOTATION) & named[trace.events.name]
+    return (trace.events.category == Category.ANNOTATION) & trace.begins(*STEP_MARKS)
 
 
 def threads_of(trace: Trace, threads: Ints, calls: Calls) -> Threads:

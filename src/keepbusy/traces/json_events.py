@@ -14,35 +14,13 @@ import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Ints, Mask
+from keepbusy.traces.kineto_names import ARGUMENTS
 
 # JSON events, decoded into the few fields that are of use; everything else is passed over unread.
 #
-# What each row may carry was read in Kineto's sources (output_json.cpp writes the rows and copies the
-# collective's facts from `record_param_comms` to the kernel; CuptiActivity.h names the arguments of
-# kernels, copies, syncs and events; RoctracerActivity_inl.h those of AMD, whose runtime rows name
-# streams by address) and in saveNcclMeta of PyTorch's profiler.
-
-_ARGUMENTS = {
-    "size": "bytes",
-    "sequence": "Sequence number",
-    "graph": "graph id",
-    "awaited_stream": "wait_on_stream",
-    "awaited_record": "wait_on_cuda_event_record_corr_id",
-    "awaited_event": "wait_on_cuda_event_id",
-    "recorded_event": "event_id",
-    "collective": "Collective name",
-    "elements_in": "In msg nelems",
-    "elements_out": "Out msg nelems",
-    "group": "Process Group Name",
-    "group_size": "Group size",
-    "ranks": "Process Group Ranks",
-    "from_rank": "Src Rank",
-    "to_rank": "Dst Rank",
-    "collective_sequence": "Seq",
-}
 
 
-class Arguments(msgspec.Struct, gc=False, rename=_ARGUMENTS):
+class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
     """`args`. Of any type: a producer that writes a string for a number loses that number, not the event."""
 
     correlation: Any = -1
@@ -178,7 +156,7 @@ def _first_complete(rows: list[Any]) -> list[Complete]:
 
 
 def repair(text: bytes) -> bytes:
-    """Mends what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
+    """Fixes what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
     text = text.decode("utf-8", "replace").encode()
     text = _NAME.sub(lambda found: found[1] + _BARE_QUOTE.sub(rb"\"", found[2]) + found[3], text)
     text = _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)

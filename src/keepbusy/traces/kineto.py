@@ -6,9 +6,11 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, Links, Spans, Timeline
 from keepbusy.timeline.replay import settle
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.cuda_calls import directions_of_names, groups_and_sizes
-from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.host_spans import Rows, host_rows
+from keepbusy.traces.kineto_names import NCCL_KERNEL, Category
 from keepbusy.traces.links import handoff_links, launch_links, order_links, queue_links
 from keepbusy.traces.trace_facts import Reading
 
@@ -23,7 +25,7 @@ def timeline_of(trace: Trace, rank: int = 0) -> Timeline:
         lanes=reading.lanes,
         names=(*trace.names, UNRECORDED),
         spans=spans,
-        frames=reading.frames,
+        frames=reading.frames.described(trace.names),
         facts=_facts(trace, rank),
     )
     call_rows, command_rows = place[: len(reading.calls.event)], place[len(host.spans) :]
@@ -71,7 +73,7 @@ def _device_rows(reading: Reading) -> Rows:
 def _kinds(reading: Reading) -> Ints:
     events, commands = reading.events, reading.commands
     kind = np.array([_DEVICE_KINDS[Category(category)] for category in range(3)])[events.category[commands]]
-    nccl = np.array([name.startswith("nccl") for name in reading.trace.names], bool)[events.name[commands]]
+    nccl = reading.trace.begins(NCCL_KERNEL)[commands]
     meets = (events.collective[commands] != NONE) | nccl
     return np.where((kind == Kind.KERNEL) & meets, Kind.COLLECTIVE, kind)
 
@@ -83,16 +85,16 @@ def _rows_at(timeline: Timeline, lane: int, marks: Ints) -> Ints:
     return np.unique(rows[place[place < len(rows)]])
 
 
-def _facts(trace: Trace, rank: int) -> dict[str, object]:
+def _facts(trace: Trace, rank: int) -> RunFacts:
     group, _ = groups_and_sizes(trace.collectives, rank)
     members = [2 if one.peer >= 0 else one.group_size for one in trace.collectives]
-    return {
-        "device": _device_name(trace),
-        "stacks": bool(trace.facts.get("with_stack")),
-        "source": trace.path,
-        "skipped": trace.skipped,
-        "groups": {str(number): count for number, count in zip(group.tolist(), members, strict=False)},
-    }
+    return RunFacts(
+        device=_device_name(trace),
+        stacks=bool(trace.facts.get("with_stack")),
+        source=trace.path,
+        skipped=trace.skipped,
+        groups=dict(zip(group.tolist(), members, strict=False)),
+    )
 
 
 def _device_name(trace: Trace) -> str:

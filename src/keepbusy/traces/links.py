@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import bisect
-import re
 from typing import TypeAlias
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
+from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Timeline
 from keepbusy.timeline.replay import NEVER
-from keepbusy.traces.cuda_calls import Calls
-from keepbusy.traces.event_columns import Category, Trace
+from keepbusy.traces.cuda_calls import Calls, is_event_sync
+from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.host_threads import Threads
+from keepbusy.traces.kineto_names import STREAM_WAIT, Category
 
-_STREAM_WAIT = re.compile(r"^(cuda|hip)StreamWaitEvent|^cuStreamWaitEvent")
 CLOCK_JITTER = 1_000
 """Commands of two streams may seem to overlap by this much although one waited for the other."""
 TIGHT = 8_000
-_EVENT_SYNC = re.compile(r"EventSynchronize$")
 
 Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
 Said: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
@@ -73,8 +71,7 @@ def order_links(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints)
 def _stream_waits(trace: Trace, streams: Streams, said: Said) -> list[tuple[int, int]]:
     """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
     events = trace.events
-    named = np.array([bool(_STREAM_WAIT.match(name)) for name in trace.names], bool)
-    waits = np.flatnonzero(_is_call(trace) & named[events.name])
+    waits = np.flatnonzero(trace.is_call & trace.named(STREAM_WAIT.match))
     waits = waits[np.argsort(events.start[waits], kind="stable")]
     if len(streams) < 2:
         return []
@@ -88,16 +85,11 @@ def _stream_waits(trace: Trace, streams: Streams, said: Said) -> list[tuple[int,
     return pairs
 
 
-def _is_call(trace: Trace) -> Mask:
-    category = trace.events.category
-    return (category == Category.RUNTIME) | (category == Category.DRIVER)
-
-
 def _said(trace: Trace, streams: Streams) -> Said:
     """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
     events = trace.events
     rows = np.flatnonzero((events.category == Category.SYNC) & (events.awaited_stream >= 0) & (events.device >= 0))
-    calls = np.flatnonzero(_is_call(trace) & (events.correlation >= 0)) if len(rows) else rows
+    calls = np.flatnonzero(trace.is_call & (events.correlation >= 0)) if len(rows) else rows
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
     said: Said = {}
     for row in rows.tolist():
@@ -172,9 +164,8 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
 
 def _event_syncs(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints, said: Said) -> list[tuple[int, int]]:
     """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
-    named = np.array([bool(_EVENT_SYNC.search(name)) for name in trace.names], bool)
-    rows = call_rows[named[trace.events.name[calls.event]]]
-    correlations = trace.events.correlation[calls.event[named[trace.events.name[calls.event]]]]
+    by_event = is_event_sync(trace, calls)
+    rows, correlations = call_rows[by_event], trace.events.correlation[calls.event[by_event]]
     spans = timeline.spans
     waited = (spans.awaits[rows] == NONE) & (spans.end[rows] - spans.start[rows] > 5_000)
     commands = np.flatnonzero(timeline.on_device)

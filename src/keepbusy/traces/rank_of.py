@@ -9,6 +9,7 @@ from pathlib import Path
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
 
 MOST_NAMED = 8
 _IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
@@ -39,7 +40,7 @@ def _distributed(trace: Trace) -> dict[str, object]:
 
 
 def _said(trace: Trace) -> int | None:
-    rank = _distributed(trace).get("rank")
+    rank = _distributed(trace).get(RANK)
     return rank if isinstance(rank, int) else None
 
 
@@ -49,7 +50,7 @@ def _named(trace: Trace) -> int | None:
 
 
 def world_of(trace: Trace) -> int | None:
-    size = _distributed(trace).get("world_size")
+    size = _distributed(trace).get(WORLD_SIZE)
     return size if isinstance(size, int) else None
 
 

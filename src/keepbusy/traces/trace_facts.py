@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
 from keepbusy.timeline.model import NONE, WORKERS, Frames, Ints, Lane, Mask
 from keepbusy.traces.cuda_calls import (
     Calls,
@@ -18,24 +19,23 @@ from keepbusy.traces.cuda_calls import (
     released_by,
     waits_for_its_copy,
 )
-from keepbusy.traces.event_columns import Category, Events, Trace
+from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.frames import Nest, frames_of, nest_of
 from keepbusy.traces.host_threads import Threads, issuing_threads, threads_of
+from keepbusy.traces.kineto_names import Category
 
 # A loader with workers: what the training process spends in `__next__` is a wait for them, not work.
 #
 # The workers are processes that no trace shows. When the loop finds no batch ready, the time from one
 # such batch to the next is what they take to make it; so they become a lane whose spans are batches.
 
-_NEXT = "enumerate(DataLoader)#_MultiProcessing"
 STARVED = 300_000
 """Taking a batch that is ready costs less than this."""
 
 
-def starved(trace: Trace, nest: Nest, calls: Ints) -> Ints:
+def starved(role: Ints, nest: Nest, calls: Ints) -> Ints:
     """Rows of (start, end): when the loop waited for its workers and called nothing else."""
-    named = np.array([name.startswith(_NEXT) for name in trace.names], bool)
-    mine = np.flatnonzero(named[trace.events.name[nest.event]] & (nest.end - nest.start > STARVED))
+    mine = np.flatnonzero((role[nest.event] & Role.LOADER_WORKERS != 0) & (nest.end - nest.start > STARVED))
     mine = mine[np.searchsorted(calls, nest.end[mine]) == np.searchsorted(calls, nest.start[mine])]
     return np.stack([nest.start[mine], nest.end[mine]], axis=1)
 
@@ -58,6 +58,11 @@ class Reading:
     @property
     def events(self) -> Events:
         return self.trace.events
+
+    @cached_property
+    def role(self) -> Ints:
+        """Of each event, what a frame so called does."""
+        return roles_of(self.trace.names)[1][self.events.name]
 
     @cached_property
     def commands(self) -> Ints:
@@ -139,7 +144,7 @@ class Reading:
     def starved(self) -> Ints:
         """When the loop waited for a loader's workers: rows of (start, end)."""
         mine = self.call_start[self.events.thread[self.calls.event] == self.hosts.main]
-        return starved(self.trace, self.nests[self.hosts.main], mine)
+        return starved(self.role, self.nests[self.hosts.main], mine)
 
     @cached_property
     def lane_of_thread(self) -> dict[int, int]:
@@ -190,18 +195,14 @@ class Reading:
         return self._frames[1]
 
 
-_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
-
-
 def step_marks(trace: Trace, main: int) -> Ints:
     """Times on the main thread at which steps begin; none where the trace does not mark any."""
     events = trace.events
     mine = (events.category == Category.ANNOTATION) & (events.thread == main)
-    for prefix in _MARKS:
-        named = np.array([name.startswith(prefix) for name in trace.names], bool)
-        these = mine & named[events.name]
+    for prefix in STEP_MARKS:
+        these = mine & trace.begins(prefix)
         marks = np.unique(events.start[these])
         if len(marks) >= 2:
             # a profiler step is a whole one, so the last one's end is a mark, too
-            return np.append(marks, events.end[these].max()) if prefix == _MARKS[1] else marks
+            return np.append(marks, events.end[these].max()) if prefix == PROFILER_STEP else marks
     return np.zeros(0, np.int64)

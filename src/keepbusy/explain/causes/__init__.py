@@ -1,4 +1,4 @@
-"""Fixes: for each cause, the edit that mends it everywhere."""
+"""Fixes: for each cause, the edit that fixes it everywhere."""
 
 from __future__ import annotations
 

@@ -58,5 +58,4 @@ def pinned_bandwidth(timeline: Timeline) -> float:
     known &= (spans.direction == Direction.HOST_TO_DEVICE) | (spans.direction == Direction.DEVICE_TO_HOST)
     if known.any():
         return float(np.median(spans.size[known] / spans.work[known]))
-    device = str(timeline.facts.get("device", ""))
-    return next((speed for names, speed in _LINKS if any(name in device for name in names)), _OTHERWISE)
+    return next((speed for names, speed in _LINKS if any(name in timeline.facts.device for name in names)), _OTHERWISE)

@@ -1,4 +1,4 @@
-"""What a finder returns: the edit that would mend its cause, and which row is to blame for each edited one."""
+"""What a finder returns: the edit that would fix its cause, and which row is to blame for each edited one."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.causes.inputs import loader_frame
 from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.frame_roles import Owner, Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask
 
 HEAVY = 1_000_000
@@ -17,16 +16,6 @@ OWN = 300_000
 """Nor is an operator or a function of the user's that launches nothing and takes this long."""
 ROUND_TRIP = 100_000
 """Less than this between a read and a copy back is the overhead of the two."""
-_FRAMEWORK = ("Optimizer.", "torch/", "autograd::", "nn.Module")
-_MAKES = re.compile(
-    r"^aten::(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
-    r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
-)
-_SHAPES = re.compile(
-    r"^aten::(mul|add|sub|div|neg|clamp|pow|sqrt|rsqrt|exp|log|sin|cos|abs|sigmoid|tanh|where|lt|gt|le|ge|eq|ne"
-    r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
-    r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
-)
 
 
 def find_made(scene: Scene) -> Finding:
@@ -50,22 +39,22 @@ def _making(scene: Scene, launch: int) -> Ints:
     rows: list[int] = []
     row, makes = int(scene.before[launch]), False
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
-        name = _operator(scene, row)
-        if spans.work[row] >= OWN // 3 and not (_MAKES.match(name) or _SHAPES.match(name)):
+        role = _role_of_operator(scene, row)
+        if spans.work[row] >= OWN // 3 and not role & (Role.MAKES | Role.SHAPES):
             break
-        makes |= bool(_MAKES.match(name)) and bool(spans.work[row] >= OWN // 3)
+        makes |= bool(role & Role.MAKES) and bool(spans.work[row] >= OWN // 3)
         rows.append(row)
         row = int(scene.before[row])
     heavy = [one for one in rows if spans.work[one] >= OWN // 3]
     return np.array(heavy if makes else [], np.int64)
 
 
-def _operator(scene: Scene, row: int) -> str:
-    """The innermost operator around a row."""
+def _role_of_operator(scene: Scene, row: int) -> int:
+    """Of the innermost operator around a row."""
     frames, frame = scene.timeline.frames, int(scene.timeline.spans.frame[row])
     while frame != NONE and frames.kind[frame] != FrameKind.OPERATOR:
         frame = int(frames.parent[frame])
-    return scene.timeline.names[frames.name[frame]] if frame != NONE else ""
+    return int(frames.role[frame]) if frame != NONE else 0
 
 
 def find_work(scene: Scene) -> Finding:
@@ -105,11 +94,11 @@ def round_trip(scene: Scene) -> Mask:
 def _outermost_own(scene: Scene) -> Ints:
     """Of each row, the outermost call around it that launches nothing and is no part of PyTorch's own Python."""
     timeline = scene.timeline
-    framework = np.array([name.startswith(_FRAMEWORK) for name in timeline.names], bool)
-    quiet = scene.launch_free & ~scene.frames_named(framework) & (timeline.frames.kind != FrameKind.ANNOTATION)
-    inside = scene.within(scene.frames_named(framework) & ~scene.launch_free)
-    stepping = np.array([name.startswith("Optimizer.") for name in timeline.names], bool)
-    within_step = scene.within(scene.frames_named(stepping))
+    framework = scene.frames_with(Role.OPTIMIZER | Role.BACKWARD | Role.MODULE)
+    framework |= timeline.frames.owner == Owner.TORCH
+    quiet = scene.launch_free & ~framework & (timeline.frames.kind != FrameKind.ANNOTATION)
+    inside = scene.within(framework & ~scene.launch_free)
+    within_step = scene.within(scene.frames_with(Role.OPTIMIZER))
     found = scene.outermost(quiet)
     return np.where(within_step | (inside & ~_is_operator(scene, found)), NONE, found)
 

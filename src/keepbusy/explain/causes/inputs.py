@@ -7,11 +7,11 @@ import numpy as np
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.edit import Beside
 from keepbusy.explain.scene import Scene
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask
 
 MORE = 4
 """Nobody knows how many workers a loader has; the advice is to take so many times as many."""
-LOADER = "enumerate(DataLoader)#"
 HANDOVER = 200_000
 """What taking a ready batch from a worker costs the training process."""
 
@@ -32,14 +32,12 @@ def find(scene: Scene) -> Finding:
 
 
 def loader_frame(scene: Scene) -> Ints:
-    names = np.array([name.startswith(LOADER) for name in scene.timeline.names], bool)
-    return scene.outermost(scene.frames_named(names))
+    return scene.outermost(scene.frames_with(Role.LOADER))
 
 
 def _of_many(scene: Scene, frame: Ints) -> Mask:
     """Rows in the `__next__` of a loader that has workers: what is left there is taking a batch that is ready."""
-    names = np.array(["_MultiProcessing" in name for name in scene.timeline.names], bool)
-    return np.append(scene.frames_named(names), False)[frame]
+    return np.append(scene.frames_with(Role.LOADER_WORKERS), False)[frame]
 
 
 def _waits_for(scene: Scene, batches: Ints) -> Ints:

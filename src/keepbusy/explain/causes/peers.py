@@ -8,6 +8,7 @@ from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.edit import Beside, Edit
 from keepbusy.explain.scene import LARGE, Scene
 from keepbusy.explain.stretches import Stretches, device_work, has_more, stretches
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind
 
 MOST = 0.5
@@ -25,8 +26,7 @@ def find_exposed(scene: Scene) -> Finding:
 
 def without_messages(scene: Scene) -> Edit:
     """No fix, but a measure: what stages of a pipeline would spend if no message had to be waited for."""
-    sends = np.array([name.startswith(("nccl:send", "nccl:recv")) for name in scene.timeline.names], bool)
-    within = np.append(scene.within(scene.frames_named(sends)), False)
+    within = np.append(scene.within(scene.frames_with(Role.MESSAGE)), False)
     edit = Edit.nothing(scene.timeline)
     edit.beside[(scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]] = Beside.WIRE
     return edit

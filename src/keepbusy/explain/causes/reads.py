@@ -6,10 +6,9 @@ import numpy as np
 
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Mask
 
-READING = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "unique2", "_unique2")
-SCALARS = ("item", "_local_scalar_dense", "is_nonzero")
 LOOP, BRIEF = 8, 6
 """So many reads in a row of one place, with no more launches from one to the next, are a loop over small values."""
 LONG = 300_000
@@ -35,10 +34,9 @@ def find(scene: Scene) -> Finding:
 
 def _batch(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
     """Values read one by one in a loop: who reads them together computes them together, as one operation did before."""
-    scalar = np.array([name.removeprefix("aten::") in SCALARS for name in scene.timeline.names], bool)
-    spans, frames = scene.timeline.spans, scene.timeline.frames
+    spans = scene.timeline.spans
     reads = syncs[frame[syncs] != NONE]
-    reads = reads[scalar[frames.name[frame[reads]]]]
+    reads = reads[scene.frames_with(Role.READS_SCALAR)[frame[reads]]]
     path, lane = scene.path[frame[reads]], spans.lane[reads]
     launched = np.concatenate([[0], np.cumsum(scene.command != NONE)])
     between = launched[reads[1:]] - launched[reads[:-1]]
@@ -67,8 +65,7 @@ def of_large_copy(scene: Scene) -> Mask:
 
 def reading_frame(scene: Scene) -> Ints:
     """Of each row, the outermost reading operator around it, or NONE."""
-    names = np.array([name.removeprefix("aten::") in READING for name in scene.timeline.names], bool)
-    return scene.outermost(scene.frames_named(names))
+    return scene.outermost(scene.frames_with(Role.READS))
 
 
 def _sync_of_frame(frame: Ints, syncs: Ints) -> Ints:

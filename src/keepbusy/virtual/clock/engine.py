@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any
 
+from keepbusy.timeline.frame_roles import STEP_MARKS
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.captured_graphs import (
     CAPTURED_EVENT,
     CODES,
@@ -92,7 +94,7 @@ def at_end_of_thread(does: Callable[[], object]) -> None:
 # dispatches cost the device's host: the device file says how long one takes, `dispatches.py` how many
 # there are.
 
-_STEPS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#", "Forward#")
+_STEPS = (*STEP_MARKS, "Forward#")
 BACKWARD_PASS = "backward"
 """The annotation within which the autograd engine is at work."""
 _ALONE = (BACKWARD_PASS, "Optimizer.")
@@ -951,9 +953,8 @@ class Clock(Captures):
             self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,
-                "stacks": True,
                 "virtual": True,
                 "pending_limit": self.device.queue.pending,
-                "groups": {str(group): members for group, members in sorted(self.groups.items())},
+                "groups": dict(sorted(self.groups.items())),
             }
-            return self.rows.timeline({host.lane: host.now for host in hosts}, {**known, **facts})
+            return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))

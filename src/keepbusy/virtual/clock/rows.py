@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Lane, LinkKind, Links, Spans, Timeline
+from keepbusy.timeline.run_facts import RunFacts
 
 COLUMNS = (
     "lane",
@@ -126,7 +127,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def timeline(self, now: Mapping[int, int], facts: Mapping[str, Any]) -> Timeline:
+    def timeline(self, now: Mapping[int, int], facts: RunFacts) -> Timeline:
         """All so far. Frames still open end `now`, at the time of their lane."""
         columns = self.spans.columns()
         launch, latency = columns[-2], columns[-1]
@@ -135,7 +136,7 @@ class Rows:
             names=tuple(self.names),
             spans=Spans.of(columns.shape[1], **dict(zip(COLUMNS, columns[:-2], strict=True))),
             links=self._all_links(launch, latency),
-            frames=self._all_frames(now),
+            frames=self._all_frames(now).described(tuple(self.names)),
             marks=np.array(self._sound_marks(), np.int64),
             facts=facts,
         )

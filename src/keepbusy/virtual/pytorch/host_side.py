@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from keepbusy.instrument import step
 from keepbusy.instrument.patches import Patches
+from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.engine import BACKWARD_PASS
 from keepbusy.virtual.costs.device import Device
@@ -162,7 +163,7 @@ def _outermost_forward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mark_step() -> None:
     """`keepbusy.step()` marks a step, whatever else does."""
-    MACHINE.clock.enter(FrameKind.ANNOTATION, "keepbusy.step#", MACHINE.here())
+    MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.here())
     MACHINE.clock.leave()
 
 

@@ -1,0 +1,301 @@
+"""The plan: what to do first, what then, and where the step stands after each.
+
+What is predicted is a fix at a place, not a cause. Two waits behind one another gain nothing alone and everything
+together, so sets of fixes are replayed, not only single ones; and only what gains nothing in any set costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import combinations
+from operator import or_
+
+import numpy as np
+
+from keepbusy.explain.causes.finding import Finding
+from keepbusy.explain.diagnosis import Diagnosis, Harmless, PlannedFix, Prediction, Where
+from keepbusy.explain.edit import Edit
+from keepbusy.explain.ledger import NOISE, Forecast
+from keepbusy.explain.places import gathered
+from keepbusy.explain.remedies import MORE_WORKERS, Remedy, remedy_for
+from keepbusy.explain.scene import Scene
+from keepbusy.explain.story import seen
+from keepbusy.timeline.loader import LoaderUse
+from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
+from keepbusy.timeline.replay import MOST_ROWS
+from keepbusy.timeline.run_tree import Part
+
+LARGEST_SET = 3
+"""Fixes that are tried together. Of more nobody would know which to begin with."""
+CANDIDATES = 9
+PLACES_APART = 3
+"""Of one remedy, so many places are fixes of their own; what is left is one more."""
+REPLAYED_ROWS = 4_000_000
+"""In all: some seconds."""
+AS_GOOD = 0.8
+"""A fix that would save this share of what the chosen one saves, and little beyond it, could stand in its place."""
+GENERAL = {"host_work": 1, "launch_bound": 2}
+"""Fixes that change the program more than others do: what is nearly as good without them comes first."""
+MIDDLE = 0.05
+"""A value that is read with this share of a step's launches before it and after it is read in the step's middle."""
+ONE_FIX = ("prefetch", "graph", "prepare_in_workers", "capture_graph", "accumulate")
+"""Remedies of a whole loop: wherever it waits, it is one change."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A remedy at the lines that it changes, and exactly what it changes there."""
+
+    fix: str
+    remedy: Remedy
+    where: tuple[Where, ...]
+    causes: tuple[str, ...]
+    edit: Edit
+    in_the_middle: bool = False  # waits between the launches of one step, so that these cannot be captured together
+
+    @property
+    def captures(self) -> bool:
+        return "launch_bound" in self.causes
+
+    @property
+    def generality(self) -> int:
+        return max(GENERAL.get(cause, 0) for cause in self.causes)
+
+    def joined(self, other: Candidate) -> Candidate:
+        places = dict.fromkeys([*self.where, *other.where])
+        causes = dict.fromkeys([*self.causes, *other.causes])
+        middle = self.in_the_middle or other.in_the_middle
+        return replace(
+            self, where=tuple(places), causes=tuple(causes), edit=self.edit | other.edit, in_the_middle=middle
+        )
+
+
+def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
+    """Every remedy that something seen here asks for."""
+    named: dict[str, list[Candidate]] = {}
+    for cause, finding in found.items():
+        for one in _of_cause(scene, cause, finding, found):
+            same = named.setdefault(one.fix, [])
+            if same and one.fix in ONE_FIX:
+                same[0] = same[0].joined(one)
+            else:
+                same.append(one)
+    return [one for same in named.values() for one in _few(same)]
+
+
+def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
+    about = seen(scene, finding)
+    groups = gathered(scene, finding.rows, apart=cause == "peer_late")
+    remedies = {place: remedy_for(cause, place, about) for place in groups}
+    for remedy in dict.fromkeys(remedies.values()):
+        mine = [place for place in groups if remedies[place] == remedy]
+        mine.sort(key=lambda place: -_held(scene, finding, groups[place]))
+        apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
+        for places in [mine] if name_of(remedy) in ONE_FIX else filter(None, apart):
+            rows = np.concatenate([groups[place] for place in places])
+            edit = finding.edit if len(places) == len(groups) else finding.only(rows)
+            if cause == "made_on_host" and "blocking_copy" in found:
+                edit = edit | _copied_there(scene, found["blocking_copy"], places)
+            middle = cause == "host_sync" and _in_the_middle(scene, rows)
+            yield Candidate(name_of(remedy), remedy, tuple(places), (cause,), edit, middle)
+
+
+def _in_the_middle(scene: Scene, rows: Ints) -> bool:
+    """Whether most of these waits stand between the launches of a step, as a graph of it must not."""
+    timeline = scene.timeline
+    spans, marks = timeline.spans, timeline.marks_of(timeline.ranks[0])
+    rank = timeline.rank_of_rows
+    launches = np.flatnonzero((spans.kind == Kind.LAUNCH) & (rank == timeline.ranks[0]))
+    mine = rows[rank[rows] == timeline.ranks[0]]
+    edges = np.append(np.searchsorted(launches, marks), len(launches))
+    step = np.searchsorted(marks, mine, side="right") - 1
+    mine, step = mine[step >= 0], step[step >= 0]
+    before = np.searchsorted(launches, mine) - edges[step]
+    share = before / np.maximum(1, edges[step + 1] - edges[step])
+    return bool(len(mine)) and bool(((share > MIDDLE) & (share < 1 - MIDDLE)).mean() > 0.5)
+
+
+def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edit:
+    """What is made on the device in the first place is not copied to it."""
+    lines = {(place.file, place.line) for place in places if place.line}
+    rows = [
+        rows for place, rows in gathered(scene, copies.rows).items() if place.line and (place.file, place.line) in lines
+    ]
+    return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
+
+
+def name_of(remedy: Remedy) -> str:
+    """As users know it: by our own verb where there is one."""
+    return remedy.api.removeprefix("keepbusy.") if remedy.api.startswith("keepbusy.") else remedy.fix
+
+
+def _held(scene: Scene, finding: Finding, rows: Ints) -> int:
+    spans = scene.timeline.spans
+    mine = np.isin(finding.owner, rows)
+    return int((spans.end[mine] - spans.start[mine]).sum())
+
+
+def _few(same: Sequence[Candidate]) -> list[Candidate]:
+    """Of one remedy not more than a few; the last of them takes in the rest."""
+    kept = list(same[:PLACES_APART])
+    return [*kept, reduce(Candidate.joined, same[PLACES_APART:])] if len(same) > PLACES_APART else kept
+
+
+@dataclass(eq=False)
+class Search:
+    """Sets of fixes, replayed; each set once, and in all no more than some seconds."""
+
+    forecast: Forecast
+    nothing: Edit
+    candidates: list[Candidate]
+    _gains: dict[frozenset[int], int] = field(default_factory=dict)
+    _left: int = 0
+
+    @staticmethod
+    def of(forecast: Forecast, timeline: Timeline, found: Sequence[Candidate]) -> Search:
+        each = max(1, min(MOST_ROWS, 12 * len(timeline)))
+        search = Search(forecast, Edit.nothing(timeline), list(found), _left=max(24, REPLAYED_ROWS // each))
+        alone = [(search.gain(frozenset([index])), -index) for index in range(len(found))]
+        kept = sorted(-index for _, index in sorted(alone, reverse=True)[:CANDIDATES])
+        search.candidates = [found[index] for index in kept]
+        search._gains = {frozenset([place]): search._gains[frozenset([index])] for place, index in enumerate(kept)}
+        return search
+
+    def edit(self, chosen: frozenset[int]) -> Edit:
+        edits = [self.candidates[index].edit for index in sorted(chosen)]
+        return edits[0] if len(edits) == 1 else reduce(or_, edits, self.nothing)
+
+    def gain(self, chosen: frozenset[int]) -> int:
+        if not chosen:
+            return 0
+        if chosen not in self._gains:
+            self._left -= 1
+            self._gains[chosen] = self.forecast.gain(self.edit(chosen))
+        return self._gains[chosen]
+
+    def best_set(self, done: frozenset[int]) -> frozenset[int]:
+        """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise."""
+        noise, before = self.forecast.noise, self.gain(done)
+        rest = [index for index in range(len(self.candidates)) if index not in done]
+        worth: dict[frozenset[int], int] = {}
+        everything = self.gain(done | set(rest)) - before
+        for size in range(1, LARGEST_SET + 1):
+            for some in combinations(rest, size):
+                whole = self.with_what_it_needs(frozenset(some), done)
+                if self._left > 0 and whole not in worth:
+                    worth[whole] = self.gain(done | whole) - before - noise * size
+            if max(worth.values(), default=0) + noise * (size + 1) >= everything:  # nothing larger could be worth more
+                break
+        best = max(worth.values(), default=0)
+        good = [some for some, gained in worth.items() if gained > 0 and gained >= AS_GOOD * best]
+        return min(good, key=lambda some: (self._generality(some), -worth[some]), default=frozenset())
+
+    def _generality(self, some: frozenset[int]) -> int:
+        return max(self.candidates[index].generality for index in some)
+
+    def waits_for_others(self, index: int, chosen: frozenset[int]) -> bool:
+        """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
+        return self.candidates[index].captures and any(self.candidates[other].in_the_middle for other in chosen)
+
+    def with_what_it_needs(self, some: frozenset[int], done: frozenset[int]) -> frozenset[int]:
+        """Launches are captured together only where nothing waits between them, so these waits go first."""
+        if not any(self.candidates[index].captures for index in some):
+            return some
+        return some | {index for index, one in enumerate(self.candidates) if one.in_the_middle and index not in done}
+
+
+def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
+    """Fixes in the order in which to do them."""
+    search = Search.of(forecast, scene.timeline, candidates(scene, found))
+    done, plan = frozenset[int](), list[PlannedFix]()
+    while len(plan) < CANDIDATES and (chosen := search.best_set(done)):
+        order = sorted(chosen, key=lambda index: (search.waits_for_others(index, chosen), -search.gain(done | {index})))
+        for index in order:
+            before, done = search.gain(done), done | {index}
+            gained = search.gain(done) - before
+            if gained > forecast.noise or not any(search.waits_for_others(other, chosen) for other in chosen):
+                plan.append(_planned(search, index, done, gained, chosen if len(chosen) > 1 else ()))
+    return tuple(plan)
+
+
+def _planned(
+    search: Search, index: int, done: frozenset[int], gain: int, together: Sequence[int] | frozenset[int]
+) -> PlannedFix:
+    one, forecast = search.candidates[index], search.forecast
+    predicted = forecast.predict(search.edit(done))
+    partners = [search.candidates[other] for other in sorted(together) if other != index]
+    alone = search.gain(frozenset([index]))
+    return PlannedFix(
+        fix=one.fix,
+        where=one.where,
+        causes=one.causes,
+        gain=max(0, gain),
+        predicted=predicted,
+        alone=alone,
+        needs=_needed(search, index, partners, alone),
+        instead=tuple(_instead(search, index, done)),
+        advice=one.remedy.advice,
+        code=one.remedy.code,
+        api=one.remedy.api,
+    )
+
+
+def _needed(search: Search, index: int, partners: Sequence[Candidate], alone: int) -> tuple[str, ...]:
+    """Of a capture the waits that have to go before it; of a fix that gains nothing alone the others of its set."""
+    if search.candidates[index].captures:
+        return tuple(
+            f"{one.fix} at {', '.join(str(place) for place in one.where[:2])}" for one in partners if one.in_the_middle
+        )
+    return tuple(one.fix for one in partners) if alone <= search.forecast.noise else ()
+
+
+def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
+    """Other fixes of the same wait: either of the two, not both."""
+    mine, noise = search.gain(frozenset([index])), search.forecast.noise
+    if mine <= noise:
+        return
+    for other, candidate in enumerate(search.candidates):
+        if other not in done and search.gain(frozenset([other])) >= AS_GOOD * mine:
+            both = search.gain(frozenset([index, other]))
+            if both - mine <= noise:
+                yield f"{candidate.fix} at {candidate.where[0]}" if candidate.where else candidate.fix
+
+
+def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) -> tuple[Harmless, ...]:
+    """What gains something in a set of fixes is not without cost, whatever it gains alone."""
+    planned = {(cause, str(place)) for one in plan for cause in one.causes for place in one.where}
+    return tuple(one for one in harmless if (one.cause, str(one.where)) not in planned)
+
+
+def with_loader(
+    plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], run: Part | None, told: Diagnosis
+) -> tuple[PlannedFix, ...]:
+    """The loader that the run waited for longest gets as many workers as keep up with its loop."""
+    use = next(iter(uses), None)
+    if use is None or run is None or use.enough in (NONE, use.workers):
+        return tuple(plan)
+    saved = use.waited - use.began - use.waits_with(use.enough)
+    saved = min(saved, run.waits) if run.waits != NONE else saved
+    if saved < NOISE * run.time:
+        return tuple(plan)
+    file, _, line = use.place.rpartition(":")
+    rest = [one for one in plan if one.fix != MORE_WORKERS.fix]
+    in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
+    unchanged = Prediction(told.plain_step, told.plain_step, told.plain_step)
+    fix = PlannedFix(
+        fix=f"num_workers={use.enough}",
+        where=(Where(file=file, line=int(line), exact=True),) if line.isdecimal() else (),
+        causes=("input_late",),
+        gain=in_step.gain if in_step else 0,
+        predicted=in_step.predicted if in_step else unchanged,
+        alone=in_step.alone if in_step else 0,
+        run_gain=saved,
+        advice=f"The program waited {(use.waited - use.began) / 1e9:.1f} s for its {use.batches:,} batches: "
+        f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
+        f"and there are {use.workers} workers and {use.cores} cores.",
+        code=f"DataLoader(..., num_workers={use.enough}, pin_memory=True, persistent_workers=True)",
+        api="torch.utils.data.DataLoader",
+    )
+    return (fix, *rest)

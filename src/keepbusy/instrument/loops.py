@@ -1,0 +1,320 @@
+"""Where a running program is, and the turns of its loops: a thread that looks now and then, and counters on what stays.
+
+A frame that is still there some looks later holds a loop, in the user's file or in a trainer's. From then on
+`sys.monitoring` (Python 3.12) counts its backward jumps, each of which is a turn, and how often its code is entered.
+Neither can be measured in the program's own time (benchmarks/loops_cost.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import sys
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from keepbusy.instrument.lines import HIDDEN, OUTSIDE, kind_of
+
+EVERY = 20_000_000
+"""From look to look, at first."""
+KEPT_LOOKS = 200_000
+"""Of a longer run every other look goes, and from then on they come half as often."""
+STAYED = 3
+"""Looks in a row that find the same frame of a code: it may hold a loop, and is counted from then on."""
+KEPT_TURNS = 1 << 19
+"""Turns of one loop whose times are kept. The others are counted."""
+TOO_MANY = 10_000
+"""Turns a second beyond which a loop is counted no further: it computes in Python, and counting would slow it down."""
+DEEPEST = 64
+"""Frames of a chain, from the outside in."""
+IMPORT_SYSTEM = "<frozen importlib"
+IMPORTING = -1
+
+
+class Line(NamedTuple):
+    """A frame at a look: its code, by number, and the line it stood at."""
+
+    code: int
+    line: int
+
+
+@dataclass
+class Looks:
+    """What was seen of a run, as columns and tables; looks are in the order of time."""
+
+    times: array[int] = field(default_factory=lambda: array("q"))
+    chains: array[int] = field(default_factory=lambda: array("l"))
+    """Of each look, the number of its chain."""
+    known_chains: list[tuple[Line, ...]] = field(default_factory=list)
+    """From the outside in, the frames of the program and its libraries, and the first one within PyTorch."""
+    longest_stay: dict[int, int] = field(default_factory=dict)
+    """Of each code, through how many looks in a row one of its frames was there."""
+    codes: list[CodeType] = field(default_factory=list)
+    turns: dict[tuple[int, int], array[int]] = field(default_factory=dict)
+    """When each turn of a loop ended: of a code, by number, and of the instruction that its turns begin at."""
+    uncounted: set[tuple[int, int]] = field(default_factory=set)
+    """Loops whose turns were counted no further."""
+    entries: dict[int, array[int]] = field(default_factory=dict)
+    """When a code was entered, from when on it was counted; of those that were ever counted."""
+    began: int = 0
+    ended: int = 0
+
+
+class LoopWatch:
+    """Looks at one thread, and counts the turns of what stays there. Nothing of it runs in the program's own thread,
+    but for the callbacks of `sys.monitoring`."""
+
+    def __init__(
+        self,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        frame: Callable[[], FrameType | None] | None = None,
+    ) -> None:
+        """Of the thread that makes it, or of wherever `frame` finds."""
+        self.looks = Looks(began=clock())
+        self.fault = ""
+        self.meanwhile: Callable[[], object] | None = None
+        """Called in the looking thread, about once a second."""
+        self._clock = clock
+        thread = threading.get_ident()
+        self._frame = frame or (lambda: sys._current_frames().get(thread))
+        self._every = EVERY
+        self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
+        self._kinds: list[int] = []
+        self._chains: dict[tuple[Line, ...], int] = {}
+        self._last: dict[int, tuple[int, int]] = {}  # of each frame at the last look, its code and how long it stays
+        self._turned: Counter[tuple[int, int]] = Counter()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._counters = _Counters(self.looks, clock) if sys.version_info >= (3, 12) else None
+
+    def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
+        """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
+        if self._counters is not None:
+            self._counters.followed, self._counters.on_turn = loops, on_turn
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._look_on, name="keepbusy loops", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(1.0)
+        if self._counters is not None:
+            self._counters.end()
+        self.looks.ended = self._clock()
+
+    def forget(self) -> None:
+        """In a child that was forked: what is counted here is the parent's."""
+        self._stop.set()
+        self._thread = None
+        if self._counters is not None:
+            self._counters.end()
+
+    def _look_on(self) -> None:
+        try:
+            since = self._clock()
+            while not self._stop.wait(self._every / 1e9):
+                self.look()
+                if self.meanwhile is not None and self._clock() - since > 1_000_000_000:
+                    since = self._clock()
+                    self.meanwhile()
+        except Exception as error:  # it would be told on the program's standard error
+            self.fault = f"{type(error).__name__}: {error}"
+
+    def look(self) -> None:
+        """Note where the program is now."""
+        frame, now = self._frame(), self._clock()
+        chain: list[Line] = []
+        stays: dict[int, tuple[int, int]] = {}
+        while frame is not None:
+            code = self._number_of(frame.f_code)
+            kind = self._kinds[code]
+            if kind == OUTSIDE:
+                break
+            if kind == IMPORTING:
+                chain.clear()  # what a module does while it is imported is importing
+            if kind != HIDDEN or not chain:
+                chain.append(Line(code, frame.f_lineno or 0))
+            if kind not in (HIDDEN, IMPORTING):
+                before = self._last.get(id(frame))
+                stays[id(frame)] = (code, before[1] + 1 if before is not None and before[0] == code else 1)
+            frame = frame.f_back
+        self._last = stays
+        looks = self.looks
+        looks.times.append(now)
+        looks.chains.append(self._number_of_chain(tuple(chain[: -DEEPEST - 1 : -1])))
+        for code, count in stays.values():
+            looks.longest_stay[code] = max(count, looks.longest_stay.get(code, 0))
+            if count == STAYED and self._counters is not None:
+                self._counters.count(code, looks.codes[code])
+        if self._counters is not None:
+            self._counters.leave_hot_ones(self._every)
+        if len(looks.times) > KEPT_LOOKS:
+            del looks.times[1::2]
+            del looks.chains[1::2]
+            self._every *= 2
+
+    def _number_of(self, code: CodeType) -> int:
+        number = self._numbers.get(id(code))
+        if number is None:
+            number = self._numbers[id(code)] = len(self.looks.codes)
+            self.looks.codes.append(code)
+            self._kinds.append(IMPORTING if code.co_filename.startswith(IMPORT_SYSTEM) else kind_of(code.co_filename))
+        return number
+
+    def _number_of_chain(self, chain: tuple[Line, ...]) -> int:
+        number = self._chains.get(chain)
+        if number is None:
+            number = self._chains[chain] = len(self.looks.known_chains)
+            self.looks.known_chains.append(chain)
+        return number
+
+
+class _Counters:
+    """Turns and entries of chosen codes, by `sys.monitoring`."""
+
+    def __init__(self, looks: Looks, clock: Callable[[], int]) -> None:
+        self._looks, self._clock = looks, clock
+        self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
+        self._tool: int | None = None
+        self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
+        self.followed: frozenset[tuple[int, int]] = frozenset()
+        self.on_turn: Callable[[], object] | None = None
+        self._seen: dict[tuple[int, int], int] = {}
+
+    def count(self, number: int, code: CodeType) -> None:
+        if id(code) in self._counted or not self._has_place():
+            return
+        self._counted[id(code)] = number, code
+        self._looks.entries[number] = array("q")
+        events = self._api.events
+        self._api.set_local_events(self._tool, code, events.JUMP | events.PY_START)
+
+    def _has_place(self) -> bool:
+        if self._tool is None:
+            self._tool = next((one for one in (5, 4, 3, 2, 1, 0) if self._api.get_tool(one) is None), None)
+            if self._tool is None:
+                return False
+            self._api.use_tool_id(self._tool, "keepbusy loops")
+            self._api.register_callback(self._tool, self._api.events.JUMP, self._jumped)
+            self._api.register_callback(self._tool, self._api.events.PY_START, self._entered)
+        return True
+
+    def _jumped(self, code: CodeType, source: int, target: int) -> Any:
+        if target > source:
+            return self._api.DISABLE
+        loop = self._counted[id(code)][0], target
+        turns = self._looks.turns.get(loop)
+        if turns is None:
+            turns = self._looks.turns.setdefault(loop, array("q"))
+        if loop in self._looks.uncounted:
+            return self._api.DISABLE
+        turns.append(self._clock())
+        if self.on_turn is not None and loop in self.followed:
+            self.on_turn()
+        return None
+
+    def _entered(self, code: CodeType, _: int) -> Any:
+        number = self._counted[id(code)][0]
+        entries = self._looks.entries[number]
+        if len(entries) >= KEPT_TURNS:
+            return self._api.DISABLE
+        entries.append(self._clock())
+        return None
+
+    def leave_hot_ones(self, passed: int) -> None:
+        """At each look: loops that turn too often to be counted, or for too long to keep each turn."""
+        for loop, turns in list(self._looks.turns.items()):
+            count = len(turns)
+            if (count - self._seen.get(loop, 0)) * 1e9 > TOO_MANY * passed or count >= KEPT_TURNS:
+                self._looks.uncounted.add(loop)
+            self._seen[loop] = count
+
+    def end(self) -> None:
+        if self._tool is None:
+            return
+        tool, self._tool = self._tool, None
+        for _, code in self._counted.values():
+            self._api.set_local_events(tool, code, 0)
+        for event in (self._api.events.JUMP, self._api.events.PY_START):
+            self._api.register_callback(tool, event, None)
+        self._api.free_tool_id(tool)
+
+
+class SourceLoop(NamedTuple):
+    """A loop as it is written, its `else` left out, which is no part of its turns."""
+
+    first: int
+    last: int
+    iterates: bool  # a `for`, else a `while`
+
+
+class SourceLoops:
+    """The `for` and `while` loops of source files, by the function that holds them."""
+
+    def __init__(self, read: Callable[[str], str]) -> None:
+        """`read` gives the text of a file; OSError where there is none."""
+        self._read = read
+        self._files: dict[str, dict[int, list[SourceLoop]]] = {}
+        self._lines: dict[str, list[str]] = {}
+
+    def around(self, code: CodeType, line: int) -> list[SourceLoop]:
+        """The loops of this code that the line is in, from the outside in."""
+        loops = self._of(code.co_filename).get(_first_line(code), ())
+        return [loop for loop in loops if loop.first <= line <= loop.last]
+
+    def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
+        """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
+        while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
+            target += 2
+        iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")
+        found = [loop for loop in self.around(code, line_at(code, target)) if loop.iterates == iterates]
+        return found[-1] if found else None
+
+    def text(self, file: str, line: int) -> str:
+        self._of(file)
+        lines = self._lines.get(file, [])
+        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+    def _of(self, file: str) -> dict[int, list[SourceLoop]]:
+        if file not in self._files:
+            self._files[file] = {}
+            try:
+                text = self._read(file)
+                self._lines[file] = text.splitlines()
+                for owner, loop in _loops(ast.parse(text), 0):
+                    self._files[file].setdefault(owner, []).append(loop)
+            except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+                pass  # a file that went, or that was never one: its frames stand at their lines, without loops
+        return self._files[file]
+
+
+def _first_line(code: CodeType) -> int:
+    return 0 if code.co_name == "<module>" else code.co_firstlineno
+
+
+def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
+    """Loops, each with the first line of the function that it stands in (0: of the module), from the outside in."""
+    for child in ast.iter_child_nodes(node):
+        mine = owner
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            decorators = getattr(child, "decorator_list", [])
+            mine = min([child.lineno, *(one.lineno for one in decorators)])
+        elif isinstance(child, ast.For | ast.AsyncFor | ast.While):
+            last = child.body[-1].end_lineno or child.lineno
+            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While))
+        yield from _loops(child, mine)
+
+
+def line_at(code: CodeType, instruction: int) -> int:
+    """The line of an instruction."""
+    position = next(islice(code.co_positions(), instruction // 2, None), (None,))
+    return position[0] or code.co_firstlineno

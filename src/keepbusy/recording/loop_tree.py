@@ -1,0 +1,360 @@
+"""From looks and turns to the tree of a run: its loops, the lines beside them, and where each second went.
+
+Where a look found the program tells which loops it was in; each look counts for the time until the next one. So the
+tree sums to the run whatever the program did, and turns, where they were counted, only divide what is in it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.instrument.lines import USER, kind_of, shown
+from keepbusy.instrument.loops import IMPORT_SYSTEM, STAYED, Line, Looks, SourceLoop, SourceLoops
+from keepbusy.recording.plain_steps import rhythm_of
+from keepbusy.recording.step_clock import stalled, warm_up
+from keepbusy.timeline.model import NONE, Ints
+from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
+
+SURELY_STAYED = 25
+"""Looks in a row, where entries cannot be counted: before Python 3.12 a new frame may lie where an old one lay."""
+WORTH_A_PART = 0.005
+"""Of the run: a shorter loop stands among the lines of what it is in."""
+WORTH_TELLING = 0.02
+"""Of a loop: what its slow turns take longer."""
+KEPT_LINES = 8
+
+BusyUntil = Callable[[Ints], npt.NDArray[np.float64]]
+"""How long the GPU has been at work until each of these moments."""
+
+
+def tree_of(looks: Looks, busy_until: BusyUntil | None = None, source: str = "") -> Part:
+    """`source`: what the run is called."""
+    return _Tree(looks, busy_until, source).root()
+
+
+class BusyLoop(NamedTuple):
+    """A loop that could be looked at closely: the jumps that end its turns, and what is known of it so far."""
+
+    jumps: frozenset[tuple[int, int]]
+    place: str
+    time: int
+    waits: int
+    ends: Ints
+
+
+def innermost_loops(looks: Looks, busy_until: BusyUntil | None) -> list[BusyLoop]:
+    """Loops that turn, each without those within it, the one in which the GPU waits longest first."""
+    tree = _Tree(looks, busy_until, "")
+    found: list[BusyLoop] = []
+
+    def visit(node: _Node) -> None:
+        for child in node.children.values():
+            visit(child)
+        if node.loop is None:
+            return
+        own = [chain for chain, _ in node.chains]
+        time, busy = int(tree.time_of[own].sum()), tree._busy(own)
+        ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        jumps = frozenset(
+            (code, target)
+            for code, target in list(looks.turns)
+            if code == node.code and tree.sources.of_jump(looks.codes[code], target) == node.loop
+        )
+        if jumps and not jumps & looks.uncounted:
+            place = tree._written(node.leads_here or Line(node.code, node.loop.first))
+            found.append(BusyLoop(jumps, place, time, time if busy == NONE else max(0, time - busy), ends))
+
+    root = _Node()
+    for chain, lines in enumerate(looks.known_chains):
+        if tree.time_of[chain] > 0:
+            tree._place(root, chain, lines)
+    visit(root)
+    return sorted(found, key=lambda one: -one.waits)
+
+
+@dataclass(eq=False)
+class _Node:
+    """A loop, or the run itself, while the tree is built."""
+
+    code: int = NONE
+    loop: SourceLoop | None = None
+    leads_here: Line | None = None  # the user's line that leads to a library's loop
+    children: dict[tuple[int, int], _Node] = field(default_factory=dict)
+    chains: list[tuple[int, Line]] = field(default_factory=list)  # looks in no inner loop: their chain, and its line
+
+    def all_chains(self) -> list[int]:
+        """Of all looks within."""
+        mine = [chain for chain, _ in self.chains]
+        for child in self.children.values():
+            mine += child.all_chains()
+        return mine
+
+
+class _Tree:
+    def __init__(self, looks: Looks, busy_until: BusyUntil | None, source: str) -> None:
+        self.looks, self.name = looks, source
+        self.times = np.array(looks.times, np.int64)
+        self.chain = np.array(looks.chains, np.int64)
+        edges = np.concatenate([[looks.began], self.times[1:], [max(looks.ended, *self.times[-1:], looks.began)]])
+        self.weight = np.diff(edges) if len(self.times) else np.zeros(0, np.int64)
+        self.has_busy = busy_until is not None
+        self.busy = np.diff(busy_until(edges)) if busy_until is not None and len(self.times) else self.weight * 0.0
+        count = len(looks.known_chains)
+        self.time_of = np.bincount(self.chain, self.weight, count)
+        self.busy_of = np.bincount(self.chain, self.busy, count)
+        self.first_of = np.full(count, np.iinfo(np.int64).max)
+        np.minimum.at(self.first_of, self.chain, edges[:-1])
+        self.sources = SourceLoops(lambda file: Path(file).read_text(encoding="utf-8"))
+        self.staying = self._staying()
+        self.turns = self._turns()
+        self.whole = max(1, int(self.weight.sum()))
+
+    def _staying(self) -> set[int]:
+        """Codes whose frames last through several looks: only these hold loops of the run."""
+        within: defaultdict[int, float] = defaultdict(float)
+        for chain, lines in enumerate(self.looks.known_chains):
+            for code in {line.code for line in lines}:
+                within[code] += self.time_of[chain]
+        look = float(np.median(self.weight)) if len(self.weight) else 0.0
+        found = set()
+        for code, longest in self.looks.longest_stay.items():
+            entered = self.looks.entries.get(code)
+            if (longest >= SURELY_STAYED) if entered is None else (within[code] >= STAYED * look * (len(entered) + 1)):
+                found.add(code)
+        return found
+
+    def _turns(self) -> dict[tuple[int, int], Ints]:
+        """Of each loop, by its code and first line, when its turns ended."""
+        found: dict[tuple[int, int], list[Ints]] = {}
+        for (code, target), ends in list(self.looks.turns.items()):
+            loop = self.sources.of_jump(self.looks.codes[code], target)
+            if loop is not None:
+                found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
+        return {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
+
+    def root(self) -> Part:
+        root = _Node()
+        for chain, lines in enumerate(self.looks.known_chains):
+            if self.time_of[chain] > 0:
+                self._place(root, chain, lines)
+        self._fold(root)
+        beside = self._beside(root)
+        loops = [self._part(child, root) for child in root.children.values()]
+        return Part(
+            RUN,
+            source=self.name,
+            time=self.whole,
+            busy=round(float(self.busy.sum())) if self.has_busy else NONE,
+            turns=1,
+            turn=self.whole,
+            parts=tuple(sorted([*beside, *loops], key=lambda part: part.began)),
+        )
+
+    def _place(self, root: _Node, chain: int, lines: Sequence[Line]) -> None:
+        """Down to the innermost loop that this chain is in."""
+        node, deepest, leads_here = root, None, None
+        for line in lines:
+            code = self.looks.codes[line.code]
+            is_user = kind_of(code.co_filename) == USER
+            if line.code in self.staying:
+                for loop in self.sources.around(code, line.line):
+                    node = node.children.setdefault(
+                        (line.code, loop.first), _Node(line.code, loop, None if is_user else leads_here)
+                    )
+                deepest = line
+            if is_user:
+                leads_here = line
+        users = [line for line in lines if kind_of(self.looks.codes[line.code].co_filename) == USER]
+        if deepest is None or kind_of(self.looks.codes[deepest.code].co_filename) != USER:
+            deepest = users[-1] if users else deepest or (lines[0] if lines else Line(NONE, 0))
+        node.chains.append((chain, deepest))
+
+    def _fold(self, node: _Node) -> None:
+        """Loops that hardly matter stand among the lines of what they are in."""
+        for key, child in list(node.children.items()):
+            self._fold(child)
+            time = sum(self.time_of[chain] for chain in child.all_chains())
+            turns = self.turns.get(key)
+            alone = turns is not None and len(turns) < 2 and not child.children
+            if time < WORTH_A_PART * self.whole or alone:
+                del node.children[key]
+                node.chains += child.chains
+                for inner, grandchild in child.children.items():
+                    node.children.setdefault(inner, grandchild)
+
+    def _beside(self, root: _Node) -> list[Part]:
+        """What the run does beside its loops, line by line; importing and waking the GPU under their own names."""
+        groups: defaultdict[tuple[str, Line], list[int]] = defaultdict(list)
+        for chain, line in root.chains:
+            kind = self._kind(chain)
+            groups[kind, line if kind == LINE else Line(NONE, 0)].append(chain)
+        parts = []
+        for (kind, line), chains in groups.items():
+            time = round(float(self.time_of[chains].sum()))
+            parts.append(
+                Part(
+                    kind,
+                    place=self._written(line) if kind == LINE else "",
+                    source=self._text(line) if kind == LINE else "",
+                    began=int(self.first_of[chains].min()) - self.looks.began,
+                    time=time,
+                    busy=self._busy(chains),
+                    turns=1,
+                    turn=time,
+                    lines=self._lines([(chain, one) for chain, one in root.chains if chain in set(chains)])
+                    if kind != LINE
+                    else (),
+                )
+            )
+        return parts
+
+    def _kind(self, chain: int) -> str:
+        codes = [self.looks.codes[line.code] for line in self.looks.known_chains[chain]]
+        if any(code.co_filename.startswith(IMPORT_SYSTEM) for code in codes):
+            return IMPORTS
+        return FIRST_USE if any(code.co_name == "_lazy_init" for code in codes) else LINE
+
+    def _part(self, node: _Node, above: _Node) -> Part:
+        assert node.loop is not None  # only the root has none
+        chains = node.all_chains()
+        code = self.looks.codes[node.code]
+        own = Line(node.code, node.loop.first)
+        place = node.leads_here or own
+        time = round(float(self.time_of[chains].sum()))
+        ends = self.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        count = len(ends) if node.loop.iterates else self._turns_of_while(node, above, ends)
+        part = Part(
+            LOOP,
+            place=self._written(place),
+            source=self._text(place),
+            function=f"{shown(code.co_filename)}:{own.line} in {code.co_name}" if node.leads_here else code.co_name,
+            began=int(self.first_of[chains].min()) - self.looks.began,
+            time=time,
+            busy=self._busy(chains),
+            turns=count,
+            at_least=any(
+                self.looks.codes[one] is code and self.sources.of_jump(code, target) == node.loop
+                for one, target in self.looks.uncounted
+            ),
+            turn=time // count if count else NONE,
+            lines=self._lines(self._lines_within(node)),
+            parts=tuple(
+                sorted((self._part(child, node) for child in node.children.values()), key=lambda one: one.began)
+            ),
+        )
+        return self._with_turns(part, node, above, ends) if len(ends) >= 4 else part
+
+    def _with_turns(self, part: Part, node: _Node, above: _Node, ends: Ints) -> Part:
+        """How its turns vary: only between two that ended in a row, with nothing in between but the loop itself."""
+        began, over = self._in_a_row(node, above, ends)
+        took = over - began
+        if len(took) < 4:
+            return part
+        cold = warm_up(took)
+        rest = took[cold:]
+        low, high = np.percentile(rest, [20, 80])
+        usual = int(np.median(rest))
+        slow, near = stalled(rest)
+        told = None
+        longer = (rest - near)[slow]
+        if longer.sum() >= WORTH_TELLING * part.time:
+            rhythm = rhythm_of(np.flatnonzero(slow), np.arange(len(rest)))
+            told = SlowTurns(
+                count=int(slow.sum()),
+                every=rhythm.every or len(rest) / int(slow.sum()),
+                regular=rhythm.regular,
+                longer=int(np.median(longer)),
+                total=int(longer.sum()),
+                place=self._where_slow(node, began[cold:], over[cold:], slow),
+            )
+        first = int(began[0]) - self.looks.began - part.began  # the turn that was under way when counting began
+        cold_time = max(0, first - usual) + int(took[:cold].sum()) - cold * usual
+        return Part(
+            **{
+                **{name: getattr(part, name) for name in Part.__dataclass_fields__},
+                "low": round(float(low)),
+                "high": round(float(high)),
+                "warm_up": cold + (first > 2 * usual),
+                "warm_up_time": max(0, cold_time) if cold or first > 2 * usual else 0,
+                "slow": told,
+            }
+        )
+
+    def _turns_of_while(self, node: _Node, above: _Node, ends: Ints) -> int:
+        """The last turn of a `while` does not jump back."""
+        return len(ends) + len(np.unique(np.searchsorted(self._begun_anew(node, above), ends)))
+
+    def _begun_anew(self, node: _Node, above: _Node) -> Ints:
+        """When the loop may have begun from the start: its function was entered, or the loop around it turned."""
+        times = [np.array(self.looks.entries.get(node.code, array("q"))[:], np.int64)]
+        if above.loop is not None and above.code == node.code:
+            times.append(self.turns.get((above.code, above.loop.first), np.zeros(0, np.int64)))
+        return np.sort(np.concatenate(times))
+
+    def _in_a_row(self, node: _Node, above: _Node, ends: Ints) -> tuple[Ints, Ints]:
+        breaks, begun, ended = self._begun_anew(node, above), ends[:-1], ends[1:]
+        whole = np.searchsorted(breaks, begun) == np.searchsorted(breaks, ended)
+        return begun[whole], ended[whole]
+
+    def _where_slow(self, node: _Node, began: Ints, over: Ints, slow: npt.NDArray[np.bool_]) -> str:
+        """The line on which slow turns spend most beyond what the others do."""
+        spent: dict[bool, defaultdict[Line, float]] = {True: defaultdict(float), False: defaultdict(float)}
+        line_of = dict(self._lines_within(node))
+        turn = np.searchsorted(over, self.times)
+        inside = (turn < len(over)) & (self.times >= began[np.minimum(turn, len(over) - 1)])
+        for look in np.flatnonzero(inside).tolist():
+            line = line_of.get(int(self.chain[look]))
+            if line is not None:
+                spent[bool(slow[turn[look]])][line] += float(self.weight[look])
+        count = max(1, int(slow.sum())), max(1, int((~slow).sum()))
+        extra = {line: time / count[0] - spent[False].get(line, 0.0) / count[1] for line, time in spent[True].items()}
+        return self._written(max(extra, key=lambda line: extra[line])) if extra else ""
+
+    def _lines_within(self, node: _Node) -> list[tuple[int, Line]]:
+        """Of each look in this loop, the line of the loop's own turn that it stood at, whatever loops are within."""
+        found = []
+        for chain in node.all_chains():
+            lines = self.looks.known_chains[chain]
+            at = next((index for index, line in enumerate(lines) if line.code == node.code), len(lines) - 1)
+            deeper = [line for line in lines[at:] if kind_of(self.looks.codes[line.code].co_filename) == USER]
+            found.append((chain, deeper[0] if deeper and node.leads_here else lines[at]))
+        return found
+
+    def _lines(self, placed: Sequence[tuple[int, Line]]) -> tuple[LineTime, ...]:
+        groups: defaultdict[Line, list[int]] = defaultdict(list)
+        for chain, line in placed:
+            groups[line].append(chain)
+        found = []
+        for line, chains in groups.items():
+            time, busy = round(float(self.time_of[chains].sum())), self._busy(chains)
+            idle = NONE if busy == NONE else max(0, time - busy)
+            found.append(LineTime(self._written(line), time, idle, self._called(line, chains)))
+        return tuple(sorted(found, key=lambda one: -one.time)[:KEPT_LINES])
+
+    def _called(self, line: Line, chains: Sequence[int]) -> str:
+        """What most of the time at this line was spent in."""
+        inside: defaultdict[str, float] = defaultdict(float)
+        for chain in chains:
+            lines = self.looks.known_chains[chain]
+            at = lines.index(line) if line in lines else len(lines)
+            inside[self.looks.codes[lines[at + 1].code].co_name if at + 1 < len(lines) else ""] += self.time_of[chain]
+        return max(inside, key=lambda name: inside[name], default="")
+
+    def _busy(self, chains: Sequence[int]) -> int:
+        return round(float(self.busy_of[list(chains)].sum())) if self.has_busy else NONE
+
+    def _written(self, line: Line) -> str:
+        if line.code == NONE:
+            return ""
+        return f"{shown(self.looks.codes[line.code].co_filename)}:{line.line}"
+
+    def _text(self, line: Line) -> str:
+        return self.sources.text(self.looks.codes[line.code].co_filename, line.line) if line.code != NONE else ""

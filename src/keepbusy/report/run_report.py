@@ -1,0 +1,251 @@
+"""The whole run on a few lines: what it took, its tree of loops, and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix
+from keepbusy.report import words
+from keepbusy.report.paper import FAINT, STRONG, line
+from keepbusy.report.words import duration, share, tame
+from keepbusy.timeline.model import NONE
+from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part
+
+PLACE, GAIN, CODE = "cyan", "bold green", "bold"
+WORTH_A_LINE = 0.02
+"""Of the run: parts that take less stand together in one line."""
+MOST_PARTS = 12
+_NAMES = {IMPORTS: "imports", FIRST_USE: "first use of the GPU"}
+
+
+def headline(run: Part) -> str:
+    """`26.1 s, of which the GPU computed 4.3 s (16%)`."""
+    if run.busy == NONE:
+        return f"The run took {duration(run.time)}."
+    return f"The run took {duration(run.time)}, and the GPU was at work for {duration(run.busy)} of it ({share(run.busy, run.time)})."
+
+
+def tree(run: Part, width: int) -> Iterator[RenderableType]:
+    """Start-up in one line, then every part that matters in the order of the run."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=justify != "left", overflow="fold")
+    first_loop = min((part.began for part in run.parts if part.kind == LOOP), default=run.time)
+    start = [part for part in run.parts if part.kind != LOOP and part.began < first_loop]
+    rest = [part for part in run.parts if part not in start]
+    if start:
+        table.add_row("start-up", "", duration(sum(part.time for part in start), run.time), Text(_named(start), FAINT))
+    small = [part for part in rest if part.time < WORTH_A_LINE * run.time]
+    for part in [part for part in rest if part not in small][:MOST_PARTS]:
+        _rows(table, part, run, 0, width)
+    if small:
+        table.add_row("the rest", "", duration(sum(part.time for part in small), run.time), Text(_named(small), FAINT))
+    yield table
+
+
+def _named(parts: Sequence[Part]) -> str:
+    """`imports 5.1 s, first use of the GPU 2.2 s, train.py:31 0.4 s`."""
+    ordered = sorted(parts, key=lambda part: -part.time)[:3]
+    return ", ".join(f"{_NAMES.get(part.kind) or _short(part.place)} {duration(part.time)}" for part in ordered)
+
+
+def _rows(table: Table, part: Part, run: Part, depth: int, width: int) -> None:
+    turns = f"×{part.turns:,}{'+' if part.at_least else ''}" if part.turns and part.kind == LOOP else ""
+    place = Text.assemble("  " * depth, (_short(part.place), PLACE), "  ", tame(_heading(part), max(12, width // 3)))
+    table.add_row(place, turns, duration(part.time, run.time), _about(part))
+    for more in _sentences(part):
+        table.add_row("", "", "", Text(more, FAINT))
+    for inner in part.parts:
+        if inner.time >= WORTH_A_LINE * run.time:
+            _rows(table, inner, run, depth + 1, width)
+
+
+def _heading(part: Part) -> str:
+    """The line's own text; of a loop that a library holds, where that is."""
+    held = f"  in {part.function}" if part.kind == LOOP and ":" in part.function else ""
+    return f"{part.source.removesuffix(':')}{held}"
+
+
+def _about(part: Part) -> str:
+    found = []
+    if part.kind == LOOP and part.turn != NONE:
+        among = f" ({words.span_of(part.low, part.high, part.turn)})" if part.low != NONE else ""
+        found.append(f"{duration(part.turn)} a turn{among}")
+    if part.busy != NONE:
+        found.append(f"GPU at work {share(part.busy, part.time)}")
+    return ", ".join(found)
+
+
+def _sentences(part: Part) -> Iterator[str]:
+    if part.kind != LOOP:
+        return
+    if part.slow is not None:
+        slow = part.slow
+        often = (
+            f"every {_ordinal(round(slow.every))} turn" if slow.regular and slow.every >= 1.5 else f"{slow.count} turns"
+        )
+        verb = "takes" if often.startswith("every") else "take"
+        yield f"{often} {verb} {duration(slow.longer)} longer{f', at {_short(slow.place)}' if slow.place else ''}"
+    if part.warm_up_time > WORTH_A_LINE * part.time:
+        yield (
+            f"warm-up: {duration(part.warm_up_time)} more in the first {part.warm_up} turns"
+            if part.warm_up > 1
+            else (f"warm-up: {duration(part.warm_up_time)} more in the first turn")
+        )
+    idle = [one for one in part.lines if one.idle > 0.1 * part.time]
+    if idle and not part.parts:
+        most = max(idle, key=lambda one: one.idle)
+        call = f" (in {tame(most.call, 30)})" if most.call else ""
+        yield f"the GPU had nothing to do for {duration(most.idle)} while the host was at {_short(most.place)}{call}"
+
+
+def _ordinal(number: int) -> str:
+    named = {1: "", 2: "second", 3: "third", 4: "fourth", 5: "fifth"}
+    return named.get(number) or f"{number}th"
+
+
+def _short(place: str) -> str:
+    return words.tame(place if len(place) <= 36 else f"…{place[-35:]}", 40)
+
+
+def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """What to do first, what then, and where the run stands after each."""
+    if not diagnosis.plan:
+        return
+    yield line(("What to do", STRONG))
+    step, saved = diagnosis.plain_step, 0
+    for number, one in enumerate(diagnosis.plan, 1):
+        places = ", ".join(words.spot(place, 48) for place in one.where[:2])
+        more = f" and {len(one.where) - 2} more" if len(one.where) > 2 else ""
+        before, saved = saved, saved + saved_of_run(diagnosis, one)
+        whole = words.transition(*_run(diagnosis, before, saved)) if diagnosis.run is not None and saved else ""
+        after = Text.assemble(
+            (f"{words.transition(step, one.predicted.step)} a step", GAIN),
+            (f" ({words.span_of(one.predicted.low, one.predicted.high, step)})", FAINT),
+            (f" · the run {whole}" if whole else "", GAIN),
+        )
+        where = (" at ", (f"{places}{more}", PLACE)) if places else ()
+        yield line(f"{number}  ", (one.fix, STRONG), *where, "   ", *_pieces(after))
+        if one.run_gain != NONE:
+            yield line((tame(one.advice), FAINT), indent=3)
+        if one.needs:
+            needed = words.listing([tame(other, 70) for other in dict.fromkeys(one.needs)])
+            alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
+            yield line((f"{alone}it goes together with {needed}", FAINT), indent=3)
+        if one.instead:
+            yield line((f"or {tame(one.instead[0], 60)} instead: either of the two", FAINT), indent=3)
+        step = one.predicted.step
+
+
+def _pieces(text: Text) -> list[tuple[str, str] | str]:
+    return [(text.plain[span.start : span.end], str(span.style)) for span in text.spans]
+
+
+def _run(diagnosis: Diagnosis, *saved: int) -> tuple[int, int]:
+    whole = diagnosis.run.time if diagnosis.run is not None else 0
+    before, after = (max(0, whole - one) for one in saved)
+    return before, after
+
+
+def saved_of_run(diagnosis: Diagnosis, one: PlannedFix) -> int:
+    """What a fix saves the whole run: known of itself, or what it gains in each step so many times."""
+    return one.run_gain if one.run_gain != NONE else one.gain * steps_of_run(diagnosis)
+
+
+def steps_of_run(diagnosis: Diagnosis) -> int:
+    """How many steps the whole run took: what a fix gains in each it gains so many times."""
+    runs = [diagnosis.plain_runs[rank] for rank in diagnosis.ranks if rank in diagnosis.plain_runs]
+    return runs[0].steps + runs[0].warm_up if runs else 0
+
+
+def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Other loops that were looked at: what a turn of each takes, why the GPU waits in it, and what to do."""
+    for one in diagnosis.loops:
+        inner = one.diagnosis
+        often = f", {one.turns:,} of them" if one.turns else ""
+        computing = share(inner.ledger.get(COMPUTING, 0), inner.plain_step)
+        yield line(
+            ("The loop at ", STRONG), (_short(one.place), PLACE), f": a turn takes {duration(inner.plain_step)}{often}; ",
+            f"the GPU computes {computing} of it."
+        )  # fmt: skip
+        yield from plan(inner)
+        if not inner.plan:
+            yield line("Nothing to gain there.", indent=3)
+        yield line("")
+
+
+def planned(diagnosis: Diagnosis) -> list[dict[str, object]]:
+    """The plan as JSON: `step` in milliseconds, `run` in seconds, each as it stands after this fix and all before it."""
+    rows, saved = list[dict[str, object]](), 0
+    for one in diagnosis.plan:
+        saved += saved_of_run(diagnosis, one)
+        rows.append(_planned(diagnosis, one, saved))
+    return rows
+
+
+def _planned(diagnosis: Diagnosis, one: PlannedFix, saved: int) -> dict[str, object]:
+    known = diagnosis.run is not None and (steps_of_run(diagnosis) or one.run_gain != NONE)
+    run = round(_run(diagnosis, 0, saved)[1] / 1e9, 3) if known else None
+    return {
+        "fix": one.fix,
+        "where": [str(place) for place in one.where],
+        "causes": list(one.causes),
+        "gain": round(one.gain / 1e6, 6),
+        "step": round(one.predicted.step / 1e6, 6),
+        "low": round(one.predicted.low / 1e6, 6),
+        "high": round(one.predicted.high / 1e6, 6),
+        "run": run,
+        "alone": round(one.alone / 1e6, 6),
+        "needs": list(one.needs),
+        "instead": list(one.instead),
+        "remedy": one.api,
+    }
+
+
+def run_as_json(run: Part | None) -> dict[str, object] | None:
+    """The tree: times in seconds, of a turn in milliseconds."""
+    if run is None:
+        return None
+    return {
+        "kind": run.kind,
+        "where": run.place,
+        "source": run.source,
+        "function": run.function,
+        "began": round(run.began / 1e9, 6),
+        "time": round(run.time / 1e9, 6),
+        "busy": None if run.busy == NONE else round(run.busy / 1e9, 6),
+        "turns": run.turns or None,
+        "at_least": run.at_least,
+        "turn": _milliseconds(run.turn),
+        "low": _milliseconds(run.low),
+        "high": _milliseconds(run.high),
+        "warm_up": {"turns": run.warm_up, "time": round(run.warm_up_time / 1e9, 6)},
+        "slow": None
+        if run.slow is None
+        else {
+            "count": run.slow.count,
+            "every": run.slow.every,
+            "regular": run.slow.regular,
+            "longer": _milliseconds(run.slow.longer),
+            "total": round(run.slow.total / 1e9, 6),
+            "where": run.slow.place,
+        },
+        "lines": [
+            {
+                "where": one.place,
+                "time": round(one.time / 1e9, 6),
+                "idle": None if one.idle == NONE else round(one.idle / 1e9, 6),
+                "call": one.call,
+            }
+            for one in run.lines
+        ],
+        "parts": [run_as_json(part) for part in run.parts],
+    }
+
+
+def _milliseconds(time: int) -> float | None:
+    return None if time == NONE else round(time / 1e6, 6)

@@ -1,0 +1,129 @@
+"""Whose a frame is and what it does in a program, told once, by the producer, from the names that PyTorch gives.
+
+These names are the profiler's, and a virtual run writes the same ones. They become the columns `owner` and `role` of
+`Frames`, so that nobody who explains a timeline has to know them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from enum import IntEnum, IntFlag
+
+import numpy as np
+
+from keepbusy.timeline.table import Ints
+
+
+class Owner(IntEnum):
+    """Whose code a frame is. Of operators and annotations nobody can tell."""
+
+    UNKNOWN = 0
+    USER = 1
+    LIBRARY = 2
+    TORCH = 3
+    TOOL = 4
+
+
+class Role(IntFlag):
+    """What a frame does; several may hold."""
+
+    NONE = 0
+    STEP = 1  # a step of the program, or of its optimizer, begins with it
+    OPTIMIZER = 2
+    LOADER = 4  # the next batch is taken
+    LOADER_WORKERS = 8  # from a loader whose workers are processes
+    MODULE = 16
+    BACKWARD = 32  # a node of autograd's graph
+    READS = 64  # an operator that reads values of the device, or their number
+    READS_SCALAR = 128  # of these, one that reads a single value
+    MAKES = 256  # an operator that draws or fills
+    SHAPES = 512  # an operator that changes values or their form one by one, as it goes with what was drawn
+    MOVES = 1024  # an operator that may copy between host and device
+    MESSAGE = 2048  # a send to one other rank, or its receive
+    INTERNAL = 4096  # an annotation that PyTorch makes for itself: no place of the user's
+
+
+STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
+"""What marks steps, the surest first."""
+OWN_STEP, PROFILER_STEP, OPTIMIZER_STEP = STEP_MARKS
+
+_SCALARS = ("item", "_local_scalar_dense", "is_nonzero")
+_BEGINNINGS = (
+    (STEP_MARKS, Role.STEP),
+    (("Optimizer.",), Role.OPTIMIZER),
+    (("enumerate(DataLoader)",), Role.LOADER),
+    (("enumerate(DataLoader)#_MultiProcessing",), Role.LOADER_WORKERS),
+    (("nn.Module",), Role.MODULE),
+    (("autograd::",), Role.BACKWARD | Role.INTERNAL),
+    (("nccl:send", "nccl:recv"), Role.MESSAGE),
+    (("nccl:", "DistributedDataParallel."), Role.INTERNAL),
+)
+_OPERATORS = (
+    (_SCALARS, Role.READS | Role.READS_SCALAR),
+    (("nonzero", "equal", "unique2", "_unique2"), Role.READS),
+    (("_to_copy", "copy_"), Role.MOVES),
+)
+_MAKES = re.compile(
+    r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
+    r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
+)
+_SHAPES = re.compile(
+    r"(mul|add|sub|div|neg|clamp|pow|sqrt|rsqrt|exp|log|sin|cos|abs|sigmoid|tanh|where|lt|gt|le|ge|eq|ne"
+    r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
+    r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
+)
+_ATEN = "aten::"
+
+_LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
+_ELSEWHERE = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
+_TORCH = "torch"
+_TOOL = "keepbusy"
+_LIBRARIES = re.compile(
+    r"torchvision|torchaudio|torchdata|torchmetrics|triton|numpy|transformers|accelerate|datasets|tokenizers|peft"
+    r"|diffusers|lightning|pytorch_lightning|lightning_fabric|deepspeed|megatron|composer|timm|fairscale|apex|xformers"
+    r"|flash_attn|einops|PIL|cv2|tqdm|wandb|sklearn|scipy|pandas|ignite|torchtnt|torch_geometric"
+)
+
+
+def source_line(name: str) -> tuple[str, int, str] | None:
+    """File, line and function of a frame called as Kineto calls Python's: `train.py(41): main`."""
+    found = _LINE.match(name)
+    return (found["file"], int(found["line"]), found["function"]) if found else None
+
+
+def owner_of_file(file: str) -> Owner:
+    """By where it lies, as Kineto shows it: below site-packages from the package on."""
+    top = file.split("/", 1)[0].removesuffix(".py")
+    if top in (_TORCH, _TOOL):
+        return Owner.TORCH if top == _TORCH else Owner.TOOL
+    foreign = _ELSEWHERE.search(file) or _LIBRARIES.fullmatch(top) or top in sys.stdlib_module_names
+    return Owner.LIBRARY if foreign else Owner.USER
+
+
+def roles_of(names: Sequence[str]) -> tuple[Ints, Ints]:
+    """Of each name, whose a frame so called is, and what it does."""
+    return (
+        np.array([_owner(name) for name in names], np.int64),
+        np.array([_role(name) for name in names], np.int64),
+    )
+
+
+def _owner(name: str) -> Owner:
+    line = source_line(name) if "): " in name else None
+    return owner_of_file(line[0]) if line else Owner.UNKNOWN
+
+
+def _role(name: str) -> int:
+    role = 0
+    if name.startswith(_ATEN):
+        operator = name.removeprefix(_ATEN)
+        for operators, one in _OPERATORS:
+            role |= one if operator in operators else 0
+        role |= Role.MAKES if _MAKES.match(operator) else 0
+        role |= Role.SHAPES if _SHAPES.match(operator) else 0
+    else:
+        for beginnings, one in _BEGINNINGS:
+            role |= one if name.startswith(beginnings) else 0
+    return int(role)

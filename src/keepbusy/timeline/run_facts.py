@@ -1,0 +1,76 @@
+"""What is known of a run as a whole, beside its spans: where it ran, what was recorded of it and what was not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from keepbusy.timeline.loader import LoaderUse
+from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.typed_json import typed
+
+STALL, DRIFT, LOOP = "stall", "drift", "loop"
+
+
+@dataclass(frozen=True)
+class WindowReason:
+    """Why a further window of a run was recorded."""
+
+    why: str  # STALL: one was foreseen; DRIFT: steps have changed for good; LOOP: another loop
+    step: int | None = None  # of a stall: in which it was foreseen
+    stall: RareStall | None = None
+    began: int | None = None  # of a drift: since which step
+    place: str = ""  # of a loop: where it stands
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Of a run, or of one window of it. Times are nanoseconds."""
+
+    source: str = ""  # the script or the trace, as the user named it
+    sources: tuple[str, ...] = ()  # of ranks that came from several files
+    device: str = ""
+    torch: str = ""
+    groups: Mapping[int, int] = field(default_factory=dict)  # of each group of ranks: how many belong to it
+    pending_limit: int | None = None  # commands that may be pending on a stream before a launch blocks
+    virtual: bool = False
+    values: bool = True  # whether a virtual run computed anything
+    modelled: bool = False  # whether the host's time was modelled
+    stacks: bool = True  # whether lines were recorded
+    skipped: int = 0  # events that could not be read
+    recorded: tuple[int, ...] | None = None  # of a live recording: the number of the step that each mark ends
+    plain_step: int | None = None  # what a step takes without the recorder
+    plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # of each rank, what marks told of the whole run
+    run: Part | None = None  # its tree of loops, where it was watched
+    loaders: tuple[LoaderUse, ...] = ()  # that it used, the one that it waited for longest first
+    reason: WindowReason | None = None  # of a further window
+    notes: tuple[str, ...] = ()  # what the recorder has to say itself
+    marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
+    left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
+    left_out_time: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Only what differs from what is assumed of every run."""
+        usual = RunFacts()
+        said = {one.name for one in fields(self) if getattr(self, one.name) != getattr(usual, one.name)}
+        return {name: value for name, value in asdict(self).items() if name in said}
+
+    @classmethod
+    def of_json(cls, value: object, rank: int = 0) -> RunFacts:
+        """What `as_json` gave, also by older versions; `rank` is whose plain run those meant. Else ValueError."""
+        if not isinstance(value, dict):
+            raise ValueError("its facts are no object")
+        return typed(cls, _renamed(value, rank), "facts")
+
+
+def _renamed(old: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Facts as they were written before they had types: `marks`, `marks_of_ranks`, `why` and `about`."""
+    new = dict(old)
+    if marks := {str(rank): old.get("marks"), **(old.get("marks_of_ranks") or {})}:
+        known = {number: run for number, run in marks.items() if PlainRun.of_fact(run) is not None}
+        new.setdefault("plain_runs", known)
+    if "why" in old:
+        new.setdefault("reason", {**old.get("about", {}), "why": old["why"]})
+    return new

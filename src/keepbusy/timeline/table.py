@@ -1,0 +1,60 @@
+"""Columns of equal length: what a timeline is made of, in place of an object a span."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+NONE = -1
+"""No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+
+
+class Table:
+    """Columns of equal length. Subclasses are frozen dataclasses whose fields are numpy arrays."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            column = np.ascontiguousarray(getattr(self, one.name), dtype=one.metadata["dtype"])
+            if column.flags.writeable:
+                column = column.view()
+                column.flags.writeable = False
+            object.__setattr__(self, one.name, column)
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+    def take(self, rows: npt.NDArray[Any]) -> Self:
+        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+
+    def change(self, **columns: npt.NDArray[Any]) -> Self:
+        return replace(self, **columns)  # type: ignore[type-var]
+
+    @classmethod
+    def concatenate(cls, parts: list[Self]) -> Self:
+        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    @classmethod
+    def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
+        """A table of `length` rows; columns that are not given hold their default."""
+        filled = {}
+        for one in fields(cls):  # type: ignore[arg-type]
+            value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
+            filled[one.name] = np.full(length, value) if value.ndim == 0 else value
+        if columns:
+            raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
+        return cls(**filled)
+
+
+def column(dtype: type, fill: int = 0) -> Any:
+    """A column of a `Table`: its type, and what stands where nothing was given."""
+    return field(metadata={"dtype": dtype, "fill": fill})

@@ -1,0 +1,112 @@
+"""What Kineto writes into a trace, and what CUDA and HIP call their functions: all such names stand here.
+
+Read in Kineto's sources: output_json.cpp writes the rows and copies the facts of a collective from
+`record_param_comms` to its kernel; CuptiActivity.h names the arguments of kernels, copies, syncs and events;
+RoctracerActivity_inl.h those of AMD, whose runtime rows name streams by address. The arguments of collectives come from
+saveNcclMeta of PyTorch's profiler. Names of steps, operators and Python lines, which virtual runs write too, stand in
+`timeline.frame_roles`.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+
+from keepbusy.timeline.model import Direction
+
+
+class Category(IntEnum):
+    """Kineto's `cat`, of the complete events (`ph: X`) that say something about who waits for whom."""
+
+    KERNEL = 0  # kernel
+    COPY = 1  # gpu_memcpy
+    FILL = 2  # gpu_memset
+    RUNTIME = 3  # cuda_runtime
+    DRIVER = 4  # cuda_driver
+    OPERATOR = 5  # cpu_op
+    PYTHON = 6  # python_function
+    ANNOTATION = 7  # user_annotation
+    OVERHEAD = 8  # overhead
+    SYNC = 9  # cuda_sync, of traces with enable_cuda_sync_events
+    RECORD = 10  # cuda_event, beside them: an event recorded on a stream, where Kineto is new enough
+    LINE = 11  # not Kineto's: a line of the program, from our own window
+
+
+CATEGORIES = {
+    "kernel": Category.KERNEL,
+    "gpu_memcpy": Category.COPY,
+    "gpu_memset": Category.FILL,
+    "cuda_runtime": Category.RUNTIME,  # AMD's calls too
+    "xpu_runtime": Category.RUNTIME,
+    "mtia_runtime": Category.RUNTIME,
+    "privateuse1_runtime": Category.RUNTIME,
+    "cuda_driver": Category.DRIVER,
+    "xpu_driver": Category.DRIVER,
+    "privateuse1_driver": Category.DRIVER,
+    "cpu_op": Category.OPERATOR,
+    "python_function": Category.PYTHON,
+    "user_annotation": Category.ANNOTATION,
+    "overhead": Category.OVERHEAD,
+    "cuda_sync": Category.SYNC,
+    "cuda_event": Category.RECORD,
+    # PyTorch 1.8 to 1.12
+    "Kernel": Category.KERNEL,
+    "Memcpy": Category.COPY,
+    "Memset": Category.FILL,
+    "Runtime": Category.RUNTIME,
+    "Operator": Category.OPERATOR,
+}
+OLD_OPERATOR = "Operator"
+"""The category in which PyTorch 1.8 to 1.12 wrote annotations as well; theirs are told by a `#`."""
+
+ARGUMENTS = {
+    "size": "bytes",
+    "sequence": "Sequence number",
+    "graph": "graph id",
+    "awaited_stream": "wait_on_stream",
+    "awaited_record": "wait_on_cuda_event_record_corr_id",
+    "awaited_event": "wait_on_cuda_event_id",
+    "recorded_event": "event_id",
+    "collective": "Collective name",
+    "elements_in": "In msg nelems",
+    "elements_out": "Out msg nelems",
+    "group": "Process Group Name",
+    "group_size": "Group size",
+    "ranks": "Process Group Ranks",
+    "from_rank": "Src Rank",
+    "to_rank": "Dst Rank",
+    "collective_sequence": "Seq",
+}
+"""What we call an argument of an event, and what Kineto does."""
+
+SYNC_CALL = re.compile(
+    r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"
+)
+DEVICE_SYNC = re.compile(r"DeviceSynchronize|CtxSynchronize|Free$")
+EVENT_SYNC = re.compile(r"EventSynchronize$")
+STREAM_WAIT = re.compile(r"^(cuda|hip)StreamWaitEvent|^cuStreamWaitEvent")
+ALLOCATION = re.compile(
+    r"^(cuda|hip)(Malloc|Free|HostAlloc|HostRegister|HostUnregister|HostMalloc)"
+    r"|^cuMem(Create|Map|Unmap|Release|SetAccess|AddressReserve|AddressFree|Alloc|Free)"
+)
+ALLOCATION_SYNC = re.compile(r"^(cuda|hip)Free$|^(cuda|hip)(FreeHost|HostUnregister)$|^cuMem(Unmap|Free)")
+"""Allocations that wait for the device."""
+
+DIRECTIONS = (
+    ("HtoD", Direction.HOST_TO_DEVICE),
+    ("DtoH", Direction.DEVICE_TO_HOST),
+    ("DtoD", Direction.DEVICE_TO_DEVICE),
+    ("PtoP", Direction.DEVICE_TO_DEVICE),
+    ("HtoH", Direction.HOST_TO_HOST),
+)
+"""What a copy's name holds, as in `Memcpy HtoD (Pageable -> Device)`."""
+PINNED, PAGEABLE = "Pinned", "Pageable"
+
+NCCL_KERNEL = "nccl"
+"""How the kernels of NCCL and RCCL begin."""
+ELEMENT_SIZES = {"float": 4, "double": 8, "half": 2, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1}
+"""Bytes of the types that do not say their bits."""
+QUEUE_FULL = "Command Buffer Full"
+"""The overhead that is none: a launch waits because the queue of its stream is full."""
+RANK, WORLD_SIZE = "rank", "world_size"
+"""In `distributedInfo`."""
