@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.pytorch.loader_workers import Worker
+from keepbusy.virtual.loader_workers import Worker
 
 
 def test_a_worker_is_done_its_work_after_it_was_asked() -> None:
     worker = Worker()
     worker.ask(0, now=100)
-    worker.took(0, 40)
+    worker.note_duration(0, 40)
     assert worker.done(0) == 140
 
 
@@ -16,10 +16,10 @@ def test_a_worker_does_one_batch_after_the_other() -> None:
     worker = Worker()
     for batch in (0, 4, 8):
         worker.ask(batch, now=100)
-        worker.took(batch, 40)
+        worker.note_duration(batch, 40)
     assert [worker.done(batch) for batch in (0, 4, 8)] == [140, 180, 220]
     worker.ask(12, now=500)
-    worker.took(12, 40)
+    worker.note_duration(12, 40)
     assert worker.done(12) == 540
 
 
@@ -34,9 +34,9 @@ def test_a_new_epoch_counts_its_batches_anew() -> None:
     worker = Worker()
     for batch in (0, 1):
         worker.ask(batch, now=0)
-        worker.took(batch, 30)
+        worker.note_duration(batch, 30)
     assert worker.done(0) == 30  # and here the loop is left
     for batch in (0, 1):
         worker.ask(batch, now=1_000)
-        worker.took(batch, 50)
+        worker.note_duration(batch, 50)
     assert [worker.done(batch) for batch in (0, 1)] == [1_050, 1_100]

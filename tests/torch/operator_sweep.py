@@ -1,8 +1,10 @@
 """PyTorch's own operator database, forward and backward, on the virtual GPU against the CPU.
 
-    python tests/torch/operator_sweep.py [samples an operator]
+    python tests/torch/operator_sweep.py [samples an operator] [half | autocast] [one in so many operators]
 
-prints every sample that differs, and how many are right.
+prints every sample that differs, and how many are right. With `half`, inputs are of sixteen bits, and where an operator
+takes a `dtype`, results are asked for in thirty-two; with `autocast`, operators run under it. There the CPU computes
+otherwise than a GPU, and what is looked for are refusals alone.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def _computed(operator: Any, call: tuple[Any, Any, Any]) -> tuple[list[Tensor], 
     summed = [one.abs().sum() if one.is_complex() else one.sum() for one in out if one.requires_grad]
     if not (leaves and summed):
         return out, []
-    return out, list(torch.autograd.grad(sum(summed), leaves, allow_unused=True))  # type: ignore[arg-type]
+    return out, list(torch.autograd.grad(sum(summed), leaves, allow_unused=True))
 
 
 def _compare(operator: Any, expected: Any, found: Any) -> None:
@@ -92,33 +94,66 @@ def _compare(operator: Any, expected: Any, found: Any) -> None:
                 torch.testing.assert_close(other.detach().cpu(), one.detach().cpu(), equal_nan=True, rtol=0, atol=0)
 
 
-def main(most: int) -> int:
+_TAKES_NO_DTYPE = ("eyword argument", "combination of arguments", "match any schema", "expected at most")
+
+
+def refusal(operator: Any, sample: Any, way: str) -> str | None:
+    """What stops an operator in sixteen bits, or under autocast, that runs in thirty-two."""
+    plain = (sample.input, sample.args, sample.kwargs)
+    try:
+        _computed(operator, plain)
+    except Exception:
+        return "skipped"
+    moved = on_device(plain)
+    if way == "half":
+        moved = pytree.tree_map(_narrowed, moved)
+    try:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=way == "autocast"):
+            _computed(operator, moved)
+            if way == "half" and "dtype" not in moved[2]:
+                _computed(operator, (moved[0], moved[1], {**moved[2], "dtype": torch.float32}))
+    except Exception as error:
+        if any(words in str(error) for words in _TAKES_NO_DTYPE):
+            return None
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
+    return None
+
+
+def _narrowed(one: Any) -> Any:
+    if isinstance(one, Tensor) and one.dtype is torch.float32:
+        return one.detach().half().requires_grad_(one.requires_grad)
+    return one
+
+
+def main(most: int, way: str = "", every: str = "1") -> int:
     from keepbusy.virtual.machine import MACHINE
     from keepbusy.virtual.virtual_run import Options, start
 
     start(Options(measured=False, one_generator=True))
     warnings.simplefilter("ignore")
     right, wrong = 0, []
-    for operator in operators():
+    for operator in operators()[:: int(every)]:
         try:
             chosen = list(samples(operator, most))
         except Exception:
             continue  # its samples need what this build lacks
+        if way == "half" and torch.float16 not in operator.dtypesIfCUDA:
+            continue
         for index, sample in enumerate(chosen):
             sys.stderr.write(f"{name_of(operator)} {index}\n")
-            said = difference(operator, sample)
+            said = refusal(operator, sample, way) if way else difference(operator, sample)
             right += said is None
             if said not in (None, "skipped"):
                 wrong.append((name_of(operator), index, said))
     for row in wrong:
         sys.stdout.write(" ".join(map(str, row)) + "\n")
+    total = right + len(wrong)
     notes = MACHINE.notes or []
     for note in notes:
         sys.stdout.write(f"{note}\n")
-    total = right + len(wrong)
     sys.stdout.write(f"{right} of {total} samples right ({right / max(1, total):.2%})\n")
     return int(right < 0.99 * total or bool(notes))
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, *sys.argv[2:]))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Callable
 
 import torch.distributed as dist
 
+from keepbusy.instrument.patches import Patches
 from keepbusy.virtual.costs.device import Device
+from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
 from keepbusy.virtual.machine import MACHINE, Machine
 from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch import cuda_api, host_side, loader_workers, operators, process_group, randomness, tensors
-from keepbusy.virtual.pytorch.cpp_hooks import replace_guard, replace_hooks
-from keepbusy.virtual.pytorch.unreal import VALUES
+from keepbusy.virtual.pytorch.values import VALUES
 
 
 def bring_up(
@@ -37,24 +37,26 @@ def bring_up(
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, measured)
     VALUES.real, randomness.DEFAULTS.shared = values, one_generator
-    _put_in_place(replace_guard(), replace_hooks(host_memory.native_is_pinned, host_memory.native_pins))
+    for undo in (replace_guard(), replace_hooks(host_memory.native_is_pinned, host_memory.native_pins)):
+        atexit.register(undo)
     cuda_api.patch()
     tensors.patch()
-    host_side.patch_compile()
-    host_side.patch_host_side()
+    host_side.patch(_PATCHES)
     if measured:
-        loader_workers.patch()
+        loader_workers.patch(_PATCHES)
     operators.register()
+    operators.refuse_triton(_PATCHES)
     if dist.is_available():
         process_group.patch()
     if not measured:
-        host_side.patch_host_operators()
+        host_side.patch_modelled(_PATCHES)
     MACHINE.calibrate()
-    cuda_api.not_asked_yet()
+    cuda_api.forget_initialization()
     return MACHINE
 
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_PATCHES = Patches()
 _started: list[bool] = []
 
 
@@ -64,8 +66,3 @@ def _keep_freed_memory() -> None:
     if tune is not None:
         for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, -1)):
             tune(parameter, value)
-
-
-def _put_in_place(*undos: Callable[[], None]) -> None:
-    for undo in undos:
-        atexit.register(undo)

@@ -27,7 +27,7 @@ from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
 from keepbusy.virtual.pytorch.tensors import to_device
-from keepbusy.virtual.pytorch.unreal import VALUES
+from keepbusy.virtual.pytorch.values import VALUES
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording
@@ -84,6 +84,8 @@ class Machine:
     places: Places
     rank: int | None = None
     """What the program's own process group calls this process; known once it has one."""
+    compiled_eagerly = False
+    """Whether the program asked for `torch.compile`, which runs as it is written here."""
 
     def __init__(self) -> None:
         self._streams = _Streams()
@@ -317,8 +319,13 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         modelled = {} if self._options[-1] else {"modelled": True}
-        notes = {"notes": list(dict.fromkeys(self.notes))} if self.notes else {}
+        sentences = [*dict.fromkeys(self.notes or ()), *([_EAGER] if self.compiled_eagerly else [])]
+        notes = {"notes": sentences} if sentences else {}
         return {"torch": torch.__version__, "device": self.device.name, **modelled, **notes}
 
 
+_EAGER = (
+    "torch.compile ran eagerly here: compiled, this program launches fewer kernels and computes faster. "
+    "What is said of kernel launches holds for the eager program only."
+)
 MACHINE = Machine()

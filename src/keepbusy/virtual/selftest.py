@@ -159,9 +159,10 @@ def main(pipe: int) -> None:
 
 
 def _layout() -> None:
-    from keepbusy.virtual.pytorch.cpp_hooks import GUARD, HOOKS, slots
+    from keepbusy.virtual.cpp_hooks import GUARD, HOOKS, slots, timer_keys
 
     _must(len(slots(HOOKS)) > 20 and len(slots(GUARD)) > 10, "the headers declare too little")
+    timer_keys()  # raises where the map of DDP's timers is laid out otherwise
 
 
 def _bring_up() -> None:

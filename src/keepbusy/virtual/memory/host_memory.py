@@ -17,7 +17,7 @@ from keepbusy.virtual.clock.engine import Clock
 
 NativeCall: TypeAlias = tuple[tuple[CodeType, int], ...]
 """Each function on the stack, and the instruction that it is at."""
-_HOOKS = ("keepbusy.virtual.memory.", "keepbusy.virtual.cpp_hooks", "keepbusy.virtual.pytorch.cpp_hooks")
+_HOOKS = ("keepbusy.virtual.memory.", "keepbusy.virtual.cpp_hooks")
 """Modules whose functions native code calls back."""
 
 

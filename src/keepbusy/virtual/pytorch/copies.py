@@ -17,33 +17,9 @@ from keepbusy.virtual.pytorch import cuda_api
 from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, adopt
 from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
-from keepbusy.virtual.pytorch.unreal import VALUES, computed
-
-# `torch._foreach_copy_`: one kernel where it can be one, else a copy for each tensor.
+from keepbusy.virtual.pytorch.values import VALUES, computed
 
 _aten = torch.ops.aten
-
-
-class CopyLists(Kernel):
-    """A kernel copies lists that lie alike on one device; all others PyTorch copies tensor by tensor."""
-
-    __slots__ = ()
-
-    def __call__(self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-        if _alike(targets, sources):
-            super().__call__(targets, sources, non_blocking)
-            return
-        for target, source in zip(targets, sources, strict=True):
-            _aten.copy_.default(target, source, non_blocking)
-
-
-def _alike(targets: list[Tensor], sources: list[Tensor]) -> bool:
-    one_device = len({one.device for one in (*targets, *sources)}) == 1
-    types = len({one.dtype for one in targets}), len({one.dtype for one in sources})
-    pairs = zip(targets, sources, strict=True)
-    return one_device and types == (1, 1) and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
-
-
 _cast = _aten._to_copy.default
 _IN, _OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
@@ -73,7 +49,7 @@ def _ask(target: Tensor, source: Tensor, non_blocking: bool) -> None:
     device, host = (source, target) if source.is_cuda else (target, source)
     MACHINE.needs_pinned(device.get_device(), host_memory.is_pinned(host))
     if not non_blocking:
-        cuda_api.about_to_wait()
+        cuda_api.announce_sync()
 
 
 def _write(target: Tensor, source: Tensor) -> None:
@@ -114,6 +90,23 @@ def _copied_in(device: int, size: int, source: Tensor, non_blocking: bool) -> No
     MACHINE.copy(device, size, _IN, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
 
 
+_copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
+
+
+def copy_lists(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """`torch._foreach_copy_`: a kernel copies lists laid out the same on one device; others go tensor by tensor."""
+    pairs = list(zip(targets, sources, strict=True))
+    if (
+        len({one.device for one in (*targets, *sources)}) == 1
+        and len({one.dtype for one in targets}) == len({one.dtype for one in sources}) == 1
+        and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
+    ):
+        _copy_lists_as_one(targets, sources, non_blocking)
+        return
+    for target, source in pairs:
+        _aten.copy_.default(target, source, non_blocking)
+
+
 def to_copy(
     tensor: Tensor,
     *,
@@ -133,7 +126,7 @@ def to_copy(
         if not tensor.is_cuda:
             MACHINE.needs_pinned(where, host_memory.is_pinned(tensor))
             if not non_blocking:
-                cuda_api.about_to_wait()
+                cuda_api.announce_sync()
         cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
         if not tensor.is_cuda:
             return _brought_in(tensor, cast, where, non_blocking)
@@ -192,7 +185,7 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
     if non_blocking:
         host_memory.pin(host)
     else:
-        cuda_api.about_to_wait()
+        cuda_api.announce_sync()
     device_index = tensor.get_device()
     fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
     MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
@@ -204,7 +197,7 @@ def read_scalar(tensor: Tensor) -> Any:
     """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
     MACHINE.begin("aten::item")
     try:
-        cuda_api.about_to_wait()
+        cuda_api.announce_sync()
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
             to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
@@ -268,42 +261,15 @@ def _new(size: Any, dtype: torch.dtype, device: str) -> Tensor:
     return _aten.empty.memory_format(size, dtype=dtype, device=device)
 
 
-class _Dropout(Kernel):
-    """The host has another operator for it, which draws the same numbers and scales them before it multiplies."""
-
-    __slots__ = ()
-
-    def _call(self, tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
-        if train is False or p in (0, 1):
-            return self.raw(tensor, p, train)
-        # PyTorch's own functions, not those of `torch`: what the program calls there stands in the timeline
-        noise = _aten.bernoulli_.float(_aten.empty_like.default(tensor), 1 - p, generator=generator).div_(1 - p)
-        return tensor * noise, noise != 0
-
-
-class _DropoutBackward(Kernel):
-    __slots__ = ()
-
-    def _call(self, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-        if not scale:
-            return self.raw(gradient, mask, scale)
-        return gradient * mask.to(gradient.dtype).div_(1 / scale)
-
-
-_dropout = _Dropout(_aten.native_dropout.default)
-_dropout.signature.has_generator = True
-
 SPECIAL = {
     "copy_": copy_,
     "_to_copy": to_copy,
     "_local_scalar_dense": read_scalar,
-    "_foreach_copy_": CopyLists(_aten._foreach_copy_.default),
+    "_foreach_copy_": copy_lists,
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
     "_efficientzerotensor": efficient_zeros,
     "resize_": resize_,
-    "native_dropout": _dropout,
-    "native_dropout_backward": _DropoutBackward(_aten.native_dropout_backward.default),
     "_use_cudnn_ctc_loss": lambda *_args, **_kwargs: False,
     "_use_cudnn_ctc_loss.Tensor": lambda *_args, **_kwargs: False,
     "_use_miopen_ctc_loss": lambda *_args, **_kwargs: False,

@@ -1,6 +1,7 @@
-"""Tensors moved between the devices of one process: what `torch.nn.DataParallel` is made of.
+"""CUDA as Python sees it: `torch.cuda`, `torch.accelerator`, their streams and events, and `torch._C._cuda_*` below.
 
-PyTorch has this in C++, for CUDA builds only. Copies are asked not to block, as there.
+Most of `torch.cuda` is Python on top of private functions, and works unchanged once these are answered by
+the virtual machine; those that we do not answer refuse by name.
 """
 
 from __future__ import annotations
@@ -19,57 +20,66 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
 from keepbusy.virtual.clock.streams import BEGINNING
+from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch.cpp_hooks import CUDNN
 from keepbusy.virtual.pytorch.cuda_graphs import AcceleratorGraph, CUDAGraph, graph_pool_handle
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, GeneratorOfAnyDevice
 
 # `torch.cuda.set_sync_debug_mode`: a warning wherever the host is about to wait for the device, or an error instead.
-#
-# PyTorch sees copies that block, reads, and `Stream.synchronize`; not events, nor `torch.cuda.synchronize`, nor what the
-# driver makes of a copy that was asked not to block. So do we.
+# PyTorch sees copies that block, reads, and `Stream.synchronize`; not events, nor `torch.cuda.synchronize`, nor what
+# the driver makes of a copy that was asked not to block. So do we.
 
-DEFAULT, WARN, ERROR = range(3)
-_TEXT = "called a synchronizing CUDA operation"
-_PROTOTYPE = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
-_OURS = str(Path(__file__).parents[1])
-_mode = [DEFAULT]
-_said: list[bool] = []
+_IGNORE, _WARN, _RAISE = range(3)
+_KEEPBUSY = str(Path(__file__).parents[2])
 
 
-def set_mode(mode: int) -> None:
-    if mode not in (DEFAULT, WARN, ERROR):
-        raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
-    if not _said:
-        _said.append(True)
-        _warn(_PROTOTYPE)
-    _mode[0] = mode
+class _SyncDebug:
+    mode = _IGNORE
+    introduced = False  # whether the program has been told that this is a prototype
+
+    def set(self, mode: int) -> None:
+        if mode not in (_IGNORE, _WARN, _RAISE):
+            raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
+        if not self.introduced:
+            self.introduced = True
+            _warn_program(
+                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+            )
+        self.mode = mode
 
 
-def mode() -> int:
-    return _mode[0]
+_sync_debug = _SyncDebug()
 
 
-def about_to_wait() -> None:
+def announce_sync() -> None:
     """The host will wait for the device; nothing is copied yet."""
-    if _mode[0] == ERROR:
-        raise RuntimeError(_TEXT)
-    if _mode[0] == WARN:
-        _warn(_TEXT)
+    if _sync_debug.mode != _IGNORE:
+        text = "called a synchronizing CUDA operation"
+        if _sync_debug.mode == _RAISE:
+            raise RuntimeError(text)
+        _warn_program(text)
 
 
-def _warn(text: str) -> None:
-    """At the line that called PyTorch."""
+def _warn_program(text: str) -> None:
+    """A warning at the program's line, out of ours."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_KEEPBUSY):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
-# `torch.cuda.Stream` and `torch.cuda.Event`, on the virtual clock.
+class _DriverCall:
+    """What happens inside stands in the timeline by the name of a CUDA call, at the line that called."""
 
-_CUDA = 1  # c10::DeviceType
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        MACHINE.begin(self.name)
+
+    def __exit__(self, *error: object) -> None:
+        MACHINE.end()
 
 
 class Event:
@@ -110,7 +120,7 @@ class Event:
         return self.moment is BEGINNING or MACHINE.clock.query(self.moment)
 
     def synchronize(self) -> None:
-        with _here("cudaEventSynchronize"):
+        with _DriverCall("cudaEventSynchronize"):
             MACHINE.clock.sync_moment(self.moment)
 
     def elapsed_time(self, end_event: Event) -> float:
@@ -159,11 +169,11 @@ class Stream:
         return 0 if self.lane == MACHINE.clock.default_stream(self.device_index) else self.lane
 
     native_handle = cuda_stream
-    device_type = _CUDA
+    device_type = DEVICE_TYPE
 
     def synchronize(self) -> None:
-        about_to_wait()
-        with _here("cudaStreamSynchronize"):
+        announce_sync()
+        with _DriverCall("cudaStreamSynchronize"):
             MACHINE.clock.sync_stream(self.lane)
 
     def wait_event(self, event: Event) -> None:
@@ -241,131 +251,168 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def synchronize(device: Any = None) -> None:
-    with _here("cudaDeviceSynchronize"):
+    with _DriverCall("cudaDeviceSynchronize"):
         MACHINE.clock.sync_device(CURRENT.index(device))
 
 
-class _here:  # noqa: N801  # reads as a word: with _here("cudaDeviceSynchronize")
-    """What happens inside stands at the line that called."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        MACHINE.begin(self.name)
-
-    def __exit__(self, *error: object) -> None:
-        MACHINE.end()
+# What `torch.nn.DataParallel` is made of, which PyTorch has in C++ for CUDA builds only: tensors moved between the
+# devices of one process. Copies are asked not to block, as there.
 
 
-# PyTorch's private functions for CUDA, `torch._C._cuda_*`: answered by the virtual machine, or refused by name.
-#
-# Most of `torch.cuda` is Python on top of these, and works unchanged.
-
-CUDA = torch.version.cuda or "13.0"
-"""A build that has CUDA keeps its version: packages with code of their own were built for the same and look."""
-NCCL_VERSION = 2 << 32 | 27 << 16 | 3
-_BUILD = torch._C._show_config()
-"""What PyTorch says of itself. Once it believes in CUDA it asks a library that need not be there."""
-_KEPT = (
-    "_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", "_cuda_get_conv_benchmark_empty_cache",
-    "_cuda_tunableop", "_cuda_record_untuned", "_cuda_CUDAAllocator", "_cuda_getAllocatorBackend",
-)  # fmt: skip
-"""They only read or write settings."""
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: Any
+) -> list[Tensor]:
+    """A part for each device, on the stream given for it; there may be fewer parts than devices."""
+    parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(list(sizes), dim)
+    results = []
+    for part, device, stream in zip(parts, devices, streams or [None] * len(devices), strict=False):
+        with nullcontext() if stream is None else StreamContext(stream):
+            results.append(part.to(torch.device("cuda", device), non_blocking=True))
+    return results
 
 
-def install() -> None:
-    """Put our answers in place; whatever else would touch a driver refuses."""
-    inside = torch._C
-    natives = [name for name in dir(inside) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(_KEPT)]
-    ours = {name: _refusal(name) for name in natives}
-    ours |= {name: own(answer, name) for name, answer in (DRIVER_ANSWERS | DATA_PARALLEL_ANSWERS).items()}
-    before = {name: getattr(inside, name) for name in ours if hasattr(inside, name)}
-    for name, answer in ours.items():
-        setattr(inside, name, answer)
-    replace_copies({id(native): ours[name] for name, native in before.items()})
+def _scatter_out(tensor: Tensor, out: list[Tensor], dim: int, streams: Any) -> list[Tensor]:
+    parts = tensor.split([one.size(dim) for one in out], dim)
+    for target, part in zip(out, parts, strict=True):
+        target.copy_(part, non_blocking=True)
+    return out
 
 
-def replace_copies(ours: Mapping[int, Callable[..., Any]]) -> None:
-    """Modules of PyTorch that imported a function by its name hold on to the native one."""
-    for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
-        for name, value in list(vars(module).items()):
-            if id(value) in ours:
-                setattr(module, name, ours[id(value)])
+def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
+    """One after the other along `dim`, on a device or, for -1, on the host."""
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(one.size(dim) for one in tensors)
+    where = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
+    return _gather_out(tensors, torch.empty(shape, dtype=tensors[0].dtype, device=where), dim)
 
 
-def own(does: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function object of its own: the compiler's tables refuse two names for one object."""
-
-    @functools.wraps(does)
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return does(*args, **kwargs)
-
-    answer.__name__ = name
-    return answer
+def _gather_out(tensors: Sequence[Tensor], out: Tensor, dim: int) -> Tensor:
+    for part, tensor in zip(out.split([one.size(dim) for one in tensors], dim), tensors, strict=True):
+        part.copy_(tensor, non_blocking=out.is_cuda)
+    return out
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"keepbusy's virtual GPU does not know torch._C.{name}.")
-
-    refuse.__name__ = name
-    return refuse
+def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
+    return [tensor.to(torch.device("cuda", device), non_blocking=True) for device in devices]
 
 
-def constantly(value: Any) -> Callable[..., Any]:
+def _broadcast_out(tensor: Tensor, out: list[Tensor]) -> list[Tensor]:
+    for one in out:
+        one.copy_(tensor, non_blocking=True)
+    return out
+
+
+def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
+    """Of each device all tensors, sent in a few large buffers; the first device has them already."""
+    results = [list(tensors)]
+    for device in devices[1:]:
+        copies: list[Tensor] = []
+        for group in _take_tensors(tensors, buffer_size):
+            (buffer,) = _broadcast(_flatten_dense_tensors(group), [device])
+            copies += [one.data for one in _unflatten_dense_tensors(buffer, group)]
+        results.append(list(_reorder_tensors_as(copies, tensors)))
+    return results
+
+
+# Whether the program has touched a device yet: device meshes choose a process's device by its rank, unless it has.
+
+
+class _Initialization:
+    requested = False
+
+    def request(self) -> None:
+        self.requested = True
+
+    def happened(self) -> bool:
+        """Whether the program has asked for a device, had work done by one or holds memory of one."""
+        stats = [MACHINE.memory.stats(device) for device in range(CURRENT.count)]
+        return self.requested or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
+
+
+_initialization = _Initialization()
+
+
+def forget_initialization() -> None:
+    """What came before was ours: as far as the program knows, nobody has touched a device."""
+    _initialization.requested = False
+
+
+# What a driver, its runtime and the allocator would answer.
+
+
+def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: value
 
 
 def _current_stream(device: int = -1) -> tuple[int, int, int]:
     index = CURRENT.index(device)
-    return MACHINE.stream(index), index, _CUDA
+    return MACHINE.stream(index), index, DEVICE_TYPE
 
 
 def _default_stream(device: int = -1) -> tuple[int, int, int]:
     index = CURRENT.index(device)
-    return MACHINE.clock.default_stream(index), index, _CUDA
+    return MACHINE.clock.default_stream(index), index, DEVICE_TYPE
 
 
-def _set_stream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
+def _set_stream(stream_id: int, device_index: int, device_type: int = DEVICE_TYPE) -> None:
     CURRENT.change(device_index)
     MACHINE.choose_stream(device_index, stream_id)
 
 
+_native_config = torch._C._show_config()
+"""What PyTorch says of itself. Once it believes in CUDA it asks a library that need not be there."""
+
+
 def _show_config() -> str:
     """The build's own words, and in between those of a build with CUDA, which divides versions so."""
-    runtime = f"  - CUDA Runtime {CUDA}\n"
-    before, settings, after = _BUILD.partition("  - Build settings")
-    cudnn = f"  - CuDNN {CUDNN // 1000}.{CUDNN // 100 % 10}.{CUDNN % 100}\n"
+    runtime = f"  - CUDA Runtime {CUDA_VERSION}\n"
+    cudnn = f"  - CuDNN {CUDNN_VERSION // 1000}.{CUDNN_VERSION // 100 % 10}.{CUDNN_VERSION % 100}\n"
+    before, settings, after = _native_config.partition("  - Build settings")
     return before + runtime + cudnn + settings + after
 
 
 def _compiled_version() -> int:
-    major, minor = CUDA.split(".")
+    major, minor = CUDA_VERSION.split(".")
     return 1000 * int(major) + 10 * int(minor)
+
+
+def _architecture() -> str:
+    return "sm_{}{}".format(*MACHINE.device.capability)
 
 
 def _set_device(device: int) -> None:
     CURRENT.change(device)
 
 
+def _memory_info(device: Any = None) -> tuple[int, int]:
+    return MACHINE.memory.info(CURRENT.index(device))
+
+
 def _memory_stats(device: int) -> dict[str, Any]:
     return MACHINE.memory.stats(CURRENT.index(device))
+
+
+def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    index = CURRENT.index(device)
+    stats = sorted(MACHINE.memory.stats(index).items())
+    rows = [f"{name:>40}  {value:>16,}" for name, value in stats if name.endswith((".current", ".peak"))]
+    return "\n".join([f"virtual {MACHINE.device.name}, device {index}", *rows])
 
 
 def _reset_peak(device: int) -> None:
     MACHINE.memory.reset_peak(CURRENT.index(device))
 
 
-def empty_cache(device: int | None = None) -> None:
+def _reset_accumulated(device: int) -> None:
+    MACHINE.memory.reset_accumulated(CURRENT.index(device))
+
+
+def _empty_cache(device: int | None = None) -> None:
     """Of one device, or of all that have been used."""
-    MACHINE.begin("cudaFree")
-    try:
+    with _DriverCall("cudaFree"):
         MACHINE.clock.allocate("emptyCache", MACHINE.device.host.event)  # a row even where nothing is freed
         for one in range(CURRENT.count) if device is None else (device,):
             MACHINE.memory.empty_cache(one)
-    finally:
-        MACHINE.end()
 
 
 def _snapshot(*_args: Any) -> dict[str, Any]:
@@ -375,152 +422,6 @@ def _snapshot(*_args: Any) -> dict[str, Any]:
 def _sleep(cycles: int) -> None:
     nanoseconds = int(cycles / 1.98)  # at the clock rate of an H200
     MACHINE.clock.launch_all(MACHINE.stream(CURRENT.device), [("spin_kernel", nanoseconds)])
-
-
-DRIVER_ANSWERS: dict[str, Callable[..., Any]] = {
-    "_show_config": _show_config,
-    "_cuda_init": constantly(None),
-    "_cuda_isInBadFork": constantly(False),
-    "_cuda_getDeviceCount": lambda: CURRENT.count,
-    "_cuda_getDevice": lambda: CURRENT.device,
-    "_cuda_setDevice": _set_device,
-    "_cuda_exchangeDevice": CURRENT.change,
-    "_cuda_maybeExchangeDevice": CURRENT.change,
-    "_cuda_hasPrimaryContext": constantly(True),
-    "_cuda_canDeviceAccessPeer": constantly(True),
-    "_cuda_synchronize": synchronize,
-    "_cuda_getCurrentStream": _current_stream,
-    "_cuda_getDefaultStream": _default_stream,
-    "_cuda_getCurrentRawStream": constantly(0),
-    "_cuda_setStream": _set_stream,
-    "_graph_pool_handle": graph_pool_handle,
-    "_host_emptyCache": constantly(None),
-    "_cuda_isCurrentStreamCapturing": lambda: current_stream().is_capturing(),
-    "_cuda_getCurrentBlasHandle": constantly(0),
-    "_cuda_clearCublasWorkspaces": constantly(None),
-    "_cuda_getCompiledVersion": _compiled_version,
-    "_cuda_getArchFlags": lambda: "sm_{}{}".format(*MACHINE.device.capability),
-    "_cuda_set_sync_debug_mode": set_mode,
-    "_cuda_get_sync_debug_mode": mode,
-    "_cuda_endAllocateToPool": constantly(None),  # a capture that ends, well or not, has told the allocator
-    "_cuda_releasePool": constantly(None),
-    "_cuda_sleep": _sleep,
-    "_cuda_emptyCache": empty_cache,
-    "_cuda_memoryStats": _memory_stats,
-    "_cuda_resetPeakMemoryStats": _reset_peak,
-    "_cuda_resetAccumulatedMemoryStats": lambda device: MACHINE.memory.reset_accumulated(CURRENT.index(device)),
-    "_cuda_hostMemoryStats": constantly({}),
-    "_cuda_resetPeakHostMemoryStats": constantly(None),
-    "_cuda_resetAccumulatedHostMemoryStats": constantly(None),
-    "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
-    "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
-    "_cuda_memorySnapshot": _snapshot,
-    "_cuda_record_memory_history": constantly(None),
-    "_cuda_record_memory_history_legacy": constantly(None),
-    "_cuda_isHistoryEnabled": constantly(False),
-    "_cuda_ipc_collect": constantly(None),
-    "_nccl_version": constantly(NCCL_VERSION),
-    "_nccl_version_suffix": constantly(b""),
-    "_accelerator_isAllocatorInitialized": constantly(True),
-    "_accelerator_emptyCache": empty_cache,
-    "_accelerator_emptyHostCache": constantly(None),
-    "_accelerator_getDeviceStats": _memory_stats,
-    "_accelerator_resetPeakStats": _reset_peak,
-    "_accelerator_resetAccumulatedStats": lambda device: MACHINE.memory.reset_accumulated(CURRENT.index(device)),
-    "_accelerator_getMemoryInfo": lambda device: MACHINE.memory.info(CURRENT.index(device)),
-    "_accelerator_getStream": current_stream,
-    "_accelerator_setStream": set_stream,
-    "_accelerator_synchronizeDevice": synchronize,
-    "_accelerator_setDeviceIndex": _set_device,
-    "_accelerator_getDeviceIndex": lambda: CURRENT.device,
-    "_accelerator_exchangeDevice": CURRENT.change,
-    "_accelerator_maybeExchangeDevice": CURRENT.change,
-    "_accelerator_getAccelerator": lambda: torch.device("cuda"),
-    "_get_accelerator": lambda _check=None: torch.device("cuda"),
-}
-
-
-# `torch.cuda`, `torch.accelerator` and `torch.backends`, where they must believe in the device.
-
-
-def patch() -> None:
-    """From now on Python finds a GPU."""
-    install()
-    _patch_initialization()
-    _patch_classes()
-    _patch_backends()
-    for name, does in _FUNCTIONS.items():
-        for module in (torch.cuda, torch.cuda.memory):
-            if hasattr(module, name):
-                setattr(module, name, own(does, name))
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(torch.cuda.nvtx, name, own(constantly(0), name))
-
-
-def _patch_initialization() -> None:
-    cuda = torch.cuda
-    torch.version.cuda = CUDA
-    ours = {name: own(does, name) for name, does in _INITIALIZATION.items()}
-    replace_copies({id(getattr(cuda, name)): does for name, does in ours.items()})
-    for name, does in ours.items():
-        setattr(cuda, name, does)
-    cuda._is_compiled = own(constantly(True), "_is_compiled")
-    cuda._exchange_device, cuda._maybe_exchange_device = own(CURRENT.change, "exchange"), own(CURRENT.change, "maybe")
-    cuda.default_generators = DEFAULTS.all()
-
-
-_asked: list[bool] = []
-
-
-def _ask() -> None:
-    if not _asked:
-        _asked.append(True)
-
-
-def not_asked_yet() -> None:
-    """What came before was ours: as far as the program knows, nobody has touched a device."""
-    _asked.clear()
-
-
-def _is_initialized() -> bool:
-    """Whether the program has asked for a device, had work done by one or holds memory of one."""
-    stats = [MACHINE.memory.stats(device) for device in range(CURRENT.count)]
-    return bool(_asked) or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
-
-
-_INITIALIZATION: dict[str, Callable[..., Any]] = {
-    "init": _ask,
-    "_lazy_init": _ask,
-    "_lazy_call": lambda does, **_: does(),
-    "is_initialized": _is_initialized,
-}
-"""Device meshes choose a process's device by its rank, unless the program has touched one."""
-
-
-def _patch_classes() -> None:
-    for module in (torch.cuda, torch.cuda.streams):
-        module.Stream, module.ExternalStream = Stream, Stream
-        module.Event = Event
-    torch.Stream, torch.Event = Stream, Event
-    torch.cuda.StreamContext, torch.cuda.stream = StreamContext, StreamContext
-    torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = CUDAGraph
-    if hasattr(torch.accelerator, "Graph"):
-        torch.accelerator.Graph = AcceleratorGraph
-    torch.Generator = GeneratorOfAnyDevice
-    torch.cuda.nccl.is_available = own(
-        constantly(False), "is_available"
-    )  # its collectives between devices of a process
-    # they go through what was replaced already, but slowly, and every training loop with a side stream calls them
-    torch.cuda.current_stream, torch.cuda.set_stream = current_stream, set_stream
-
-
-def _patch_backends() -> None:
-    backends = torch.backends
-    backends.cuda.is_built = own(constantly(True), "is_built")
-    backends.cudnn.is_available = own(constantly(True), "is_available")
-    backends.cudnn.version = own(constantly(CUDNN), "version")
-    # nothing may be laid out for cuDNN: recurrent networks would flatten their weights through native code
-    backends.cudnn.is_acceptable = own(constantly(False), "is_acceptable")
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
@@ -548,100 +449,162 @@ def _properties(device: Any = None) -> types.SimpleNamespace:
     )
 
 
-def _use_device(device: Any) -> None:
-    CURRENT.change(CURRENT.index(device))
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "is_available": constantly(True),
+_NATIVE: dict[str, Callable[..., Any]] = {
+    "_show_config": _show_config,
+    "_cuda_init": _constant(None),
+    "_cuda_isInBadFork": _constant(False),
+    "_cuda_getDeviceCount": lambda: CURRENT.count,
+    "_cuda_getDevice": lambda: CURRENT.device,
+    "_cuda_setDevice": _set_device,
+    "_cuda_exchangeDevice": CURRENT.change,
+    "_cuda_maybeExchangeDevice": CURRENT.change,
+    "_cuda_hasPrimaryContext": _constant(True),
+    "_cuda_canDeviceAccessPeer": _constant(True),
+    "_cuda_synchronize": synchronize,
+    "_cuda_getCurrentStream": _current_stream,
+    "_cuda_getDefaultStream": _default_stream,
+    "_cuda_getCurrentRawStream": _constant(0),
+    "_cuda_setStream": _set_stream,
+    "_graph_pool_handle": graph_pool_handle,
+    "_host_emptyCache": _constant(None),
+    "_cuda_isCurrentStreamCapturing": lambda: current_stream().is_capturing(),
+    "_cuda_getCurrentBlasHandle": _constant(0),
+    "_cuda_clearCublasWorkspaces": _constant(None),
+    "_cuda_getCompiledVersion": _compiled_version,
+    "_cuda_getArchFlags": _architecture,
+    "_cuda_set_sync_debug_mode": _sync_debug.set,
+    "_cuda_get_sync_debug_mode": lambda: _sync_debug.mode,
+    "_cuda_endAllocateToPool": _constant(None),  # the end of a capture has told the allocator
+    "_cuda_releasePool": _constant(None),
+    "_cuda_sleep": _sleep,
+    "_cuda_emptyCache": _empty_cache,
+    "_cuda_memoryStats": _memory_stats,
+    "_cuda_resetPeakMemoryStats": _reset_peak,
+    "_cuda_resetAccumulatedMemoryStats": _reset_accumulated,
+    "_cuda_hostMemoryStats": _constant({}),
+    "_cuda_resetPeakHostMemoryStats": _constant(None),
+    "_cuda_resetAccumulatedHostMemoryStats": _constant(None),
+    "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
+    "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
+    "_cuda_memorySnapshot": _snapshot,
+    "_cuda_record_memory_history": _constant(None),
+    "_cuda_record_memory_history_legacy": _constant(None),
+    "_cuda_isHistoryEnabled": _constant(False),
+    "_cuda_ipc_collect": _constant(None),
+    "_nccl_version": _constant(2 << 32 | 27 << 16 | 3),
+    "_nccl_version_suffix": _constant(b""),
+    "_accelerator_isAllocatorInitialized": _constant(True),
+    "_accelerator_emptyCache": _empty_cache,
+    "_accelerator_emptyHostCache": _constant(None),
+    "_accelerator_getDeviceStats": _memory_stats,
+    "_accelerator_resetPeakStats": _reset_peak,
+    "_accelerator_resetAccumulatedStats": _reset_accumulated,
+    "_accelerator_getMemoryInfo": _memory_info,
+    "_accelerator_getStream": current_stream,
+    "_accelerator_setStream": set_stream,
+    "_accelerator_synchronizeDevice": synchronize,
+    "_accelerator_setDeviceIndex": _set_device,
+    "_accelerator_getDeviceIndex": lambda: CURRENT.device,
+    "_accelerator_exchangeDevice": CURRENT.change,
+    "_accelerator_maybeExchangeDevice": CURRENT.change,
+    "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+    "_get_accelerator": lambda _check=None: torch.device("cuda"),
+    "_scatter": _scatter,
+    "_scatter_out": _scatter_out,
+    "_gather": _gather,
+    "_gather_out": _gather_out,
+    "_broadcast": _broadcast,
+    "_broadcast_out": _broadcast_out,
+    "_broadcast_coalesced": _broadcast_coalesced,
+}
+"""In `torch._C`."""
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "init": _initialization.request,
+    "_lazy_init": _initialization.request,
+    "_lazy_call": lambda does, **_: does(),
+    "is_initialized": _initialization.happened,
+    "_is_compiled": _constant(True),
+    "_exchange_device": CURRENT.change,
+    "_maybe_exchange_device": CURRENT.change,
+    "is_available": _constant(True),
     "device_count": lambda: CURRENT.count,
     "get_device_properties": _properties,
     "_get_device_properties": _properties,
-    "set_device": _use_device,
-    "get_arch_list": lambda: ["sm_{}{}".format(*MACHINE.device.capability)],
-    "mem_get_info": lambda device=None: MACHINE.memory.info(CURRENT.index(device)),
-    "ipc_collect": constantly(None),
-    "utilization": constantly(0),
+    "set_device": lambda device: _set_device(CURRENT.index(device)),
+    "get_arch_list": lambda: [_architecture()],
+    "mem_get_info": _memory_info,
+    "ipc_collect": _constant(None),
+    "utilization": _constant(0),
     "is_tf32_supported": lambda: MACHINE.device.capability >= (8, 0),
-    "memory_summary": lambda device=None, abbreviated=False: _summary(CURRENT.index(device)),
+    "memory_summary": _memory_summary,
 }
+"""In `torch.cuda`."""
+_SETTINGS = (
+    "_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", "_cuda_get_conv_benchmark_empty_cache",
+    "_cuda_tunableop", "_cuda_record_untuned", "_cuda_CUDAAllocator", "_cuda_getAllocatorBackend",
+)  # fmt: skip
+"""Of `torch._C`, what only reads or writes a setting, and stays."""
 
 
-def _summary(device: int) -> str:
-    stats = MACHINE.memory.stats(device)
-    rows = [
-        f"{name:>40}  {value:>16,}" for name, value in sorted(stats.items()) if name.endswith((".current", ".peak"))
+def patch() -> None:
+    """From now on Python finds a GPU."""
+    cuda, backends = torch.cuda, torch.backends
+    native = [
+        name for name in dir(torch._C) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(_SETTINGS)
     ]
-    return "\n".join([f"virtual {MACHINE.device.name}, device {device}", *rows])
+    replace_everywhere(torch._C, {**{name: _refusal(name) for name in native}, **_NATIVE})
+    replace_everywhere(cuda, _PYTHON)
+    for module, name, value in (
+        *((cuda.nvtx, name, 0) for name in ("range_push", "range_pop", "mark", "range_start", "range_end")),
+        (cuda.nccl, "is_available", False),  # its collectives between devices of a process
+        (backends.cuda, "is_built", True),
+        (backends.cudnn, "is_available", True),
+        (backends.cudnn, "version", CUDNN_VERSION),
+        # nothing may be laid out for cuDNN: recurrent networks would flatten their weights through native code
+        (backends.cudnn, "is_acceptable", False),
+    ):
+        setattr(module, name, _function_named(name, _constant(value)))
+
+    torch.version.cuda = CUDA_VERSION
+    cuda.default_generators = DEFAULTS.all()
+    torch.Generator = GeneratorOfAnyDevice
+    torch.Stream, torch.Event = Stream, Event
+    for module in (cuda, cuda.streams):
+        module.Stream = module.ExternalStream = Stream
+        module.Event = Event
+    cuda.StreamContext = cuda.stream = StreamContext
+    # they go through what is answered above, but slowly, and every training loop with a side stream calls them
+    cuda.current_stream, cuda.set_stream = current_stream, set_stream
+    cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
+    if hasattr(torch.accelerator, "Graph"):
+        torch.accelerator.Graph = AcceleratorGraph
 
 
-_HOST = -1
+def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
+    """In their module, and in those of PyTorch that imported a function by its name and hold on to the native one."""
+    ours = {name: _function_named(name, answer) for name, answer in answers.items()}
+    by_identity = {id(getattr(owner, name)): answer for name, answer in ours.items() if hasattr(owner, name)}
+    for name, answer in ours.items():
+        setattr(owner, name, answer)
+    for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in by_identity:
+                setattr(module, name, by_identity[id(value)])
 
 
-def scatter(
-    tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: Any
-) -> list[Tensor]:
-    """A part for each device, on the stream given for it; there may be fewer parts than devices."""
-    parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(list(sizes), dim)
-    streams = streams or [None] * len(devices)
-    return [_moved(part, device, stream) for part, device, stream in zip(parts, devices, streams, strict=False)]
+def _function_named(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function object of its own: the compiler's tables refuse two names for one object."""
+
+    @functools.wraps(answer)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return answer(*args, **kwargs)
+
+    function.__name__ = name
+    return function
 
 
-def _moved(part: Tensor, device: int, stream: Any) -> Tensor:
-    with nullcontext() if stream is None else StreamContext(stream):
-        return part.to(torch.device("cuda", device), non_blocking=True)
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError(f"keepbusy's virtual GPU does not know torch._C.{name}.")
 
-
-def scatter_out(tensor: Tensor, out: list[Tensor], dim: int, streams: Any) -> list[Tensor]:
-    parts = tensor.split([one.size(dim) for one in out], dim)
-    for target, part in zip(out, parts, strict=True):
-        target.copy_(part, non_blocking=True)
-    return out
-
-
-def gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
-    """One after the other along `dim`, on a device or, for -1, on the host."""
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(one.size(dim) for one in tensors)
-    where = torch.device("cpu") if destination == _HOST else torch.device("cuda", destination)
-    return gather_out(tensors, torch.empty(shape, dtype=tensors[0].dtype, device=where), dim)
-
-
-def gather_out(tensors: Sequence[Tensor], out: Tensor, dim: int) -> Tensor:
-    for part, tensor in zip(out.split([one.size(dim) for one in tensors], dim), tensors, strict=True):
-        part.copy_(tensor, non_blocking=out.is_cuda)
-    return out
-
-
-def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
-    return [tensor.to(torch.device("cuda", device), non_blocking=True) for device in devices]
-
-
-def broadcast_out(tensor: Tensor, out: list[Tensor]) -> list[Tensor]:
-    for one in out:
-        one.copy_(tensor, non_blocking=True)
-    return out
-
-
-def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
-    """Of each device all tensors, sent in a few large buffers; the first device has them already."""
-    return [list(tensors), *(_sent(tensors, device, buffer_size) for device in devices[1:])]
-
-
-def _sent(tensors: Sequence[Tensor], device: int, buffer_size: int) -> list[Tensor]:
-    found: list[Tensor] = []
-    for group in _take_tensors(tensors, buffer_size):
-        (buffer,) = broadcast(_flatten_dense_tensors(group), [device])
-        found += [one.data for one in _unflatten_dense_tensors(buffer, group)]
-    return list(_reorder_tensors_as(found, tensors))
-
-
-DATA_PARALLEL_ANSWERS: dict[str, Callable[..., Any]] = {
-    "_scatter": scatter,
-    "_scatter_out": scatter_out,
-    "_gather": gather,
-    "_gather_out": gather_out,
-    "_broadcast": broadcast,
-    "_broadcast_out": broadcast_out,
-    "_broadcast_coalesced": broadcast_coalesced,
-}
+    return refuse

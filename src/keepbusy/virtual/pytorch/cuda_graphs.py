@@ -21,7 +21,7 @@ from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory.allocator import PoolId
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
-from keepbusy.virtual.pytorch.unreal import VALUES
+from keepbusy.virtual.pytorch.values import VALUES
 
 # What a CUDA graph computes: recorded during its capture, computed again at each replay.
 #
@@ -30,7 +30,7 @@ from keepbusy.virtual.pytorch.unreal import VALUES
 # their results hold nothing until the first replay. A replay computes the recorded steps into the same memory.
 
 _aten = torch.ops.aten
-_WASTE = 2
+_MAX_SIZE_RATIO = 2
 """A piece of memory serves again where no more than half of it would lie idle."""
 
 
@@ -47,7 +47,7 @@ class Arena:
             storage = self._returned.popleft()
             insort(self._free, (storage.nbytes(), storage.data_ptr(), storage))
         place = bisect_left(self._free, (size,))
-        if place < len(self._free) and self._free[place][0] <= _WASTE * size:
+        if place < len(self._free) and self._free[place][0] <= _MAX_SIZE_RATIO * size:
             return self._free.pop(place)[2]
         return _aten.empty.memory_format([size], dtype=torch.uint8).untyped_storage()
 
@@ -63,13 +63,15 @@ class Recording:
         self.arena = arena
         self._steps: list[Callable[[], object]] = []
         self._played = 0
-        self._fresh: list[tuple[Tensor, Tensor]] = []  # results of the operator at work, and where they are kept
+        self._results: list[tuple[Tensor, Tensor]] = []  # results of the operator at work, and where they are kept
         self._kept: list[Tensor] = []
-        self._own: set[int] = set()  # addresses of its memory
+        self._addresses: set[int] = set()  # addresses of its memory
         self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # what was written into, and what it held
         # by the address of what is behind it: the dispatcher makes a new Python object on its way
         self._states = {one._cdata: (one, state_of(one)) for one in generators}
-        self._noted: dict[tuple[int, bytes], Tensor] = {}  # by the state in the capture, the state in this replay
+        self._replayed_states: dict[
+            tuple[int, bytes], Tensor
+        ] = {}  # by the state in the capture, the state in this replay
 
     # during the capture
 
@@ -80,9 +82,9 @@ class Recording:
         storage = self.arena.take(_reach(tensor))
         kept = _over(storage, 0, tensor)
         kept.copy_(tensor)
-        self._fresh.append((tensor, kept))
+        self._results.append((tensor, kept))
         self._kept.append(kept)
-        self._own.add(storage.data_ptr())
+        self._addresses.add(storage.data_ptr())
         return kept
 
     def returns(self, kept: Tensor) -> Callable[[], None]:
@@ -93,14 +95,14 @@ class Recording:
         """Remember what they hold, unless it is of this capture's making."""
         for one in tensors:
             place = (one.data_ptr(), one.shape, one.stride(), one.dtype)
-            if place not in self._before and one.untyped_storage().data_ptr() not in self._own:
+            if place not in self._before and one.untyped_storage().data_ptr() not in self._addresses:
                 self._before[place] = (one.detach(), one.clone())  # an operator may resize its view of them
 
     def repeat(self, compute: Callable[[], Any], out: Any) -> None:
         """An operator has computed `out`: at each replay, the same again, to where its results were kept."""
-        kept = {id(tensor): place for tensor, place in self._fresh}
+        kept = {id(tensor): place for tensor, place in self._results}
         targets = [kept.get(id(one)) for one in _flat(out)]
-        self._fresh.clear()
+        self._results.clear()
         self._steps.append(partial(_again, compute, targets) if any(one is not None for one in targets) else compute)
 
     def run(self, does: Callable[[], object], *written: Tensor) -> None:
@@ -118,15 +120,15 @@ class Recording:
         """The program took a state, and may put it back: a replay has another one there."""
         if generator._cdata in self._states:
             place = (generator._cdata, state.numpy().tobytes())
-            self.run(lambda: self._noted.update({place: state_of(generator)}))
+            self.run(lambda: self._replayed_states.update({place: state_of(generator)}))
 
     def put_back(self, generator: Any, state: Tensor) -> None:
         place = (generator._cdata, state.numpy().tobytes())
-        if place not in self._noted and not torch.equal(state, self._states[generator._cdata][1]):
+        if place not in self._replayed_states and not torch.equal(state, self._states[generator._cdata][1]):
             raise NotImplementedError(
                 "keepbusy's virtual GPU cannot put back, within a capture, a random state from before it."
             )
-        self.run(lambda: put_state(generator, self._noted.get(place, state)))
+        self.run(lambda: put_state(generator, self._replayed_states.get(place, state)))
 
     def end(self) -> None:
         """Nothing has run: memory and random states are as they were, and results hold nothing."""
@@ -137,12 +139,12 @@ class Recording:
                 one.fill_(float("nan")) if one.is_floating_point() or one.is_complex() else one.zero_()
         for generator, state in self._states.values():
             put_state(generator, state)
-        for done in (self._before, self._kept, self._own, self._fresh):
+        for done in (self._before, self._kept, self._addresses, self._results):
             done.clear()
 
     # at replay
 
-    def later(self, does: Callable[[], object]) -> Callable[[], None]:
+    def after_steps_so_far(self, does: Callable[[], object]) -> Callable[[], None]:
         """For what must wait until the device gets there: plays the steps so far, then does it."""
         so_far = len(self._steps)
 
@@ -155,7 +157,7 @@ class Recording:
     def begin(self) -> None:
         self._played = 0
         for place, (generator, state) in self._states.items():
-            self._noted[place, state.numpy().tobytes()] = state_of(generator)
+            self._replayed_states[place, state.numpy().tobytes()] = state_of(generator)
 
     def finish(self) -> None:
         """Play what has not been played since `begin`."""
@@ -229,7 +231,7 @@ _REPLAYED_WITHIN = (
 )
 _NOT_KEPT = "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with keep_graph=true"
 
-_own_pools, _handles = count(1), count(1)
+_private_pools, _handles = count(1), count(1)
 _arenas: WeakValueDictionary[PoolId, Arena] = WeakValueDictionary()
 _dumping: list[bool] = []
 
@@ -279,7 +281,7 @@ class CUDAGraph:
             self._tracker.start()
 
     def _begin(self, pool: PoolId | None) -> None:
-        self._pool = pool if pool and any(pool) else (next(_own_pools), 0)
+        self._pool = pool if pool and any(pool) else (next(_private_pools), 0)
         MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
             arena = _arenas.setdefault(self._pool, Arena())

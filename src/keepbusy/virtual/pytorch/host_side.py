@@ -1,13 +1,12 @@
-"""With a modelled clock: how long operators on the host's own tensors take, and sleeping.
+"""What the program does on the host: tensors made there, pinned memory, annotations, the backward pass, compiling.
 
-A real clock sees what they take here. A modelled one is told, by what they do with how many bytes
-or elements. Large sums and products are not told from small ones, Python between the operators takes
-no time, and nor does what other threads and processes do.
+On a clock that measures, operators on the host's own tensors take what they take here. A modelled one is told, by what
+they do with how many bytes or elements. Large sums and products are not told from small ones, Python between the
+operators takes no time, and nor does what other threads and processes do.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +20,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from keepbusy.instrument import step
+from keepbusy.instrument.patches import Patches
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.host_threads import BACKWARD_PASS
@@ -29,63 +29,39 @@ from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory import host_memory
 
-# What the program does on the host: tensors made there, pinned memory, annotations, the backward pass.
-
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "tensor", "arange", "linspace", "eye",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided",
 )  # fmt: skip
-_LOADER = "enumerate(DataLoader)#"
-_OF_WORKERS = f"{_LOADER}_MultiProcessing"
 _FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "fill_", "zero_")
+_LOADER = "enumerate(DataLoader)#"
+_LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
 
 
-def patch_host_side() -> None:
+def patch(patches: Patches) -> None:
     torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
     for name in _FACTORIES:
-        setattr(torch, name, _factory(name, getattr(torch, name)))
+        patches.replace(torch, name, _pinning_factory(f"aten::{name}"))
     for name in _FILLS:
-        setattr(Tensor, name, _fill(name, getattr(Tensor, name)))
-    Tensor.pin_memory, Tensor.is_pinned = _pin_memory, lambda tensor, device=None: host_memory.is_pinned(tensor)
-    Tensor.record_stream = _record_stream
-    _patch_annotations()
-    _patch_forward()
-    _follow_steps()
-    _patch_backward()
-
-
-def _factory(name: str, makes: Callable[..., Any]) -> Callable[..., Any]:
-    """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
-    shown = f"aten::{name}"
-
-    @functools.wraps(makes)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        pins = kwargs.pop("pin_memory", False)
-        with Shown(shown):
-            made = makes(*args, **kwargs)
-        return host_memory.pin(made) if pins else made
-
-    return make
-
-
-def _fill(name: str, fills: Callable[..., Any]) -> Callable[..., Any]:
-    shown = f"aten::{name}"
-
-    @functools.wraps(fills)
-    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.is_cuda:
-            return fills(tensor, *args, **kwargs)
-        with Shown(shown):
-            return fills(tensor, *args, **kwargs)
-
-    return fill
+        patches.replace(Tensor, name, _recorded_on_host(f"aten::{name}"))
+    patches.replace(Tensor, "pin_memory", lambda _native: _pin_memory)
+    patches.replace(Tensor, "is_pinned", lambda _native: lambda tensor, device=None: host_memory.is_pinned(tensor))
+    patches.replace(Tensor, "record_stream", lambda _native: _record_stream)
+    patches.replace(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
+    patches.replace(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
+    patches.replace(torch.nn.Module, "__call__", _outermost_forward)
+    for module in (torch.autograd.graph, torch.autograd):
+        patches.replace(module, "_engine_run_backward", _backward_in_calling_thread)
+    patches.replace(torch, "compile", lambda _native: _compile)
+    patches.replace(torch.nn.Module, "compile", lambda _native: _compile_module)
+    step.ENDED.append(_mark_step)
 
 
 def in_training_thread() -> bool:
     return current_thread() is main_thread()
 
 
-class Shown:
+class HostOperator:
     """An operator of the host, in the timeline; not in threads that help the loader, which wait most of the time, nor
     where we compute."""
 
@@ -104,8 +80,36 @@ class Shown:
             MACHINE.clock.leave()
 
 
+def _pinning_factory(name: str) -> Callable[..., Any]:
+    """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
+
+    def replace(native: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            pins = kwargs.pop("pin_memory", False)
+            with HostOperator(name):
+                made = native(*args, **kwargs)
+            return host_memory.pin(made) if pins else made
+
+        return make
+
+    return replace
+
+
+def _recorded_on_host(name: str) -> Callable[..., Any]:
+    def replace(native: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.is_cuda:
+                return native(tensor, *args, **kwargs)
+            with HostOperator(name):
+                return native(tensor, *args, **kwargs)
+
+        return fill
+
+    return replace
+
+
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    with Shown("aten::pin_memory"):
+    with HostOperator("aten::pin_memory"):
         return host_memory.pinned_copy(tensor)
 
 
@@ -113,63 +117,59 @@ def _record_stream(tensor: Tensor, stream: Any) -> None:
     MACHINE.record_stream(tensor, stream.lane)
 
 
-def _patch_annotations() -> None:
-    """Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these."""
-    annotation = torch.autograd.profiler.record_function
-    enter, leave = annotation.__enter__, annotation.__exit__
+# Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these.
 
-    def entered(self: Any) -> Any:
+
+def _enter_annotation(native: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
         MACHINE.enter(FrameKind.ANNOTATION, self.name)
         if self.name.startswith(_LOADER):
             # input is late where the loop asks for it, whatever the loader does then
             MACHINE.clock.work(1, place=MACHINE.place())
-        if self.name.startswith(_OF_WORKERS):
+        if self.name.startswith(_LOADER_WITH_WORKERS):
             MACHINE.clock.await_batch()
-        return enter(self)
+        return native(self)
 
-    def left(self: Any, *error: Any) -> Any:
-        if self.name.startswith(_OF_WORKERS):
+    return enter
+
+
+def _leave_annotation(native: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(self: Any, *error: Any) -> Any:
+        if self.name.startswith(_LOADER_WITH_WORKERS):
             MACHINE.clock.take_batch(self.name)
         MACHINE.clock.leave()
-        return leave(self, *error)
+        return native(self, *error)
 
-    annotation.__enter__, annotation.__exit__ = entered, left
+    return leave
 
 
-def _patch_forward() -> None:
-    """The outermost module's forward passes: they mark the steps of a program without an optimizer."""
-    module, inside = torch.nn.Module, local()
-    call = module.__call__
+def _outermost_forward(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The outermost module's forward passes mark the steps of a program without an optimizer."""
+    inside = local()
 
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         MACHINE.clock.spend(MACHINE.device.host.module)
-        if getattr(inside, "module", False) or current_thread() is not main_thread():
-            return call(self, *args, **kwargs)
+        if getattr(inside, "module", False) or not in_training_thread():
+            return native(self, *args, **kwargs)
         inside.module = True
         MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
         try:
-            return call(self, *args, **kwargs)
+            return native(self, *args, **kwargs)
         finally:
             MACHINE.clock.leave()
             inside.module = False
 
-    module.__call__ = called
+    return call
 
 
-def _follow_steps() -> None:
+def _mark_step() -> None:
     """`keepbusy.step()` marks a step, whatever else does."""
-
-    def ended() -> None:
-        MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.place())
-        MACHINE.clock.leave()
-
-    step.ENDED.append(ended)
+    MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.place())
+    MACHINE.clock.leave()
 
 
-def _patch_backward() -> None:
-    """In the calling thread: its order is then always the same, and the user's line is on the stack."""
-    graph = torch.autograd.graph
-    engine = graph._engine_run_backward
+def _backward_in_calling_thread(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Its order is then always the same, and the user's line is on the stack."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = CURRENT.device
@@ -178,70 +178,66 @@ def _patch_backward() -> None:
         MACHINE.clock.spend(MACHINE.device.host.backward_pass)
         try:
             with torch.autograd.set_multithreading_enabled(False):
-                return engine(*args, **kwargs)
+                return native(*args, **kwargs)
         finally:
             MACHINE.clock.leave()
             CURRENT.first_is(0)
             CURRENT.change(device)
 
-    graph._engine_run_backward = torch.autograd._engine_run_backward = run
+    return run
 
 
-# `torch.compile`, which the virtual GPU runs in another way.
+# `torch.compile`: the program runs as it is written, and the report says so.
 
 
-def patch_compile() -> None:
-    torch.compile = _compile
-    torch.nn.Module.compile = _compile_module
-
-
-_told: list[bool] = []
-
-
-def _tell() -> None:
-    """Once a process."""
-    if not _told:
-        _told.append(True)
+def _note_compile() -> None:
+    """Once a process, and in the report."""
+    if not MACHINE.compiled_eagerly:
+        MACHINE.compiled_eagerly = True
         sys.stderr.write("keepbusy: torch.compile runs eagerly on the virtual GPU; its timing is that of eager code.\n")
 
 
 def _compile(model: Any = None, **_options: Any) -> Any:
-    _tell()
+    _note_compile()
     return (lambda function: function) if model is None else model
 
 
 def _compile_module(_module: torch.nn.Module, *_args: Any, **_options: Any) -> None:
-    _tell()
+    _note_compile()
 
 
-BRIEF = 20_000
+# With a modelled clock: how long operators on the host's own tensors take, and sleeping.
+
+_SHORTEST_ROW = 20_000
 """What is shorter has no row of its own; it joins the next one."""
 _NO_OPERATORS = ("__get__", "__set__", "backward")
 _SHUFFLES = ("randperm",)
 _DRAWS = ("rand", "normal", "uniform", "bernoulli", "exponential", "dropout", "poisson", "log_normal")
 _SORTS = ("sort", "argsort", "topk", "unique", "median", "quantile", "kthvalue", "multinomial")
-_EACH = (
+_BY_ELEMENT = (
     "getitem", "index", "take", "gather", "scatter", "masked", "where", "nonzero", "max", "min", "argm", "cum",
     "conv", "avg_pool", "unfold", "fold", "interpolate", "grid_sample", "embedding", "histc", "bincount", "bucketize",
     "searchsorted",
 )  # fmt: skip
 
 
-def patch_host_operators() -> None:
+def patch_modelled(patches: Patches) -> None:
     """In the thread that calls it, until the end."""
-    Priced().__enter__()
-    sleep = time.sleep
+    HostOperatorCosts().__enter__()
+    patches.replace(time, "sleep", _recorded_sleep)
 
-    def announced(seconds: Any) -> None:
-        sleep(seconds)
+
+def _recorded_sleep(native: Callable[..., Any]) -> Callable[..., Any]:
+    def sleep(seconds: Any) -> None:
+        native(seconds)
         if in_training_thread():
-            with Shown("sleep"):
+            with HostOperator("sleep"):
                 MACHINE.clock.work(round(seconds * 1e9))
 
-    time.sleep = announced
+    return sleep
 
 
-class Priced(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
+class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
     """Lets every operator on host tensors take its time."""
 
     def __torch_function__(
@@ -260,10 +256,10 @@ def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
         return
     name = name.removeprefix("__").removesuffix("__")
     duration = time_of(MACHINE.device, name, taken if made is not None else given, given)
-    if duration < BRIEF:
+    if duration < _SHORTEST_ROW:
         MACHINE.clock.spend(duration)
     else:
-        with Shown(f"aten::{name}"):
+        with HostOperator(f"aten::{name}"):
             MACHINE.clock.work(duration)
 
 
@@ -283,7 +279,12 @@ def time_of(device: Device, name: str, taken: list[Tensor], given: list[Tensor])
     if name.startswith("empty") or _is_view(taken, given[0]):
         return called
     tensors = (*taken, *given)
-    for names, each in ((_SHUFFLES, costs.shuffle), (_SORTS, costs.sort), (_DRAWS, costs.draw), (_EACH, costs.each)):
+    for names, each in (
+        (_SHUFFLES, costs.shuffle),
+        (_SORTS, costs.sort),
+        (_DRAWS, costs.draw),
+        (_BY_ELEMENT, costs.each),
+    ):
         if name.startswith(names):
             return called + round(max(one.numel() for one in tensors) * each)
     return called + round(sum(one.numel() * one.element_size() for one in tensors) / costs.streaming)

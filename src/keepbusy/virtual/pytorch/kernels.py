@@ -6,7 +6,7 @@ compute, shows the results as device tensors again, and tells the clock what a G
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,109 +18,59 @@ from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch import cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
-from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, to_host
-from keepbusy.virtual.pytorch.unreal import META, VALUES, computed
+from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, to_host
+from keepbusy.virtual.pytorch.values import META, VALUES, computed
 
-# Which operators make the host wait, because only the device knows the shape of what they return.
-
-_LEARN = (
+# Operators for which the host waits, since only the device knows the shape of what they return.
+_WAITING = (
     "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
     "equal", "bincount", "repeat_interleave", "linalg_eig", "_linalg_eigh", "_linalg_svd", "histogram", "histc",
-    "linalg_lstsq",
+    "linalg_lstsq", "_coalesce", "_to_sparse", "_sparse_sparse_matmul",
 )  # fmt: skip
-INDEX = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
-_MASKS = (torch.bool, torch.uint8)
-
-
-def learns(name: str, args: list[Any]) -> bool:
-    """Whether the host waits within this call."""
-    return name in _LEARN or (name in INDEX and indexes_with_mask(name, args))
-
-
-def shown(signature: Signature) -> str:
-    """The operator that waits: indexing with a mask looks for the ones first."""
-    return "aten::nonzero" if signature.short in INDEX else signature.name
-
-
-def indexes_with_mask(name: str, args: list[Any]) -> bool:
-    """A mask has as many indices as it has ones; only a single value can be written without knowing how many."""
-    masked = any(isinstance(one, torch.Tensor) and one.dtype in _MASKS for one in args[1] or ())
-    writes_one_value = "put" in name and isinstance(args[2], torch.Tensor) and args[2].numel() == 1
-    return masked and not writes_one_value
-
-
-# What an operator's schema says that a kernel needs to know, read once.
-
+_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 # They take indices, lengths or step counts on the host beside tensors on the device, as CUDA's kernels do.
-_TAKE_HOST_TENSORS = frozenset(
-    [
-        "_use_cudnn_ctc_loss",
-        "index",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "_unsafe_index",
-        "_unsafe_index_put",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "_fused_adam_",
-        "_fused_adamw_",
-        "_fused_sgd_",
-        "_fused_adagrad_",
-        "_pack_padded_sequence",
-        "ctc_loss",
-        "_ctc_loss",
-        "_ctc_loss_backward",
-        "embedding_bag",
-        "histogramdd",
-    ]
-)
+_TAKE_HOST_TENSORS = frozenset([
+    *_INDEXING, "_use_cudnn_ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "_fused_adam_", "_fused_adamw_",
+    "_fused_sgd_", "_fused_adagrad_", "_pack_padded_sequence", "ctc_loss", "_ctc_loss", "_ctc_loss_backward",
+    "embedding_bag", "histogramdd",
+])  # fmt: skip
 # They are marked as random, for what they may do on some device; on the host they draw nothing.
 _DRAW_NOTHING = frozenset(["scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"])
+_NUMBERS = (bool, int, float, complex)
+HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Signature:
-    """One overload: where tensors stand, what it writes, and what it returns."""
+    """Of one overload what its schema says, read once: where tensors stand, what it writes, and what it returns."""
 
     __slots__ = (
-        "_writes",
-        "arguments",
-        "asks",
-        "has_generator",
-        "is_random",
-        "many",
-        "name",
-        "returned",
-        "short",
-        "takes_host_tensors",
-        "tensors",
-        "written",
+        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "name", "returned", "short",
+        "takes_host_tensors", "tensors", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, overload: torch._ops.OpOverload) -> None:
         schema = overload._schema
-        name = schema.name.split("::")[1]
-        self.name = schema.name
-        self.short = name
+        short = schema.name.split("::")[1]
+        self.name, self.short = schema.name, short
         self.arguments = [one.name for one in schema.arguments]
         self.tensors = frozenset(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor")
         self.written = frozenset(one.name for one in schema.arguments if _writes(one))
-        self._writes = tuple((one.name, at) for at, one in enumerate(schema.arguments) if _writes(one, True))
-        self.returned = tuple(_returned(schema, one) for one in schema.returns)
-        self.takes_host_tensors = name in _TAKE_HOST_TENSORS or name.startswith("_foreach_")
+        # running means are also written by operators that do not say so
+        self.writes = tuple(
+            (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
+        )
+        self.returned = tuple(_written_argument(schema, one) for one in schema.returns)
+        """Of each result, by place and name, the argument that it is; None for one that is new."""
+        self.takes_host_tensors = short in _TAKE_HOST_TENSORS or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
-        self.many = name.startswith(("_foreach_", "_fused_"))
-        self.asks = tuple((one, self._at(one)) for one in law_of(name).asks)
-        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and name not in _DRAW_NOTHING
-
-    def _at(self, argument: str) -> int:
-        return self.arguments.index(argument) if argument in self.arguments else len(self.arguments)
+        self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
+        known = {name: at for at, name in enumerate(self.arguments)}
+        self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
+        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in _DRAW_NOTHING
 
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
-        if self.many:
+        if self.is_list_operator:
             return {"lists": sum(isinstance(one, list | tuple) and len(one) > 0 for one in args)}
         return {
             name: args[at] if at < len(args) else kwargs[name]
@@ -128,32 +78,39 @@ class Signature:
             if at < len(args) or name in kwargs
         }
 
-    def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call writes into, also those of which the schema does not tell."""
-        found: list[torch.Tensor] = []
-        for name, at in self._writes:
+        found: list[Tensor] = []
+        for name, at in self.writes:
             map_tensors(found.append, args[at] if at < len(args) else kwargs.get(name))
         return found
 
+    def waits(self, args: Sequence[Any]) -> str:
+        """The operator for which the host waits within this call, if it does.
 
-def _writes(argument: Any, silently: bool = False) -> bool:
-    """`silently`: running means are also written by operators that do not say so."""
-    said = argument.alias_info is not None and argument.alias_info.is_write
-    return said or (silently and argument.name.startswith("running_"))
+        Indexing with a mask looks for its ones first, unless a single value is written, without knowing how many.
+        """
+        if self.short in _WAITING:
+            return self.name
+        if self.short in _INDEXING and any(
+            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1] or ()
+        ):
+            one_value = "put" in self.short and isinstance(args[2], Tensor) and args[2].numel() == 1
+            return "" if one_value else "aten::nonzero"
+        return ""
 
 
-def _returned(schema: Any, result: Any) -> tuple[int, str] | None:
-    """Which argument a result is, by place and name; None for one that is new."""
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
     if not _writes(result):
         return None
     for at, argument in enumerate(schema.arguments):
         if _writes(argument) and argument.alias_info.before_set == result.alias_info.before_set:
             return at, argument.name
     return None
-
-
-def returns_a_view(overload: torch._ops.OpOverload) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in overload._schema.returns)
 
 
 def overload_named(name: str) -> torch._ops.OpOverload | None:
@@ -165,21 +122,18 @@ def overload_named(name: str) -> torch._ops.OpOverload | None:
         return None
 
 
-HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_NUMBERS = (bool, int, float, complex)
-
-
 class Operands:
     """One call's arguments on their way to the host."""
 
-    __slots__ = ("device", "inputs", "on_host", "recorded", "signature")
+    __slots__ = ("device", "inputs", "recorded", "signature", "with_host_tensor", "with_sparse_tensor")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.recorded = MACHINE.recording is not None  # whether a graph may be captured with them
         self.device = -1
         self.inputs: list[Tensor] = []
-        self.on_host = False  # whether a host tensor with dimensions was among them
+        self.with_host_tensor = False  # one with dimensions
+        self.with_sparse_tensor = False
 
     def take(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -194,12 +148,19 @@ class Operands:
     def _tensor(self, tensor: Tensor) -> Tensor:
         device = tensor.get_device()
         if device < 0:
-            self.on_host = self.on_host or tensor.dim() > 0
+            self.with_host_tensor = self.with_host_tensor or tensor.dim() > 0
             return tensor.clone() if self.recorded else tensor  # a captured kernel takes the host's numbers along
         if device != self.device:
             if self.device >= 0 and not self.signature.takes_host_tensors:
-                raise _apart(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
+                raise _on_two_devices(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
             self.device = device
+        if tensor.layout is torch.sparse_coo:
+            if not VALUES.real:
+                raise NotImplementedError("Sparse tensors are nothing without their values: run without --values none.")
+            self.with_sparse_tensor = True
+            host = sparse_to_host(tensor, self.recorded)
+            self.inputs += [host._indices(), host._values()]
+            return host
         host = lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else tensor
         self.inputs.append(host)
         return host
@@ -208,14 +169,15 @@ class Operands:
         """The device of the call; refuses what a GPU would refuse."""
         if self.device < 0:
             return CURRENT.device
-        if self.on_host and self.inputs and not self.signature.takes_host_tensors:
-            raise _apart(self.signature.name, f"cuda:{self.device}", "cpu")
-        if self.on_host and self.signature.short in INDEX:
-            MACHINE.needs_pinned(self.device, is_pinned=False)
+        if self.with_host_tensor:
+            if self.inputs and not self.signature.takes_host_tensors:
+                raise _on_two_devices(self.signature.name, f"cuda:{self.device}", "cpu")
+            if self.signature.short in _INDEXING:
+                MACHINE.needs_pinned(self.device, is_pinned=False)
         return self.device
 
 
-def _apart(name: str, one: str, other: str) -> RuntimeError:
+def _on_two_devices(name: str, one: str, other: str) -> RuntimeError:
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
         f"(when checking the arguments of {name})"
@@ -223,15 +185,21 @@ def _apart(name: str, one: str, other: str) -> RuntimeError:
 
 
 class Kernel:
-    """One overload on the virtual device."""
+    """One overload on the virtual device.
 
-    __slots__ = ("overload", "raw", "scalar", "signature")
+    `on_host`: how the host computes it, where PyTorch's own kernel for the host is none, or another one.
+    """
 
-    def __init__(self, overload: torch._ops.OpOverload) -> None:
-        self.overload = overload
-        self.raw = overload._op
+    __slots__ = ("native", "on_host", "overload", "scalar", "signature")
+
+    def __init__(self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> None:
+        self.overload, self.on_host = overload, on_host
+        self.native = overload._op
         self.signature = Signature(overload)
-        self.scalar = _scalar_variant(overload)
+        # of `mul.Tensor` the builtin of `mul.Scalar`, if there is one
+        packet = overload._overloadpacket
+        has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
+        self.scalar = packet.Scalar._op if has_scalar else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host, place = MACHINE.pause_at()
@@ -244,30 +212,29 @@ class Kernel:
         signature, operands = self.signature, Operands(self.signature)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
+        if operands.with_sparse_tensor:  # one that is written into may get other pieces, in memory of the host's own
+            for _, at in signature.writes:
+                if at < len(host_args) and host_args[at].layout is torch.sparse_coo:
+                    host_args[at] = host_args[at].clone()
         device = operands.check()
-        waits = learns(signature.short, host_args)
+        waits = signature.waits(host_args)
         if waits:
-            cuda_api.about_to_wait()
-        recording = MACHINE.records(device)
+            cuda_api.announce_sync()
+        recording = MACHINE.records(device) if operands.recorded else None
         if recording is not None:
             recording.about_to_write(*signature.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
-        asked = signature.asked(args, kwargs) if signature.asks or signature.many else kwargs
-        self._launch(device, place, operands.inputs, _new(signature, out), asked)
+        asked = signature.asked(args, kwargs) if signature.asks or signature.is_list_operator else kwargs
+        kernels = MACHINE.kernels(signature.short, operands.inputs, _new_tensors(signature, out), asked)
+        if signature.is_list_operator:
+            MACHINE.clock.spend(MACHINE.device.host.lists(len(operands.inputs)))
+        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)
         if waits:
-            MACHINE.wait_for_result(device, shown(signature))
+            MACHINE.wait_for_result(device, waits)
         result = self._on_device(device, out, args, kwargs)
         if recording is not None:
             recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
         return result
-
-    def _launch(
-        self, device: int, place: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], asked: Mapping[str, Any]
-    ) -> None:
-        kernels = MACHINE.kernels(self.signature.short, inputs, outputs, asked)
-        if self.signature.many:
-            MACHINE.clock.spend(MACHINE.device.host.lists(len(inputs)))
-        MACHINE.clock.operator(self.signature.name, place, MACHINE.stream(device), kernels)
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """On the host, with PyTorch's own kernel."""
@@ -287,29 +254,45 @@ class Kernel:
             return written if len(written) > 1 else written[0]
         if not returned:
             return None
-        return computed(self._chosen(tuple(args)), self.signature.short, args, kwargs)
+        return computed(self.on_host or self._chosen(tuple(args)), self.signature.short, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._chosen(args)
+        call = self.on_host or self._chosen(args)
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "not resizable" not in str(error) or not _made_resizable(self.signature, kwargs):
-                raise
-            return self._call(*args, **kwargs)
+            text = str(error)
+            if "not resizable" in text and self._make_resizable(kwargs):
+                return self._call(*args, **kwargs)
+            if any(one in text for one in _WITHOUT_HALF):
+                return _in_float(call, self.signature.written_by(args, kwargs), args, kwargs)
+            raise
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
         """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
         for at in self.signature.tensors:
             if at < len(args) and isinstance(args[at], _NUMBERS):
                 return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
-        return self.raw
+        return self.native
+
+    def _make_resizable(self, kwargs: dict[str, Any]) -> bool:
+        """Results that are too small for what is written into them get memory of their own, which may grow.
+
+        Their shape was changed already when the memory could not grow.
+        """
+        outs = [one for name, one in kwargs.items() if name in self.signature.written and isinstance(one, Tensor)]
+        small = [one for one in outs if one.nbytes > one.untyped_storage().nbytes()]
+        for one in small:
+            one.set_()
+        return bool(small)
 
     def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result as the program sees it: its own tensors where it wrote into them, else new ones of the device."""
         returned = self.signature.returned
         if VALUES.kept and self.signature.written:
             map_tensors(VALUES.forget, self.signature.written_by(args, kwargs))
+        if returned == (None,) and isinstance(out, Tensor):
+            return place(out, device)
         if len(returned) == 1:
             return self._one(device, returned[0], out, args, kwargs)
         if not returned:
@@ -320,26 +303,33 @@ class Kernel:
         self, device: int, source: tuple[int, str] | None, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if source is None:
-            return map_tensors(lambda one: MACHINE.place_on(one, device), out)
-        mine = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
-        if isinstance(mine, Tensor) and mine.shape != out.shape:
-            adopt(mine, MACHINE.place_on(out, device))
-        return mine
+            return map_tensors(lambda one: place(one, device), out)
+        given = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
+        if isinstance(given, Tensor):
+            if given.layout is torch.sparse_coo:
+                given.data = place(out, device)
+            elif given.shape != out.shape:
+                adopt(given, MACHINE.place_on(out, device))
+        return given
 
 
-def _new(signature: Signature, out: Any) -> list[Tensor]:
-    """Of a result the tensors that were not there before."""
-    if len(signature.returned) == 1:
-        parts = [out] if signature.returned[0] is None else []
-    else:
-        parts = [part for one, part in zip(signature.returned, out or (), strict=True) if one is None]
+def _new_tensors(signature: Signature, out: Any) -> list[Tensor]:
+    """Of a result the tensors that were not there before; of sparse ones their parts."""
+    if signature.returned == (None,) and isinstance(out, Tensor) and out.layout is torch.strided:
+        return [out]
+    parts = (out,) if len(signature.returned) == 1 else out or ()
     found: list[Tensor] = []
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, list | tuple):
-            found += [one for one in part if isinstance(one, Tensor)]
-    return found
+    for source, part in zip(signature.returned, parts, strict=True):
+        if source is None:
+            map_tensors(found.append, part)
+    return [piece for one in found for piece in pieces(one)]
+
+
+def place(out: Tensor, device: int) -> Tensor:
+    """A new result, on the device."""
+    if out.layout is not torch.sparse_coo:
+        return MACHINE.place_on(out, device)
+    return sparse_like(out, *(MACHINE.place_on(one, device) for one in pieces(out)))
 
 
 def adopt(tensor: Tensor, other: Tensor) -> None:
@@ -350,22 +340,31 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
     )
 
 
-def _made_resizable(signature: Signature, kwargs: dict[str, Any]) -> bool:
-    """Results that are too small for what is written into them get memory of their own, which may grow."""
-    small = [one for name, one in kwargs.items() if name in signature.written and _too_small(one)]
-    for one in small:
-        one.set_()
-    return bool(small)
+# What CUDA computes in sixteen bits and the host does not: as CUDA's kernels do, in thirty-two, and rounded at the end.
+
+_WITHOUT_HALF = (
+    "not implemented for 'Half'", "not implemented for 'BFloat16'", "not implemented for 'ComplexHalf'",
+    "on CPU does not support dtype", "half to float", "tensors of type: Half", "tensors of type: ComplexHalf",
+)  # fmt: skip
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
-def _too_small(result: Any) -> bool:
-    """The shape was changed already when the memory could not grow."""
-    return isinstance(result, Tensor) and result.nbytes > result.untyped_storage().nbytes()
+def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+    given: dict[int, Tensor] = {}  # by what stands for it
+    wide: list[Tensor] = []
 
+    def widen(one: Any) -> Any:
+        if one.dtype not in _WIDER:
+            return one
+        wide.append(one.to(_WIDER[one.dtype]))
+        given[id(wide[-1])] = one
+        return wide[-1]
 
-def _scalar_variant(overload: torch._ops.OpOverload) -> Any:
-    """Of `mul.Tensor` the builtin of `mul.Scalar`, if there is one."""
-    packet = overload._overloadpacket
-    if overload._overloadname == "Tensor" and "Scalar" in packet.overloads():
-        return packet.Scalar._op
-    return None
+    asked = {name: _WIDER.get(one, one) if name == "dtype" else map_tensors(widen, one) for name, one in kwargs.items()}
+    out = call(*[map_tensors(widen, one) for one in args], **asked)
+    for one in wide:
+        if any(given[id(one)] is target for target in written):
+            given[id(one)].copy_(one)
+    narrower = {torch.complex64: torch.complex32}
+    narrower[torch.float32] = next((one.dtype for one in given.values() if not one.is_complex()), torch.float16)
+    return map_tensors(lambda one: given.get(id(one), one.to(narrower.get(one.dtype, one.dtype))), out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +14,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from keepbusy.virtual.clock.streams import Moment
+from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch.cpp_hooks import CUDA, library
-from keepbusy.virtual.pytorch.cuda_api import constantly, own, replace_copies
+from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
-from keepbusy.virtual.pytorch.tensors import host_of, map_tensors
-from keepbusy.virtual.pytorch.unreal import KEPT, VALUES
+from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
+from keepbusy.virtual.pytorch.values import CARRIED_SIZE, VALUES
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
 
@@ -35,22 +34,20 @@ def exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
 
 def at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
     """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
-    held = [map_tensors(lasting, detached(one)) for one in tensors]
-    move = partial(exchange, does, held)
-    move_then = move if MACHINE.recording is None else MACHINE.recording.later(move)
+    move: Callable[[], object] = partial(exchange, does, map_tensors(lambda one: lasting(one.detach()), tensors))
+    if MACHINE.recording is not None:
+        move = MACHINE.recording.after_steps_so_far(move)
 
-    def meet_later(mine: int) -> int:
-        move_then()
+    def move_and_meet(mine: int) -> int:
+        move()
         return meet(mine)
 
-    return meet_later
+    return move_and_meet
 
 
-def detached(value: Any) -> Any:
-    """Tensors in nested lists, apart from autograd."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    return [detached(one) for one in value]
+def _on_host(tensor: Tensor) -> Tensor:
+    """Apart from autograd."""
+    return to_host(tensor.detach()) if tensor.is_cuda else tensor.detach()
 
 
 # What a collective leaves in the program's hands until somebody waits for it.
@@ -129,7 +126,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self.own, self.members = rank, size
+        self.index, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
             MACHINE.rank = rank
         self._streams: dict[tuple[int, int], int] = {}
@@ -139,7 +136,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self.members
 
     def rank(self) -> int:
-        return self.own
+        return self.index
 
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
         return "nccl"
@@ -152,7 +149,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def _number(self, peer: int) -> int:
         """The same on all ranks that meet: all of the group, or a sender and its receiver."""
-        pair = f"|{min(self.own, peer)}-{max(self.own, peer)}" if peer >= 0 else ""
+        pair = f"|{min(self.index, peer)}-{max(self.index, peer)}" if peer >= 0 else ""
         return zlib.crc32(f"{self.pg_name}{pair}".encode()) & 0x7FFFFFFF
 
     def _stream(self, device: int, peer: int = -1) -> int:
@@ -188,7 +185,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
                 meet = at_replay(does, tensors, meet)
             else:
-                exchange(does, host_of([detached(one) for one in tensors]))
+                exchange(does, map_tensors(_on_host, tensors))
                 map_tensors(VALUES.keep, tensors[0])
             if device < 0:
                 return Handle(result)
@@ -201,7 +198,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
         if VALUES.real or not any(one.is_cuda for one in flat):
             return True
-        if _bytes(flat) > KEPT or name in ("send", "recv"):  # a message's sender and receiver know only their own
+        if _bytes(flat) > CARRIED_SIZE or name in ("send", "recv"):
+            # a message's sender and receiver know only their own
             return False
         known = _number(not sends or all(map(VALUES.known, _flat(given))))
         self.gloo.allreduce([known], _reducing(dist.ReduceOp.MIN)).wait()
@@ -241,7 +239,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         opts = opts or dist.BroadcastOptions()
-        sends = opts.rootRank == self.own
+        sends = opts.rootRank == self.index
         return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts), sends=sends)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
@@ -265,7 +263,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         def scatter(out: Any, parts: Any) -> None:
             whole = torch.stack([one.contiguous() for one in parts[0]])
             self._reduced([whole], opts)
-            out[0].copy_(whole[self.own].view(out[0].shape))
+            out[0].copy_(whole[self.index].view(out[0].shape))
 
         return self._run("reduce_scatter", outputs, [outputs, inputs], scatter)
 
@@ -311,7 +309,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
 
-        def tell(mine: int) -> int:
+        def send_time(mine: int) -> int:
             self._post(_number(mine), peer, tag + _TIME_TAG)
             return mine
 
@@ -319,7 +317,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             for one in ones:
                 self._post(one.clone(), peer, tag)
 
-        return self._run("send", tensors, [tensors], post, tell, peer=peer)
+        return self._run("send", tensors, [tensors], post, send_time, peer=peer)
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
@@ -329,12 +327,14 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
 
-        def hear(mine: int) -> int:
+        def receive_time(mine: int) -> int:
             time = _number(mine)
             self.gloo.recv([time], peer, tag + _TIME_TAG).wait()
             return int(time.item())
 
-        return self._run("recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), hear, peer=peer)
+        return self._run(
+            "recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), receive_time, peer=peer
+        )
 
     def _start_coalescing(self, device: Any) -> None:
         """What is said as one goes one by one here: the values are the same."""
@@ -380,23 +380,23 @@ def _bytes(value: Any) -> int:
 
 OURS = "keepbusy"
 """The name that PyTorch knows our backend by; the program hears `nccl`."""
-_NOBODY = 120  # a device type that there is not
 
 
 def patch() -> None:
-
     dist.Backend.register_backend(OURS, VirtualGroup, devices=["cuda", "cpu"])
-    inside = dist.distributed_c10d
-    ours = {
-        "init_process_group": _init(inside.init_process_group),
-        "new_group": _new_group(inside.new_group),
-        "get_backend": _get_backend(inside.get_backend),
-        "is_nccl_available": constantly(True),
-    }
-    replace_copies({id(getattr(inside, name)): own(does, name) for name, does in ours.items()})
+    native = dist.distributed_c10d
+    replace_everywhere(
+        native,
+        {
+            "init_process_group": _init(native.init_process_group),
+            "new_group": _new_group(native.new_group),
+            "get_backend": _get_backend(native.get_backend),
+            "is_nccl_available": lambda: True,
+        },
+    )
     # DDP's logger reads native CUDA timers
     torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda _self: None
-    _hide_native_timer()
+    hide_native_timer()
 
 
 def _ours(backend: Any) -> Any:
@@ -429,25 +429,3 @@ def _get_backend(native: Callable[..., Any]) -> Callable[..., Any]:
         return "nccl" if found == OURS else found
 
     return get_backend
-
-
-def _hide_native_timer() -> None:
-    """On a CUDA build DDP would time with native events: its registry of timers loses the entry for CUDA.
-
-    The registry is a std::unordered_map: its first node and its length follow its buckets.
-    """
-    make = getattr(library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
-    if make is None or not torch.backends.cuda.is_built():
-        return
-    make.restype = ctypes.c_void_p
-    registry, word = make(), ctypes.c_uint64
-    buckets, node, length = (word.from_address(registry + offset).value for offset in (8, 16, 24))
-    if not (0 < buckets < 4096 and 0 < length < 16):
-        return
-    for _ in range(length):
-        if not node:
-            return
-        key = ctypes.c_int8.from_address(node + 8)
-        if key.value == CUDA:
-            key.value = _NOBODY
-        node = word.from_address(node).value

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C import Generator
 from torch._C import Generator as HostGenerator
 
 from keepbusy.virtual.current_device import CURRENT
@@ -30,33 +29,27 @@ class _State:
     def __init__(self) -> None:
         self.seed = self.offset = 0
 
+    def restart(self, seed: int) -> None:
+        self.seed, self.offset = seed % _WORD, 0
 
-_OF: dict[int, _State] = {}
+
+_STATES: dict[int, _State] = {}
 """By the address of what is behind a generator: the dispatcher makes a new Python object on its way."""
-
-
-def own(generator: Any) -> None:
-    """From now on it has a seed and an offset."""
-    _OF[generator._cdata] = _State()
-    weakref.finalize(generator, _OF.pop, generator._cdata, None)
 
 
 def state_of(generator: Any) -> Tensor:
     """As the program sees it; a generator of the host has the host's."""
-    state = _OF.get(generator._cdata)
+    state = _STATES.get(generator._cdata)
     if state is None:
-        return Generator.get_state(generator)
-    return torch.frombuffer(bytearray(_packed(state)), dtype=torch.uint8)
-
-
-def _packed(state: _State) -> bytes:
-    return state.seed.to_bytes(8, "little") + state.offset.to_bytes(8, "little")
+        return HostGenerator.get_state(generator)
+    packed = state.seed.to_bytes(8, "little") + state.offset.to_bytes(8, "little")
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def put_state(generator: Any, packed: Tensor) -> None:
-    state = _OF.get(generator._cdata)
+    state = _STATES.get(generator._cdata)
     if state is None:
-        Generator.set_state(generator, packed)
+        HostGenerator.set_state(generator, packed)
         return
     if packed.dtype != torch.uint8 or packed.device.type != "cpu":
         raise TypeError("RNG state must be a torch.ByteTensor")
@@ -66,30 +59,11 @@ def put_state(generator: Any, packed: Tensor) -> None:
     state.seed, state.offset = (int.from_bytes(part, "little") for part in (whole[:8], whole[8:]))
 
 
-def seed_of(generator: Any) -> int:
-    return _OF[generator._cdata].seed
-
-
-def reseed(generator: Any, seed: int) -> None:
-    state = _OF[generator._cdata]
-    state.seed, state.offset = seed % _WORD, 0
-
-
-def offset_of(generator: Any) -> int:
-    return _OF[generator._cdata].offset
-
-
-def put_offset(generator: Any, offset: int) -> None:
-    if offset % _STEP:
-        raise RuntimeError("offset must be a multiple of 4")
-    _OF[generator._cdata].offset = offset
-
-
-def aim(generator: Any) -> None:
-    """Before it draws: what it draws follows from its seed and its offset, which moves on."""
-    state = _OF.get(generator._cdata)
+def _seed_next_draw(generator: Any) -> None:
+    """What it draws follows from its seed and its offset, which moves on."""
+    state = _STATES.get(generator._cdata)
     if state is not None:
-        Generator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
+        HostGenerator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
         state.offset += _STEP
 
 
@@ -105,27 +79,32 @@ class DeviceGenerator(HostGenerator):
     """Draws on the host, and says that it is a device's. A capture allows little of it, as on a GPU."""
 
     _index: int
+    _cdata: int
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self._index)
 
     def clone_state(self) -> DeviceGenerator:
-        return _made(self._index, state_of(self))
+        copy = generator_of(self._index)
+        copy.set_state(state_of(self))
+        return copy
 
     def initial_seed(self) -> int:
-        return seed_of(self)
+        return _STATES[self._cdata].seed
 
     def get_offset(self) -> int:
-        return offset_of(self)
+        return _STATES[self._cdata].offset
 
     def set_offset(self, offset: int) -> DeviceGenerator:
-        put_offset(self, offset)
+        if offset % _STEP:
+            raise RuntimeError("offset must be a multiple of 4")
+        _STATES[self._cdata].offset = offset
         return self
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
         if not self._captures():
-            reseed(self, seed)
+            _STATES[self._cdata].restart(seed)
         elif seed != self.initial_seed():
             raise RuntimeError(
                 "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
@@ -136,7 +115,7 @@ class DeviceGenerator(HostGenerator):
     def seed(self) -> int:
         if self._captures():
             raise RuntimeError("Cannot call CUDAGeneratorImpl::seed during CUDA graph capture.")
-        reseed(self, int(super().seed()))
+        _STATES[self._cdata].restart(int(super().seed()))
         return self.initial_seed()
 
     def get_state(self) -> torch.Tensor:
@@ -169,13 +148,8 @@ _NOT_GRAPHSAFE = "keepbusy's virtual GPU has no graph-safe random states; use ge
 def generator_of(device: int) -> DeviceGenerator:
     generator = DeviceGenerator()
     generator._index = device
-    own(generator)
-    return generator
-
-
-def _made(index: int, state: torch.Tensor) -> DeviceGenerator:
-    generator = generator_of(index)
-    generator.set_state(state)
+    _STATES[generator._cdata] = _State()
+    weakref.finalize(generator, _STATES.pop, generator._cdata, None)
     return generator
 
 
@@ -226,21 +200,15 @@ def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[st
     generator, recording = given or DEFAULTS(device), MACHINE.records(device)
     if recording is not None:
         recording.draws_from(generator)
-    aim(generator)
+    _seed_next_draw(generator)
     if given is not None:
         return call(*args, **kwargs)
     if takes_generator:
         return call(*args, **{**kwargs, "generator": generator})
-    return _instead_of_the_hosts(call, generator, args, kwargs)
-
-
-def _instead_of_the_hosts(
-    call: Callable[..., Any], generator: HostGenerator, args: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    """For operators that know no generator but the host's: lend it the device's state."""
     host = torch.default_generator
     if generator is host:
         return call(*args, **kwargs)
+    # an operator that knows no generator but the host's: it borrows the device's state
     before = host.get_state()
     host.set_state(HostGenerator.get_state(generator))
     try:

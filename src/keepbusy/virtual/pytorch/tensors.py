@@ -69,14 +69,44 @@ def map_tensors(does: Any, value: Any) -> Any:
     return value
 
 
-def host_of(value: Any) -> Any:
-    """Device tensors as host tensors, wherever they stand in lists; all else as it is."""
-    return map_tensors(lambda one: to_host(one) if one.is_cuda else one, value)
+# Sparse tensors (COO) are made of two dense ones, on whatever device these are.
+
+SPARSE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+_aten = torch.ops.aten
+
+
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that it is made of."""
+    if tensor.layout is not torch.sparse_coo:
+        return (tensor,)
+    return tuple(part.redispatch(SPARSE_KEYS, tensor) for part in (_aten._indices.default, _aten._values.default))
+
+
+def sparse_to_host(tensor: Tensor, in_capture: bool) -> Tensor:
+    if in_capture:
+        raise NotImplementedError("keepbusy's virtual GPU captures no sparse tensors in CUDA graphs.")
+    return sparse_like(tensor, *(to_host(one) for one in pieces(tensor)))
+
+
+def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Made of other parts, and on their device."""
+    return _aten._sparse_coo_tensor_with_dims_and_tensors.default.redispatch(
+        SPARSE_KEYS,
+        tensor.sparse_dim(),
+        tensor.dense_dim(),
+        list(tensor.shape),
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=tensor.is_coalesced(),
+    )
 
 
 _Storage = torch.UntypedStorage
 _resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
-_logical: dict[int, int] = {}
+_logical_sizes: dict[int, int] = {}
 """Of a shrunken storage its size as the program sees it. Its bytes stay, for FSDP will have them back."""
 
 
@@ -84,8 +114,8 @@ def patch() -> None:
     _Storage.cuda = _to_device
     _Storage.to = _storage_to
     _Storage._to = lambda self, *, device, non_blocking=False: _storage_to(self, device=device)
-    _Storage.resize_, _Storage.size, _Storage.nbytes = _resized, _seen_size, _seen_size
-    _Storage.clone = _cloned
+    _Storage.resize_, _Storage.size, _Storage.nbytes = _resize_storage, _logical_size_of, _logical_size_of
+    _Storage.clone = _clone_storage
     torch.TypedStorage.cuda = _typed_to_device
     torch.serialization.register_package(5, lambda _storage: None, _load)
 
@@ -106,27 +136,27 @@ def _typed_to_device(typed: Any, device: Any = None, non_blocking: bool = False)
     return torch.TypedStorage(wrap_storage=moved, dtype=typed.dtype, _internal=True)
 
 
-def _cloned(storage: Any) -> Any:
+def _clone_storage(storage: Any) -> Any:
     """Also what `copy.deepcopy` of a tensor comes down to."""
     if storage.device.type != "cuda":
         return _clone(storage)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
 
 
-def _seen_size(storage: Any) -> int:
-    return _logical[storage._cdata] if storage._cdata in _logical else _size(storage)
+def _logical_size_of(storage: Any) -> int:
+    return _logical_sizes[storage._cdata] if storage._cdata in _logical_sizes else _size(storage)
 
 
-def _resized(storage: Any, size: int) -> Any:
+def _resize_storage(storage: Any, size: int) -> Any:
     if storage.device.type != "cuda":
         return _resize(storage, size)
     whole = _size(storage)
     if size > whole:
         raise NotImplementedError("keepbusy's virtual GPU cannot grow a storage past its first size.")
     if size == whole:
-        _logical.pop(storage._cdata, None)
+        _logical_sizes.pop(storage._cdata, None)
     else:
-        _logical[storage._cdata] = size
+        _logical_sizes[storage._cdata] = size
     return storage
 
 

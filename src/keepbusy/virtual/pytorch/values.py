@@ -17,12 +17,12 @@ from torch import Tensor
 from keepbusy.virtual.pytorch.tensors import map_tensors
 
 _aten = torch.ops.aten
-_KNOWN: dict[Any, Any] = {}
-_MOST = 20_000
+_OUTLINES: dict[Any, Any] = {}
+_MAX_OUTLINES = 20_000
 META = torch.device("meta")
 
 
-KEPT = 1 << 20
+CARRIED_SIZE = 1 << 20
 """What comes from the host and is no larger comes back as it was."""
 
 
@@ -56,14 +56,14 @@ class Values:
 
     def carried(self, source: Tensor) -> bool:
         """Whether values go along with a tensor that moves."""
-        return self.real or (source.nbytes <= KEPT and self.known(source))
+        return self.real or (source.nbytes <= CARRIED_SIZE and self.known(source))
 
     def worth_keeping(self, source: Tensor, target: Tensor) -> bool:
         """Whether what is copied shall be there afterwards."""
         if self.real or not target.is_cuda:
             return self.known(source)
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-        return target.nbytes <= KEPT and self.known(source) and (whole or self.known(target))
+        return target.nbytes <= CARRIED_SIZE and self.known(source) and (whole or self.known(target))
 
 
 VALUES = Values()
@@ -81,25 +81,25 @@ def reserved(outlined: Tensor) -> Tensor:
 
 def computed(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operator returns, with memory that nobody touches. Shapes seen before are not worked out again."""
-    key = (call, _looks(args), _looks(kwargs))
-    found = _KNOWN.get(key, _KNOWN)
-    if found is _KNOWN:
-        if len(_KNOWN) > _MOST:
-            _KNOWN.clear()
-        found = _KNOWN[key] = _sketched(call, short, map_tensors(_outlined, args), _outlined_values(kwargs))
+    key = (call, _shape_key(args), _shape_key(kwargs))
+    found = _OUTLINES.get(key, _OUTLINES)
+    if found is _OUTLINES:
+        if len(_OUTLINES) > _MAX_OUTLINES:
+            _OUTLINES.clear()
+        found = _OUTLINES[key] = _outlines(call, short, map_tensors(_outline_on_device, args), _outline_kwargs(kwargs))
     return map_tensors(reserved, found)
 
 
-def _sketched(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def _outlines(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
     """As outlines or plain values."""
     guess = _BY_VALUES.get(short)
     if guess is not None:
         return guess(*args, **kwargs)
-    found = call(*[_without_masks(one) if short in _INDEX else one for one in args], **kwargs)
-    return _laid_out(found, args[:2]) if short == "convolution" else found
+    found = call(*[_without_masks(one) if short in _INDEXING else one for one in args], **kwargs)
+    return _with_layout(found, args[:2]) if short == "convolution" else found
 
 
-def _laid_out(result: Tensor, given: Any) -> Tensor:
+def _with_layout(result: Tensor, given: Any) -> Tensor:
     """Convolutions keep the layout of their images or filters; meta kernels forget it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
     if last is None or not any(one.is_contiguous(memory_format=last) and not one.is_contiguous() for one in given):
@@ -107,23 +107,23 @@ def _laid_out(result: Tensor, given: Any) -> Tensor:
     return result.contiguous(memory_format=last)
 
 
-def _outlined(tensor: Tensor) -> Tensor:
+def _outline_on_device(tensor: Tensor) -> Tensor:
     """A number in a tensor of the host may stand beside outlines of any device."""
     return outline(tensor) if tensor.is_cuda or tensor.dim() else tensor
 
 
-def _outlined_values(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: map_tensors(_outlined, one) for name, one in kwargs.items()}
+def _outline_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: map_tensors(_outline_on_device, one) for name, one in kwargs.items()}
 
 
-def _looks(value: Any) -> Any:
+def _shape_key(value: Any) -> Any:
     """Of arguments, what the shapes of results depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_cuda
     if isinstance(value, list | tuple):
-        return tuple([_looks(one) for one in value])
+        return tuple([_shape_key(one) for one in value])
     if isinstance(value, dict):
-        return tuple([(name, _looks(one)) for name, one in value.items()])
+        return tuple([(name, _shape_key(one)) for name, one in value.items()])
     return type(value), value
 
 
@@ -170,7 +170,7 @@ def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0)
     return _outline((max(1, minlength),), torch.int64 if weights is None else torch.float64)
 
 
-_INDEX = ("index", "_unsafe_index")
+_INDEXING = ("index", "_unsafe_index")
 _BY_VALUES: dict[str, Callable[..., Any]] = {
     "nonzero": _nonzero,
     "masked_select": _masked_select,

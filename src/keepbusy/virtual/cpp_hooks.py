@@ -1,8 +1,8 @@
-"""The device guard of CUDA: how C++ learns and changes the current device.
+"""PyTorch's C++ made to believe in CUDA: its device guard, its CUDA hooks, and the timers of DDP.
 
-PyTorch keeps one guard a device type in a registry. Ours is one that PyTorch itself builds for
-devices written in Python; it is moved to CUDA's place, with the methods replaced that know the
-current device. There is one stream a device in C++; streams live in Python.
+Two objects with virtual methods are given vtables in which single methods are ours. Slot numbers are read from the
+headers inside the installed wheel and held against the size of the vtable's symbol in the library. Nothing is
+guessed: what does not agree raises `Mismatch`, and the self-test says so before a program begins.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 
 from keepbusy.virtual.current_device import CURRENT
 
-# Where methods stand in the two C++ vtables that the virtual device replaces.
-#
-# Slot numbers are read from the headers inside the installed wheel and held against the size of the
-# vtable's symbol in the library. Nothing is guessed: what does not agree raises `Mismatch`.
+DEVICE_TYPE, _META_TYPE = 1, 14
+"""c10::DeviceType of CUDA, and of what has no memory."""
+CUDA_VERSION = torch.version.cuda or "13.0"
+"""A build that has CUDA keeps its version: packages with code of their own were built for the same and look."""
+CUDNN_VERSION = 91_002
 
 LIBRARIES = Path(torch.__file__).parent / "lib"
 INCLUDES = Path(torch.__file__).parent / "include"
@@ -212,9 +213,6 @@ def keep_alive(thing: Any) -> None:
 # state, so either gets the same copy of the *interface's* vtable: nothing of the real CUDA stays
 # reachable through it, and what we do not answer says that it is not there.
 
-CUDNN = 91_002
-"""The version of cuDNN that we say is there."""
-
 
 def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> Callable[[], None]:
     """Let C++ believe in CUDA; returns what takes it back.
@@ -263,12 +261,16 @@ def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], N
     vtable.put("getPinnedMemoryAllocator", pointer, (), pinned_allocator)
     vtable.put("getCUDADeviceAllocator", pointer, (), lambda: allocator)
     for method in ("versionCuDNN", "versionRuntimeCuDNN"):
-        vtable.put(method, ctypes.c_long, (), lambda: CUDNN)
+        vtable.put(method, ctypes.c_long, (), lambda: CUDNN_VERSION)
     vtable.put("deviceSynchronize", None, (byte,), lambda _device: None)
 
 
-CUDA, META = 1, 14
-"""c10::DeviceType."""
+# The device guard: how C++ learns and changes the current device.
+#
+# PyTorch keeps one guard a device type in a registry. Ours is one that PyTorch itself builds for devices written in
+# Python; it is moved to CUDA's place, with the methods replaced that know the current device. There is one stream a
+# device in C++; streams live in Python.
+
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 
@@ -280,11 +282,11 @@ def replace_guard() -> Callable[[], None]:
     vtable.need("type", "exchangeDevice", "getDevice", "setDevice", "uncheckedSetDevice", "deviceCount")
     _fill_guard(vtable)
     first_word(where).value = vtable.address
-    registry[CUDA] = where
+    registry[DEVICE_TYPE] = where
 
     def undo() -> None:
         # late C++ destructors find Meta's guard, which does nothing, instead of a Python that is gone
-        registry[CUDA] = registry[META]
+        registry[DEVICE_TYPE] = registry[_META_TYPE]
 
     return undo
 
@@ -292,7 +294,7 @@ def replace_guard() -> Callable[[], None]:
 def _registry() -> ctypes.Array[ctypes.c_void_p]:
     shared = library("libc10.so")
     size = symbol_size(address_of(shared, _REGISTRY)) or 0
-    if size < POINTER * (META + 1):
+    if size < POINTER * (_META_TYPE + 1):
         raise Mismatch("the registry of device guards has another shape")
     return (ctypes.c_void_p * (size // POINTER)).in_dll(shared, _REGISTRY)
 
@@ -321,7 +323,7 @@ def _python_guard(registry: ctypes.Array[ctypes.c_void_p]) -> int:
 
 def _fill_guard(vtable: Vtable) -> None:
     byte, pair = ctypes.c_int8, ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
-    vtable.put("type", byte, (), lambda: CUDA)
+    vtable.put("type", byte, (), lambda: DEVICE_TYPE)
     vtable.put("getDevice", pair, (), lambda: _device(CURRENT.device))
     vtable.put("exchangeDevice", pair, (pair,), lambda device: _device(CURRENT.exchange(device >> 8)))
     vtable.put("setDevice", None, (pair,), _set)
@@ -330,8 +332,59 @@ def _fill_guard(vtable: Vtable) -> None:
 
 
 def _device(index: int) -> int:
-    return CUDA | index << 8
+    return DEVICE_TYPE | index << 8
 
 
 def _set(device: int) -> None:
     CURRENT.exchange(device >> 8)
+
+
+# DDP times its backward pass with a timer that it finds in a registry by the device's type. On a CUDA build that is one
+# of native events. The registry has no way to take an entry out, so the key of CUDA's entry is overwritten, once the
+# map has shown that it is laid out as we believe.
+
+_NO_DEVICE_TYPE = 120
+
+
+def timer_keys() -> dict[int, ctypes.c_int8]:
+    """Of the registry of timers each key, by its value; raises `Mismatch` unless every part of the map agrees.
+
+    A `std::unordered_map` is the address of its buckets, their count, its first node and its length. A bucket holds
+    the node before its own first one; a node is the address of the next one, and its key. The hash of a key is itself.
+    """
+    make = getattr(library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
+    if make is None:
+        return {}
+    make.restype = ctypes.c_void_p
+    word = ctypes.c_uint64.from_address
+    registry = make()
+    buckets, count, first, length = (word(registry + POINTER * at).value for at in range(4))
+    if not (0 < count < 4096 and 0 < length < 16 and _is_mapped(buckets, POINTER * count)):
+        raise Mismatch("the registry of DDP's timers has another shape")
+    keys: dict[int, ctypes.c_int8] = {}
+    before, node = registry + 2 * POINTER, first
+    for _ in range(length):
+        if not _is_mapped(node, 2 * POINTER):
+            raise Mismatch("the registry of DDP's timers has another shape")
+        key = ctypes.c_int8.from_address(node + POINTER)
+        starts_bucket = word(buckets + POINTER * (key.value % count)).value == before
+        if key.value in keys or not (starts_bucket or any(one % count == key.value % count for one in keys)):
+            raise Mismatch("the registry of DDP's timers has another order")
+        keys[key.value] = key
+        before, node = node, word(node).value
+    if node or 0 not in keys:  # the CPU's timer is there in every build
+        raise Mismatch("the registry of DDP's timers has another length")
+    return keys
+
+
+def hide_native_timer() -> None:
+    """DDP finds none for CUDA, and does without."""
+    key = timer_keys().get(DEVICE_TYPE)
+    if key is not None:
+        key.value = _NO_DEVICE_TYPE
+
+
+def _is_mapped(address: int, size: int) -> bool:
+    """Whether this process may read there."""
+    areas = (_bounds(line) for line in Path("/proc/self/maps").read_text().splitlines() if " r" in line)
+    return any(low <= address and address + size <= high for low, high in areas)
