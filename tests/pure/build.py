@@ -26,6 +26,7 @@ from keepbusy.timeline.model import (
     Direction,
     FrameKind,
     Frames,
+    Ints,
     Kind,
     Lane,
     LinkKind,
@@ -320,6 +321,14 @@ class Run:
 def _columns(rows: list[dict[str, int]], table: type[Any]) -> Any:
     fills = {name: column[0] for name, column in table.of(1).columns().items()}
     return table.of(len(rows), **{name: [row.get(name, fill) for row in rows] for name, fill in fills.items()})
+
+
+def gaps(timeline: Timeline, lane: int) -> Ints:
+    """Where the lane has nothing to do: pairs of (start, end) between its spans."""
+    rows = timeline.rows_of(lane)
+    ends = np.maximum.accumulate(timeline.spans.end[rows][:-1]) if len(rows) > 1 else np.zeros(0, np.int64)
+    starts = timeline.spans.start[rows][1:]
+    return np.stack([ends, starts], axis=1)[starts > ends]
 
 
 def kind_of(name: str, exact: bool = False) -> FrameKind:

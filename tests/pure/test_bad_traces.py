@@ -146,7 +146,7 @@ def refused(path: Path, content: bytes, match: str) -> None:
         (b"\xef\xbb\xbf", "is blank"),
         (b"null", "is not JSON"),
         (b"hello", "is not JSON: it begins with b'hello'"),
-        (b"SQLite format 3\0", "is not JSON"),
+        (b"SQLite format 3\0", "SQLite database, as `nsys export` writes"),
         (b"\x80\x05pickle", "is not JSON"),
         (b"{}", "has no `traceEvents` .its keys: none"),
         (b'{"a": 1, "b": [2]}', "has no `traceEvents` .its keys: a, b"),

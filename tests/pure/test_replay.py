@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from build import Run, loop
+from build import Run, gaps, loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import loops, timelines
@@ -83,8 +83,8 @@ def test_busy_and_gaps_make_the_extent_of_a_lane(timeline: Timeline) -> None:
             if not len(rows):
                 continue
             start, end = one.spans.start[rows], one.spans.end[rows]
-            gaps = one.gaps(lane)
-            assert busy(start, end) + int((gaps[:, 1] - gaps[:, 0]).sum()) == int(end.max() - start.min())
+            idle = gaps(one, lane)
+            assert busy(start, end) + int((idle[:, 1] - idle[:, 0]).sum()) == int(end.max() - start.min())
 
 
 def busy(start: np.ndarray, end: np.ndarray) -> int:

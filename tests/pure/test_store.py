@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import decorated, timelines
 
-from keepbusy.timeline import busy_file, whole_file
+from keepbusy.timeline import busy_file, files
 from keepbusy.timeline.busy_file import from_bytes, load, save, to_bytes
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
@@ -229,7 +229,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_file.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(BadInput, match=r"run\.busy cannot be written .No space left on device"):
         save(ONE_LAUNCH.change(names=("a", "b")), path)
     assert path.read_bytes() == before

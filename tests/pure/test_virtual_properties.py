@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from build import gaps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_programs import ROUND
@@ -135,7 +136,7 @@ def test_two_runs_give_the_same_bytes(program: list[tuple[str, int, object]]) ->
 @given(PROGRAM)
 def test_host_lanes_have_no_holes(program: list[tuple[str, int, object]]) -> None:
     timeline = run(program)
-    assert len(timeline.gaps(0)) == 0
+    assert len(gaps(timeline, 0)) == 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -73,7 +73,7 @@ def _folder() -> Path:
 
 
 def _say(why: Sequence[str], path: Path) -> None:
-    from keepbusy.timeline.whole_file import replacing
+    from keepbusy.timeline.files import replacing
 
     with replacing(path, durable=False) as part:
         part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepbusy.timeline import whole_file
+from keepbusy.timeline import files
 from keepbusy.timeline.errors import BadInput
 
 HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left
@@ -35,9 +35,9 @@ def _close_nothing() -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """As `whole_file.replacing`, for a path that the user gave."""
+    """As `files.replacing`, for a path that the user gave."""
     check_place(path)
-    with whole_file.replacing(path) as part:
+    with files.replacing(path) as part:
         yield part
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from keepbusy.recording.line_log import Log, Seen, Tick, follower
 from keepbusy.recording.recorded_run import LINES, TRACE
+from keepbusy.timeline.files import replacing
 from keepbusy.timeline.frame_roles import OWN_STEP
-from keepbusy.timeline.whole_file import replacing
 
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 

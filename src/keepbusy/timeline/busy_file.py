@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import open_input, replacing
 from keepbusy.timeline.model import (
     EVERY_LANE,
     NONE,
@@ -35,7 +36,6 @@ from keepbusy.timeline.model import (
 )
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.table import Table
-from keepbusy.timeline.whole_file import replacing
 
 # Timelines in files of our own: docs/reference/busy-file.md describes the format.
 
@@ -46,6 +46,8 @@ _LENGTH = struct.Struct("<Q")
 _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Frames, "meetings": Meetings}
 _MOST_RATIO = 400
 _SMALL = 64 << 20
+_PARSED = 4
+"""A header takes so many times its text in memory, or a little more."""
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
 
 Header: TypeAlias = dict[str, Any]
@@ -65,7 +67,11 @@ def save(timeline: Timeline, path: str | Path) -> None:
 def load(path: str | Path) -> Timeline:
     """What `save` wrote; raises `BadInput` for anything else."""
     try:
-        content = Path(path).read_bytes()
+        with open_input(Path(path)) as file:
+            content = file.read(len(_MAGIC))
+            content += file.read() if content == _MAGIC else b""
+    except BadInput:
+        raise
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist; give a .busy file that keepbusy saved.") from None
     except (OSError, ValueError) as error:
@@ -97,14 +103,32 @@ def to_bytes(timeline: Timeline) -> bytes:
 
 def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
     """The timeline again; `path` is what a complaint calls it."""
+    return _read(content, path, _Budget(max(_SMALL, _MOST_RATIO * len(content))))
+
+
+class _Budget:
+    """What one file may take of the memory, the timelines within it included."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def spend(self, size: int) -> None:
+        if not 0 <= size <= self.left:
+            raise ValueError(f"it would take {size >> 20} MB of memory, {self.left >> 20} MB are left for it")
+        self.left -= size
+
+
+def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
     rest = _checked(content, path)
     try:
-        header, tables, further = _tables(rest)
+        header, tables, further = _tables(rest, budget)
         timeline = _timeline(header, tables)
         _check(timeline)
         if "role" not in tables["frames"]:  # of a file that is older than this column
             timeline = timeline.change(frames=timeline.frames.described(timeline.names))
-        timeline = timeline.change(further=tuple(from_bytes(bytes(one), path) for one in further))
+        timeline = timeline.change(further=tuple(_read(bytes(one), path, budget) for one in further))
+    except MemoryError:
+        raise BadInput(f"{path} needs more memory than this machine has; open it on a larger one.") from None
     except _FAULTS as error:
         raise BadInput(f"{path} is damaged ({error}); save the run again, from its traces.") from None
     return timeline
@@ -130,17 +154,20 @@ def _checked(content: bytes, path: str) -> memoryview:
     return rest
 
 
-def _tables(rest: memoryview) -> tuple[Header, dict[str, Columns], list[memoryview]]:
+def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Columns], list[memoryview]]:
     """The header, what stands in the tables, and the timelines behind them, each whole as in a file of its own."""
     (size,) = _LENGTH.unpack_from(rest)
-    most = max(_SMALL, _MOST_RATIO * len(rest))
-    header = json.loads(_inflated(rest[_LENGTH.size : _LENGTH.size + size], most).decode("utf-8", "surrogatepass"))
+    text = _inflated(rest[_LENGTH.size : _LENGTH.size + size], budget.left // _PARSED)
+    budget.spend(_PARSED * len(text))
+    header = json.loads(text.decode("utf-8", "surrogatepass"))
     content = rest[_LENGTH.size + size :]
     tables = {}
     for name in (*_TABLES, "marks"):
         rows, described = header["tables"][name]["rows"], header["tables"][name]["columns"]
-        if not 0 <= rows * 8 * len(described) <= most:
+        columns = len(_TABLES[name].of(0).columns()) if name in _TABLES else 1  # a column that is missing takes as much
+        if type(rows) is not int or rows < 0 or len(described) > columns:
             raise ValueError(f"{rows} rows of {name}")
+        budget.spend(rows * 8 * columns)
         tables[name] = unpack(described, content, rows)
         content = content[sum(column[-1] for column in described) :]
     return header, tables, _apart(content, header.get("further", ()))

@@ -198,20 +198,8 @@ class Timeline:
     def rank_of_rows(self) -> Ints:
         return np.array([lane.rank for lane in self.lanes], np.int64)[self.spans.lane]
 
-    @property
-    def extent(self) -> int:
-        """From the first start to the last end."""
-        return int(self.spans.end.max() - self.spans.start.min()) if len(self) else 0
-
     def rows_of(self, lane: int) -> Ints:
         return np.flatnonzero(self.spans.lane == lane)
-
-    def gaps(self, lane: int) -> Ints:
-        """Where the lane has nothing to do: pairs of (start, end) between its spans."""
-        rows = self.rows_of(lane)
-        ends = np.maximum.accumulate(self.spans.end[rows][:-1]) if len(rows) > 1 else np.zeros(0, np.int64)
-        starts = self.spans.start[rows][1:]
-        return np.stack([ends, starts], axis=1)[starts > ends]
 
     def marks_of(self, rank: int) -> Ints:
         lanes = np.array([lane.rank for lane in self.lanes])

@@ -86,7 +86,7 @@ def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
     """`brief`: work that nothing waits for is joined to the host row after it, and has no times of its own."""
-    engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool))
+    engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool), rounds)
     for _ in range(rounds):
         engine.round()
     start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
@@ -96,14 +96,17 @@ def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
 class _Engine:
     """The clocks of all lanes, and the one loop that moves them."""
 
-    def __init__(self, timeline: Timeline, skipped: Mask) -> None:
+    def __init__(self, timeline: Timeline, skipped: Mask, rounds: int) -> None:
         count, lanes = len(timeline), len(timeline.lanes)
         self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
         self.start, self.end = [NEVER] * count, [NEVER] * count
         self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
         self.meetings, self.neighbours = _Meetings(timeline), _neighbours(timeline)
-        self.limit = timeline.facts.pending_limit or PENDING_LIMIT
-        self.rings, self.places = [[NEVER] * self.limit for _ in range(lanes)], [0] * lanes
+        commands = np.bincount(timeline.spans.lane[timeline.on_device], minlength=lanes)
+        # a queue that would hold all commands of all rounds is never full, however large it is said to be
+        most = rounds * int(commands.max(initial=0)) + 1
+        self.limit = min(timeline.facts.pending_limit or PENDING_LIMIT, most)
+        self.rings, self.places = [[NEVER] * (self.limit if held else 0) for held in commands.tolist()], [0] * lanes
         self.progress: list[list[int]] = []
 
     def round(self) -> None:

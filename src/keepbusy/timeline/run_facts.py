@@ -12,6 +12,8 @@ from keepbusy.timeline.run_tree import Part
 from keepbusy.timeline.typed_json import typed
 
 STALL, DRIFT, LOOP = "stall", "drift", "loop"
+LARGEST_QUEUE = 1 << 20
+"""No stream is known to take a thousandth part of so many commands before a launch blocks."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ class RunFacts:
         """What `as_json` gave, also by older versions; `rank` is whose plain run those meant. Else ValueError."""
         if not isinstance(value, dict):
             raise ValueError("its facts are no object")
-        return typed(cls, _renamed(value, rank), "facts")
+        facts = typed(cls, _renamed(value, rank), "facts")
+        if facts.pending_limit is not None and not 1 <= facts.pending_limit <= LARGEST_QUEUE:
+            raise ValueError(f"facts.pending_limit is {facts.pending_limit}")
+        return facts
 
 
 def _renamed(old: dict[str, Any], rank: int) -> dict[str, Any]:

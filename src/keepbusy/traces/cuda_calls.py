@@ -174,13 +174,15 @@ def is_event_sync(trace: Trace, calls: Calls) -> Mask:
     return trace.named(EVENT_SYNC.search)[calls.event]
 
 
-_BITS = re.compile(r"(\d+)")
+_BITS = re.compile(r"(\d{1,4})")
+LARGEST = 1 << 50
+"""No collective moves so many bytes; larger numbers are damaged, and their sums would leave 64 bits."""
 
 
 def groups_and_sizes(collectives: Sequence[Collective], rank: int) -> tuple[Ints, Ints]:
     """Of each collective, a number that all members of its group agree on, and its bytes. One more stands for none."""
     groups = [zlib.crc32(_members(one, rank).encode()) & 0x7FFFFFFF for one in collectives]
-    sizes = [max(one.elements_in, one.elements_out) * bytes_of(one.dtype) for one in collectives]
+    sizes = [min(LARGEST, max(one.elements_in, one.elements_out) * bytes_of(one.dtype)) for one in collectives]
     return np.array([*groups, 0], np.int64), np.array([*sizes, 0], np.int64)
 
 

@@ -144,6 +144,7 @@ class Collector:
     def __init__(self) -> None:
         self.names, self.threads, self.collectives = Interned(), Threads(), Interned()
         self.skipped = 0
+        self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
         self._count = 0
         self._dense: list[Columns] = []
         self._sparse: list[tuple[Ints, Columns]] = []  # what only the events of these rows can say
@@ -154,6 +155,8 @@ class Collector:
     def add(self, rows: Rows) -> None:
         self.threads.label(rows.naming)
         complete, category = _telling(rows.complete)
+        if not complete:
+            self.foreign.update((row.cat[:40], str(row.pid)[:40]) for row in rows.complete[:8])
         start, end, sound = _times(complete)
         if not sound.all():
             self.skipped += int((~sound).sum())

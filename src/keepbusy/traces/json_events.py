@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Ints, Mask
+from keepbusy.traces import foreign_files
 from keepbusy.traces.kineto_names import ARGUMENTS
 
 # JSON events, decoded into the few fields that are of use; everything else is passed over unread.
@@ -418,6 +419,9 @@ class Batches:
         try:
             keys = list(msgspec.json.decode(text))
         except ERRORS:
+            first, _, rest = text.partition(b"\n")
+            if rest.lstrip()[:1] == b"{" and is_json(first):
+                foreign_files.refuse_lines(self.path)
             return self._truncated()
         held = ", ".join(str(key) for key in keys[:5]) or "none"
         return BadInput(

@@ -66,6 +66,7 @@ def _device_rows(reading: Reading) -> Rows:
         pinned=np.where(is_copy, pinned[events.name[commands]], NONE),
     )
     issued = np.where(launch == NONE, events.start[commands], reading.call_start[launch])
+    issued = np.where(reading.backlog, events.start.min() - 1, issued)
     # a command follows its launch at once; several of one launch keep the order in which they ran
     return Rows(spans, issued, 1 + np.arange(len(commands)))
 

@@ -12,6 +12,7 @@ from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
 
 MOST_NAMED = 8
+MOST_RANKS = 1 << 30
 _IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 
 
@@ -41,12 +42,12 @@ def _distributed(trace: Trace) -> dict[str, object]:
 
 def _said(trace: Trace) -> int | None:
     rank = _distributed(trace).get(RANK)
-    return rank if isinstance(rank, int) else None
+    return rank if isinstance(rank, int) and 0 <= rank < MOST_RANKS else None
 
 
 def _named(trace: Trace) -> int | None:
     found = _IN_NAME.search(Path(trace.path).name)
-    return int(found.group(1)) if found else None
+    return int(found.group(1)) if found and len(found.group(1)) < 10 else None
 
 
 def world_of(trace: Trace) -> int | None:

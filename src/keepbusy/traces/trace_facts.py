@@ -104,6 +104,18 @@ class Reading:
         return launch_of(self.trace, self.calls, self.commands)
 
     @cached_property
+    def backlog(self) -> Mask:
+        """What a stream still had to do when recording began: such commands were issued before the window.
+
+        A stream keeps its order, so that holds of whatever ran there before its first command that has a launch.
+        """
+        place, known = np.arange(len(self.commands)), np.flatnonzero(self.launch != NONE)
+        lane = self.lane_of_command
+        first = np.full(int(lane.max()) + 1, NONE, np.int64)
+        first[lane[known][::-1]] = known[::-1]
+        return place < first[lane]
+
+    @cached_property
     def launched(self) -> Ints:
         """Of each call the lane of its first command, or NONE."""
         launched = np.full(len(self.calls.event), NONE, np.int64)

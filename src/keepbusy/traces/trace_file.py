@@ -18,6 +18,8 @@ from typing import IO, Any, TypeAlias, cast
 from isal import igzip, isal_zlib
 
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import open_input
+from keepbusy.traces import foreign_files
 from keepbusy.traces.event_columns import Collector, Trace
 from keepbusy.traces.json_events import Batches
 
@@ -40,7 +42,7 @@ _DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_
 def blocks(path: str, on_progress: OnProgress | None = None) -> Iterator[bytes]:
     """What the file says, whether it is compressed or not and whatever its name claims."""
     try:
-        with Path(path).open("rb") as file:
+        with open_input(Path(path)) as file:
             yield from _decompressed(path, file, on_progress)
     except BadInput:
         raise
@@ -59,13 +61,16 @@ def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) ->
     zipped = file.peek(2)[:2] == _GZIP  # type: ignore[attr-defined]
     source = igzip.IGzipFile(fileobj=file) if zipped else file
     size, done = os.fstat(file.fileno()).st_size, 0
+    what = f"reading {''.join(letter if letter.isprintable() else '?' for letter in Path(path).name)}"
     while block := source.read(BLOCK):
+        if not done:
+            foreign_files.refuse_by_beginning(path, block)
         done += len(block)
         consumed = file.tell() if file.seekable() else done
         if zipped:
             _refuse_bomb(path, consumed, done)
         if on_progress and size:
-            on_progress(f"reading {Path(path).name}", min(1.0, consumed / size))
+            on_progress(what, min(1.0, consumed / size))
         yield block
     if not done:
         raise BadInput(f"{path} is empty; export the trace again, after the profiler has stopped.")
@@ -186,8 +191,14 @@ def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = No
 
 
 def read_trace(path: str | Path, on_progress: OnProgress | None = None) -> Trace:
-    """One file, .json or .json.gz, of PyTorch 2.4 to 2.13; raises `BadInput` for anything else."""
-    path = os.fspath(path)
+    """One file, .json or .json.gz, of PyTorch 1.8 and later; raises `BadInput` for anything else."""
+    try:
+        return _read(os.fspath(path), on_progress)
+    except MemoryError:
+        raise BadInput(f"{path} needs more memory than this machine has; record fewer steps.") from None
+
+
+def _read(path: str, on_progress: OnProgress | None) -> Trace:
     collector = Collector()
     batches = Batches(path, blocks(path, on_progress))
     for rows in batches:
@@ -196,6 +207,7 @@ def read_trace(path: str | Path, on_progress: OnProgress | None = None) -> Trace
     skipped = batches.decoder.bad + collector.skipped
     _refuse_bad(path, batches, skipped)
     if not len(collector):
+        foreign_files.refuse_by_content(path, facts, collector.foreign)
         raise BadInput(
             f"{path} holds no complete events (`ph: X`) of PyTorch's kinds; record at least two steps and export again."
         )
