@@ -8,11 +8,12 @@ import ctypes
 import torch.distributed as dist
 
 from keepbusy.instrument.patches import Patches
+from keepbusy.virtual import loader_workers
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
 from keepbusy.virtual.machine import MACHINE, Machine
 from keepbusy.virtual.memory import host_memory
-from keepbusy.virtual.pytorch import cuda_api, host_side, loader_workers, operators, process_group, randomness, tensors
+from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensors
 from keepbusy.virtual.pytorch.values import VALUES
 
 
