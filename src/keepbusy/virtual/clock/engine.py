@@ -588,7 +588,7 @@ class Clock:
                 "device": self.device.name,
                 "virtual": True,
                 "pending_limit": self.device.queue.pending,
-                "groups": {str(group): members for group, members in sorted(self._groups.items())},
+                "groups": dict(sorted(self._groups.items())),
             }
             return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
 
