@@ -6,6 +6,7 @@ import pytest
 from build import MB, WIRE, Run, loop
 from told import cause, explained, names, near, told
 
+from keepbusy.report import terminal
 from keepbusy.timeline.model import Kind
 
 ITEM = ["aten::item"]
@@ -75,10 +76,27 @@ def test_what_one_rank_alone_does_is_to_blame() -> None:
     found = explained(loop(body, 8, 2))
     assert names(found) == ["peer_late"]
     blamed = cause(found, "peer_late")
-    assert [(site.where.file, site.where.line) for site in blamed.sites] == [("train.py", 20)]
+    assert (blamed.where.file, blamed.where.line) == ("train.py", 20)
     assert "alone" in blamed.advice
     (one,) = found.late
     assert (one.where.line, one.late) == (20, near(3_000))
+
+
+def test_a_rank_that_is_late_in_every_step_is_found_though_the_ranks_launch_unequally_often() -> None:
+    """Rank 1 is a second late; now and then rank 0 launches once more than usual."""
+    more = iter("00010000")
+
+    def body(run: Run) -> None:
+        run.launch([100] * (20 + int(next(more, 0))))
+        run.on(1).work(1_000_000, at=["data.py(3): load"]).launch(2_000)
+        meet(run)
+
+    found = told(body, ranks=2)
+    assert names(found)[0] == "peer_late"
+    (one,) = found.late
+    assert (one.rank, one.late, one.where.line) == (1, near(1_000_000), 3)
+    assert "Rank 1 comes late" in cause(found, "peer_late").what
+    assert "Rank 1 arrives 1.00 s late" in terminal.render(found)
 
 
 def test_ranks_that_do_the_same_are_not_late() -> None:

@@ -16,6 +16,7 @@ from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_t
 
 from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
 from keepbusy.report import csv_table, perfetto, terminal, words
+from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import LOOKS
 from keepbusy.report.source import source_of
 
@@ -28,12 +29,12 @@ def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
         "keepbusy · images.trace.json.gz · NVIDIA H200 · 4 steps",
         "A step takes 31.3 ms. The GPU computes for 8.2 ms of it (26%) and waits for 23.0 ms (73%).",
         "1  blocking copy         20.1 ms  64%",
-        "1  A copy holds up the host and the GPU · blocking_copy",
+        "1  Blocking copy: Python and the GPU wait until it is done · blocking_copy",
         "31.3 → 8.9 ms, 72% less (8.4–10.1) · the GPU waits 20.1 ms a step for it, 64%",
         "train.py:3 · aten::to · torch/nn.py:9",
         "One copy of 154 MB a step from pageable memory takes 20.1 ms.",
         "fix: for batch in keepbusy.prefetch(loader):",
-        "2  The host waits for the GPU, then the GPU for the host · host_sync",
+        "2  Sync: Python waits for the GPU, then the GPU idles · host_sync",
         "about model.py:44 in forward · aten::item",
         "also about model.py:60 in forward (400 µs), between aten::mm and aten::relu (100 µs) and 1 more place",
         "All of this fixed: 31.3 → 8.6 ms, 73% less (8.2–9.9) · gains below 900 µs are noise",
@@ -74,7 +75,36 @@ def test_fixing_on_request_names_what_was_asked() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_terminal(diagnosis, width: int) -> None:
     lines = terminal.render(diagnosis, width).splitlines()
-    assert [line for line in lines if len(line) > width and not line.startswith("again")] == []
+    pasted = ("again", "more", "   fix: ")
+    assert [line for line in lines if len(line) > width and not line.startswith(pasted)] == []
+
+
+def test_what_is_there_to_be_pasted_is_never_broken() -> None:
+    code = "loader = DataLoader(" + ", ".join(f"option_{number}={number}" for number in range(30)) + ")"
+    text = terminal.render(replace(STALLED, causes=(replace(COPY, remedy=code),)), 60)
+    assert f"\n   fix: {code}\n" in text
+
+
+def test_without_wrapping_no_sentence_is_broken() -> None:
+    long = " ".join(["so much to say"] * 30)
+    text = terminal.render(replace(STALLED, causes=(replace(COPY, what=f"{long}."),)), 60, wrap=False)
+    assert f"\n   {long}.\n" in text
+
+
+def test_a_report_that_was_shortened_says_so() -> None:
+    causes = tuple(replace(COPY, cause=cause) for cause in CAUSES[:-1])
+    assert "\nmore    this is shortened to one screen" in terminal.render(replace(STALLED, causes=causes))
+    assert "shortened" not in terminal.render(STALLED)
+
+
+def test_much_that_is_unknown_is_not_called_nothing_to_gain() -> None:
+    text = terminal.render(replace(HEALTHY, ledger={"computing": ms(12.3), "unknown": ms(19.0)}))
+    assert "Not explained: the GPU computes 39% of the step and waits 19.0 ms of it (61%)" in text
+    assert "Nothing to gain" not in text
+
+
+def test_a_remedy_for_work_of_any_kind_has_no_line() -> None:
+    assert "fix:" not in terminal.render(replace(STALLED, causes=(replace(COPY, remedy="", api=""),)))
 
 
 def test_many_causes_still_fit_one_screen() -> None:
@@ -288,6 +318,60 @@ def test_a_broken_program_is_no_crash(program: Path) -> None:
     assert source_of(Where("train.py", 1, "main", operator="aten::item")) is None
 
 
+# the line to write
+
+LOOPS = """\
+import torch
+from torch.utils.data import DataLoader
+
+loader = DataLoader(data, batch_size=64, num_workers=2, shuffle=True)
+
+
+def main(model, device):
+    for step, (x, y) in enumerate(loader):
+        x = x.to(device)
+        noise = torch.randn(64, 3, generator=g).to(device)
+        loss = model(x, y)
+        print(loss[0, 0])
+        log.append(loss.item())
+        if loss.isnan().item():
+            break
+    for _ in range(3):
+        weights = make().to(device)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "api", "remedy", "written"),
+    [
+        (9, "keepbusy.prefetch", "", "for step, (x, y) in enumerate(keepbusy.prefetch(loader)):"),
+        (17, "keepbusy.prefetch", "", 'make().pin_memory().to("cuda", non_blocking=True)  # pinned a step ahead'),
+        (10, "torch.randn", "", "torch.randn(64, 3, generator=g, device=device)"),
+        (12, "keepbusy.readback", "", "value = keepbusy.readback(loss[0, 0])  # read it once"),
+        (13, "keepbusy.readback", "", "value = keepbusy.readback(loss)  # read it once"),
+        (14, "keepbusy.readback", "", "value = keepbusy.readback(loss.isnan())  # decide by it once"),
+        (
+            8,
+            "torch.utils.data.DataLoader",
+            "DataLoader(..., num_workers=min(4 * today, os.cpu_count()), persistent_workers=True)",
+            "loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=min(4 * 2, os.cpu_count()), "
+            "persistent_workers=True)  # line 4; num_workers is 2 there",
+        ),
+        (11, "keepbusy.readback", "as general as ever", "as general as ever"),
+        (9, "torch.cuda.Event", "as general as ever", "as general as ever"),
+    ],
+)
+def test_a_remedy_speaks_the_programs_own_words(program: Path, line: int, api: str, remedy: str, written: str) -> None:
+    program.write_text(LOOPS)
+    where = Where("train.py", line, "main", exact=True)
+    cause = replace(COPY, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),))
+    assert fix_line(cause).startswith(written)
+
+
+def test_without_the_program_a_remedy_stays_as_it_is() -> None:
+    assert fix_line(COPY) == COPY.remedy
+
+
 # exports
 
 
@@ -333,6 +417,13 @@ def test_csv_has_a_line_a_span() -> None:
         "size": "0",
         "direction": "",
     }
+
+
+def test_no_cell_is_a_formula() -> None:
+    timeline = small_timeline()
+    evil = timeline.change(names=("=1+1", "+a", "-b", "@c"))
+    rows = list(csv.DictReader(io.StringIO("".join(csv_table.parts(evil)))))
+    assert {row["name"] for row in rows} | {row["inside"] for row in rows} == {"'=1+1", "'+a", "'-b", "'@c", ""}
 
 
 def test_a_timeline_of_nothing_exports_to_nothing() -> None:

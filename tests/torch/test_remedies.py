@@ -8,15 +8,16 @@ import pytest
 
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.remedies import (
-    BRING_LATER,
     COMPILED,
+    COMPILED_AMONG_RANKS,
+    COPY_BACK_LATER,
     EQUAL_SHARES,
+    KEEP_ON_DEVICE,
     MORE_WORKERS,
     ONE_FOR_ALL,
     REMEDIES,
     SCALER,
     SEND_ONCE,
-    STAYS_SMALL,
     SYNCS,
     Remedy,
 )
@@ -28,11 +29,12 @@ ALL = [
     MORE_WORKERS,
     EQUAL_SHARES,
     ONE_FOR_ALL,
-    BRING_LATER,
-    STAYS_SMALL,
+    COPY_BACK_LATER,
+    KEEP_ON_DEVICE,
     SCALER,
     SEND_ONCE,
     COMPILED,
+    COMPILED_AMONG_RANKS,
 ]
 
 
@@ -52,7 +54,7 @@ def resolve(dotted: str) -> object:
 
 @pytest.mark.parametrize("remedy", ALL, ids=lambda remedy: remedy.api)
 def test_what_it_uses_exists(remedy: Remedy) -> None:
-    assert resolve(remedy.api) is not None
+    assert not remedy.api or resolve(remedy.api) is not None  # some have no line of code
 
 
 def test_every_cause_that_can_be_fixed_has_a_remedy() -> None:

@@ -7,6 +7,7 @@ or several of these with commas between them.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.json:
         return (compared.render_json(done), "\n")
     shape = screen()
-    return (compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode), "\n")
+    wrap = sys.stdout.isatty()
+    return (compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=wrap), "\n")
 
 
 def _side(argument: str, quiet: bool) -> Diagnosis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -97,7 +98,8 @@ def rendered(diagnosis: Diagnosis, json: bool, again: str) -> str:
     from keepbusy.report import terminal
 
     shape = screen()
-    return terminal.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again)
+    wrap = sys.stdout.isatty()
+    return terminal.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=wrap)
 
 
 def _again(options: argparse.Namespace) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis
-from keepbusy.explain.further import later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.explain.plain import as_recorded
 from keepbusy.explain.plan import plan_of, with_loader, without_planned
-from keepbusy.explain.story import Story
+from keepbusy.explain.story import Story, later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import LOOP
@@ -60,17 +59,21 @@ def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str
     story = Story.of(window, plain_step, workers, what_if)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    told = story.told(whole, plain_step is not None or timeline.facts.virtual)
+    ordinary = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual)
     say("searching for the plan", 0.7)
     run = timeline.facts.run
     plan = plan_of(story.scene, story.forecast, story.found)
-    plan = with_loader(plan, timeline.facts.loaders, run, told)
-    told = replace(
-        told, plan=plan, harmless=without_planned(told.harmless, plan), run=run, loops=_loops(timeline, workers, run)
+    plan = with_loader(plan, timeline.facts.loaders, run, ordinary)
+    ordinary = replace(
+        ordinary,
+        plan=plan,
+        harmless=without_planned(ordinary.harmless, plan),
+        run=run,
+        loops=_loops(timeline, workers, run),
     )
-    rare = rare_of(timeline, told, workers)
-    notes = (*told.notes, *left_unexplained(timeline, rare))
-    return replace(told, rare=rare, later=later_of(timeline, workers), notes=notes)
+    rare = rare_of(timeline, ordinary, workers)
+    notes = (*ordinary.notes, *left_unexplained(timeline, rare))
+    return replace(ordinary, rare=rare, later=later_of(timeline, workers), notes=notes)
 
 
 def _loops(timeline: Timeline, workers: int, run: Part | None) -> tuple[LoopDiagnosis, ...]:

@@ -9,44 +9,42 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from keepbusy.explain.rules import rule
 from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Mask, Timeline
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-UNCHANGED = 1 << 62
+UNLIMITED = 1 << 62
 GRAPH_SAVES = 870
 """Nanoseconds that a graph saves on the device for each of its kernels (H200, benchmarks/gpu/graph_gap.py)."""
 
 
-class Beside(IntEnum):
-    """Lanes that a fix opens beside the existing ones; what moves there holds nobody up unless it is the slowest."""
+class SideLane(IntEnum):
+    """Lanes that a fix opens next to the existing ones; what moves there holds nobody up unless it is the slowest."""
 
-    STAYS = 0
+    STAY = 0
     FETCH = 1  # host to device, a step ahead
-    BRING = 2  # device to host, a step behind
+    RETURN = 2  # device to host, a step behind
     WIRE = 3  # collectives during the compute
     WORKERS = 4  # input prepared by other processes
 
 
-_NAMES = {Beside.FETCH: "fetching", Beside.BRING: "bringing home", Beside.WIRE: "wire", Beside.WORKERS: "workers"}
-
-
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Columns beside the spans."""
+    """For each row, what becomes of it."""
 
-    free: Mask  # waits for nobody
-    gone: Mask  # leaves, and its time with it
-    work: Ints  # at most this much
-    beside: Ints  # moves to a lane of its own
-    captured: Mask  # is launched by a graph
-    scale: Floats  # times this much work
+    drop_wait: Mask  # it waits for nobody
+    drop: Mask  # it leaves, and its time with it
+    work: Ints  # it takes at most this long
+    lane: Ints  # it moves to this `SideLane`
+    capture: Mask  # a graph launches it
+    scale: Floats  # it takes so many times as long
 
     @staticmethod
     def nothing(timeline: Timeline) -> Edit:
         count = len(timeline)
         no = np.zeros(count, bool)
         return Edit(
-            no.copy(), no.copy(), np.full(count, UNCHANGED), np.zeros(count, np.int64), no.copy(), np.ones(count)
+            no.copy(), no.copy(), np.full(count, UNLIMITED), np.zeros(count, np.int64), no.copy(), np.ones(count)
         )
 
     def saves(self, work: Ints) -> Ints:
@@ -55,51 +53,65 @@ class Edit:
 
     def __or__(self, other: Edit) -> Edit:
         return Edit(
-            self.free | other.free,
-            self.gone | other.gone,
+            self.drop_wait | other.drop_wait,
+            self.drop | other.drop,
             np.minimum(self.work, other.work),
-            np.maximum(self.beside, other.beside),
-            self.captured | other.captured,
+            np.maximum(self.lane, other.lane),
+            self.capture | other.capture,
             self.scale * other.scale,
+        )
+
+    def only(self, rows: Mask) -> Edit:
+        """The same for these rows; nothing happens to the others."""
+        return Edit(
+            self.drop_wait & rows,
+            self.drop & rows,
+            np.where(rows, self.work, UNLIMITED),
+            np.where(rows, self.lane, SideLane.STAY),
+            self.capture & rows,
+            np.where(rows, self.scale, 1.0),
         )
 
     @property
     def touched(self) -> Mask:
-        return self.free | self.gone | (self.work < UNCHANGED) | (self.beside > 0) | self.captured | (self.scale != 1)
+        moved = self.lane != SideLane.STAY
+        return self.drop_wait | self.drop | (self.work < UNLIMITED) | moved | self.capture | (self.scale != 1)
 
 
 def apply(timeline: Timeline, edit: Edit) -> Timeline:
     """The timeline with the edit made, ready to be replayed."""
-    spans = timeline.spans
-    # what moves beside is prepared for there: its work is set, not only limited
-    work = np.where((edit.beside > 0) & (edit.work < UNCHANGED), edit.work, np.minimum(spans.work, edit.work))
-    work = (work * edit.scale).astype(np.int64)
-    lag = np.where(edit.captured, np.maximum(spans.lag - GRAPH_SAVES, np.minimum(spans.lag, 0)), spans.lag)
-    timeline = timeline.change_spans(work=work, lag=lag, awaits=np.where(edit.free, NONE, spans.awaits))
-    timeline = _without_event_links(timeline, edit.free)
-    return _moved(timeline, edit.beside).keep(~edit.gone)
-
-
-def _without_event_links(timeline: Timeline, free: Mask) -> Timeline:
-    """A host that waits for nobody does not wait for an event either."""
+    spans, moved = timeline.spans, edit.lane != SideLane.STAY
+    # what moves to a side lane is prepared for there: its work is set, not only limited
+    work = np.where(moved & (edit.work < UNLIMITED), edit.work, np.minimum(spans.work, edit.work))
+    lag = spans.lag
+    if edit.capture.any() and rule("graph_gap"):
+        lag = np.where(edit.capture, np.maximum(lag - GRAPH_SAVES, np.minimum(lag, 0)), lag)
+    timeline = timeline.change_spans(
+        work=(work * edit.scale).astype(np.int64), lag=lag, awaits=np.where(edit.drop_wait, NONE, spans.awaits)
+    )
+    # a host that waits for nobody does not wait for an event either
     links = timeline.links
-    cut = free[links.target] & (links.kind == LinkKind.ORDER)
-    return timeline.change(links=links.take(np.flatnonzero(~cut))) if cut.any() else timeline
+    event = edit.drop_wait[links.target] & (links.kind == LinkKind.ORDER)
+    if event.any():
+        timeline = timeline.change(links=links.take(np.flatnonzero(~event)))
+    return _on_side_lanes(timeline, edit.lane).keep(~edit.drop)
 
 
-def _moved(timeline: Timeline, beside: Ints) -> Timeline:
+def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
     """Rows on lanes of their own: nothing on other streams waits for them, and they wait for no stream."""
-    if not beside.any():
+    moved = side != SideLane.STAY
+    if not moved.any():
         return timeline
     lanes, lane = list(timeline.lanes), timeline.spans.lane.astype(np.int64)
     rank = timeline.rank_of_rows
-    for where in np.unique(beside[beside > 0]).tolist():
-        for one in timeline.ranks:
-            mine = (beside == where) & (rank == one)
-            if mine.any():
-                lane[mine] = len(lanes)
-                lanes.append(Lane(one, None if where == Beside.WORKERS else 0, -where, _NAMES[Beside(where)]))
-    links, away = timeline.links, beside > 0
-    cut = (links.kind != LinkKind.LAUNCH) & (away[links.source] | away[links.target])
-    spans = timeline.spans.change(lane=lane, lag=np.where(away, 0, timeline.spans.lag))
+    for one in map(SideLane, np.unique(side[moved]).tolist()):
+        for of_rank in timeline.ranks:
+            rows = (side == one) & (rank == of_rank)
+            if rows.any():
+                lane[rows] = len(lanes)
+                device = None if one == SideLane.WORKERS else 0
+                lanes.append(Lane(of_rank, device, -one, f"side lane: {one.name.lower()}"))
+    links = timeline.links
+    cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
+    spans = timeline.spans.change(lane=lane, lag=np.where(moved, 0, timeline.spans.lag))
     return timeline.change(lanes=tuple(lanes), spans=spans, links=links.take(np.flatnonzero(~cut)))

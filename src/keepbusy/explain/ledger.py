@@ -1,21 +1,23 @@
-"""Predictions: an edit made and replayed, and how far the answer depends on what we do not know."""
+"""Predictions: an edit made and replayed, where the nanoseconds of the step then go, and how sure that is.
+
+A steady run repeats itself, so the last round of a replay is laid on a circle as long as the round. What a command
+does there counts once: computing before copying before the wire. The rest is waiting.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
+from random import Random
 
 import numpy as np
 
 from keepbusy.explain.diagnosis import Prediction
-from keepbusy.explain.edit import Edit, apply
+from keepbusy.explain.edit import Edit, SideLane, apply
 from keepbusy.explain.plain import Plain
-from keepbusy.timeline.model import Direction, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import WORKERS, Ints, Kind, Lane, Mask, Timeline
 from keepbusy.timeline.replay import Replayed, pace, steady
-
-# Where the nanoseconds of a step go: computing, copying, on the wire, waiting.
-#
-# A steady run repeats itself, so the last round of a replay is laid on a circle as long as the round.
-# What a command does there counts once: computing before copying before the wire. The rest is waiting.
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Busy:
     computing: float
     copying: float
     wire: float
-    paced_by: str = ""  # the name of the lane that sets the pace
+    paced_by: SideLane = SideLane.STAY  # the lane for moved work that sets the pace, if one does
 
     def scaled(self, ratio: float) -> Busy:
         return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio, self.paced_by)
@@ -48,19 +50,26 @@ def busy(timeline: Timeline, steady: Replayed) -> Busy:
     rank = replayed.rank_of_rows
     shares = np.array([_shares(replayed, rank == one, steady.pace * steps) for one in timeline.ranks])
     computing, copying, wire = (float(share) for share in shares.mean(axis=0) / steps)
-    return Busy(steady.pace, computing, copying, wire, timeline.lanes[steady.slowest].name)
+    return Busy(steady.pace, computing, copying, wire, _side_lane(timeline.lanes[steady.slowest]))
+
+
+def _side_lane(lane: Lane) -> SideLane:
+    """A loader's own workers count as the ones that a fix would add."""
+    if lane.device is None and lane.name == WORKERS:
+        return SideLane.WORKERS
+    return SideLane(-lane.number) if -lane.number in set(SideLane) else SideLane.STAY
 
 
 def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float, float]:
     spans = timeline.spans
-    copy = (spans.kind == Kind.COPY) & (spans.direction != Direction.DEVICE_TO_DEVICE)
     wire = spans.kind == Kind.COLLECTIVE
-    computing = timeline.on_device & ~copy & ~wire
+    copying = (spans.kind == Kind.COPY) | (spans.kind == Kind.FILL)  # also within the device: nothing is computed
+    computing = timeline.on_device & ~copying & ~wire
     # of a collective only its end is the wire; before that it waits for its peers
     start = np.where(wire, spans.end - spans.work, spans.start)
     reached: list[float] = []
     taken = np.zeros(len(timeline), bool)
-    for these in (computing, copy, wire):
+    for these in (computing, copying, wire):
         taken |= these & mine
         reached.append(covered(start[taken], spans.end[taken], around))
     return reached[0], reached[1] - reached[0], reached[2] - reached[1]
@@ -118,3 +127,30 @@ class Forecast:
             low, high = min(step, other) - spread, min(self.plain.step, max(step, other) + spread)
             self._predicted[edit] = Prediction(step, max(0, low), high)
         return self._predicted[edit]
+
+
+EXACT = 5
+"""So many causes are fixed in every order that there is; of more, in a sample of orders."""
+SAMPLED = 6
+
+
+def mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]], float]) -> dict[str, float]:
+    """What each cause takes away of what is left, whichever of the others were fixed before it (its Shapley value).
+
+    `left_after` tells what is left once these are fixed. No fix gives back what another one took. A sample of orders
+    holds each one also backwards, so that nobody has the better end of it.
+    """
+    if len(causes) <= EXACT:
+        orders = list(permutations(causes))
+    else:
+        draw = Random(len(causes))
+        forwards = [draw.sample(causes, len(causes)) for _ in range(SAMPLED)]
+        orders = [tuple(order) for one in forwards for order in (one, one[::-1])]
+    taken = dict.fromkeys(causes, 0.0)
+    for order in orders:
+        left = left_after(frozenset())
+        for place, cause in enumerate(order, 1):
+            after = min(left, left_after(frozenset(order[:place])))
+            taken[cause] += (left - after) / len(orders)
+            left = after
+    return taken

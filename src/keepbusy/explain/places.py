@@ -1,4 +1,4 @@
-"""The places to blame for a cause: its rows gathered by where they stand."""
+"""Places in the user's program, no more exactly than the recording knows them: of a row, of a cause, of a late rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
-from keepbusy.explain.diagnosis import Site, Where
+from keepbusy.explain.diagnosis import Late, Site, Where
 from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
-
-# From a row to the place in the user's program, no more exactly than the recording knows it.
 
 
 def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
@@ -126,46 +124,71 @@ def _outermost(timeline: Timeline, row: int) -> int:
     return found
 
 
-MOST_REPLAYED = 3
-MOST_SHOWN = 8
+REPLAYED, SHOWN = 3, 8
+"""So many of a cause's places are fixed alone to see what each gains, and so many are named."""
 
 
 def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int) -> tuple[Site, ...]:
     """The costliest first. The wait of a place is what fixing it alone recovers."""
-    groups = gathered(scene, finding.rows, apart=finding.cause == "peer_late")
-    per_step = scene.steps * len(scene.timeline.ranks)
-    held = {place: _held(scene, finding, rows) for place, rows in groups.items()}
-    ordered = sorted(groups, key=lambda place: -held[place])[:MOST_SHOWN]
+    groups = by_place(scene, finding.rows, finding.cause == "peer_late")
+    per_step, spans = scene.steps * len(scene.timeline.ranks), scene.timeline.spans
+    # how long the host was held there: a cheap measure, good enough to choose which places to replay
+    taken = spans.end - spans.start
+    held = {place: int(taken[np.isin(finding.culprit, rows)].sum()) for place, rows in groups.items()}
+    ordered = sorted(groups, key=lambda place: -held[place])[:SHOWN]
     gains = {place: whole_gain if len(ordered) == 1 else 0 for place in ordered}
     if len(ordered) > 1:
-        for place in ordered[:MOST_REPLAYED]:
+        for place in ordered[:REPLAYED]:
             gains[place] = forecast.gain(finding.only(groups[place]))
     ordered.sort(key=lambda place: (-gains[place], -held[place]))
     return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)
 
 
-def gathered(scene: Scene, rows: Ints, apart: bool = False) -> dict[Where, Ints]:
+def by_place(scene: Scene, rows: Ints, of_one_rank: bool = False) -> dict[Where, Ints]:
     """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
 
-    `apart`: the place is where a rank goes a way of its own, if it does.
+    `of_one_rank`: the place is where a rank leaves the path of the others, if it does.
     """
     spans = scene.timeline.spans
-    own = scene.apart[rows] if apart else np.full(len(rows), NONE)
-    frame = np.where(own == NONE, spans.frame[rows], own)
+    within = scene.frame_of_one_rank[rows] if of_one_rank else np.full(len(rows), NONE)
+    frame = np.where(within == NONE, spans.frame[rows], within)
     path = np.where(frame == NONE, spans.name[rows], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
     groups: dict[str, list[Ints]] = defaultdict(list)
     places: dict[str, Where] = {}
     for index in np.argsort(-count, kind="stable").tolist():
-        place = where(scene.timeline, int(rows[first[index]]), int(own[first[index]]))
+        place = where(scene.timeline, int(rows[first[index]]), int(within[first[index]]))
         key = f"{place} {place.function}"  # one line of the program is one place, whichever operators it calls
         places.setdefault(key, place)
         groups[key].append(rows[which == index])
     return {places[key]: np.concatenate(parts) for key, parts in groups.items()}
 
 
-def _held(scene: Scene, finding: Finding, rows: Ints) -> int:
-    """How long the host was held there: a cheap measure, good enough to choose which places to replay."""
-    spans = scene.timeline.spans
-    mine = np.isin(finding.owner, rows)
-    return int((spans.end[mine] - spans.start[mine]).sum())
+WORTH_NAMING = 0.2
+"""Ranks that are late by less than this share of the latest one are not worth a line."""
+
+
+def late_ranks(scene: Scene, finding: Finding) -> tuple[Late, ...]:
+    """Which ranks come late, by how much, and what they do meanwhile; the latest first."""
+    excess = np.where(finding.culprit >= 0, finding.edit.saves(scene.timeline.spans.work), 0)
+    rank = scene.timeline.rank_of_rows
+    late = np.unique(rank[finding.rows]).tolist()
+    found = [_late(scene, finding, one, np.where(rank == one, excess, 0)) for one in late]
+    latest = max(one.late for one in found)
+    return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
+
+
+def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
+    """The place that loses most, were its rank like the others."""
+    rows = np.flatnonzero(excess)
+    on_device = scene.timeline.on_device[rows]
+    computing = excess[rows[on_device]].sum() > excess[rows[~on_device]].sum()
+    rows = rows[on_device == computing]
+    hosts = finding.culprit[rows]
+    of_host = np.bincount(hosts, excess[rows], len(excess))
+    places = by_place(scene, np.unique(hosts), of_one_rank=True)
+    worst = max(places, key=lambda place: of_host[places[place]].sum())
+    ranks, late = len(scene.timeline.ranks), excess[rows].sum() / scene.steps
+    if computing:  # it would keep its share of what it does beyond the others
+        return Late(rank, int(late * ranks / (ranks - 1)), "computing", worst)
+    return Late(rank, int(late), "host_work", worst)

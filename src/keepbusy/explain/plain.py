@@ -12,19 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.explain.stretches import without_noise
+from keepbusy.explain.causes.peers import even_hosts
+from keepbusy.explain.rules import rule
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.replay import pace
 
 USUAL = 1.0
 """The costs in traces/host_spans.py were measured, so one is the factor of a host like that one."""
-MOST = 8.0
+STRONGEST = 8.0
 """No recorder was seen to cost more than this; what is missing then is a host that ran slower altogether."""
 SLOWEST = 0.4
-_BLIND = 0.03
-_CLOSE = 0.002
-MOST_FASTER = 2.0
+"""Nor was a host seen that had less than this share of its speed while it was recorded."""
+BLIND = 0.03
+"""A step that all of the recorder's cost changes by less than this share tells nothing of that cost."""
+CLOSE = 0.002
+"""Of the step: near enough, when the factor is sought."""
+LUCK = 2.0
 """A recording may catch a better moment of the machine, but not one twice as good."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
@@ -54,18 +58,18 @@ def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
 
 def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
-    timeline = timeline if plain_step is None else without_noise(timeline)
+    timeline = timeline if plain_step is None else even_hosts(timeline)
     recorded = pace(timeline)
     if recorded < 1:
         raise BadInput(_damaged(timeline))
     if plain_step is None:
         return Plain(timeline, round(recorded), 1.0, 0.0)
-    if plain_step > MOST_FASTER * recorded:
+    if plain_step > LUCK * recorded:
         raise BadInput(_too_long(timeline, plain_step, recorded))
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
-    if factor == MOST:
-        speed = _sought(lambda speed: pace(deflate(timeline, MOST, speed)), SLOWEST, 1.0, plain_step)
-    factor, speed = _as_quick(timeline, factor, speed)
+    if factor == STRONGEST and rule("slower_host"):
+        speed = _sought(lambda speed: pace(deflate(timeline, STRONGEST, speed)), SLOWEST, 1.0, plain_step)
+    factor, speed = _no_slower_than_marks(timeline, factor, speed)
     deflated = deflate(timeline, factor, speed)
     reached = max(1.0, pace(deflated))
     if plain_step < UNREACHABLE * reached:
@@ -81,8 +85,8 @@ def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
 
 def other_view(timeline: Timeline, plain: Plain) -> Plain:
     """The same run, had the recorder slowed all host work evenly instead of event by event."""
-    timeline = without_noise(timeline)
-    if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST)) > plain.step * (1 + _CLOSE):
+    timeline = even_hosts(timeline)
+    if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST)) > plain.step * (1 + CLOSE):
         return plain
     speed = _sought(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST, 1.0, plain.step)
     even = deflate(timeline, 0.0, speed)
@@ -91,28 +95,29 @@ def other_view(timeline: Timeline, plain: Plain) -> Plain:
 
 def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:
     """Found by halving; where the device sets the pace the host's factor cannot be seen, and the usual one is taken."""
-    least = pace(deflate(timeline, MOST))
-    if recorded - least < _BLIND * recorded and abs(recorded - plain_step) < 4 * _BLIND * plain_step:
+    least = pace(deflate(timeline, STRONGEST))
+    is_blind = recorded - least < BLIND * recorded and abs(recorded - plain_step) < 4 * BLIND * plain_step
+    if is_blind and rule("usual_cost"):
         return USUAL
     if recorded <= plain_step:  # the recording was no slower: leave its shape, scale the result
         return 0.0
-    if least > plain_step * (1 + _CLOSE):
-        return MOST
-    return _sought(lambda factor: pace(deflate(timeline, factor)), MOST, 0.0, plain_step)
+    if least > plain_step * (1 + CLOSE):
+        return STRONGEST
+    return _sought(lambda factor: pace(deflate(timeline, factor)), STRONGEST, 0.0, plain_step)
 
 
-def _as_quick(timeline: Timeline, factor: float, speed: float) -> tuple[float, float]:
+def _no_slower_than_marks(timeline: Timeline, factor: float, speed: float) -> tuple[float, float]:
     """No less is taken out than what leaves the host as quick as marks have seen it where nothing held it up.
 
     Where the device sets the pace of the plain run the step says nothing of the host, however slow recording made it.
     """
     wanted = max((run.host for run in timeline.facts.plain_runs.values()), default=NONE)
     host = on_an_idle_device(timeline)
-    if wanted == NONE or pace(deflate(host, factor, speed)) <= wanted * (1 + _CLOSE):
+    if wanted == NONE or pace(deflate(host, factor, speed)) <= wanted * (1 + CLOSE) or not rule("host_seen_alone"):
         return factor, speed
-    factor = _sought(lambda factor: pace(deflate(host, factor, speed)), MOST, factor, wanted)
-    if factor == MOST:
-        speed = _sought(lambda speed: pace(deflate(host, MOST, speed)), SLOWEST, speed, wanted)
+    factor = _sought(lambda factor: pace(deflate(host, factor, speed)), STRONGEST, factor, wanted)
+    if factor == STRONGEST:
+        speed = _sought(lambda speed: pace(deflate(host, STRONGEST, speed)), SLOWEST, speed, wanted)
     return factor, speed
 
 
@@ -134,7 +139,7 @@ def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: 
     for _ in range(12):
         middle = (low * above - high * below) / (above - below)
         miss = step_at(middle) - wanted
-        if abs(miss) < _CLOSE * wanted:
+        if abs(miss) < CLOSE * wanted:
             break
         if miss > 0:
             high, above = middle, miss

@@ -18,10 +18,9 @@ from keepbusy.explain.causes.finding import Finding
 from keepbusy.explain.diagnosis import Diagnosis, Harmless, PlannedFix, Prediction, Where
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
-from keepbusy.explain.places import gathered
+from keepbusy.explain.places import by_place
 from keepbusy.explain.remedies import MORE_WORKERS, Remedy, remedy_for
 from keepbusy.explain.scene import Scene
-from keepbusy.explain.story import seen
 from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.replay import MOST_ROWS
@@ -86,9 +85,8 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
-    about = seen(scene, finding)
-    groups = gathered(scene, finding.rows, apart=cause == "peer_late")
-    remedies = {place: remedy_for(cause, place, about) for place in groups}
+    groups = by_place(scene, finding.rows, of_one_rank=cause == "peer_late")
+    remedies = {place: remedy_for(scene, finding, place) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -_held(scene, finding, groups[place]))
@@ -121,7 +119,7 @@ def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edi
     """What is made on the device in the first place is not copied to it."""
     lines = {(place.file, place.line) for place in places if place.line}
     rows = [
-        rows for place, rows in gathered(scene, copies.rows).items() if place.line and (place.file, place.line) in lines
+        rows for place, rows in by_place(scene, copies.rows).items() if place.line and (place.file, place.line) in lines
     ]
     return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
 
@@ -133,7 +131,7 @@ def name_of(remedy: Remedy) -> str:
 
 def _held(scene: Scene, finding: Finding, rows: Ints) -> int:
     spans = scene.timeline.spans
-    mine = np.isin(finding.owner, rows)
+    mine = np.isin(finding.culprit, rows)
     return int((spans.end[mine] - spans.start[mine]).sum())
 
 

@@ -1,22 +1,19 @@
-"""For each cause, what to do about it: the fix's name, a sentence, a line of code, and what that line uses."""
+"""For each cause what happened, in a sentence, and what to do about it: a fix's name, a sentence and a line of code."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
+import numpy as np
+
+from keepbusy.explain.causes.finding import Finding
+from keepbusy.explain.causes.reads import of_large_copy
 from keepbusy.explain.diagnosis import Where
-
-
-class Seen(NamedTuple):
-    """What decides between remedies of one cause."""
-
-    unequal: bool = False  # the late rank's device has more to do than its peers'
-    alone: bool = False  # what the late rank does there, no other rank does
-    homeward: bool = False  # most bytes come from the device
-    small: bool = False  # no copy is worth calling one
-    again: bool = False  # the same gradients travel several times a step
-    peers: bool = False  # other ranks take part
+from keepbusy.explain.edit import SideLane
+from keepbusy.explain.places import by_place, late_ranks
+from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.model import NONE, Direction, Kind
 
 
 class Remedy(NamedTuple):
@@ -31,19 +28,19 @@ class Remedy(NamedTuple):
 REMEDIES = {
     "host_sync": Remedy(
         "read_later",
-        "Let the value come home while the host goes on, and read it a step later.",
-        "log.append(keepbusy.readback(loss))  # float(log[-2]) a step later",
+        "Let the value travel while Python goes on, and read it a step later.",
+        "value = keepbusy.readback(loss)  # float(value) once the next step is launched",
         "keepbusy.readback",
     ),
     "blocking_copy": Remedy(
         "prefetch_input",
-        "Let batches be fetched ahead, through pinned memory, so that the copy runs beside the compute.",
+        "Fetch batches ahead, through pinned memory, so that the copy runs beside the computation.",
         "for batch in keepbusy.prefetch(loader):  # DataLoader(..., pin_memory=True)",
         "keepbusy.prefetch",
     ),
     "copy_not_overlapped": Remedy(
         "prefetch_input",
-        "Fetch batches ahead on a stream of its own, so that the copy runs beside the compute.",
+        "Fetch batches ahead, on a stream of their own, so that the copy runs beside the computation.",
         "for batch in keepbusy.prefetch(loader):  # on the device already",
         "keepbusy.prefetch",
     ),
@@ -55,8 +52,8 @@ REMEDIES = {
     ),
     "made_on_host": Remedy(
         "make_on_device",
-        "Make the tensor on the device, where it is needed.",
-        'torch.randn(shape, device="cuda")  # no copy, no host work',
+        "Make the tensor on the GPU, where it is needed.",
+        'torch.randn(shape, device="cuda")  # no copy, no work for the CPU',
         "torch.randn",
     ),
     "launch_bound": Remedy(
@@ -73,9 +70,9 @@ REMEDIES = {
     ),
     "host_work": Remedy(
         "move_off_the_loop",
-        "Move this work to the loader's workers or to the device, or do it less often.",
-        "DataLoader(..., num_workers={workers}, collate_fn=...)  # not in the training loop",
-        "torch.utils.data.DataLoader",
+        "Do it less often, or in a thread beside the loop; if it prepares input, leave it to the loader's workers.",
+        "",  # no line of ours fits whatever work this is
+        "",
     ),
     "peer_late": Remedy(
         "align_ranks",
@@ -96,7 +93,7 @@ SYNCS = (
         re.compile(r"(?<!is_)nonzero|index|Index|masked_select|argwhere"),
         Remedy(
             "keep_shapes",
-            "A mask has a shape that only the device knows: compute on everything and choose with where.",
+            "The size of a masked selection is known only to the GPU: compute on everything, and choose with where.",
             "y = torch.where(mask.unsqueeze(-1), changed, x)  # in place of y[mask] = ...",
             "torch.where",
         ),
@@ -105,7 +102,7 @@ SYNCS = (
         re.compile(r"unique|repeat_interleave|bincount"),
         Remedy(
             "tell_sizes",
-            "The size of the result is known only on the device: give it, or keep this step on the host.",
+            "The size of the result is known only to the GPU: give it, or do this on the CPU.",
             "torch.repeat_interleave(x, repeats, output_size=total)",
             "torch.repeat_interleave",
         ),
@@ -114,7 +111,7 @@ SYNCS = (
         re.compile(r"Synchronize"),
         Remedy(
             "drop_sync",
-            "Drop the synchronisation; events time a phase without stopping the host.",
+            "Drop the synchronisation; events time a phase without stopping Python.",
             "torch.cuda.Event(enable_timing=True)  # in place of torch.cuda.synchronize()",
             "torch.cuda.Event",
         ),
@@ -125,15 +122,23 @@ SYNCS = (
 MORE_WORKERS = Remedy(
     "prepare_in_workers",
     "Give the loader four times the workers, as far as there are cores, and let them fetch further ahead.",
-    "DataLoader(..., num_workers=4 * today, prefetch_factor=4, pin_memory=True, persistent_workers=True)",
+    "DataLoader(..., num_workers=min(4 * today, os.cpu_count()), prefetch_factor=4, persistent_workers=True)",
     "torch.utils.data.DataLoader",
 )
 
 
-COMPILED = Remedy(
+COMPILED_AMONG_RANKS = Remedy(
     "capture_graph",
     "Compile the model: fewer launches, and those between collectives replayed as graphs.",
     'torch.compile(model, mode="reduce-overhead")  # and fused=True for the optimizer',
+    "torch.compile",
+)
+
+
+COMPILED = Remedy(
+    "compile",
+    "Compile the model: fewer launches. The step as a whole cannot be captured as it is, for {why}.",
+    "model = torch.compile(model)  # and fused=True for the optimizer",
     "torch.compile",
 )
 
@@ -170,44 +175,124 @@ CHECKPOINT = Remedy(
 )
 
 
-BRING_LATER = Remedy(
-    "bring_home_later",
-    "Let it come home beside the compute, and use it a step later; or compute on the device.",
-    "home = keepbusy.readback(out)  # and home.tensor a step later",
+COPY_BACK_LATER = Remedy(
+    "copy_back_later",
+    "Let it travel beside the computation, and use it a step later; or compute on the GPU.",
+    "copy = keepbusy.readback(out)  # copy.tensor once the next step is launched",
     "keepbusy.readback",
 )
-STAYS_SMALL = Remedy(
+KEEP_ON_DEVICE = Remedy(
     "keep_on_device",
-    "So little data costs its wait, not its copy: make it on the device, or once before the loop.",
+    "So little data costs a wait, not a copy: make it on the GPU, or once before the loop.",
     'torch.randperm(n, device="cuda")  # or weights = torch.tensor([...], device="cuda") before the loop',
     "torch.randperm",
 )
 SCALER = Remedy(
     "fuse_optimizer",
-    "GradScaler reads whether gradients overflowed; a fused optimizer checks that on the device.",
+    "GradScaler reads whether gradients overflowed; a fused optimizer checks that on the GPU.",
     "torch.optim.AdamW(model.parameters(), fused=True)  # or bfloat16, which needs no scaler",
     "torch.optim.AdamW",
 )
 
 
-def remedy_for(cause: str, where: Where, seen: Seen) -> Remedy:
-    """By the cause, and by what was seen of it."""
+def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
+    """By the cause, the place that costs most, and what was seen of it."""
+    spans, edit, cause = scene.timeline.spans, finding.edit, finding.cause
+    copies = scene.is_copy & (edit.lane != SideLane.STAY)
+    back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     match cause:
-        case "peer_late" if seen.unequal:
-            return ONE_FOR_ALL if seen.alone else EQUAL_SHARES
-        case "launch_bound" if seen.peers:
-            return COMPILED
-        case "exposed_collective" if seen.again:
+        case "peer_late":
+            host_excess = np.maximum(spans.work - edit.work, 0)[~scene.timeline.on_device & edit.touched].sum()
+            if (spans.work * (1 - edit.scale))[edit.scale < 1].sum() > host_excess:
+                rows = by_place(scene, finding.rows, of_one_rank=True)[where]
+                return ONE_FOR_ALL if (scene.frame_of_one_rank[rows] != NONE).all() else EQUAL_SHARES
+        case "launch_bound" if (spans.kind == Kind.COLLECTIVE).any():
+            return COMPILED_AMONG_RANKS
+        case "launch_bound" if why := _no_graph_because(scene):
+            return COMPILED._replace(advice=COMPILED.advice.format(why=why))
+        case "exposed_collective" if _travels_again(scene, finding):
             return SEND_ONCE
         case "input_late" if "_MultiProcessing" in where.operator:
             return MORE_WORKERS
-        case "blocking_copy" if seen.homeward:
-            return BRING_LATER
-        case "blocking_copy" if seen.small:
-            return STAYS_SMALL
+        case "blocking_copy" if spans.work[back].sum() > spans.work[copies & ~back].sum():
+            return COPY_BACK_LATER
+        case "blocking_copy" if spans.size[copies].max(initial=0) <= LARGE:
+            return KEEP_ON_DEVICE
         case "host_sync" if "grad_scaler" in where.library:
             return SCALER
         case "host_sync":
             found = (remedy for pattern, remedy in SYNCS if pattern.search(where.operator))
             return next(found, REMEDIES[cause])
-    return REMEDIES[cause]
+        case "host_work" if "serialization" in where.library:
+            return CHECKPOINT
+    remedy = REMEDIES[cause]
+    return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
+
+
+def _no_graph_because(scene: Scene) -> str:
+    """Why no graph can hold the whole step. One place of waiting a step may be its end: that one is no obstacle."""
+    steps = np.append(scene.timeline.marks, len(scene.timeline))
+    if len(np.unique(scene.last_launch[scene.is_sync & ~of_large_copy(scene)])) > scene.steps:
+        return "it reads values of the GPU in its middle"
+    launches = np.concatenate([[0], np.cumsum(scene.command != NONE)])
+    return "its steps differ in their launches" if len(np.unique(np.diff(launches[steps]))) > 1 else ""
+
+
+def _travels_again(scene: Scene, finding: Finding) -> bool:
+    """Each of several buckets of gradients travels more than once a step. Of a single one that could not be told."""
+    spans, rank = scene.timeline.spans, scene.timeline.rank_of_rows
+    rows = np.flatnonzero((finding.edit.lane == SideLane.WIRE) & (rank == scene.timeline.ranks[0]))
+    reducing = np.array(["AllReduce" in name or "ReduceScatter" in name for name in scene.timeline.names], bool)
+    times_a_step = np.unique(spans.size[rows[reducing[spans.name[rows]]]], return_counts=True)[1] / scene.steps
+    return len(times_a_step) > 1 and bool(times_a_step.min() > 1.5)
+
+
+def what_happened(scene: Scene, finding: Finding) -> str:
+    """A sentence with its counts. Durations are left to the report."""
+    a_step = finding.count / scene.steps / len(scene.timeline.ranks)
+    count = times(a_step)
+    spans = scene.timeline.spans
+    copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
+    moved = _bytes(float(spans.size[copies].sum()) / scene.steps / len(scene.timeline.ranks))
+    match finding.cause:
+        case "host_sync":
+            return f"Python waits for the GPU {count}; then the GPU has nothing to do until Python has caught up."
+        case "blocking_copy":
+            return f"{moved} a step are copied while Python waits ({count})."
+        case "copy_not_overlapped":
+            return f"{moved} a step are copied before the kernels instead of beside them ({count})."
+        case "input_late" if scene.by_workers.any():
+            return "The loop waits for the loader's workers, and the GPU waits for the loop."
+        case "input_late":
+            return "The training process prepares its own batches, and the GPU waits for them."
+        case "made_on_host":
+            return f"A tensor is made on the CPU and then copied to the GPU ({count})."
+        case "launch_bound":
+            return f"{a_step:,.0f} launches a step: the GPU finishes them faster than Python can launch them."
+        case "allocator":
+            return f"Memory is asked from the driver, or given back to it, {count}; some of these calls stop the GPU."
+        case "host_work":
+            return "The training thread does other work between its launches, and the GPU has nothing to do meanwhile."
+        case "peer_late":
+            late = sorted(one.rank for one in late_ranks(scene, finding))
+            several = (
+                f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]}" if len(late) <= 4 else f"{len(late)} ranks"
+            )
+            comes = f"Rank {late[0]} comes" if len(late) == 1 else f"{several} come"
+            return f"{comes} late to the collectives, and the others wait there."
+    return f"Collectives ({count}) run after the computation instead of beside it."
+
+
+def times(count: float) -> str:
+    """Once, twice, 12 times a step."""
+    if count < 0.95:
+        return f"once in {round(1 / max(count, 1e-3))} steps"
+    rounded = round(count)
+    return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"

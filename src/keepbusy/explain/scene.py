@@ -49,20 +49,18 @@ class Scene:
     @cached_property
     def launch(self) -> Ints:
         """Of each command its launch, or NONE."""
-        return self._launches()[0]
+        links, launch = self.timeline.links, np.full(len(self.timeline), NONE, np.int64)
+        mine = links.kind == LinkKind.LAUNCH
+        launch[links.target[mine]] = links.source[mine]
+        return launch
 
     @cached_property
     def command(self) -> Ints:
         """Of each launch its first command, or NONE."""
-        return self._launches()[1]
-
-    def _launches(self) -> tuple[Ints, Ints]:
-        links, count = self.timeline.links, len(self.timeline)
-        mine = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
-        launch, command = np.full(count, NONE, np.int64), np.full(count, NONE, np.int64)
-        launch[mine.target] = mine.source
-        command[mine.source[::-1]] = mine.target[::-1]
-        return launch, command
+        links, command = self.timeline.links, np.full(len(self.timeline), NONE, np.int64)
+        mine = links.kind == LinkKind.LAUNCH
+        command[links.source[mine][::-1]] = links.target[mine][::-1]
+        return command
 
     @cached_property
     def is_sync(self) -> Mask:
@@ -72,13 +70,9 @@ class Scene:
     @cached_property
     def is_queue_wait(self) -> Mask:
         spans = self.timeline.spans
-        launches = self._names_of(Kind.LAUNCH)
-        return (spans.kind == Kind.SYNC) & (spans.awaits == NONE) & launches[spans.name]
-
-    def _names_of(self, kind: Kind) -> Mask:
-        named = np.zeros(len(self.timeline.names), bool)
-        named[self.timeline.spans.name[self.timeline.spans.kind == kind]] = True
-        return named
+        launching = np.zeros(len(self.timeline.names), bool)
+        launching[spans.name[spans.kind == Kind.LAUNCH]] = True
+        return (spans.kind == Kind.SYNC) & (spans.awaits == NONE) & launching[spans.name]
 
     @cached_property
     def by_workers(self) -> Mask:
@@ -134,24 +128,6 @@ class Scene:
         result[self.copy_of_sync[syncs][::-1]] = syncs[::-1]
         return result
 
-    @cached_property
-    def compute_lane(self) -> dict[int, int]:
-        """Of each rank, the stream that computes most."""
-        spans = self.timeline.spans
-        busy = np.bincount(
-            spans.lane, weights=np.where(spans.kind == Kind.KERNEL, spans.work, 0), minlength=len(self.timeline.lanes)
-        )
-        best: dict[int, int] = {}
-        for lane, about in enumerate(self.timeline.lanes):
-            if about.device is not None and busy[lane] >= busy[best.get(about.rank, lane)]:
-                best[about.rank] = lane
-        return best
-
-    @cached_property
-    def main_lane(self) -> dict[int, int]:
-        """Of each rank, the host thread that takes the steps."""
-        return {rank: int(self.timeline.spans.lane[self.timeline.marks_of(rank)[0]]) for rank in self.timeline.ranks}
-
     def frames_with(self, role: Role) -> Mask:
         """Which frames do one of these things."""
         return self.timeline.frames.role & role != 0
@@ -162,22 +138,18 @@ class Scene:
 
     def outermost(self, frames: Mask) -> Ints:
         """Of each row, the outermost of these frames that encloses it, or NONE."""
-        best, frame = self._outermost(frames), self.timeline.spans.frame
-        return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
-
-    def _outermost(self, frames: Mask) -> Ints:
-        """Of each frame, the outermost of these that it is or stands in, or NONE."""
         parent = self.timeline.frames.parent
         best = np.where(frames, np.arange(len(frames)), NONE)
         up = parent.astype(np.int64)
-        while (up != NONE).any():
+        while (up != NONE).any():  # of each frame, the outermost of these that it is or stands in
             above = np.where(up == NONE, NONE, best[np.maximum(up, 0)])
             best = np.where(above != NONE, above, best)
             up = np.where(up == NONE, NONE, up[np.maximum(up, 0)])
-        return best
+        frame = self.timeline.spans.frame
+        return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
 
     @cached_property
-    def apart(self) -> Ints:
+    def frame_of_one_rank(self) -> Ints:
         """Of each row, the outermost frame around it that no other rank enters along the same path, or NONE."""
         ranks = np.array([lane.rank for lane in self.timeline.lanes], np.int64)[self.timeline.frames.lane]
         _, which = np.unique(self.path, return_inverse=True)
@@ -205,27 +177,18 @@ class Scene:
         names = np.array(
             [canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64
         )
-        path = np.zeros(len(frames), np.int64)
-        depth = self._depth()
-        for level in range(int(depth.max(initial=-1)) + 1):
-            mine = np.flatnonzero(depth == level)
-            above = np.where(frames.parent[mine] == NONE, 0, path[frames.parent[mine]])
-            path[mine] = (above * 1_000_003 + names[frames.name[mine]] + 1) % ((1 << 61) - 1) % (1 << 40)
-        return path
-
-    def _depth(self) -> Ints:
-        parent = self.timeline.frames.parent.astype(np.int64)
-        depth = np.zeros(len(parent), np.int64)
-        up = parent.copy()
+        parent = frames.parent.astype(np.int64)
+        depth, up = np.zeros(len(parent), np.int64), parent.copy()
         while (up != NONE).any():
             depth += up != NONE
             up = np.where(up == NONE, NONE, parent[np.maximum(up, 0)])
-        return depth
+        path = np.zeros(len(frames), np.int64)
+        for level in range(int(depth.max(initial=-1)) + 1):
+            mine = np.flatnonzero(depth == level)
+            above = np.where(parent[mine] == NONE, 0, path[parent[mine]])
+            path[mine] = (above * 1_000_003 + names[frames.name[mine]] + 1) % ((1 << 61) - 1) % (1 << 40)
+        return path
 
     @cached_property
     def before(self) -> Ints:
         return previous_on_lane(self.timeline.spans.lane)
-
-    @cached_property
-    def operator_names(self) -> np.ndarray:
-        return np.array(["::" in name for name in self.timeline.names], bool)

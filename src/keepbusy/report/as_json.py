@@ -7,6 +7,7 @@ from typing import Any
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, LoopDiagnosis, Rare, Site, Where
 from keepbusy.report import run_report
+from keepbusy.report.fix_line import fix_line
 from keepbusy.report.whole_run import called_at, where_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
@@ -70,7 +71,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         "fix": cause.fix,
         "advice": cause.advice,
         "remedy": cause.api,
-        "code": cause.remedy,
+        "code": fix_line(cause),
         "predicted_step": milliseconds(cause.predicted.step),
         "predicted_low": milliseconds(cause.predicted.low),
         "predicted_high": milliseconds(cause.predicted.high),

@@ -14,7 +14,7 @@ from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange,
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
 from keepbusy.report import words
 from keepbusy.report.as_json import VERSION, milliseconds, place
-from keepbusy.report.paper import FAINT, STRONG, laid_out, line, look
+from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, laid_out, line, look
 from keepbusy.report.terminal import bar, rows_of
 from keepbusy.report.words import duration, tame
 
@@ -25,9 +25,11 @@ _SMALL = 0.005
 """Of the longer step: a place with less in both runs is not shown."""
 
 
-def render(comparison: Comparison, width: int = 100, *, colour: bool = False, unicode: bool = True) -> str:
+def render(
+    comparison: Comparison, width: int = 100, *, colour: bool = False, unicode: bool = True, wrap: bool = True
+) -> str:
     """What changed, as text."""
-    return laid_out(parts(comparison, width, colour), width, colour, unicode)
+    return laid_out(parts(comparison, width, colour), width if wrap else WITHOUT_END, colour, unicode)
 
 
 def parts(comparison: Comparison, width: int, colour: bool = False) -> Iterator[RenderableType]:

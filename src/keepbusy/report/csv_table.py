@@ -15,10 +15,15 @@ _CHUNK = 4096
 
 def parts(timeline: Timeline) -> Iterator[str]:
     """The file, piece by piece."""
-    names = [tame(name) for name in timeline.names]
+    names = [_no_formula(tame(name)) for name in timeline.names]
     yield _text([COLUMNS])
     for first in range(0, len(timeline), _CHUNK):
         yield _text(_rows(timeline, names, first))
+
+
+def _no_formula(name: str) -> str:
+    """A spreadsheet would compute what begins like a formula."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
 def _text(rows: Iterable[Sequence[object]]) -> str:

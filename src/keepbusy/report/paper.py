@@ -6,16 +6,14 @@ import io
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# What each place of the ledger is called, and how it looks.
-
 
 class Look(NamedTuple):
-    """One place: its short name, its name as a sentence, its colour, and its letter where there is none."""
+    """How reports show one place of the ledger: its short name, a sentence, its colour, and a letter in its place."""
 
     name: str
     sentence: str
@@ -27,18 +25,20 @@ LOOKS = {
     "computing": Look("computing", "The GPU computes", "#4fa870", "█"),
     "copying": Look("copying", "The GPU copies and computes nothing meanwhile", "#45a0a8", "▓"),
     "collective": Look("collective", "A collective is on the wire and nothing computes", "#5b8fd4", "▒"),
-    "host_sync": Look("host sync", "The host waits for the GPU, then the GPU for the host", "#e06c62"),
-    "blocking_copy": Look("blocking copy", "A copy holds up the host and the GPU", "#e69a4c"),
-    "copy_not_overlapped": Look("copy in line", "A copy stands in line with the computing", "#d8bb55"),
-    "input_late": Look("late input", "The input comes late", "#c07fd0"),
-    "made_on_host": Look("made on host", "Tensors are made on the host and sent over", "#e288b0"),
-    "launch_bound": Look("launch-bound", "The host launches more slowly than the GPU computes", "#cf8064"),
-    "allocator": Look("allocator", "Memory is fetched from the driver again and again", "#b0a06a"),
-    "host_work": Look("host work", "The host is busy with something else", "#b58b70"),
-    "peer_late": Look("late peer", "A rank arrives late and its peers wait", "#9d90dc"),
-    "exposed_collective": Look("exposed collective", "A collective runs while nothing computes", "#7aa5e2"),
+    "host_sync": Look("host sync", "Sync: Python waits for the GPU, then the GPU idles", "#e06c62"),
+    "blocking_copy": Look("blocking copy", "Blocking copy: Python and the GPU wait until it is done", "#e69a4c"),
+    "copy_not_overlapped": Look(
+        "copy in line", "The GPU copies first, then computes, instead of both at once", "#d8bb55"
+    ),
+    "input_late": Look("late input", "Late input: the GPU waits for the next batch", "#c07fd0"),
+    "made_on_host": Look("made on host", "Tensors are made on the CPU and copied to the GPU", "#e288b0"),
+    "launch_bound": Look("launch-bound", "Launch-bound: the GPU is faster than Python can launch kernels", "#cf8064"),
+    "allocator": Look("allocator", "Memory is asked from the driver again and again", "#b0a06a"),
+    "host_work": Look("host work", "CPU work in the training loop", "#b58b70"),
+    "peer_late": Look("late peer", "A rank is late and the others wait for it", "#9d90dc"),
+    "exposed_collective": Look("exposed collective", "Communication while nothing computes", "#7aa5e2"),
     "pipeline_bubble": Look("bubble", "Stages of a pipeline wait for each other", "#b7c7dd", "o"),
-    "unknown": Look("unknown", "Nobody knows", "#8b9099", "?"),
+    "unknown": Look("unknown", "Not explained", "#8b9099", "?"),
 }
 
 
@@ -50,16 +50,21 @@ def look(place: str) -> Look:
 _ASCII = str.maketrans(
     {"→": "->", "–": "-", "µ": "u", "·": "-", "…": "...", "█": "#", "▓": "=", "▒": "~", "×": "x", "�": "?", "−": "-"}
 )
-CLEAR = ""
 STRONG = "bold"
 FAINT = "dim"
+
+
+WITHOUT_END = 5_000
+"""The width of a sheet on which no line is broken: for files and pipes."""
 
 
 def laid_out(parts: Iterable[RenderableType], width: int, colour: bool, unicode: bool = True) -> str:
     """The sheet as text, without spaces at the ends of its lines."""
     sheet = console(width, colour, io.StringIO())
     for part in parts:
-        sheet.print(part)
+        # rich joins texts that it prints into one of its own, which is broken unless it is told so again
+        no_wrap = isinstance(part, Text) and part.no_wrap
+        sheet.print(part, crop=False, no_wrap=no_wrap, overflow="ignore" if no_wrap else None)
     text = "\n".join(line.rstrip() for line in sheet.file.getvalue().splitlines())  # type: ignore[attr-defined]
     return text if unicode else text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
@@ -86,13 +91,24 @@ def label(word: str) -> str:
 
 
 def labelled(asides: Iterable[tuple[str, str]]) -> RenderableType:
-    """Sentences, each with a word in the margin."""
-    rows = Table.grid()
+    """Sentences, each with a word in the margin. A line of code is never broken: it is there to be pasted."""
+    rows: list[RenderableType] = []
     for word, text in asides:
-        rows.add_row(Text(label(word), FAINT), Text(text))
-    return rows
+        if text.startswith("fix: "):
+            rows.append(unbroken((label(word), FAINT), text))
+        else:
+            row = Table.grid()
+            row.add_row(Text(label(word), FAINT), Text(text))
+            rows.append(row)
+    return Group(*rows)
+
+
+def unbroken(*pieces: tuple[str, str] | str) -> Text:
+    """Styled pieces on one line, however long it is."""
+    return Text.assemble(*pieces, no_wrap=True, overflow="ignore")
 
 
 def line(*pieces: tuple[str, str] | str, indent: int = 0) -> RenderableType:
     """Styled pieces in one paragraph, wrapped under its indent."""
-    return Padding(Text.assemble(*pieces), (0, 0, 0, indent))
+    text = Text.assemble(*pieces)
+    return Padding(text, (0, 0, 0, indent), expand=False) if indent else text

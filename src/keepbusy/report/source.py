@@ -42,15 +42,17 @@ class Source(NamedTuple):
 
 def source_of(where: Where) -> Source | None:
     """The line itself, or none. A trace may name any file: only Python sources are opened."""
-    text = _text(Path(where.file))
+    text = text_of(where)
     line = where.line if where.exact else _likely_line(text, where)
     lines = text.splitlines()
     shown = tame(lines[line - 1].strip()) if 0 < line <= len(lines) else ""
     return Source(line, shown, not where.exact) if shown else None
 
 
-def _text(path: Path) -> str:
+def text_of(where: Where) -> str:
+    """The whole file, if it is there and a Python source."""
     try:
+        path = Path(where.file)
         fits = path.suffix == ".py" and path.is_file() and path.stat().st_size <= _LARGEST
         return path.read_text(encoding="utf-8", errors="replace") if fits else ""
     except (OSError, ValueError):
@@ -59,7 +61,10 @@ def _text(path: Path) -> str:
 
 def _likely_line(text: str, where: Where) -> int:
     """The only line of the function that may call the operator, or 0."""
-    function = _function_at(text, where)
+    try:
+        function = function_at(ast.parse(text), where, where.line)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0
     if function is None:
         return 0
     found = _lines_calling(_loop_around(function, where.line) or function, where.operator)
@@ -68,18 +73,22 @@ def _likely_line(text: str, where: Where) -> int:
 
 def _loop_around(function: ast.AST, line: int) -> ast.AST | None:
     """A function that was running when recording began is known by the line it stood at: what recurs is in its loop."""
-    loops = [node for node in _own(function) if isinstance(node, ast.For | ast.While)]
+    loops = [node for node in without_inner_functions(function) if isinstance(node, ast.For | ast.While)]
     around = [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or 0)]
     return max(around, key=lambda loop: loop.lineno, default=None)
 
 
 def _lines_calling(node: ast.AST, operator: str) -> set[int]:
     if operator.startswith("enumerate(DataLoader)"):
-        inside = (node, *_own(node))
+        inside = (node, *without_inner_functions(node))
         return {one.lineno for one in inside if isinstance(one, ast.For) and not _counts(one)}
     builtin = _BUILTIN.match(operator)
     name = builtin[1] if builtin else operator.rpartition("::")[2]
-    calls = [one for one in _own(node) if isinstance(one, ast.Call) and _name_of(one) in _CALLS.get(name, {name})]
+    calls = [
+        one
+        for one in without_inner_functions(node)
+        if isinstance(one, ast.Call) and _name_of(one) in _CALLS.get(name, {name})
+    ]
     return {call.end_lineno or 0 for call in calls}
 
 
@@ -87,21 +96,17 @@ def _counts(loop: ast.For) -> bool:
     return isinstance(loop.iter, ast.Call) and _name_of(loop.iter) == "range"
 
 
-def _function_at(text: str, where: Where) -> _Function | ast.Module | None:
+def function_at(tree: ast.Module, where: Where, line: int) -> _Function | ast.Module | None:
     """The innermost function of that name around that line; none where the file is another one by now."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
     if where.function == "<module>":
         return tree
-    around = [node for node in ast.walk(tree) if _is_around(node, where)]
-    return max(around, key=_first_line, default=None)  # type: ignore[arg-type, return-value]
-
-
-def _is_around(node: ast.AST, where: Where) -> bool:
-    named = isinstance(node, _Function) and node.name == where.function.rpartition(".")[2]
-    return named and _first_line(node) <= where.line <= (node.end_lineno or 0)  # type: ignore[arg-type, attr-defined]
+    name = where.function.rpartition(".")[2]
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, _Function) and node.name == name and _first_line(node) <= line <= (node.end_lineno or 0)
+    ]
+    return max(around, key=_first_line, default=None)
 
 
 def _first_line(function: _Function) -> int:
@@ -109,12 +114,12 @@ def _first_line(function: _Function) -> int:
     return min([function.lineno, *(one.lineno for one in function.decorator_list)])
 
 
-def _own(node: ast.AST) -> Iterator[ast.AST]:
+def without_inner_functions(node: ast.AST) -> Iterator[ast.AST]:
     """What stands in it, without the functions defined inside it: they have frames of their own."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from _own(child)
+            yield from without_inner_functions(child)
 
 
 def _name_of(call: ast.Call) -> str:

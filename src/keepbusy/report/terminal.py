@@ -24,11 +24,10 @@ from keepbusy.explain.diagnosis import (
     Prediction,
 )
 from keepbusy.report import run_report, whole_run, words
-from keepbusy.report.paper import FAINT, STRONG, label, labelled, laid_out, line, look
+from keepbusy.report.fix_line import fix_line
+from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, label, labelled, laid_out, line, look, unbroken
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
-
-# The ledger as one bar and a few rows.
 
 _BESIDES = {"copying", "computing", "collective"}
 _FOLDED = 0.01
@@ -119,8 +118,10 @@ def _table(entries: list[list[Text]], columns: int) -> Table:
 HEIGHT = 39  # one screen, and the prompt below it
 GAIN, HERE, CODE = "bold green", "cyan", "bold"
 _BLANK = line("")
-_MATTERS = 0.05
+_WORTH_A_PLACE = 0.05
 """Of a cause's wait: a place with less is not named."""
+_UNEXPLAINED = 0.1
+"""Of the step: with so much unknown nobody can say that there is nothing to gain."""
 _AMONG_RANKS = {"peer_late", "exposed_collective"}
 
 
@@ -136,12 +137,18 @@ _DETAILS = (Detail(9, True, True), Detail(9, True), Detail(9), Detail(3, True), 
 
 
 def render(
-    diagnosis: Diagnosis, width: int = 100, *, colour: bool = False, unicode: bool = True, again: str = ""
+    diagnosis: Diagnosis,
+    width: int = 100,
+    *,
+    colour: bool = False,
+    unicode: bool = True,
+    again: str = "",
+    wrap: bool = True,
 ) -> str:
-    """The report as text, with as much detail as one screen holds."""
-    text = ""
+    """The report as text, with as much detail as one screen holds. Without `wrap` no line is broken."""
+    text, sheet = "", width if wrap else WITHOUT_END
     for detail in _DETAILS:
-        text = laid_out(parts(diagnosis, width, detail, colour, again), width, colour, unicode)
+        text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode)
         if text.count("\n") < HEIGHT:
             break
     return text
@@ -167,7 +174,9 @@ def parts(
     yield from _verdict(diagnosis)
     yield from run_report.loops(diagnosis)
     yield from _asides(diagnosis)
-    yield Text.assemble((label("again"), FAINT), again or _again(diagnosis), no_wrap=True, overflow="ignore")
+    if len(diagnosis.causes) > detail.causes or not detail.advice:
+        yield unbroken((label("more"), FAINT), "this is shortened to one screen; with --json all of it is there")
+    yield unbroken((label("again"), FAINT), again or _again(diagnosis))
 
 
 def _head(diagnosis: Diagnosis) -> str:
@@ -197,8 +206,8 @@ def _what_it_does(diagnosis: Diagnosis) -> str:
     whole, ledger = diagnosis.plain_step, diagnosis.ledger
     done = [("computes", ledger.get(COMPUTING, 0)), ("copies", ledger.get(COPYING, 0))]
     done += [("exchanges data", ledger.get(WIRE, 0)), ("waits", diagnosis.waiting)]
-    told = [(verb, time) for verb, time in done if verb in ("computes", "waits") or time >= 0.01 * whole]
-    parts = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in told]
+    shown = [(verb, time) for verb, time in done if verb in ("computes", "waits") or time >= 0.01 * whole]
+    parts = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
     return words.listing(parts).replace(" (", " of it (", 1)
 
 
@@ -229,14 +238,15 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
         yield line(_late(late), indent=3)
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
-    yield line(("fix: ", FAINT), (tame(cause.remedy), CODE), indent=3)
+    if code := fix_line(cause):
+        yield unbroken(("   fix: ", FAINT), (code, CODE))
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
     number = [one.cause for one in diagnosis.causes].index(cause.same_wait_as)
     alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
-    rest = "fixing either is enough" if alike else "fixing that one recovers this, too"
-    return f"The same wait as {number + 1}: {rest}."
+    rest = "fix either" if alike else "fixing that one removes this, too"
+    return f"Same idle time as {number + 1}: {rest}."
 
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
@@ -279,7 +289,7 @@ def _other_sites(cause: Cause) -> str:
         place = words.spot(site.where, 40)
         waits[place] = waits.get(place, 0) + site.wait
     here = words.spot(cause.where, 40)
-    others = [place for place, wait in waits.items() if place != here and wait >= _MATTERS * cause.wait]
+    others = [place for place, wait in waits.items() if place != here and wait >= _WORTH_A_PLACE * cause.wait]
     named = [f"{place} ({duration(waits[place])})" for place in others[:2]]
     if len(others) > 2:
         named.append(f"{len(others) - 2} more place{'s' if len(others) > 3 else ''}")
@@ -310,8 +320,12 @@ def _floor(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _nothing_to_gain(diagnosis: Diagnosis) -> str:
-    busy = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
+    step, unknown = diagnosis.plain_step, diagnosis.ledger.get("unknown", 0)
+    busy = share(diagnosis.ledger.get(COMPUTING, 0), step)
     noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
+    if unknown > max(diagnosis.noise, _UNEXPLAINED * step):
+        lost = f"{duration(unknown, step)} of it ({share(unknown, step)})"
+        return f"Not explained: the GPU computes {busy} of the step and waits {lost} for reasons this recording hides."
     verdict = "No line is to blame" if any(_bubble(diagnosis)) else "Nothing to gain here"
     return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
 

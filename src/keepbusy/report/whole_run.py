@@ -1,4 +1,4 @@
-"""What further windows have shown, in a few lines: of a rare stall, and of steps that have changed for good."""
+"""The whole run in a few lines: its steps, the host's lead, rare stalls, and steps that have changed for good."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from dataclasses import replace
 
 from keepbusy.explain.diagnosis import COMPUTING, Cause, Diagnosis, Later, Rare, Where
 from keepbusy.report import words
+from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import FAINT, STRONG, labelled, laid_out, line, look
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 
-# What marks tell of the whole run, in a few lines: its steps, the host's lead, and what comes only now and then.
-
 MATTERS = 0.02
 """Of a step: what takes less of it is not told."""
-DELAYED = 0.03
-RARE = 0.01
-"""Of the run."""
-MOST = 3
-NEARLY = 0.1
+DELAY_MATTERS, STALL_MATTERS = 0.03, 0.01
+"""The same, of the run."""
+STALLS_SHOWN, CAUSES_SHOWN = 3, 2
+"""So many stalls are told, and so many causes of each."""
+JITTER = 0.1
 """Of the steps between two stalls: a rank that waits for another one sees the stall a step early or late."""
-ALWAYS, SOMETIMES = 0.9, 0.1
-"""Shares of the steps."""
+NO_LEAD, SOME_LEAD = 0.9, 0.1
+"""Shares of the steps in which the host has no lead."""
 _WHATS = {"checkpoint": "a checkpoint", "garbage collection": "garbage collection", "input": "waiting for input"}
 _LINE = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
 
@@ -82,10 +81,10 @@ def _steps(run: PlainRun) -> str:
 
 
 def _lead(run: PlainRun) -> str:
-    if run.no_lead >= ALWAYS:
+    if run.no_lead >= NO_LEAD:
         return "The host has no lead: when a step ends, the GPU has nothing left to do."
     seldom = f", but in {share(round(1000 * run.no_lead), 1000)} of the steps it has no lead"
-    return f"When a step ends, the host is {duration(run.lead)} ahead{seldom if run.no_lead >= SOMETIMES else ''}."
+    return f"When a step ends, the host is {duration(run.lead)} ahead{seldom if run.no_lead >= SOME_LEAD else ''}."
 
 
 def _of_each_step(run: PlainRun) -> Iterator[str]:
@@ -93,7 +92,7 @@ def _of_each_step(run: PlainRun) -> Iterator[str]:
     for time, what in ((run.input, "waits for input"), (run.collector, "is held up by the garbage collector")):
         if time >= max(1, MATTERS * run.step):
             yield f"The host {what} for {duration(time)} of each step ({share(time, run.step)})."
-    if run.delayed >= DELAYED:
+    if run.delayed >= DELAY_MATTERS:
         lost = share(round(1000 * run.delayed), 1000)
         yield f"For {lost} of the run the program was ready to go on, but other work had the host's processors."
     if run.requests >= MATTERS:
@@ -104,20 +103,22 @@ def _of_each_step(run: PlainRun) -> Iterator[str]:
 
 def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
     """The largest first. Ranks wait for each other, so of those that stall together the one with a reason is told."""
-    every = [(rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= RARE]
+    every = [
+        (rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= STALL_MATTERS
+    ]
     every.sort(key=lambda one: (-bool(one[1].what), -bool(one[1].lines), -one[1].share))
-    told: list[tuple[int, RareStall]] = []
+    kept: list[tuple[int, RareStall]] = []
     for rank, stall in every:
-        if not any(_comes_with(stall, other) for _, other in told):
-            told.append((rank, stall))
-    return sorted(told, key=lambda one: -one[1].share)[:MOST]
+        if not any(_comes_with(stall, other) for _, other in kept):
+            kept.append((rank, stall))
+    return sorted(kept, key=lambda one: -one[1].share)[:STALLS_SHOWN]
 
 
 def _comes_with(stall: RareStall, other: RareStall) -> bool:
     """Whether it is the other one, seen once apart or by another rank, which waits meanwhile."""
     if stall.count == other.count and round(stall.every) == round(other.every):
         return True
-    as_often = stall.count == 1 or abs(stall.every - other.every) <= NEARLY * other.every
+    as_often = stall.count == 1 or abs(stall.every - other.every) <= JITTER * other.every
     return other.punctual and as_often and not stall.what and other.comes_in(stall.last)
 
 
@@ -150,20 +151,17 @@ def _of_the_run(stall: RareStall) -> str:
     return f"{share(round(1e6 * stall.share), 10**6)} of the run"
 
 
-MOST_FURTHER = 2
-"""Causes of one stall that are told."""
-
-
 def of_stall(rare: Rare) -> Iterator[str]:
     """Why such a step takes long, and what fixing it gains a step, averaged over those between that do not stall."""
     if not rare.causes:
         yield _no_cause(rare)
-    for number, cause in enumerate(rare.causes[:MOST_FURTHER]):
+    for number, cause in enumerate(rare.causes[:CAUSES_SHOWN]):
         before, after = rare.plain_step, cause.predicted.step
         fixed = f"fixed, such a step takes {words.transition(before, after)}"
         yield f"{_place(cause)} · {fixed}: {duration(rare.gain_of(cause.predicted))} less a step on average"
-        if cause.remedy not in [one.remedy for one in rare.causes[:number]]:
-            yield f"fix: {tame(cause.remedy)}"
+        code = fix_line(cause)
+        if code and code not in [fix_line(one) for one in rare.causes[:number]]:
+            yield f"fix: {code}"
 
 
 def _no_cause(rare: Rare) -> str:
@@ -186,8 +184,8 @@ def of_change(first: Diagnosis, later: Later) -> Iterator[str]:
     yield f"Since step {later.since} a step takes {step}, {words.change(first.plain_step, now.plain_step)}: {what}"
     grew = now.ledger.get(place, 0) > first.ledger.get(place, 0)
     grown = next((one for one in now.causes if grew and one.cause == place), None)
-    if cause := new or grown:
-        yield f"fix: {tame(cause.remedy)}"
+    if (cause := new or grown) and (code := fix_line(cause)):
+        yield f"fix: {code}"
 
 
 def _new(first: Diagnosis, now: Diagnosis) -> Cause | None:

@@ -27,5 +27,5 @@ def findings(scene: Scene) -> dict[str, Finding]:
     """Only causes that were seen at all."""
     found = {cause: find(scene) for cause, find in FINDERS.items()}
     # what makes a tensor on the host is told once, under its own name
-    found["host_work"] = found["host_work"].without(found["made_on_host"].edit.gone)
+    found["host_work"] = found["host_work"].without(found["made_on_host"].edit.drop)
     return {cause: finding for cause, finding in found.items() if len(finding.rows)}

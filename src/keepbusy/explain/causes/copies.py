@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.explain.causes.finding import Draft, Finding
-from keepbusy.explain.edit import Beside
+from keepbusy.explain.edit import SideLane
+from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.timeline.model import NONE, Direction, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, Direction, Kind, Mask, Timeline
 
 _LINKS = ((("H100", "H200", "B100", "B200", "GH200"), 52.0), (("V100", "T4", "P100", "RTX 20"), 12.0))
 _OTHERWISE = 24.0
@@ -19,18 +20,20 @@ def find_blocking(scene: Scene) -> Finding:
     draft, spans = Draft("blocking_copy", scene), scene.timeline.spans
     copies = np.flatnonzero(blocking(scene))
     inbound = spans.direction[copies] == Direction.HOST_TO_DEVICE
-    draft.edit.beside[copies] = np.where(inbound, Beside.FETCH, Beside.BRING)
-    draft.edit.work[copies] = np.minimum(spans.work[copies], pinned_time(scene.timeline, spans.size[copies]))
+    draft.edit.lane[copies] = np.where(inbound, SideLane.FETCH, SideLane.RETURN)
+    if len(copies):
+        pinned = (spans.size[copies] / pinned_bandwidth(scene.timeline) + SETUP).astype(np.int64)
+        draft.edit.work[copies] = np.minimum(spans.work[copies], pinned)
     draft.blame(copies, scene.sync_of_copy[copies])
     syncs = np.flatnonzero(np.isin(scene.copy_of_sync, copies))  # the call itself may wait, and a sync after it
-    draft.edit.free[syncs] = True
+    draft.edit.drop_wait[syncs] = True
     draft.edit.work[syncs] = 0
     draft.blame(syncs, scene.sync_of_copy[scene.copy_of_sync[syncs]])
-    return draft.done()
+    return draft.finding()
 
 
 def blocking(scene: Scene) -> Mask:
-    """Copies that the host waits for: all that come in, and those that bring much home. A small one is a read."""
+    """Copies that the host waits for: all that come in, and large ones that go out. A small one is a read."""
     spans = scene.timeline.spans
     inbound = spans.direction == Direction.HOST_TO_DEVICE
     outbound = (spans.direction == Direction.DEVICE_TO_HOST) & (spans.size > LARGE)
@@ -42,13 +45,9 @@ def find_in_line(scene: Scene) -> Finding:
     draft, spans = Draft("copy_not_overlapped", scene), scene.timeline.spans
     inbound = (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > LARGE)
     copies = np.flatnonzero(scene.is_copy & inbound & (scene.sync_of_copy == NONE) & (scene.launch != NONE))
-    draft.edit.beside[copies] = Beside.FETCH
+    draft.edit.lane[copies] = SideLane.FETCH
     draft.blame(copies, scene.launch[copies])
-    return draft.done()
-
-
-def pinned_time(timeline: Timeline, size: Ints) -> Ints:
-    return (size / pinned_bandwidth(timeline) + SETUP).astype(np.int64)
+    return draft.finding()
 
 
 def pinned_bandwidth(timeline: Timeline) -> float:
@@ -56,6 +55,6 @@ def pinned_bandwidth(timeline: Timeline) -> float:
     spans = timeline.spans
     known = (spans.kind == Kind.COPY) & (spans.pinned == 1) & (spans.size > 1 << 22) & (spans.work > 0)
     known &= (spans.direction == Direction.HOST_TO_DEVICE) | (spans.direction == Direction.DEVICE_TO_HOST)
-    if known.any():
+    if known.any() and rule("own_bandwidth"):
         return float(np.median(spans.size[known] / spans.work[known]))
     return next((speed for names, speed in _LINKS if any(name in timeline.facts.device for name in names)), _OTHERWISE)

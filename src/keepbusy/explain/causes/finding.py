@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.explain.edit import UNCHANGED, Edit
+from keepbusy.explain.edit import Edit
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.model import NONE, Ints, Mask
 
@@ -17,33 +17,22 @@ class Finding:
 
     cause: str
     edit: Edit
-    owner: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
-    seen: int  # how often it was met
+    culprit: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
+    count: int  # how often it was met
 
     @property
     def rows(self) -> Ints:
         """The rows to blame."""
-        return np.unique(self.owner[self.owner != NONE])
+        return np.unique(self.culprit[self.culprit != NONE])
 
     def only(self, rows: Ints) -> Edit:
         """The edit of these culprits alone."""
-        return self._restricted(np.isin(self.owner, rows))
+        return self.edit.only(np.isin(self.culprit, rows))
 
     def without(self, rows: Mask) -> Finding:
         """The same finding, but for what another one already tells."""
-        owner = np.where(rows, NONE, self.owner)
-        return Finding(self.cause, self._restricted(~rows), owner, len(np.unique(owner[owner != NONE])))
-
-    def _restricted(self, mine: Mask) -> Edit:
-        edit = self.edit
-        return Edit(
-            edit.free & mine,
-            edit.gone & mine,
-            np.where(mine, edit.work, UNCHANGED),
-            np.where(mine, edit.beside, 0),
-            edit.captured & mine,
-            np.where(mine, edit.scale, 1.0),
-        )
+        culprit = np.where(rows, NONE, self.culprit)
+        return Finding(self.cause, self.edit.only(~rows), culprit, len(np.unique(culprit[culprit != NONE])))
 
 
 class Draft:
@@ -51,12 +40,13 @@ class Draft:
 
     def __init__(self, cause: str, scene: Scene) -> None:
         self.cause, self.edit = cause, Edit.nothing(scene.timeline)
-        self.owner = np.full(len(scene.timeline), NONE, np.int64)
+        self.culprit = np.full(len(scene.timeline), NONE, np.int64)
 
-    def blame(self, rows: Ints, owner: Ints | int) -> None:
-        self.owner[rows] = owner
+    def blame(self, rows: Ints, culprit: Ints | int) -> None:
+        self.culprit[rows] = culprit
 
-    def done(self, seen: int | None = None) -> Finding:
-        """`seen` where it is not the number of rows to blame."""
-        owner = np.where(self.edit.touched, self.owner, NONE)
-        return Finding(self.cause, self.edit, owner, len(np.unique(owner[owner != NONE])) if seen is None else seen)
+    def finding(self, count: int | None = None) -> Finding:
+        """`count` where it is not the number of rows to blame."""
+        culprit = np.where(self.edit.touched, self.culprit, NONE)
+        met = len(np.unique(culprit[culprit != NONE])) if count is None else count
+        return Finding(self.cause, self.edit, culprit, met)

@@ -1,102 +1,210 @@
-"""Several ranks: who comes late to the collectives, and collectives that could have travelled during the compute."""
+"""Several ranks: who comes late to the collectives, and collectives that could have travelled during the compute.
+
+Ranks that run one program do the same work between two collectives (or launches). What one of them spends there
+beyond the others in every step is lateness.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from keepbusy.explain.causes.finding import Draft, Finding
-from keepbusy.explain.edit import Beside, Edit
+from keepbusy.explain.edit import Edit, Floats, SideLane
+from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.explain.stretches import Stretches, device_work, has_more, stretches
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, Ints, Kind
+from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Timeline
 
-MOST = 0.5
-"""What a rank does on a way of its own explains its lateness, if it takes at least so much of it."""
+LATE, LATE_TIMES = 1_000_000, 1.25
+"""A host is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
+UNEQUAL, UNEQUAL_TIMES = 500_000, 1.1
+"""Device work varies less: a rank that has so much more of it than its peers is given more."""
 
 
 def find_exposed(scene: Scene) -> Finding:
     draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
     paired = np.array(["SendRecv" in name for name in scene.timeline.names], bool)[spans.name]
     rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired)
-    draft.edit.beside[rows] = Beside.WIRE
+    draft.edit.lane[rows] = SideLane.WIRE
     draft.blame(rows, np.where(scene.launch[rows] == NONE, rows, scene.launch[rows]))
-    return draft.done()
+    return draft.finding()
 
 
 def without_messages(scene: Scene) -> Edit:
     """No fix, but a measure: what stages of a pipeline would spend if no message had to be waited for."""
     within = np.append(scene.within(scene.frames_with(Role.MESSAGE)), False)
     edit = Edit.nothing(scene.timeline)
-    edit.beside[(scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]] = Beside.WIRE
+    edit.lane[(scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]] = SideLane.WIRE
     return edit
 
 
 def find_late(scene: Scene) -> Finding:
-    """Between two collectives, what a rank does beyond its peers in every step, on its host or on its device."""
+    """What a rank does beyond its peers in every step, on its host or on its device."""
     draft = Draft("peer_late", scene)
-    found = stretches(scene.timeline)
-    if found is not None:
-        _trim(scene, draft, found)
     if len(scene.timeline.ranks) > 1:
-        _balance(scene, draft)
-        _blame_what_is_apart(scene, draft)
-    return draft.done()
+        if stretches := host_stretches(scene):
+            _cut_to_peers(scene, draft, stretches)
+        _share_device_work(scene, draft)
+    return draft.finding()
 
 
-def _blame_what_is_apart(scene: Scene, draft: Draft) -> None:
-    """Where a late rank goes a way of its own, and that takes as long as it is late, that way is to blame for all."""
-    work, owner, rank = scene.timeline.spans.work, draft.owner, scene.timeline.rank_of_rows
-    blamed = np.flatnonzero(owner != NONE)
-    for one in np.unique(rank[owner[blamed]]).tolist():
-        mine = blamed[rank[owner[blamed]] == one]
-        apart = scene.apart[owner[mine]] != NONE
-        spent = np.where(rank[mine] == one, work[mine], 0)
-        if spent[apart].sum() >= MOST * draft.edit.saves(np.where(rank == one, work, 0))[mine].sum() > 0:
-            owner[mine[~apart]] = owner[mine[apart][np.argmax(spent[apart])]]
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """For each rank, place in the step and step: the time that its host spent."""
+
+    of_row: Ints  # index into the flattened table, or NONE where the row does not count
+    of_sync: Ints  # of each sync the stretch it stands in, NONE of other rows
+    spent: Floats  # rank, place, step
+
+    @property
+    def usual(self) -> Floats:
+        """Of each rank and place, the median step."""
+        return np.median(self.spent, axis=2)
+
+    @property
+    def peers(self) -> Floats:
+        """Of each rank and place, what its peers spend there."""
+        usual = self.usual
+        return np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
+
+    @property
+    def late(self) -> Mask:
+        """Which ranks are late at which place."""
+        return (self.usual - self.peers > LATE) & (self.usual > LATE_TIMES * self.peers)
 
 
-def _balance(scene: Scene, draft: Draft) -> None:
-    """Device work that is unequal is shared out, stretch by stretch: nobody has less to do altogether."""
-    spent, cell = device_work(scene.timeline)
-    mean = spent.sum(axis=1) / scene.steps
-    late = has_more(mean, np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))]))
-    if not late.any():
-        return
-    rows = np.flatnonzero(cell != NONE)
-    fair = spent.mean(axis=0, keepdims=True) / np.maximum(spent, 1.0)
-    draft.edit.scale[rows] = fair.ravel()[cell[rows]]
-    is_late = late[cell[rows] // spent.shape[1]]
-    owner = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
-    draft.blame(rows[is_late], owner[is_late])
-    draft.blame(rows[~is_late], int(owner[is_late][0]))  # they change along with the late one's
+class _Borders(NamedTuple):
+    rows: Mask
+    per_step: int
 
 
-def _trim(scene: Scene, draft: Draft, found: Stretches) -> None:
-    work, steps = scene.timeline.spans.work, found.spent.shape[2]
-    excess = found.usual - found.peers()
-    for rank, place in np.argwhere(found.late()).tolist():
+def host_stretches(scene: Scene) -> Stretches | None:
+    """None where nothing shows that the ranks run the same program."""
+    timeline = scene.timeline
+    borders = _borders(scene)
+    if borders is None:
+        return None
+    spans, steps, per_step = timeline.spans, scene.steps, borders.per_step
+    counted = (spans.meeting == NONE) & (spans.kind != Kind.SYNC) & ~timeline.on_device
+    of_row, of_sync = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
+    for index, rank in enumerate(timeline.ranks):
+        mine = timeline.rank_of_rows == rank
+        passed = np.cumsum(borders.rows[mine])  # what follows the last border of a step belongs to the next one's first
+        step, place = np.divmod(np.minimum(passed, per_step * steps - 1), per_step)
+        stretch = (index * per_step + place) * steps + step
+        of_row[mine] = np.where(counted[mine], stretch, NONE)
+        of_sync[mine] = np.where(spans.kind[mine] == Kind.SYNC, stretch, NONE)
+    known = of_row != NONE
+    spent = np.bincount(of_row[known], spans.work[known], len(timeline.ranks) * per_step * steps).astype(np.float64)
+    return Stretches(of_row, of_sync, spent.reshape(len(timeline.ranks), per_step, steps))
+
+
+def _borders(scene: Scene) -> _Borders | None:
+    """The finest borders of which every rank passes equally many in every step.
+
+    Launches, else collectives; and where ranks do not even meet equally often, whole steps, as long as all ranks
+    meet somewhere in the run (stages of a pipeline, which rightly differ, exchange messages two by two).
+    """
+    timeline = scene.timeline
+    meets = timeline.spans.meeting != NONE
+    for rows in (scene.command != NONE, meets):
+        if per_step := _per_step(timeline, rows):
+            return _Borders(rows, per_step)
+    if (timeline.meetings.present == len(timeline.ranks)).any():
+        return _Borders(np.isin(np.arange(len(timeline)), timeline.marks), 1)
+    return None
+
+
+def _per_step(timeline: Timeline, border: Mask) -> int:
+    """How many borders each rank passes in each step, if all of them pass equally many; else 0."""
+    before = np.zeros(len(timeline) + 1, np.int64)
+    counts = set()
+    for rank in timeline.ranks:
+        np.cumsum(border & (timeline.rank_of_rows == rank), out=before[1:])
+        marks = np.append(timeline.marks_of(rank), len(timeline))
+        counts |= set(np.diff(before[marks]).tolist())
+    return counts.pop() if len(counts) == 1 else 0
+
+
+EVEN_AT_MOST = 4.0
+"""No stretch of the host was seen to be recorded so many times too quick."""
+
+
+def even_hosts(timeline: Timeline) -> Timeline:
+    """Host work of ranks that are not late, as it usually is over all ranks and steps, for they do the same.
+
+    What differs now and then is noise, which the slowest rank of each collective would pass on to all of them.
+    """
+    stretches = host_stretches(Scene(timeline)) if len(timeline.ranks) > 1 else None
+    if stretches is None or not rule("even_hosts"):
+        return timeline
+    late, spent = stretches.late, stretches.spent
+    punctual = np.where(late[:, :, None], np.nan, spent)
+    typical = np.nanmedian(punctual.transpose(1, 0, 2).reshape(len(late[0]), -1), axis=1)
+    wanted = np.where(late, stretches.usual, typical)[:, :, None]
+    factor = np.minimum(EVEN_AT_MOST, wanted / np.maximum(spent, 1.0)).ravel()
+    work = timeline.spans.work * np.where(stretches.of_row == NONE, 1.0, factor[stretches.of_row])
+    return timeline.change_spans(work=work.astype(np.int64))
+
+
+def _cut_to_peers(scene: Scene, draft: Draft, stretches: Stretches) -> None:
+    work, (ranks, places, steps) = scene.timeline.spans.work, stretches.spent.shape
+    excess = stretches.usual - stretches.peers
+    for rank, place in np.argwhere(stretches.late).tolist():
         for step in range(steps):
-            here = (rank * found.spent.shape[1] + place) * steps + step
-            _shorten(draft, work, np.flatnonzero(found.cell == here), excess[rank, place])
-            _release(draft, found, here, place, step)
+            at = (rank * places + place) * steps + step
+            # the excess leaves the longest rows first: one long row is what a person would call late
+            rows = np.flatnonzero(stretches.of_row == at)
+            rows = rows[np.argsort(-work[rows], kind="stable")]
+            longer = np.cumsum(work[rows]) - work[rows]
+            taken = np.minimum(work[rows], np.maximum(excess[rank, place] - longer, 0)).astype(np.int64)
+            cut = taken > 0
+            draft.edit.work[rows[cut]] = (work[rows] - taken)[cut]
+            draft.blame(rows[cut], rows[cut])
+            # syncs that only the late rank makes go with what it does there
+            syncs = np.flatnonzero(stretches.of_sync == at)
+            everywhere = [(stretches.of_sync == (one * places + place) * steps + step).sum() for one in range(ranks)]
+            if len(syncs) > np.median(everywhere) and rule("syncs_of_the_late"):
+                draft.edit.drop_wait[syncs] = True
+                draft.edit.work[syncs] = 0
+                draft.blame(syncs, syncs)
 
 
-def _release(draft: Draft, found: Stretches, here: int, place: int, step: int) -> None:
-    """Syncs that only the late rank makes go with what it does there."""
-    syncs = np.flatnonzero(found.syncs == here)
-    ranks, places, steps = found.spent.shape
-    peers = [(found.syncs == (rank * places + place) * steps + step).sum() for rank in range(ranks)]
-    if len(syncs) > np.median(peers):
-        draft.edit.free[syncs] = True
-        draft.edit.work[syncs] = 0
-        draft.blame(syncs, syncs)
+def _share_device_work(scene: Scene, draft: Draft) -> None:
+    """Device work that is unequal is shared out, stretch by stretch: nobody has less to do altogether."""
+    spent, stretch = device_work(scene)
+    mean = spent.sum(axis=1) / scene.steps
+    peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
+    late = (mean - peers > UNEQUAL) & (mean > UNEQUAL_TIMES * peers)
+    if not late.any() or not rule("unequal_devices"):
+        return
+    rows = np.flatnonzero(stretch != NONE)
+    fair = spent.mean(axis=0, keepdims=True) / np.maximum(spent, 1.0)
+    draft.edit.scale[rows] = fair.ravel()[stretch[rows]]
+    is_late = late[stretch[rows] // spent.shape[1]]
+    culprit = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
+    draft.blame(rows[is_late], culprit[is_late])
+    draft.blame(rows[~is_late], int(culprit[is_late][0]))  # they change along with the late one's
 
 
-def _shorten(draft: Draft, work: Ints, rows: Ints, excess: float) -> None:
-    """Take the excess from the longest rows first: one long row is what a person would call late."""
-    rows = rows[np.argsort(-work[rows], kind="stable")]
-    taken = np.minimum(work[rows], np.maximum(excess - (np.cumsum(work[rows]) - work[rows]), 0)).astype(np.int64)
-    cut = taken > 0
-    draft.edit.work[rows[cut]] = (work[rows] - taken)[cut]
-    draft.blame(rows[cut], rows[cut])
+def device_work(scene: Scene) -> tuple[Floats, Ints]:
+    """For each rank, and each stretch between collectives (or step), what its device has to do, collectives aside.
+
+    And of each row its index in that table, NONE where it does not count.
+    """
+    timeline = scene.timeline
+    spans, ranks, rank = timeline.spans, timeline.ranks, timeline.rank_of_rows
+    meets = spans.meeting != NONE
+    border = meets if _per_step(timeline, meets) else np.isin(np.arange(len(timeline)), timeline.marks)
+    width = max(int(np.count_nonzero(border & (rank == one))) for one in ranks) + 1
+    stretch = np.full(len(timeline), NONE, np.int64)
+    for index, one in enumerate(ranks):
+        place = np.cumsum(border & (rank == one))
+        mine = timeline.on_device & (spans.kind != Kind.COLLECTIVE) & (rank == one)
+        stretch[mine] = index * width + place[mine]
+    known = stretch != NONE
+    spent = np.bincount(stretch[known], spans.work[known], len(ranks) * width).astype(np.float64)
+    return spent.reshape(len(ranks), width), stretch

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.explain.causes.finding import Draft, Finding
+from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import LARGE, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Mask
 
-LOOP, BRIEF = 8, 6
-"""So many reads in a row of one place, with no more launches from one to the next, are a loop over small values."""
-LONG = 300_000
+IN_A_ROW, LAUNCHES_BETWEEN, SHORT = 8, 6, 300_000
+"""So many reads of one place, with no more launches and no longer work between them, are a loop over small values."""
 CALL = 3_000
 """What a synchronising call costs when nobody has to be waited for."""
 
@@ -19,20 +19,21 @@ CALL = 3_000
 def find(scene: Scene) -> Finding:
     draft = Draft("host_sync", scene)
     syncs = np.flatnonzero(scene.is_sync & ~of_large_copy(scene))
-    draft.edit.free[syncs] = True
+    draft.edit.drop_wait[syncs] = True
     draft.edit.work[syncs] = CALL
     draft.blame(syncs, syncs)
     frame = reading_frame(scene)
     inside = np.flatnonzero((frame != NONE) & ~scene.timeline.on_device)
-    owner = _sync_of_frame(frame, syncs)[frame[inside]]
-    inside, owner = inside[owner != NONE], owner[owner != NONE]
-    draft.edit.work[inside] = 0  # the operator that reads leaves with its sync
-    draft.blame(inside, owner)
-    _batch(scene, draft, frame, syncs)
-    return draft.done(seen=len(syncs))
+    culprit = _sync_of_frame(frame, syncs)[frame[inside]]
+    inside, culprit = inside[culprit != NONE], culprit[culprit != NONE]
+    if len(inside) and rule("reader_leaves"):
+        draft.edit.work[inside] = 0
+        draft.blame(inside, culprit)
+    _read_together(scene, draft, frame, syncs)
+    return draft.finding(count=len(syncs))
 
 
-def _batch(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
+def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
     """Values read one by one in a loop: who reads them together computes them together, as one operation did before."""
     spans = scene.timeline.spans
     reads = syncs[frame[syncs] != NONE]
@@ -40,19 +41,14 @@ def _batch(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
     path, lane = scene.path[frame[reads]], spans.lane[reads]
     launched = np.concatenate([[0], np.cumsum(scene.command != NONE)])
     between = launched[reads[1:]] - launched[reads[:-1]]
-    alike = (path[1:] == path[:-1]) & (lane[1:] == lane[:-1]) & (between <= BRIEF)
-    for first, last in _runs(alike):
-        if last - first >= LOOP:
+    alike = (path[1:] == path[:-1]) & (lane[1:] == lane[:-1]) & (between <= LAUNCHES_BETWEEN)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], alike.astype(np.int8), [0]])))
+    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        if last - first >= IN_A_ROW and rule("reads_in_a_loop"):
             rows = np.arange(reads[first] + 1, reads[last])
-            rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < LONG)]
+            rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < SHORT)]
             draft.edit.work[rows] = 0
             draft.blame(rows, reads[first])
-
-
-def _runs(alike: Mask) -> list[tuple[int, int]]:
-    """Stretches of True, as the first and the last index of what they join."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], alike.astype(np.int8), [0]])))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def of_large_copy(scene: Scene) -> Mask:
@@ -71,6 +67,6 @@ def reading_frame(scene: Scene) -> Ints:
 def _sync_of_frame(frame: Ints, syncs: Ints) -> Ints:
     """Of each frame, the first sync within it, or NONE. One more entry, so that NONE itself finds NONE."""
     result = np.full(int(frame.max(initial=0)) + 2, NONE, np.int64)
-    mine = syncs[frame[syncs] != NONE]
-    result[frame[mine][::-1]] = mine[::-1]
+    within = syncs[frame[syncs] != NONE]
+    result[frame[within][::-1]] = within[::-1]
     return result
