@@ -45,8 +45,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TRUTH = ROOT / "tests" / "gpu" / "truth"
 SOURCES = [
-    *(ROOT / "tests" / "snapshots" / "traces" / f"{name}.trace.json.gz" for name in ("images", "images_loaded", "tokens")),
-    *(TRUTH / "with_stack" / f"{name}.trace.json.gz" for name in ("accumulate_ddp.stalled.rank0", "accumulate_ddp.stalled.rank1")),
+    *(
+        ROOT / "tests" / "snapshots" / "traces" / f"{name}.trace.json.gz"
+        for name in ("images", "images_loaded", "tokens")
+    ),
+    *(
+        TRUTH / "with_stack" / f"{name}.trace.json.gz"
+        for name in ("accumulate_ddp.stalled.rank0", "accumulate_ddp.stalled.rank1")
+    ),
     TRUTH / "public" / "mnist.stalled.rank0.trace.json.gz",
 ]
 SAVED = [TRUTH / "live" / f"{name}.busy" for name in ("copy_in_line", "made_on_host", "pageable_copy", "slow_loader")]
@@ -59,15 +65,38 @@ PATIENCE = 60.0
 BATCH = 250
 HUGE = [-1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30]
 VALUES: list[Any] = [
-    *HUGE, None, True, False, "", "x", "7", "1e9", "NaN", 2.5, -0.0, 1e30, 1e308, -1e308, float("nan"), float("inf"), [], [1], [[]],
+    *HUGE, None, True, False, "", "x", "7", "1e9", "NaN", 2.5, -0.0, 1e30, 1e308, -1e308, float("nan"), float("inf"),
+    [], [1], [[]],
     {}, {"a": 1}, [2**62] * 8, [[2**31, 2**31], [2**31]], "[[4096, 4096], []]",
 ]  # fmt: skip
 NAMES = [
-    "\x1b[2J\x1b[31m", "\x1b]0;title\x07", "a\nb", "\r", "\0", "\ud800", "\u202edesrever", "=1+1", "+1", "-1", "@sum", "=cmd|' /C calc'!A0",
-    "x" * 100_000, "[bold]markup[/]", "%s{0}", "", " ", "\x9b31m", "🙂" * 50, "a.py(1): f\n", "<script>", "a.py(99999999999999999999): f",
-    "void f<" * 3000, "../../etc/passwd", "\t", "nccl:all_reduce", "ProfilerStep#9999999999999999999999", "ProfilerStep#-1",
+    "\x1b[2J\x1b[31m", "\x1b]0;title\x07", "a\nb", "\r", "\0", "\ud800", "\u202edesrever", "=1+1", "+1", "-1",
+    "@sum", "=cmd|' /C calc'!A0",
+    "x" * 100_000, "[bold]markup[/]", "%s{0}", "", " ", "\x9b31m", "🙂" * 50, "a.py(1): f\n", "<script>",
+    "a.py(99999999999999999999): f",
+    "void f<" * 3000, "../../etc/passwd", "\t", "nccl:all_reduce", "ProfilerStep#9999999999999999999999",
+    "ProfilerStep#-1",
 ]  # fmt: skip
-TOKENS = [b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"\n", b"null", b"NaN", b"1e999", b"-", b"\xff", b"\\ud800", b"\0", b"/*", b"'"]
+TOKENS = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\n",
+    b"null",
+    b"NaN",
+    b"1e999",
+    b"-",
+    b"\xff",
+    b"\\ud800",
+    b"\0",
+    b"/*",
+    b"'",
+]
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------
@@ -111,7 +140,11 @@ def swapped(trace: dict[str, Any], random: Random) -> None:
             where = where["args"]
         if where:
             key = random.choice(list(where))
-            where[key] = odd(random) if random.random() < 0.4 else copy.deepcopy(random.choice([random.choice(events).get(key), where.get("dur", 3)]))
+            where[key] = (
+                odd(random)
+                if random.random() < 0.4
+                else copy.deepcopy(random.choice([random.choice(events).get(key), where.get("dur", 3)]))
+            )
             if random.random() < 0.2:
                 del where[key]
 
@@ -130,12 +163,16 @@ def counted(trace: dict[str, Any], random: Random) -> None:
 
 def added(trace: dict[str, Any], random: Random) -> None:
     """Arguments that only some programs have."""
-    shapes = random.choice([[[2**31, 2**31]], [[2**62]], [[-1]], [["a"]], "[[1, 2]]", [[1] * 10_000], [[1.5]], [None], [[10**30]]])
+    shapes = random.choice(
+        [[[2**31, 2**31]], [[2**62]], [[-1]], [["a"]], "[[1, 2]]", [[1] * 10_000], [[1.5]], [None], [[10**30]]]
+    )
     given = {
-        "Input Dims": shapes, "Input type": random.choice([["float"], "x", [1], []]), "Concrete Inputs": random.choice([["1"], [2**70], "x"]),
+        "Input Dims": shapes, "Input type": random.choice([["float"], "x", [1], []]),
+        "Concrete Inputs": random.choice([["1"], [2**70], "x"]),
         "Collective name": random.choice(["allreduce", "\x1b[1m", 3, None]), "In msg nelems": odd(random),
         "Out msg nelems": odd(random), "Group size": odd(random), "dtype": random.choice(["Float", "x", 3]),
-        "Process Group Name": random.choice(["0", 0, None, "x" * 1000]), "Process Group Ranks": random.choice(["[0, 1, ..., 7]", [0], "[", [2**70]]),
+        "Process Group Name": random.choice(["0", 0, None, "x" * 1000]),
+        "Process Group Ranks": random.choice(["[0, 1, ..., 7]", [0], "[", [2**70]]),
         "graph id": odd(random), "graph node id": odd(random), "Bytes": odd(random),
         "Total Allocated": odd(random), "Addr": odd(random), "Device Id": odd(random), "wait_on_stream": odd(random),
         "wait_on_cuda_event_record_corr_id": odd(random), "cbid": odd(random), "stream": odd(random),
@@ -147,7 +184,9 @@ def added(trace: dict[str, Any], random: Random) -> None:
     trace["distributedInfo"] = random.choice(
         [{"rank": odd(random), "world_size": odd(random), "backend": "nccl", "pg_config": odd(random)}, odd(random)]
     )
-    trace["deviceProperties"] = random.choice([trace.get("deviceProperties"), odd(random), [{"name": random.choice(NAMES), "numSms": odd(random)}]])
+    trace["deviceProperties"] = random.choice(
+        [trace.get("deviceProperties"), odd(random), [{"name": random.choice(NAMES), "numSms": odd(random)}]]
+    )
 
 
 def named(trace: dict[str, Any], random: Random) -> None:
@@ -172,7 +211,21 @@ def timed(trace: dict[str, Any], random: Random) -> None:
 
 def linked(trace: dict[str, Any], random: Random) -> None:
     """Numbers by which events point at each other."""
-    keys = ("id", "correlation", "External id", "Python id", "Python parent id", "Python module id", "stream", "device", "Sequence number", "Fwd thread id", "pid", "tid", "Ev Idx")
+    keys = (
+        "id",
+        "correlation",
+        "External id",
+        "Python id",
+        "Python parent id",
+        "Python module id",
+        "stream",
+        "device",
+        "Sequence number",
+        "Fwd thread id",
+        "pid",
+        "tid",
+        "Ev Idx",
+    )
     known = [event.get(key, event.get("args", {}).get(key, 0)) for event in trace["traceEvents"] for key in keys[:5]]
     for _ in range(some(random)):
         event, key = random.choice(trace["traceEvents"]), random.choice(keys)
@@ -194,7 +247,9 @@ def shuffled(trace: dict[str, Any], random: Random) -> None:
     """Events deleted, doubled and moved."""
     rows = trace["traceEvents"]
     for _ in range(random.choice([1, 5, 60])):
-        rows.insert(random.randrange(len(rows)), random.choice([random.choice(rows), rows.pop(random.randrange(len(rows)))]))
+        rows.insert(
+            random.randrange(len(rows)), random.choice([random.choice(rows), rows.pop(random.randrange(len(rows)))])
+        )
         if random.random() < 0.5 and len(rows) > 1:
             rows.pop(random.randrange(len(rows)))
     if random.random() < 0.2:
@@ -297,8 +352,10 @@ def facts(busy: Busy, random: Random) -> None:
 def new_facts(busy: Busy, random: Random) -> None:
     """Facts that this file has not."""
     known = (
-        "pending_limit", "plain_step", "recorded", "notes", "groups", "stacks", "skipped", "marks", "source", "device", "sources", "values", "clock",
-        "host", "devices", "step", "steps", "window", "windows", "loader", "workers", "queue", "ranks", "rank", "world", "missing", "course", "stalls",
+        "pending_limit", "plain_step", "recorded", "notes", "groups", "stacks", "skipped", "marks", "source",
+        "device", "sources", "values", "clock",
+        "host", "devices", "step", "steps", "window", "windows", "loader", "workers", "queue", "ranks", "rank",
+        "world", "missing", "course", "stalls",
     )  # fmt: skip
     for key in random.sample(known, random.choice([1, 3, 8])):
         busy.header["facts"][key] = odd(random, random.choice(NAMES), {"0": [0, 1]}, [[0, 1]], ["a", 1])
@@ -316,7 +373,9 @@ def header(busy: Busy, random: Random) -> None:
             columns = busy.header["tables"][random.choice(TABLES)]["columns"]
             if isinstance(columns, list) and columns:
                 column = random.choice(columns)
-                column[random.randrange(3)] = odd(random, 1, 2, 4, 8, "lane", "start", "before", "length", "end", "work", "kind")
+                column[random.randrange(3)] = odd(
+                    random, 1, 2, 4, 8, "lane", "start", "before", "length", "end", "work", "kind"
+                )
                 if random.random() < 0.3:
                     random.choice([columns.append, columns.remove])(column)
         else:
@@ -351,7 +410,11 @@ def columns(busy: Busy, random: Random) -> None:
         for column in random.sample(sorted(numbers), random.choice([1, 1, 2])):
             values = numbers[column]
             for _ in range(random.choice([1, 3, 40, rows])):
-                value = random.choice([*HUGE[:9], -(2**63), -2, 7, 10**9, 10**12]) if random.random() < often else random.choice(values)
+                value = (
+                    random.choice([*HUGE[:9], -(2**63), -2, 7, 10**9, 10**12])
+                    if random.random() < often
+                    else random.choice(values)
+                )
                 values[random.randrange(rows)] = value
         encoded(busy, name, numbers)
 
@@ -364,7 +427,13 @@ def all_columns(busy: Busy, random: Random) -> None:
         for column in random.sample(sorted(numbers), random.choice([1, 1, 3])):
             values = numbers[column]
             one = random.choice([*values[:3], -1, 0, 1, 2, 3, 5, 7, 10**6, 2**40, 2**62, -(2**62)])
-            many = [[one] * len(values), values[::-1], sorted(values), [-value for value in values], [value * 10**6 for value in values]]
+            many = [
+                [one] * len(values),
+                values[::-1],
+                sorted(values),
+                [-value for value in values],
+                [value * 10**6 for value in values],
+            ]
             numbers[column] = [(value + 2**63) % 2**64 - 2**63 for value in random.choice(many)]
         encoded(busy, name, numbers)
 
@@ -385,7 +454,9 @@ def decoded(busy: Busy, name: str) -> dict[str, list[int]]:
         elif guess == "start":
             values = [value + start for value, start in zip(values, found["start"], strict=True)]
         elif guess == "length":
-            values = [value + end - start for value, start, end in zip(values, found["start"], found["end"], strict=True)]
+            values = [
+                value + end - start for value, start, end in zip(values, found["start"], found["end"], strict=True)
+            ]
         found[column] = values
     return found
 
@@ -412,7 +483,17 @@ def deeper(busy: Busy, random: Random) -> None:
     whole = put_together(busy)
     for _ in range(random.choice([1, 2, 30])):
         inner = taken_apart(whole)
-        stall = {"count": 3, "every": 5.0, "library": "", "lines": [], "regular": True, "share": 0.1, "time": 10**7, "total": 3 * 10**7, "what": ""}
+        stall = {
+            "count": 3,
+            "every": 5.0,
+            "library": "",
+            "lines": [],
+            "regular": True,
+            "share": 0.1,
+            "time": 10**7,
+            "total": 3 * 10**7,
+            "what": "",
+        }
         about = {"step": 12, "began": 9, "stall": stall}
         if random.random() < 0.8:
             inner.header["facts"] |= {"why": random.choice(["stall", "drift"]), "about": about}
@@ -546,8 +627,10 @@ def tried(kind: str, mutation: str, seed: int, stock: Stock, folder: Path) -> Ou
 
 
 def invoked(asked: Sequence[str]) -> tuple[int, str, str, str]:
-    """What `keepbusy` would do in a process of its own: exit code (1 for a traceback), output, and the mistake's place."""
-    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors="surrogatepass", write_through=True) for _ in range(2))
+    """What `keepbusy` would do in a process of its own: exit code (1: a traceback), output, the mistake's place."""
+    stdout, stderr = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8", errors="surrogatepass", write_through=True) for _ in range(2)
+    )
     sys.argv = ["keepbusy", *asked]
     code, fault = 0, ""
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
@@ -562,8 +645,14 @@ def invoked(asked: Sequence[str]) -> tuple[int, str, str, str]:
 
 
 def place_of(stack: Sequence[traceback.FrameSummary], error: BaseException) -> str:
-    ours = [frame for frame in stack if "keepbusy" in frame.filename and "benchmarks" not in frame.filename] or list(stack)
-    at = f"{Path(ours[-1].filename).parent.name}/{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}" if ours else ""
+    ours = [frame for frame in stack if "keepbusy" in frame.filename and "benchmarks" not in frame.filename] or list(
+        stack
+    )
+    at = (
+        f"{Path(ours[-1].filename).parent.name}/{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
+        if ours
+        else ""
+    )
     return f"{at}: {type(error).__name__}"
 
 
@@ -737,7 +826,8 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 fine = [sum(one.code == code and not one.failure for one in ours) for code in (0, 2)]
                 failed = sum(bool(one.failure) for one in ours)
                 most, slowest = max(one.megabytes for one in ours), max(one.seconds for one in ours)
-                yield f"{kind + ': ' + mutation:22}{len(ours):>8}{fine[0]:>11}{fine[1]:>9}{failed:>8}{most:>9}{slowest:>11.1f}"
+                found = f"{len(ours):>8}{fine[0]:>11}{fine[1]:>9}{failed:>8}{most:>9}{slowest:>11.1f}"
+                yield f"{kind + ': ' + mutation:22}{found}"
 
 
 def failures(outcomes: Sequence[Outcome]) -> Iterator[str]:

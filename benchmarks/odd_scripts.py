@@ -4,7 +4,7 @@
     python benchmarks/odd_scripts.py "exit" "forked"      # those whose names contain one of these
     python benchmarks/odd_scripts.py --show "forked"      # and what differs, line by line
 
-Each script runs twice in the same folder: `python SCRIPT` and `python -m keepbusy run SCRIPT`. Compared are its own
+Each script runs twice in the same folder: `python SCRIPT` and `keepbusy run SCRIPT`. Compared are its own
 standard output and error (less keepbusy's report), its exit code or the signal that ended it, and the files that it
 left; where it works on a device, the run must be saved too. Differences that are meant stand in benchmarks/odd with
 their reason, and are listed at the end. Nothing is timed; no script takes much longer than Python's start.
@@ -36,7 +36,7 @@ THEMES: Mapping[str, Sequence[Case]] = {
     one.__name__.rpartition(".")[2]: one.CASES
     for one in (names, ends, signals, output, children, tools, surroundings, gpu)
 }
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds until a script that does not end is killed."""
 PLAIN, OURS = "plain", "keepbusy"
 _VARYING = (
@@ -86,6 +86,7 @@ def main() -> int:
     width = max(len(case.name) for _, case in chosen)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="odd-") as root, ThreadPoolExecutor(options.jobs) as pool:
+        options.installed = installed(Path(root))
         folders = [Path(root) / str(number) for number in range(len(chosen))]
         running = pool.map(lambda one: compare(one[0][1], one[1], options), zip(chosen, folders, strict=True))
         for (theme, case), outcome in zip(chosen, running, strict=True):
@@ -126,37 +127,55 @@ def reasons(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def details(outcome: Outcome) -> Iterator[str]:
     for aspect in outcome.not_allowed():
         plain, ours = (lines(getattr(one, aspect)) for one in (outcome.plain, outcome.ours))
-        for line in list(difflib.unified_diff(plain, ours, f"{aspect}, {PLAIN}", f"{aspect}, {OURS}", lineterm=""))[:60]:
+        for line in list(difflib.unified_diff(plain, ours, f"{aspect}, {PLAIN}", f"{aspect}, {OURS}", lineterm=""))[
+            :60
+        ]:
             yield f"    {line[:300]}"
 
 
 def lines(value: object) -> list[str]:
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace").splitlines()
-    return [f"{name}: {content!r}"[:200] for name, content in value.items()] if isinstance(value, Mapping) else [str(value)]
+    return (
+        [f"{name}: {content!r}"[:200] for name, content in value.items()]
+        if isinstance(value, Mapping)
+        else [str(value)]
+    )
+
+
+def installed(root: Path) -> Path:
+    """The command as pip writes it: unlike `python -m keepbusy`, it does not look for modules where one stands."""
+    path = root / "bin" / OURS
+    path.parent.mkdir()
+    path.write_text("import sys\nfrom keepbusy.cli import main\nsys.exit(main())\n", encoding="utf-8")
+    return path
 
 
 def compare(case: Case, folder: Path, options: argparse.Namespace) -> Outcome:
     """Both runs in a folder of the same name, so that all paths are the same."""
-    plain = run(case, [sys.executable, *case.python, *case.start], folder)
     save = ["--save", SAVED] if case.device else []
-    keepbusy = [sys.executable, *case.python, "-m", "keepbusy", "run", *options.option, *save, *case.options, *case.start]
-    return Outcome(case, plain, run(case, keepbusy, folder))
+    asked = [str(options.installed), "run", *options.option, *save, *case.options]
+    plain, ours = (
+        run(case, [sys.executable, *case.python, *command, *case.start], folder, bool(command))
+        for command in ([], asked)
+    )
+    return Outcome(case, plain, ours)
 
 
-def run(case: Case, command: Sequence[str], folder: Path) -> Seen:
+def run(case: Case, command: Sequence[str], folder: Path, ours: bool) -> Seen:
     here, temporary = folder / "here", folder / "temporary"
     here.mkdir(parents=True)
     temporary.mkdir()
     try:
         prepare(case, here)
         stdout, stderr, code = started(case, command, here, temporary)
-        ours = OURS in command
         return Seen(
             stdout=without_varying(without_report(stdout) if ours else stdout),
             stderr=without_varying(without_report(stderr) if ours else stderr),
             exit=named(code),
-            files={str(path.relative_to(here)): content(path) for path in sorted(here.rglob("*")) if path.name != SAVED},
+            files={
+                str(path.relative_to(here)): content(path) for path in sorted(here.rglob("*")) if path.name != SAVED
+            },
             temporary=sorted(path.name for path in temporary.iterdir()),
             report=report(case, here, ours),
         )

@@ -70,12 +70,10 @@ from concurrent.futures import ProcessPoolExecutor
 def square(x): return x * x
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")
-    with multiprocessing.Pool(2) as pool:
+    with multiprocessing.Pool(1) as pool:
         print(pool.map(square, range(4)))
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(1) as pool:
         print(list(pool.map(square, range(4))))
-    with multiprocessing.Manager() as manager:
-        print(dict(manager.dict(a=1)))
 """
 ITSELF = """\
 import os, subprocess, sys
@@ -146,11 +144,11 @@ CASES = [
         files={"package/__init__.py": "", "package/work.py": SPAWN.replace("{method}", "spawn")},
         start=("-m", "package.work"),
     ),
-    Case("spawn, from a folder program", files={"folder/__main__.py": POOL.replace("{method}", "spawn")}, start=("folder",)),
     Case("spawn, without its guard", "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n"),
     Case("spawn, after chdir", "import os\nos.makedirs('elsewhere', exist_ok=True)\nif __name__ == '__main__':\n    os.chdir('elsewhere')\n" + SPAWN.replace("{method}", "spawn")),
     Case("itself as a subprocess", ITSELF),
     Case("shared memory", SHARED),
+    Case("a manager", "import multiprocessing\nwith multiprocessing.Manager() as manager:\n    print(dict(manager.dict(a=1)))\n"),
     Case("a fork while warnings are errors", "import os\nchild = os.fork()\nif not child:\n    os._exit(0)\nprint(os.waitpid(child, 0)[1])\n", python=("-W", "error")),
     Case(
         "workers of a loader",

@@ -184,10 +184,16 @@ CASES = [
         "import warnings\nwarnings.warn('mine', stacklevel=2)\nwarnings.warn('yours', stacklevel=9)\n",
         allowed={"stderr": OUR_FRAMES},
     ),
-    Case(
-        "modules of its own that are named as others'",
-        "import rich, msgspec, isal, statistics, numpy\nprint([one.__file__ for one in (rich, msgspec, isal, statistics, numpy)])\n",
-        files={f"{name}.py": f"print('my own {name}')\n" for name in ("rich", "msgspec", "isal", "statistics", "numpy")},
+    *(
+        Case(
+            f"modules of its own that are named as those of {whose}",
+            f"import {', '.join(modules)}\nprint([one.__file__ for one in ({', '.join(modules)},)])\n",
+            files={f"{name}.py": f"print('my own {name}')\n" for name in modules},
+        )
+        for whose, modules in {
+            "keepbusy": ("rich", "msgspec", "isal", "shlex"),
+            "torch": ("numpy", "sympy", "statistics", "inspect", "queue"),
+        }.items()
     ),
     Case(
         "modules beside it that it never imports",

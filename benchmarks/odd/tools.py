@@ -108,7 +108,7 @@ tracemalloc.start(5)
 kept = bytearray(1 << 20)
 for one in tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, __file__)]).statistics("lineno"):
     if one.size > 1 << 19:
-        print(one.traceback, one.size > 1 << 20, one.count)
+        print(one.traceback, one.size > 1 << 20)
 """
 ASYNCIO = """\
 import asyncio, contextvars
@@ -186,7 +186,7 @@ CASES = [
     Case("warnings as errors, by its own filter", "import warnings\nwarnings.simplefilter('error')\nprint('x')\n"),
     Case("a warning that is an error", WARNED, python=("-W", "error")),
     Case("the developer's mode", "print('x')\nopen(__file__)\n", python=("-X", "dev")),
-    Case("warnings about encodings", "open(__file__).close()\n", python=("-X", "warn_default_encoding")),
+    Case("warnings about encodings", "import torch\nopen(__file__).close()\n", python=("-X", "warn_default_encoding")),
     Case("its filters", "import warnings\nprint(len(warnings.filters), warnings.showwarning.__module__)\n", allowed={"stdout": "PyTorch and numpy are there already, and each adds a filter of its own"}),
     Case("faulthandler", "import faulthandler, sys\nfaulthandler.enable()\nfaulthandler.dump_traceback_later(30)\nprint('x')\n"),
     Case("random numbers of a given seed", "import random\nrandom.seed(3)\nprint(random.random(), hash('x'), {'a', 'b', 'c'})\n", environment={"PYTHONHASHSEED": "3"}),
