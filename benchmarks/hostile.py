@@ -157,7 +157,7 @@ def counted(trace: dict[str, Any], random: Random) -> None:
         values, often = [odd(random) for _ in range(random.choice([1, 3]))], random.choice([0.1, 1.0])
         for event in events:
             if str(event.get("cat")) == kind and random.random() < often:
-                where = event if key in event else event.get("args", {})
+                where = event if key in event or not isinstance(event.get("args"), dict) else event["args"]
                 where[key] = copy.deepcopy(random.choice(values))
 
 

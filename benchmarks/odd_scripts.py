@@ -1,7 +1,7 @@
 """Odd scripts under keepbusy and under plain Python: is there a difference that a script or its user can see?
 
     python benchmarks/odd_scripts.py                      # all of them, two at a time
-    python benchmarks/odd_scripts.py "exit" "forked"      # those whose names contain one of these
+    python benchmarks/odd_scripts.py "gpu:" "forked"      # those whose theme and name contain one of these
     python benchmarks/odd_scripts.py --show "forked"      # and what differs, line by line
 
 Each script runs twice in the same folder: `python SCRIPT` and `keepbusy run SCRIPT`. Compared are its own
@@ -79,7 +79,7 @@ def main() -> int:
         (theme, case)
         for theme, cases in THEMES.items()
         for case in cases
-        if case.can_run() and (not options.names or any(part in case.name for part in options.names))
+        if case.can_run() and (not options.names or any(part in f"{theme}: {case.name}" for part in options.names))
     ]
     began = time.monotonic()
     print(f"Python {sys.version.split()[0]}, {len(chosen)} scripts, each twice\n")
@@ -102,7 +102,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="only scripts whose names contain one of these")
+    parser.add_argument("names", nargs="*", help="only scripts whose `theme: name` contains one of these")
     parser.add_argument("--show", action="store_true", help="show what differs")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time (default 2)")
     parser.add_argument("--option", action="append", default=[], help="a further option for keepbusy run")

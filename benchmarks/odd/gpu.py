@@ -77,5 +77,4 @@ CASES = [
     Case("a loop under a trace of its own", "import sys\nsys.settrace(lambda frame, event, arg: None)\n" + SHORT, device=6),
     Case("a loop with a low limit of recursion", SHORT + "import sys\nsys.setrecursionlimit(60)\n", device=6),
     Case("a loop under tracemalloc", "import tracemalloc\ntracemalloc.start()\n" + SHORT, device=6),
-    Case("a loop and a daemon thread that works on", SHORT + "import threading\ndef work():\n    global y\n    while True:\n        y = torch.ones(8, device=device) * 2\nthreading.Thread(target=work, daemon=True).start()\n", device=6),
 ]
