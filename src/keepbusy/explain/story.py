@@ -134,9 +134,10 @@ class Story:
         """What each cause takes of the time in which nothing is computed; what then is left has no cause we know."""
         everything = self.edit_of(self.found)
         waits: dict[str, float] = {}
+        left = self.unchanged.held_up
         for causes in self._in_tiers(named):
-            waits |= self._waits(causes, list(waits))
-        left = self.unchanged.held_up - sum(waits.values())
+            taken = self._waits(causes, list(waits), left)
+            waits, left = waits | taken, max(0.0, left - sum(taken.values()))
         waits["pipeline_bubble"] = self._bubble(everything, left)
         left -= waits["pipeline_bubble"]
         last = self.forecast.spent(everything)
@@ -160,11 +161,11 @@ class Story:
         for number in range(1, 5):
             yield [cause for cause in self.found if tier[cause] == number]
 
-    def _waits(self, causes: Sequence[str], fixed: Sequence[str]) -> dict[str, float]:
+    def _waits(self, causes: Sequence[str], fixed: Sequence[str], left: float) -> dict[str, float]:
         """Of each cause its mean over the orders of fixing, once others are fixed. The small ones come last."""
 
         def left_after(subset: frozenset[str]) -> float:
-            return self.forecast.spent(self.edit_of([*fixed, *subset])).held_up
+            return min(left, self.forecast.spent(self.edit_of([*fixed, *subset])).held_up)
 
         if len(causes) < 2:
             start = left_after(frozenset())
@@ -177,10 +178,10 @@ class Story:
             last = left_after(frozenset(causes) - {cause}) - end if alone < least else alone
             large += [cause] if max(alone, last) >= least else []
         waits = mean_over_orders(large, left_after)
-        left = start - sum(waits.values())
+        rest = start - sum(waits.values())
         for place, cause in enumerate(small := [cause for cause in causes if cause not in large], 1):
-            after = min(left, left_after(frozenset([*large, *small[:place]])))
-            waits[cause], left = left - after, after
+            after = min(rest, left_after(frozenset([*large, *small[:place]])))
+            waits[cause], rest = rest - after, after
         return waits
 
     def _bubble(self, edit: Edit, left: float) -> float:
