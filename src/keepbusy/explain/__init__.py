@@ -66,6 +66,7 @@ def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str
     plan = with_loader(plan, timeline.facts.loaders, run, ordinary)
     ordinary = replace(
         ordinary,
+        one_turn=whole.facts.one_turn,
         plan=plan,
         harmless=without_planned(ordinary.harmless, plan),
         run=run,

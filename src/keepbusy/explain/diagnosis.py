@@ -182,6 +182,7 @@ class Diagnosis:
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
+    one_turn: bool = False  # a script without steps: what is said of a step is said of the script
     plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
     run: Part | None = None  # the whole run, where it was watched
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at

@@ -39,8 +39,9 @@ GENERAL = {"host_work": 1, "launch_bound": 2}
 """Fixes that change the program more than others do: what is nearly as good without them comes first."""
 MIDDLE = 0.05
 """A value that is read with this share of a step's launches before it and after it is read in the step's middle."""
-ONE_FIX = ("prefetch", "graph", "prepare_in_workers", "capture_graph", "accumulate")
-"""Remedies of a whole loop: wherever it waits, it is one change."""
+ONE_FIX = ("prefetch", "accumulate")
+WHOLE_LOOP = ("launch_bound", "input_late", "allocator")
+"""Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,8 @@ class Candidate:
 
     @property
     def captures(self) -> bool:
-        return "launch_bound" in self.causes
+        """Whether launches are captured as a graph, between which nothing may wait."""
+        return self.fix == "graph"
 
     @property
     def generality(self) -> int:
@@ -77,7 +79,7 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     for cause, finding in found.items():
         for one in _of_cause(scene, cause, finding, found):
             same = named.setdefault(one.fix, [])
-            if same and one.fix in ONE_FIX:
+            if same and (one.fix in ONE_FIX or one.causes[0] in WHOLE_LOOP):
                 same[0] = same[0].joined(one)
             else:
                 same.append(one)
@@ -91,7 +93,8 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -_held(scene, finding, groups[place]))
         apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
-        for places in [mine] if name_of(remedy) in ONE_FIX else filter(None, apart):
+        whole = cause in WHOLE_LOOP or name_of(remedy) in ONE_FIX
+        for places in [mine] if whole else filter(None, apart):
             rows = np.concatenate([groups[place] for place in places])
             edit = finding.edit if len(places) == len(groups) else finding.only(rows)
             if cause == "made_on_host" and "blocking_copy" in found:

@@ -1,7 +1,7 @@
 """How long the GPU was at work over a whole run, from the samples that its driver keeps anyway: nothing is recorded.
 
-The driver (NVML) tells five times a second which share of the time since the last sample a kernel ran. Known shares of 9
-to 89% were read within 4 points, down to kernels of 10 µs.
+The driver (NVML) tells five times a second which share of the time since the last sample a kernel ran. Known shares of
+9 to 89% were read within 4 points, down to kernels of 10 µs.
 """
 
 from __future__ import annotations

@@ -161,6 +161,9 @@ class _Tree:
     def _place(self, root: _Node, chain: int, lines: Sequence[Line]) -> None:
         """Down to the innermost loop that this chain is in."""
         node, deepest, leads_here = root, None, None
+        if self._kind(chain) == IMPORTS:  # a library that imports something in a loop of its own is importing
+            root.chains.append((chain, lines[-1]))
+            return
         for line in lines:
             code = self.looks.codes[line.code]
             is_user = kind_of(code.co_filename) == USER
@@ -183,12 +186,17 @@ class _Tree:
             self._fold(child)
             time = sum(self.time_of[chain] for chain in child.all_chains())
             turns = self.turns.get(key)
-            alone = turns is not None and len(turns) < 2 and not child.children
-            if time < WORTH_A_PART * self.whole or alone:
+            once = turns is not None and len(turns) <= self._most_turns_of_one(node)
+            if time < WORTH_A_PART * self.whole or once:
                 del node.children[key]
                 node.chains += child.chains
                 for inner, grandchild in child.children.items():
                     node.children.setdefault(inner, grandchild)
+
+    def _most_turns_of_one(self, above: _Node) -> int:
+        """So many turns a loop has that turns once in each turn of the loop around it: it is no loop to speak of."""
+        around = self.turns.get((above.code, above.loop.first)) if above.loop is not None else None
+        return 1 if around is None else len(around) + 1
 
     def _beside(self, root: _Node) -> list[Part]:
         """What the run does beside its loops, line by line; importing and waking the GPU under their own names."""
@@ -198,6 +206,7 @@ class _Tree:
             groups[kind, line if kind == LINE else Line(NONE, 0)].append(chain)
         parts = []
         for (kind, line), chains in groups.items():
+            mine = set(chains)
             time = round(float(self.time_of[chains].sum()))
             parts.append(
                 Part(
@@ -209,7 +218,7 @@ class _Tree:
                     busy=self._busy(chains),
                     turns=1,
                     turn=time,
-                    lines=self._lines([(chain, one) for chain, one in root.chains if chain in set(chains)])
+                    lines=self._lines([(chain, one) for chain, one in root.chains if chain in mine])
                     if kind != LINE
                     else (),
                 )

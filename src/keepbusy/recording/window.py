@@ -70,6 +70,8 @@ class Others:
 SETTLING = 1
 """A step that shows the recorder settling in: it is looked at, and not counted."""
 RECORDED = 5
+MOST_DISTORTED = 4.0
+"""Recorded steps that take so many times as long as usual ones are others."""
 SPENT = 100_000_000
 """A window that has been open for so long closes with the second whole step: to close it takes several times as long."""
 
@@ -77,8 +79,12 @@ SPENT = 100_000_000
 class Window:
     """Opens at a step's end and closes some steps later; what it saw lies in the folder then."""
 
-    def __init__(self, folder: Path, steps: int = RECORDED, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self, folder: Path, steps: int = RECORDED, clock: Callable[[], int] = time.perf_counter_ns, usual: int = 0
+    ) -> None:
+        """`usual`: what a step takes when nobody looks, where that is known."""
         self.folder, self.clock = folder, clock
+        self.usual = usual
         self.is_open = False
         self.ticks: list[Tick] = []
         self.cost = 0
@@ -110,8 +116,15 @@ class Window:
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
         self._left -= 1
-        if not self._left or (len(self.ticks) > 2 and self.clock() - self._opened > SPENT):
+        if not self._left or self._has_seen_enough():
             self.close()
+
+    def _has_seen_enough(self) -> bool:
+        """Two whole steps, and no rare ones."""
+        if len(self.ticks) < 3 or self.clock() - self._opened < SPENT:
+            return False
+        first, _, last = self.ticks[-3:]
+        return not self.usual or last.after - first.after < 2 * MOST_DISTORTED * self.usual
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""

@@ -83,14 +83,14 @@ def _about(part: Part) -> str:
 def _sentences(part: Part) -> Iterator[str]:
     if part.kind != LOOP:
         return
-    if part.slow is not None:
-        slow = part.slow
-        often = (
-            f"every {_ordinal(round(slow.every))} turn" if slow.regular and slow.every >= 1.5 else f"{slow.count} turns"
-        )
-        verb = "takes" if often.startswith("every") else "take"
+    slow = part.slow
+    if slow is not None and slow.total > (WORTH_A_LINE if slow.regular else 0.1) * part.time:
+        often = "one turn" if slow.count == 1 else f"{slow.count} turns"
+        if slow.regular and slow.every >= 1.5:
+            often = f"every {_ordinal(round(slow.every))} turn"
+        verb = "take" if often.endswith("turns") else "takes"
         yield f"{often} {verb} {duration(slow.longer)} longer{f', at {_short(slow.place)}' if slow.place else ''}"
-    if part.warm_up_time > WORTH_A_LINE * part.time:
+    if part.warm_up_time > 0.05 * part.time:
         yield (
             f"warm-up: {duration(part.warm_up_time)} more in the first {part.warm_up} turns"
             if part.warm_up > 1

@@ -149,8 +149,17 @@ def render(
     text, sheet = "", width if wrap else WITHOUT_END
     for detail in _DETAILS:
         text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode)
-        if text.count("\n") < HEIGHT:
+        if text.count("\n") < HEIGHT + (len(diagnosis.run.parts) if diagnosis.run is not None else 0):
             break
+    return _of_a_script(text) if diagnosis.one_turn else text
+
+
+def _of_a_script(text: str) -> str:
+    """What is said of a step is said of the whole script, where that is the one step."""
+    for said, instead in ((" · 1 step", " · the whole script"), ("A step takes", "The script takes")):
+        text = text.replace(said, instead)
+    for said in (" a step later", " a step ahead", " a step"):
+        text = text.replace(said, said.removeprefix(" a step"))
     return text
 
 

@@ -49,6 +49,7 @@ class RunFacts:
     loaders: tuple[LoaderUse, ...] = ()  # that it used, the one that it waited for longest first
     reason: WindowReason | None = None  # of a further window
     notes: tuple[str, ...] = ()  # what the recorder has to say itself
+    one_turn: bool = False  # a script without steps, which is explained whole
     marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
     left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
     left_out_time: int = 0

@@ -29,6 +29,8 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
+    if count < 3 and timeline.facts.virtual and timeline.on_device.any():
+        return one_turn(timeline)
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
         raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three.")
     full = np.flatnonzero(counts > COMPLETE * np.median(counts))
@@ -45,6 +47,18 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
         whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
         return whole.change_facts(marks_a_step=several)
     return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
+
+
+def one_turn(timeline: Timeline) -> Timeline:
+    """A whole script without steps: it is explained as the one turn that it is, from its first command's launch on."""
+    launched = timeline.links.source[timeline.links.kind == LinkKind.LAUNCH]
+    first = [launched[timeline.rank_of_rows[launched] == one].min(initial=len(timeline)) for one in timeline.ranks]
+    marks = np.array([row for row in first if row < len(timeline)], np.int64)
+    row, rank = np.arange(len(timeline)), timeline.rank_of_rows
+    kept = np.zeros(len(timeline), bool)
+    for mark in marks.tolist():
+        kept |= (rank == rank[mark]) & (row >= mark)
+    return timeline.change(marks=np.sort(marks)).keep(kept).change_facts(one_turn=True)
 
 
 def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
