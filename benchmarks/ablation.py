@@ -19,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accuracy import recorded
+
 import keepbusy
 from keepbusy.explain import rules
 from keepbusy.timeline.model import Timeline
@@ -72,7 +74,7 @@ class Case:
     def timeline(self) -> Timeline:
         if self.is_live:
             return keepbusy.load(self.path.with_suffix(".busy"))
-        return keepbusy.read(sorted(self.path.parent.glob(f"{self.path.stem}.stalled.rank*.trace.json.gz")))
+        return recorded(self.path)
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
     python benchmarks/accuracy.py [--truth DIR]... [--planted FILE] [--markdown]
 
-DIR holds for each case <case>.json (the plain step stalled and fixed, over interleaved pairs) and
-<case>.stalled.rank*.trace.json.gz; FILE says which causes, fixed together, make the fixed variant.
+DIR holds for each case <case>.json (the plain step stalled and fixed, over interleaved pairs) and the stalled run,
+<case>.stalled.busy or <case>.stalled.rank*.trace.json.gz; FILE says which causes, fixed together, make the fixed
+variant.
 The rival of each prediction is the plainest one: that nothing is gained.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import keepbusy
+from keepbusy.timeline.model import Timeline
 
 HERE = Path(__file__).resolve().parent
 TRUTH = HERE.parent / "tests/gpu/truth"
@@ -45,9 +47,19 @@ class Row:
         return self.predicted >= 0.95 * self.stalled
 
 
+def recorded(path: Path) -> Timeline:
+    """The stalled run of a case: saved, or as its profilers wrote it."""
+    saved = path.with_suffix(".stalled.busy")
+    return (
+        keepbusy.load(saved)
+        if saved.exists()
+        else keepbusy.read(sorted(path.parent.glob(f"{path.stem}.stalled.rank*.trace.json.gz")))
+    )
+
+
 def assess(path: Path, planted: Sequence[str]) -> Row:
     truth = json.loads(path.read_text())
-    timeline = keepbusy.read(sorted(path.parent.glob(f"{path.stem}.stalled.rank*.trace.json.gz")))
+    timeline = recorded(path)
     step = round(truth["stalled_ms"] * 1e6)
     found = keepbusy.explain(timeline, plain_step=step, what_if=tuple(planted))
     if planted:

@@ -1,10 +1,12 @@
 """How often one reads on in another file on the way of a call: each function once, in the order of first calls.
 
-python benchmarks/crossings.py            (no GPU needed)
+python benchmarks/crossings.py [--list]            (no GPU needed; with --list the functions as well)
 """
 
+import io
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -16,6 +18,7 @@ import keepbusy
 from keepbusy.virtual.virtual_run import Options, start
 
 SOURCES = Path(keepbusy.__file__).parent
+TRACE = Path(__file__).parents[1] / "tests" / "snapshots" / "traces" / "images.trace.json.gz"
 
 
 def way(call: Callable[[], Any], room: str) -> list[tuple[str, str]]:
@@ -47,8 +50,30 @@ def next_of_prefetch() -> list[tuple[str, str]]:
     return way(lambda: next(batches), "runtime")
 
 
+def explain_of_a_trace() -> list[tuple[str, str]]:
+    """`keepbusy explain x.json.gz`: from the command line to the report."""
+    import keepbusy.cli as cli
+
+    with redirect_stdout(io.StringIO()):
+        return way(lambda: cli.main(["explain", str(TRACE), "--plain-step", "31.3"]), "")
+
+
+def warm_mm() -> list[tuple[str, str]]:
+    """One `torch.mm` on the virtual GPU whose shapes have been seen before."""
+    one, two = torch.zeros(64, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
+    for _ in range(4):
+        torch.mm(one, two)
+    return way(lambda: torch.mm(one, two), "virtual")
+
+
 if __name__ == "__main__":
     start(Options(devices=1, measured=False, one_generator=True))
-    functions = next_of_prefetch()
-    print(*(f"  {file}: {name}" for file, name in functions), sep="\n")
-    print(f"next(prefetch): {len(functions)} functions, {crossings(functions)} crossings")
+    for name, call in {
+        "next(prefetch)": next_of_prefetch,
+        "torch.mm": warm_mm,
+        "keepbusy explain x.json.gz": explain_of_a_trace,
+    }.items():
+        functions = call()
+        if "--list" in sys.argv:
+            print(*(f"  {file}: {function}" for file, function in functions), sep="\n")
+        print(f"{name}: {len(functions)} functions, {crossings(functions)} crossings")

@@ -15,6 +15,7 @@ import pytest
 from told import assert_sound, names
 
 from keepbusy.explain import explain
+from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.replay import replay
 from keepbusy.traces import read
@@ -55,7 +56,8 @@ EVERYWHERE = ("launch_bound", "host_work")
 
 @functools.cache
 def timeline_of(path: Path) -> Timeline:
-    return read(sorted(path.parent.glob(f"{path.name}.stalled.rank*.trace.json.gz")))
+    saved = path.with_suffix(".stalled.busy")
+    return load(saved) if saved.exists() else read(sorted(path.parent.glob(f"{path.name}.stalled.rank*.trace.json.gz")))
 
 
 def truth_of(path: Path) -> dict[str, Any]:
