@@ -39,14 +39,14 @@ begin = time.perf_counter()
 {reading}
 print(time.perf_counter() - begin)
 """
-OURS = _READ.format(importing="from keepbusy.record.files import read_trace", reading="read_trace(sys.argv[1])")
+OURS = _READ.format(importing="from keepbusy.traces.trace_file import read_trace", reading="read_trace(sys.argv[1])")
 THEIRS = _READ.format(
     importing="from hta.common.trace import parse_trace_file", reading="parse_trace_file(sys.argv[1])"
 )
 REPLAY = """
 import sys, time
 import numpy as np
-from keepbusy.record import read
+from keepbusy.traces import read
 from keepbusy.timeline.replay import replay
 timeline = read([sys.argv[1]])
 count = int(sys.argv[2])
