@@ -493,7 +493,8 @@ Bad()(torch.ones(1))
 def test_an_error_of_the_programs_shows_nothing_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
     code = (
-        "import sys; from pathlib import Path; from keepbusy.instrument import script; from keepbusy.recording.marks import Marks; "
+        "import sys; from pathlib import Path; from keepbusy.instrument import script; "
+        "from keepbusy.recording.marks import Marks; "
         "Marks().begin(watch=False); sys.exit(script.run_file(Path(sys.argv[1]), []))"
     )
     done = python("-c", code, str(tmp_path / "train.py"))
