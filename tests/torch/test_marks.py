@@ -34,7 +34,7 @@ class Program:
     def __init__(self, machine: object) -> None:
         self.told: list[int] = []
         self.program = machine.clock  # type: ignore[attr-defined]
-        self.marks = Marks(self.told.append, clock=self.program.reached)
+        self.marks = Marks(self.told.append, clock=self.program.now)
 
     def __enter__(self) -> Program:
         self.marks.begin(watch=False)
@@ -167,11 +167,11 @@ def test_the_lead_is_what_the_timeline_says(machine: object) -> None:
     began, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(41))
     with Program(machine) as program:
         began.record()
-        start, true = program.program.reached(), []
+        start, true = program.program.now(), []
         for end in ends:
             big @ big
             end.record()
-            true.append(start - program.program.reached())
+            true.append(start - program.program.now())
             keepbusy.step()
         torch.cuda.synchronize()
         keepbusy.step()
@@ -249,9 +249,9 @@ def test_a_loader_within_a_loader_is_one_wait(program: Program) -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.cat(list(torch.utils.data.DataLoader(Inner())))
 
-    began = program.program.reached()
+    began = program.program.now()
     list(torch.utils.data.DataLoader(Outer()))
-    assert 16 * MS <= program.marks.pauses.take("input") <= program.program.reached() - began
+    assert 16 * MS <= program.marks.pauses.take("input") <= program.program.now() - began
 
 
 class Slowly(io.BytesIO):
