@@ -74,8 +74,7 @@ FLAGS = {
         "--save": ("RUN.busy", None, None),
         "--live": (None, 0, False),
         "-m": (None, 0, False),
-        "script": ("SCRIPT", None, None),
-        "arguments": ("...", "...", None),
+        "program": ("SCRIPT", "A...", None),
     },
     "compare": {
         "before": ("A", None, None),
@@ -143,6 +142,20 @@ def test_the_flags_stand_in_the_reference() -> None:
         ] == []
 
 
+def test_bare_the_command_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = ask(capsys)
+    assert (code, error) == (0, "")
+    for command in ("keepbusy run train.py", "keepbusy explain rank*.trace.json.gz", "keepbusy doctor"):
+        assert command in out.split("to begin with:")[1]
+
+
+@pytest.mark.parametrize("verb", ["", "run", "explain", "compare", "export", "doctor"])
+def test_the_help_cites_nothing_that_is_not_installed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*filter(None, [verb]), "--help"])
+    assert "docs/" not in capsys.readouterr().out
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
@@ -197,9 +210,10 @@ def test_causes_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "VERB"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["explain"], "FILE"),
+        (["run", "--no-such", "x.py"], "--no-such"),
+        (["run"], "SCRIPT"),
         (["explain", "nowhere.json"], "nowhere.json: there is no such file or folder."),
         (["explain", "*.nothing"], "*.nothing: there is no such file"),
         (["explain", "."], "holds no traces"),

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from keepbusy import __version__
 from keepbusy.cli import compare, doctor, explain, export, run
-from keepbusy.cli.output import HUNG_UP, show
+from keepbusy.cli.output import HUNG_UP, complain, sentence_of, show
 from keepbusy.timeline.errors import BadInput
 
 FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
-ISSUES = "the issue tracker of keepbusy"
 DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, and what fixing it gains."
 EXAMPLES = """\
+to begin with:
+  keepbusy run train.py                     run a program, and explain the run
+  keepbusy explain rank*.trace.json.gz      explain a trace of PyTorch's profiler
+  keepbusy doctor                           what this machine can do, and which settings harm
+
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0 --save run.busy
   keepbusy explain run.busy --what-if host_sync,blocking_copy
@@ -31,18 +33,20 @@ exit codes: 0 fine, 2 something was wrong with the input, 3 a bug of keepbusy
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     try:
-        options = _parser().parse_args(arguments)
+        parser = _parser()
+        given = sys.argv[1:] if arguments is None else arguments
+        if not given:
+            show((parser.format_help(),))
+            return FINE
+        options = parser.parse_args(given)
         show(options.run(options))
-    except BadInput as error:
-        return _complain(str(error), BAD_INPUT)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return HUNG_UP
-    except OSError as error:
-        return _complain(_sentence(error), BAD_INPUT)
-    except Exception as error:  # the last line of defence: no user should have to read a traceback
-        return _own_fault(error)
+    except Exception as error:
+        complain(sentence_of(error))
+        return BAD_INPUT if isinstance(error, BadInput | OSError) else OWN_FAULT
     return FINE
 
 
@@ -71,27 +75,3 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_arguments(one)
         one.set_defaults(run=verb.run)
     return parser
-
-
-def _complain(sentence: str, code: int) -> int:
-    """One line on stderr, whatever stands in it."""
-    line = "".join(letter if letter.isprintable() else "�" for letter in " ".join(sentence.split()))
-    encoding = sys.stderr.encoding or "utf-8"
-    sys.stderr.write(f"keepbusy: {line}\n".encode(encoding, "replace").decode(encoding))
-    return code
-
-
-def _sentence(error: OSError) -> str:
-    what = error.strerror or type(error).__name__
-    return f"{error.filename}: {what}." if error.filename else f"{what}."
-
-
-def _own_fault(error: Exception) -> int:
-    if os.environ.get("KEEPBUSY_DEBUG") == "1":
-        traceback.print_exception(error)
-    what = f"{type(error).__name__}: {error}"[:200]
-    return _complain(
-        f"this is a bug of keepbusy {__version__}, not of your input ({what}). Please report it at {ISSUES}; "
-        "KEEPBUSY_DEBUG=1 shows the traceback to put into the report.",
-        OWN_FAULT,
-    )

@@ -31,7 +31,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="the run before")
     parser.add_argument("after", metavar="B", help="the run after")
-    parser.add_argument("--json", action="store_true", help="print JSON, as docs/reference/json.md describes it")
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 

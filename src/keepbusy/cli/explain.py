@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli import values
-from keepbusy.cli.output import check_place, screen
+from keepbusy.cli.output import Screen, check_place, screen
 from keepbusy.cli.sources import SAVED, Progress, matches, open_timeline, progress
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=WORKERS,
         help=f"loader workers that a prediction may count on (default {WORKERS})",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, as docs/reference/json.md describes it")
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -90,16 +89,17 @@ def explained(
     return explain(timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress)
 
 
-def rendered(diagnosis: Diagnosis, json: bool, again: str) -> str:
+def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:
     if json:
         from keepbusy.report import as_json
 
         return as_json.render(diagnosis)
     from keepbusy.report import terminal
 
-    shape = screen()
-    wrap = sys.stdout.isatty()
-    return terminal.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=wrap)
+    shape = shape or screen()
+    return terminal.render(
+        diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=shape.is_terminal
+    )
 
 
 def _again(options: argparse.Namespace) -> str:

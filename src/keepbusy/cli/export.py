@@ -1,7 +1,7 @@
 """Write a run for another program.
 
 perfetto   the timeline, for ui.perfetto.dev or chrome://tracing
-json       the explanation, as docs/reference/json.md describes it
+json       the explanation, as JSON
 csv        the timeline's spans, one a line
 """
 

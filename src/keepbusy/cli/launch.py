@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
@@ -69,6 +72,9 @@ def _folder() -> Path:
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
     folder = Path(tempfile.gettempdir()) / f"keepbusy-{os.getuid()}-{run}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise BadInput(f"{folder} is not this user's alone, so the ranks do not meet there; remove it.")
     return folder
 
 

@@ -2,22 +2,125 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import shutil
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepbusy import __version__
 from keepbusy.timeline import files
 from keepbusy.timeline.errors import BadInput
 
+ISSUES = "the issue tracker of keepbusy"
 HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left
+
+
+class StandardStreams:
+    """Standard output and error as they were before a program ran in this process: it may replace or close them."""
+
+    def __init__(self) -> None:
+        self.screen = screen()
+        self._kept = {number: _Kept.of(number) for number in (1, 2)}
+        self._encodings = {1: getattr(sys.stdout, "encoding", None), 2: getattr(sys.stderr, "encoding", None)}
+
+    def show(self, *parts: str) -> None:
+        """To standard output."""
+        self._write(1, "".join(parts))
+
+    def complain(self, sentence: str) -> None:
+        """To standard error, as one line."""
+        self._write(2, line_of(sentence))
+
+    def _write(self, number: int, text: str) -> None:
+        """What nobody takes any more is nobody's loss: the exit code is the program's own."""
+        kept = self._kept[number]
+        descriptor = kept.descriptor(number) if kept else None
+        if descriptor is None:
+            return
+        rest = memoryview(text.encode(self._encodings[number] or "utf-8", "replace"))
+        with suppress(OSError):
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A copy of a descriptor, and which file it was: programs close numbers that they never opened."""
+
+    copy: int
+    file: tuple[int, int]
+
+    @classmethod
+    def of(cls, number: int) -> _Kept | None:
+        """A high number, so that what the program opens has the numbers that it would have. None if it is closed."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for lowest in (min(limit, 1024) - 8, 3):
+            with suppress(OSError, ValueError):
+                made = cls(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest), _file(number))
+                os.register_at_fork(after_in_child=made.close)
+                return made
+        return None
+
+    def close(self) -> None:
+        """A child that outlives the program is not to hold a pipe open."""
+        with suppress(OSError):
+            if _file(self.copy) == self.file:
+                os.close(self.copy)
+
+    def descriptor(self, number: int) -> int | None:
+        """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
+        for one in (self.copy, number):
+            with suppress(OSError):
+                if _file(one) == self.file:
+                    return one
+        return None
+
+
+def _file(descriptor: int) -> tuple[int, int]:
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino
+
+
+def line_of(sentence: str) -> str:
+    """One line on stderr, whatever stands in the sentence."""
+    line = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(sentence.split())
+    )
+    return f"keepbusy: {line}\n"
+
+
+def sentence_of(error: Exception) -> str:
+    """What the user is told of it. No user should have to read a traceback."""
+    if isinstance(error, BadInput):
+        return str(error)
+    if isinstance(error, OSError):
+        what = error.strerror or type(error).__name__
+        return f"{error.filename}: {what}." if error.filename else f"{what}."
+    if os.environ.get("KEEPBUSY_DEBUG") == "1":
+        traceback.print_exception(error)
+    return (
+        f"this is a bug of keepbusy {__version__}, not of your input ({f'{type(error).__name__}: {error}'[:200]}). "
+        f"Please report it at {ISSUES}; KEEPBUSY_DEBUG=1 shows the traceback to put into the report."
+    )
+
+
+def complain(sentence: str) -> None:
+    """The sentence on standard error, if there is one."""
+    if sys.stderr is not None:
+        encoding = sys.stderr.encoding or "utf-8"
+        sys.stderr.write(line_of(sentence).encode(encoding, "replace").decode(encoding))
 
 
 def show(parts: Iterable[str]) -> None:
     """Write to standard output whatever its encoding, and fail at once if nobody takes it."""
+    if sys.stdout is None:
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         for part in parts:
@@ -54,23 +157,28 @@ class Screen:
     width: int
     colour: bool
     unicode: bool
+    is_terminal: bool
 
 
 def screen() -> Screen:
     """The terminal's width, or 100 where there is none; colour only where it is wanted."""
     width = shutil.get_terminal_size((100, 40)).columns
-    return Screen(max(40, min(width, 110)), _colour(), _can_show("→–µ·…█▓▒"))
+    return Screen(
+        max(40, min(width, 110)), _colour(), _can_show("→–µ·…█▓▒"), sys.stdout is not None and sys.stdout.isatty()
+    )
 
 
 def _colour() -> bool:
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    )
 
 
 def _can_show(text: str) -> bool:
     try:
-        text.encode(sys.stdout.encoding or "ascii")
+        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

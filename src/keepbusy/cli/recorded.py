@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from keepbusy.cli import launch
 from keepbusy.cli.live import live
-from keepbusy.cli.output import screen, show
+from keepbusy.cli.output import StandardStreams, screen, show
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun
@@ -103,21 +104,24 @@ def _speaks_cuda() -> bool:
 
 def run(
     options: argparse.Namespace,
+    streams: StandardStreams,
     program: Callable[[], int],
     report: Callable[[Timeline], None],
     explained: Callable[[Timeline], Diagnosis],
 ) -> None:
     """Does not come back: it ends as the program ended. `explained` is asked while it runs, if somebody looks on."""
     kept = os.environ.get(KEEP)
-    folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept))
+    folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
     meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
     status = supervise(lambda: _watched(program, folder, options), meanwhile)
     try:
-        whole = _whole(folder, options.script)
+        whole = _whole(folder, options.script, streams)
         if whole is not None:
             report(whole)
         elif not options.json:
             _tell_of_marks(folder, options.script)
+    except BadInput as error:
+        streams.complain(str(error))
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
@@ -130,22 +134,25 @@ def _is_seen(options: argparse.Namespace) -> bool:
 
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace) -> int:
+    from keepbusy.instrument.ending import Ending
     from keepbusy.recording.recorder import Options, start
 
+    # its exit handler is registered first, and so runs last
+    ending = Ending(lambda: watched.end())  # noqa: PLW0108
     watched = start(Options(str(folder), options.after, _is_seen(options)))
-    try:
-        return program()
-    finally:
-        watched.end()
+    code = program()
+    if code < 0:
+        ending.by(-code)
+    return code if code >= 0 else 128 - code
 
 
-def _whole(folder: Path, source: str) -> Timeline | None:
+def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | None:
     """What all processes of this rank left, and on the first rank what all ranks did."""
     timelines, why = _left(folder, source)
     if launch.world() > 1:
         timelines, why = launch.shared(timelines, why)
     for sentence in why:
-        sys.stderr.write(f"keepbusy: {sentence}\n")
+        streams.complain(sentence)
     if not timelines:
         return None
     from keepbusy.recording.recorded_run import together

@@ -7,12 +7,15 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from keepbusy.cli import launch, recorded, values
 from keepbusy.cli.explain import check_name, explained, rendered, save
-from keepbusy.cli.output import show
+from keepbusy.cli.output import StandardStreams, sentence_of
+from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -35,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
-    parser.add_argument("script", metavar="SCRIPT", help="the program to run, unchanged")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the program's own arguments")
+    parser.add_argument(
+        "program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program to run, unchanged, and its own arguments"
+    )
 
 
 def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
@@ -107,9 +111,12 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
     from keepbusy.instrument import script
 
+    options.script, *options.arguments = options.program[options.program[0] == "--" :]
     if options.save:
         check_name(options.save)
-    path = None if options.module else script.find(options.script)
+        options.save_at = options.save.absolute()  # the program may go elsewhere
+    if not options.module:
+        script.find(options.script)
     real = options.on == "auto" and recorded.is_possible()
     if options.live and not real:
         raise BadInput(
@@ -117,40 +124,55 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         )
     if options.ranks > 1:
         sys.exit(launch.launch(options.ranks, _command(options)))
+    streams = StandardStreams()
     if real:
         recorded.run(
             options,
-            lambda: _program(options, path),
-            lambda timeline: _report(timeline, options),
+            streams,
+            lambda: _program(options),
+            lambda timeline: _report(timeline, options, streams),
             lambda timeline: explained(timeline, None, options.what_if, options.workers),
         )
-    return _virtual(options, path)
+    return _virtual(options, streams)
 
 
-def _program(options: argparse.Namespace, path: Path | None) -> int:
+def _program(options: argparse.Namespace) -> int:
+    """Where the result is JSON, standard output is the result's alone, also for children and native code."""
     from keepbusy.instrument import script
 
-    with _program_output(options.json):
-        if path is None:
-            return script.run_module(options.script, options.arguments)
-        return script.run_file(path, options.arguments)
+    if options.json:
+        with suppress(OSError):
+            os.dup2(2, 1)
+    return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
 
 
-def _virtual(options: argparse.Namespace, path: Path | None) -> NoReturn:
+def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
+    from keepbusy.instrument.ending import Ending
     from keepbusy.virtual.virtual_run import Options, start, steady
 
+    started_in = Path.cwd()
+
+    def finish() -> None:
+        try:
+            with suppress(OSError):
+                os.chdir(started_in)  # where the places of the program's lines count from
+            whole = launch.gathered(timeline(source=options.script))
+            if whole is not None:
+                _report(steady(whole), options, streams)
+        except Exception as error:
+            streams.complain(sentence_of(error))
+
+    ending = Ending(finish)
     device = "h200" if options.on == "auto" else options.on
+    if device.endswith(".toml"):
+        device = str(Path(device).absolute())
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     asked = Options(device, launch.devices(options.gpus), measured, real, clocks)
     timeline = start(asked, launch.rank())
-    process = os.getpid()
-    code = _program(options, path)
-    if os.getpid() != process:  # a child that the program forked and let return has nothing to tell
-        os._exit(code)
-    whole = launch.gathered(timeline(source=options.script))
-    if whole is not None:
-        _report(steady(whole), options)
-    sys.exit(code)
+    code = _program(options)
+    if code < 0:
+        ending.by(-code)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -169,36 +191,16 @@ def _command(options: argparse.Namespace) -> list[str]:
     return [*given, options.script, *options.arguments]
 
 
-class _program_output:  # noqa: N801  # reads as a word: with _program_output(...)
-    """Where the result is JSON, standard output is the result's alone, also for children and native code."""
-
-    def __init__(self, elsewhere: bool) -> None:
-        self.elsewhere = elsewhere
-
-    def __enter__(self) -> None:
-        if self.elsewhere:
-            sys.stdout.flush()
-            self._before = os.dup(1)
-            os.dup2(2, 1)
-
-    def __exit__(self, *error: object) -> None:
-        sys.stdout.flush()
-        if self.elsewhere:
-            os.dup2(self._before, 1)
-
-
-def _report(timeline: Timeline, options: argparse.Namespace) -> None:
+def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardStreams) -> None:
     """What the run so far says. A program that did nothing on its GPU has had its say already."""
     if options.save:
-        save(timeline, None, options.save)
-    try:
-        if not timeline.on_device.any():
-            raise BadInput(f"{options.script} ran nothing on the GPU.")
-        diagnosis = explained(timeline, None, options.what_if, options.workers)
-    except BadInput as error:
-        sys.stderr.write(f"keepbusy: {error}\n")
-        return
-    show(("" if options.json else "\n", rendered(diagnosis, options.json, _again(options)), "\n"))
+        save(timeline, None, options.save_at)
+    if not timeline.on_device.any():
+        raise BadInput(f"{options.script} ran nothing on the GPU.")
+    diagnosis = explained(timeline, None, options.what_if, options.workers)
+    flush(sys.__stdout__, sys.stdout if isinstance(sys.stdout, TextIOWrapper) else None)
+    text = rendered(diagnosis, options.json, _again(options), streams.screen)
+    streams.show("" if options.json else "\n", text, "\n")
 
 
 def _again(options: argparse.Namespace) -> str:

@@ -17,6 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from keepbusy.instrument.patches import Patches
+
 # Processes that the program spawns: each becomes what its parent is before it imports the program again.
 
 CHILD = "KEEPBUSY_SPAWNED"
@@ -26,36 +28,43 @@ _SCRIPT, _MODULE = _MAIN = ("init_main_from_path", "init_main_from_name")
 """How Python tells a child which program it belongs to: a file, or with `-m` a module."""
 
 
-def follow(begin: Callable[..., object], options: dict[str, Any]) -> None:
-    """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway."""
-    prepare = multiprocessing.spawn.get_preparation_data
-    told = {"module": begin.__module__, "function": begin.__qualname__, "options": options}
-
-    def prepared(name: str) -> dict[str, Any]:
-        data = prepare(name)
-        main = {key: data[key] for key in _MAIN if data.get(key) not in (None, _FILE)}
-        if main:
-            os.environ[CHILD] = json.dumps({**told, **main})
-            data = {key: value for key, value in data.items() if key not in _MAIN} | {"init_main_from_path": _FILE}
-        return data
-
-    multiprocessing.spawn.get_preparation_data = prepared
+_followed = Patches()
+"""What `follow` replaced last."""
 
 
-def _be_child(told: dict[str, Any], names: dict[str, Any]) -> None:
-    """Python runs this file in place of the script: become what the parent is, then be the script."""
-    getattr(import_module(told["module"]), told["function"])(**told["options"])
-    if _MODULE in told:
-        names.update(runpy.run_module(told[_MODULE], run_name="__mp_main__", alter_sys=True))
-        return
-    script = told[_SCRIPT]
-    names["__file__"] = script
-    with open(script, "rb") as file:  # noqa: PTH123  # before the program may have changed anything
-        exec(compile(file.read(), script, "exec"), names)
+def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[], None]:
+    """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway.
+
+    It holds for one `begin` at a time, the last; what is returned puts Python's own way back.
+    """
+    _followed.undo()
+    child = {"module": begin.__module__, "function": begin.__qualname__, "options": options}
+
+    def preparing(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+        def prepared(name: str) -> dict[str, Any]:
+            data = prepare(name)
+            main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
+            os.environ[CHILD] = json.dumps({**child, **main})
+            return data | {_SCRIPT: _FILE}
+
+        return prepared
+
+    _followed.replace(multiprocessing.spawn, "get_preparation_data", preparing)
+    return _followed.undo
 
 
-if __name__ == "__mp_main__" and CHILD in os.environ:
-    _be_child(json.loads(os.environ[CHILD]), globals())
+def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
+    """Python runs this file in place of the script: become what the parent is, then be the script as Python would."""
+    begin = getattr(import_module(child["module"]), child["function"])
+    begin(**child["options"])
+    script, module = child.get(_SCRIPT), child.get(_MODULE)
+    main: dict[str, Any] = {}
+    if script is not None:
+        main = runpy.run_path(script, run_name="__mp_main__")
+    elif module is not None and module.rpartition(".")[2] != "__main__":
+        main = runpy.run_module(module, run_name="__mp_main__", alter_sys=True)
+    names.clear()
+    names.update(main)
 
 
 def when_imported(name: str, then: Callable[[], object]) -> None:
@@ -94,3 +103,7 @@ def _follow(loader: object, then: Callable[[], object]) -> None:
         then()
 
     loader.exec_module = exec_module  # type: ignore[attr-defined]
+
+
+if __name__ == "__mp_main__" and CHILD in os.environ:  # last, for all names go that are not the program's
+    _be_child(json.loads(os.environ[CHILD]), globals())

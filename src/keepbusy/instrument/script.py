@@ -1,93 +1,156 @@
-"""Running the user's script as Python itself would: as `__main__`, with its own argv, path and end."""
+"""Running the user's program as Python itself would: as `__main__`, with its own names, argv, path and tracebacks."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import runpy
+import signal
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import TextIO
 
 from keepbusy.timeline.errors import BadInput
 
-INTERRUPTED = 130
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_RECORDING = str(Path(__file__).parents[1] / "recording") + os.sep
 
 
 def find(script: str) -> Path:
-    """The file to run: as for Python, a folder or an archive stands for the `__main__.py` inside."""
+    """The file, folder or archive to run. What else is wrong with it, Python itself says."""
     path = Path(script)
-    if path.is_dir():
-        path = path / "__main__.py"
-    if not path.is_file():
+    if not path.is_file() and not (path / "__main__.py").is_file():
         raise BadInput(f"{script}: there is no such script.")
     return path
 
 
-def run_file(path: Path, arguments: Sequence[str]) -> int:
-    """Run a script to its end, whatever that is; returns its exit code."""
-    sys.argv = [str(path), *arguments]
-    sys.path[0:1] = [str(path.resolve().parent)]
-    return _to_its_end(lambda: _execute(path))
+def run_file(script: str, arguments: Sequence[str]) -> int:
+    """As `python script` does: a script, a compiled one, or a folder or archive with a `__main__` in it.
+
+    Returns the program's exit code, or less than 0 for the signal that Python would die of. SystemExit passes.
+    """
+    path = os.path.abspath(script)  # noqa: PTH100  # a symbolic link keeps its name
+    main = _new_main(script, arguments)
+    with suppress(AttributeError):
+        sys.orig_argv[:] = [sys.executable, script, *arguments]
+    if _holds_a_program(path):
+        _set_first_path(path)
+        return _to_its_end(lambda: runpy._run_module_as_main("__main__", alter_argv=False))  # type: ignore[attr-defined]
+    _set_first_path(str(Path(path).resolve().parent))
+    return _to_its_end(lambda: _execute(path, main))
 
 
 def run_module(name: str, arguments: Sequence[str]) -> int:
     """As `python -m name` does."""
-    sys.argv = [name, *arguments]
-    sys.path[0:1] = [str(Path.cwd())]
-    return _to_its_end(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+    _new_main("-m", arguments)
+    with suppress(AttributeError):
+        sys.orig_argv[:] = [sys.executable, "-m", name, *arguments]
+    _set_first_path(str(Path.cwd()))
+    return _to_its_end(lambda: runpy._run_module_as_main(name))  # type: ignore[attr-defined]
 
 
-def _execute(path: Path) -> None:
+def _new_main(first: str, arguments: Sequence[str]) -> ModuleType:
+    sys.argv = [first, *arguments]
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__, __spec__=None, __cached__=None)
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}  # noqa: RUF063
     sys.modules["__main__"] = main  # it stays: pickles, spawned children and exit handlers look for it
-    exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)
+    if "__mp_main__" in sys.modules:  # so does multiprocessing when it is imported
+        sys.modules["__mp_main__"] = main
+    return main
 
 
-def _to_its_end(runs: object) -> int:
+def _set_first_path(folder: str) -> None:
+    """Python put ours there, unless it was told to put none."""
+    if not sys.flags.safe_path:
+        sys.path[0:1] = [folder]
+
+
+def _holds_a_program(path: str) -> bool:
+    """As Python decides it: whether something on `sys.path_hooks` can import from there."""
+    from pkgutil import get_importer
+
+    return get_importer(path) is not None
+
+
+def _execute(path: str, main: ModuleType) -> None:
+    compiled = path.endswith(".pyc")
+    loader = SourcelessFileLoader("__main__", path) if compiled else SourceFileLoader("__main__", path)
+    own = {"__file__": path, "__cached__": None}
+    main.__dict__.update(own, __loader__=loader)
+    if compiled:
+        code = loader.get_code("__main__")
+    else:
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     try:
-        runs()  # type: ignore[operator]
-    except SystemExit as leaving:
-        return _exit_code(leaving)
-    except KeyboardInterrupt as error:
-        _show(error)
-        return INTERRUPTED
+        exec(code, main.__dict__)  # type: ignore[arg-type]
+    finally:
+        for name in own:
+            main.__dict__.pop(name, None)  # so does Python: exit handlers do not find them
+
+
+def _to_its_end(program: object) -> int:
+    failed: BaseException | None = None
+    try:
+        program()  # type: ignore[operator]
+    except SystemExit:
+        raise
     except BaseException as error:
-        _show(error)
-        return 1
-    return 0
+        failed = error
+    flush(sys.stderr, sys.stdout)
+    if failed is None:
+        return 0
+    _show(failed)  # no longer being handled, or what goes wrong in a hook would have it for its context
+    return -signal.SIGINT if isinstance(failed, KeyboardInterrupt) else 1
 
 
-def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None or isinstance(leaving.code, int):
-        return leaving.code or 0
-    print(leaving.code, file=sys.stderr)  # noqa: T201  # as Python does
-    return 1
+def flush(*streams: TextIO | None) -> None:
+    """As Python does when a script has ended, whatever the program has put in a stream's place."""
+    for stream in streams:
+        with suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
 
 
 def _show(error: BaseException) -> None:
-    """The script's traceback, without our frames at its top and those of what records it in between."""
+    """The program's traceback, as Python shows it: without our frames at its top, and those of recording below."""
+    frames = list[TracebackType]()
     stack = error.__traceback__
-    while stack is not None and stack.tb_next is not None and _is_ours(stack):
-        stack = stack.tb_next
-    kept = [one for one in _frames(stack) if one.tb_next is None or not _is_ours(one, "recording")]
-    for one, after in pairwise(kept):
-        one.tb_next = after
-    error.__traceback__ = stack
-    hook = sys.excepthook if sys.excepthook is not sys.__excepthook__ else traceback.print_exception
-    hook(type(error), error, stack)
-    sys.stderr.flush()
-
-
-def _frames(stack: TracebackType | None) -> Iterator[TracebackType]:
     while stack is not None:
-        yield stack
+        file = stack.tb_frame.f_code.co_filename
+        if not file.startswith(_PACKAGE if not frames else _RECORDING):
+            frames.append(stack)
         stack = stack.tb_next
+    for outer, inner in pairwise([*frames, None]):
+        outer.tb_next = inner  # type: ignore[union-attr]
+    error.__traceback__ = frames[0] if frames else None
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    hook = getattr(sys, "excepthook", None)
+    another: BaseException | None = None
+    try:
+        if hook is None:
+            _say("sys.excepthook is missing\n")
+            hook = sys.__excepthook__
+        hook(type(error), error, error.__traceback__)
+    except SystemExit:
+        raise
+    except BaseException as raised:
+        another = raised
+    if another is not None:
+        another.__traceback__ = another.__traceback__ and another.__traceback__.tb_next
+        _say("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(another), another, another.__traceback__)
+        _say("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
 
 
-def _is_ours(stack: TracebackType, room: str = "") -> bool:
-    file = stack.tb_frame.f_code.co_filename
-    return file.startswith((str(Path(__file__).parents[1] / room) + os.sep, "<frozen runpy"))
+def _say(text: str) -> None:
+    with suppress(Exception):
+        sys.stderr.write(text)

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,7 @@ class Run:
         self._looked_at: list[str] = []
         self._window_opened = 0
         self._steps = self._opened = self._leave_again = 0
+        self.unfollow: Callable[[], None] = lambda: None
         self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
 
     def begin(self) -> None:
@@ -173,6 +174,7 @@ class Run:
         if os.getpid() != self.process or not self.is_going_on:
             return
         self.is_going_on = False
+        self.unfollow()
         self.loops.end()
         self.share.read()
         self._give_way()
@@ -331,7 +333,7 @@ def start(options: Options) -> Run:
     """Look at this process, and at those it spawns, from now on."""
     run = Run(options)
     run.begin()
-    follow(be_child, asdict(options))
+    run.unfollow = follow(be_child, asdict(options))
     return run
 
 

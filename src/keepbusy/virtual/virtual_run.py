@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.instrument.children import follow
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.busy_file import load, save
 from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge
@@ -24,8 +24,6 @@ from keepbusy.virtual.machine import MACHINE
 
 SETTLING = 0.5
 """Of the steps at most so many are taken for a beginning."""
-_folders: list[tempfile.TemporaryDirectory[str]] = []
-"""Where spawned ranks leave their timelines. They go when the process ends that made them."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,11 @@ def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     Ranks that the program itself spawned leave their timelines in a folder. What spawned them counts only where it
     spawned none.
     """
-    timeline, folder = _begin(options, rank), tempfile.TemporaryDirectory(prefix="keepbusy-")
-    _folders.append(folder)
-    follow(be_child, {**asdict(options), "left": folder.name})
+    timeline, folder = _begin(options, rank), make_folder()
+    follow(be_child, {**asdict(options), "left": str(folder)})
 
     def with_spawned(**facts: Any) -> Timeline:
-        ranks = [load(path) for path in sorted(Path(folder.name).glob("rank*.busy"))]
+        ranks = [load(path) for path in sorted(folder.glob("rank*.busy"))]
         return merge(ranks) if ranks else timeline(**facts)
 
     return with_spawned

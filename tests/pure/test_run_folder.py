@@ -1,0 +1,60 @@
+"""Folders of runs: nobody else's, and gone when the run is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from keepbusy.cli import launch
+from keepbusy.instrument import children
+from keepbusy.instrument.run_folder import make_folder
+from keepbusy.timeline.errors import BadInput
+
+MAKE = "from keepbusy.instrument.run_folder import make_folder; import os; print(make_folder(), flush=True); {}"
+
+
+def made(folder: Path, end: str) -> Path:
+    variables = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", MAKE.format(end)], capture_output=True, text=True, env=variables)
+    return Path(done.stdout.strip())
+
+
+def test_a_killed_run_leaves_one_and_the_next_takes_it_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not made(tmp_path, "").exists()
+    stale = made(tmp_path, "os.kill(os.getpid(), 9)")
+    assert stale.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine, another = make_folder(), make_folder()
+    assert not stale.exists()
+    assert mine.exists()
+    assert another.stat().st_mode & 0o777 == 0o700
+
+
+def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = launch._folder()
+    assert launch._folder() == folder
+    folder.chmod(0o777)
+    with pytest.raises(BadInput, match="not this user's alone"):
+        launch._folder()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match="not this user's alone"):
+        launch._folder()
+
+
+def test_to_follow_twice_is_to_follow_once_and_it_is_undone() -> None:
+    import multiprocessing.spawn
+
+    before = multiprocessing.spawn.get_preparation_data
+    children.follow(make_folder, {})
+    undo = children.follow(make_folder, {})
+    assert multiprocessing.spawn.get_preparation_data.__wrapped__ is before
+    undo()
+    assert multiprocessing.spawn.get_preparation_data is before

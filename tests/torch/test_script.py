@@ -1,0 +1,141 @@
+"""The user's script under `keepbusy run`: its names, children, threads, streams and end are as under Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
+WORK = "import torch\nx = torch.ones(8, device='cuda') * 2\n"
+
+
+def both(folder: Path, *program: str, under: tuple[str, ...] = (), **more) -> list[subprocess.CompletedProcess[str]]:
+    """Under plain Python, and under `keepbusy run`."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONDONTWRITEBYTECODE": "1"}
+    settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 120, **more}
+    ours = [sys.executable, *under, "-m", "keepbusy", "run", "--clock", "modelled", *program]
+    return [subprocess.run(command, **settings) for command in ([sys.executable, *under, *program], ours)]
+
+
+def said(done: subprocess.CompletedProcess[str]) -> tuple[str, str, int]:
+    """Without our own words at the end."""
+    error = done.stderr.splitlines(keepends=True)
+    return done.stdout, "".join(line for line in error if not line.startswith("keepbusy: ")), done.returncode
+
+
+NAMES = '''\
+"""What it is."""
+import sys, dataclasses, __main__
+@dataclasses.dataclass
+class One:
+    x: int = 3
+def double(t: int) -> float: ...
+print(sorted(globals()), double.__annotations__, One.__annotations__, dataclasses.fields(One)[0].type)
+print(type(__builtins__), __loader__.name, __spec__, __package__, __file__, __main__.One is One)
+print(sys.argv, sys.orig_argv[1:], sys.path[0])
+'''
+ODD = {
+    "names": NAMES,
+    "syntax": "x = (1,\nfor\n",
+    "hook": "import sys\ndef hook(*error): print(sys.last_type, sys.last_value is error[1])\n"
+    "sys.excepthook = hook\n1 / 0\n",
+    "broken hook": "import sys\ndef hook(*error): 1 / 0\nsys.excepthook = hook\nraise ValueError('mine')\n",
+    "interrupted": "import atexit\natexit.register(print, 'left')\nraise KeyboardInterrupt\n",
+    "exit": "import sys\nsys.exit('enough')\n",
+    "forked": "import atexit, os, threading, time\nchild = os.fork()\n"
+    "if child:\n    os.waitpid(child, 0)\n"
+    "else:\n    atexit.register(print, 'left')\n"
+    "    threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n",
+    "stdout closed": "import sys\nsys.stderr.write('going\\n')\nsys.stdout.close()\n",
+    "stderr replaced": "import sys\nclass Quiet:\n    def write(self, text): pass\n    def flush(self): pass\n"
+    "sys.stderr = sys.stdout = Quiet()\n1 / 0\n",
+    "no streams": "import sys\nsys.stdout = sys.stderr = None\n",
+    "few descriptors": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (6, 6))\nprint(1)\n",
+    "descriptors closed": "import os\nos.closerange(3, 4096)\nprint(open(os.devnull).fileno())\n",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_it_is_as_under_python(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ODD[name])
+    plain, ours = both(tmp_path, "train.py", "--epochs", "--", "2")
+    assert said(ours) == said(plain)
+
+
+def test_folders_archives_and_modules_run(tmp_path: Path) -> None:
+    source = "import sys\nprint(repr(__package__), __file__, sys.argv, sys.path[0], __spec__.name)\n1 / 0\n"
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text(source)
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", source)
+    for program in (("app",), ("app.zip", "3"), ("-m", "app"), ("-m", "nowhere")):
+        plain, ours = both(tmp_path, *program)
+        assert said(ours) == said(plain)
+
+
+def test_warnings_as_errors_find_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    plain, ours = both(tmp_path, "train.py", under=("-W", "error", "-X", "dev"))
+    assert said(ours) == said(plain)
+
+
+SPAWNED = """\
+import multiprocessing, dataclasses
+@dataclasses.dataclass
+class Point:
+    x: int
+def work(queue):
+    queue.put((Point(3), work.__annotations__, Point.__annotations__, sorted(vars(__import__('__main__')))))
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    child = spawn.Process(target=work, args=(queue,))
+    child.start()
+    print(queue.get())
+    child.join()
+"""
+
+
+def test_spawned_children_are_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNED)
+    plain, ours = both(tmp_path, "train.py")
+    assert said(ours) == said(plain)
+
+
+def test_the_report_does_not_mind_what_became_of_the_streams(tmp_path: Path) -> None:
+    (tmp_path / "away").mkdir()
+    (tmp_path / "train.py").write_text(
+        WORK + "import os, sys\nos.chdir('away')\nsys.stdout.close()\nsys.stderr = None\n"
+        "import keepbusy\nfor _ in range(6):\n    x.sum().item()\n    keepbusy.step()\n"
+    )
+    ours = both(tmp_path, "--json", "--save", "run.busy", "train.py")[1]
+    assert (tmp_path / "run.busy").exists(), ours.stderr
+    assert json.loads(ours.stdout)["device"] == "NVIDIA H200"
+    assert ours.returncode == 0
+
+
+def test_work_of_threads_and_exit_handlers_is_in_the_report(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import atexit, threading, time\n"
+        "def work():\n    time.sleep(0.1)\n    import torch\n    torch.ones(8, device='cuda')\n"
+        "atexit.register(work)\nthreading.Thread(target=work).start()\n"
+    )
+    ours = both(tmp_path, "--save", "run.busy", "train.py")[1]
+    from keepbusy.timeline.busy_file import load
+
+    assert load(tmp_path / "run.busy").on_device.sum() == 2, ours.stderr
+
+
+def test_the_first_sigterm_ends_the_program_and_the_report_follows(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORK + "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('no')\n")
+    ours = both(tmp_path, "--save", "run.busy", "train.py")[1]
+    assert ours.returncode == -signal.SIGTERM
+    assert (tmp_path / "run.busy").exists()
+    assert "no\n" not in ours.stdout
