@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_a_file_that_cannot_be_read_has_no_loops() -> None:
 # which loop turns
 
 LONG = "    a = b.c(d, e, f)\n" * 300
+DEEPER = "        a = b.c(d, e, f)\n" * 300
 JUMPS = {
     "a for": ("for x in a:\n    b()\n", {1}),
     "a while": ("while a:\n    b()\n", {1}),
@@ -99,8 +101,8 @@ JUMPS = {
     "else": ("for x in a:\n    b()\nelse:\n    for y in c:\n        d()\n", {1, 4}),
     "a long for": (f"for x in a:\n{LONG}", {1}),
     "a long while": (f"while x:\n{LONG}", {1}),
-    "a long for in a long for": (f"for x in a:\n    for y in x:\n    {LONG.replace('    a', '        a')[4:]}{LONG}", {1, 2}),
-}  # fmt: skip
+    "a long for in a long for": (f"for x in a:\n    for y in x:\n{DEEPER}{LONG}", {1, 2}),
+}
 
 
 @pytest.mark.parametrize("name", JUMPS)
@@ -166,7 +168,7 @@ class Program:
 
     def look(self, *frames: Frame, times: int = 1) -> Looks:
         """From the outside in."""
-        for outer, inner in zip(frames, frames[1:], strict=False):
+        for outer, inner in pairwise(frames):
             inner.f_back = outer
         self.frame = frames[-1] if frames else None
         for _ in range(times):

@@ -260,8 +260,8 @@ class SourceLoop(NamedTuple):
     last: int
     iterates: bool  # a `for`, else a `while`
     begins: tuple[Position, Position]
-    """Of a `for`: where the instruction stands that asks for the next item, twice. Of a `while`: from where to where the
-    first instruction of a turn may stand: its test, or its first statement."""
+    """Of a `for`: where the instruction stands that asks for the next item, twice. Of a `while`: from where to where
+    the first instruction of a turn may stand: its test, or its first statement."""
 
     def turns_at(self, iterates: bool, position: Position) -> bool:
         """Whether a jump back to this instruction ends a turn. Others do not: a comprehension within a `for` has jumps
