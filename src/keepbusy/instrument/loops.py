@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, kind_of
 
@@ -249,12 +249,25 @@ class _Counters:
         self._api.free_tool_id(tool)
 
 
+Position: TypeAlias = tuple[int, int]
+"""A line, and the column in it."""
+
+
 class SourceLoop(NamedTuple):
     """A loop as it is written, its `else` left out, which is no part of its turns."""
 
     first: int
     last: int
     iterates: bool  # a `for`, else a `while`
+    begins: tuple[Position, Position]
+    """Of a `for`: where the instruction stands that asks for the next item, twice. Of a `while`: from where to where
+    the first instruction of a turn may stand: its test, or its first statement."""
+
+    def turns_at(self, iterates: bool, position: Position) -> bool:
+        """Whether a jump back to this instruction ends a turn. Others do not: a comprehension within a `for` has jumps
+        of its own, and an `except` goes back to what follows its `try`."""
+        first, last = self.begins
+        return self.iterates == iterates and (position in self.begins if iterates else first <= position < last)
 
 
 class SourceLoops:
@@ -276,8 +289,9 @@ class SourceLoops:
         while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
             target += 2
         iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")
-        found = [loop for loop in self.around(code, line_at(code, target)) if loop.iterates == iterates]
-        return found[-1] if found else None
+        position = position_of(code, target)
+        # the first statement of an outer `while` may be an inner one: whose test is jumped to from there is the outer's
+        return next((loop for loop in self.around(code, position[0]) if loop.turns_at(iterates, position)), None)
 
     def text(self, file: str, line: int) -> str:
         self._of(file)
@@ -310,11 +324,22 @@ def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
             mine = min([child.lineno, *(one.lineno for one in decorators)])
         elif isinstance(child, ast.For | ast.AsyncFor | ast.While):
             last = child.body[-1].end_lineno or child.lineno
-            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While))
+            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child))
         yield from _loops(child, mine)
 
 
-def line_at(code: CodeType, instruction: int) -> int:
-    """The line of an instruction."""
-    position = next(islice(code.co_positions(), instruction // 2, None), (None,))
-    return position[0] or code.co_firstlineno
+def _begins(loop: ast.For | ast.AsyncFor | ast.While) -> tuple[Position, Position]:
+    here = loop.lineno, loop.col_offset
+    if not isinstance(loop, ast.While):
+        if isinstance(loop, ast.For) and sys.version_info >= (3, 13):  # it stands at what it iterates over
+            here = loop.iter.lineno, loop.iter.col_offset
+        return here, here
+    inner = getattr(loop.body[0], "body", None)  # of a compound statement only its head comes first
+    if inner:
+        return here, (inner[0].lineno, inner[0].col_offset)
+    return here, (loop.body[0].end_lineno or 0, loop.body[0].end_col_offset or 0)
+
+
+def position_of(code: CodeType, instruction: int) -> Position:
+    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    return line or code.co_firstlineno, column or 0

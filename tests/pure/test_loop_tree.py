@@ -1,0 +1,332 @@
+"""From looks and turns to the tree of a run. Milliseconds."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from watched import MS, Watched, codes_of
+
+from keepbusy.recording.gpu_share import GpuShare
+from keepbusy.recording.loop_tree import innermost_loops, tree_of
+from keepbusy.timeline.model import NONE, Ints
+from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
+
+TRAIN = """\
+import torch
+model = build()
+for epoch in range(2):
+    for batch in loader:
+        loss = step(batch)
+        log(loss)
+    save(model)
+while waiting():
+    poll()
+print("done")
+"""
+STEP, LOG, SAVE, POLL = 5, 6, 7, 9
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.chdir(tmp_path)
+    return Watched().program(tmp_path / "train.py", TRAIN)
+
+
+def part(run: Part, place: str) -> Part:
+    return next(one for one in run.within() if one.place == place)
+
+
+def held_together(run: Part) -> Part:
+    """The parts of the root sum to it, and no part takes less than those within."""
+    assert run.kind == RUN
+    assert sum(one.time for one in run.parts) == pytest.approx(run.time, abs=len(run.parts))
+    for one in run.within():
+        assert sum(inner.time for inner in one.parts) <= one.time
+        if one.kind == LOOP:
+            assert sum(line.time for line in one.lines) <= one.time + len(one.lines)
+        assert [inner.began for inner in one.parts] == sorted(inner.began for inner in one.parts)
+    return run
+
+
+def steady(first: float, count: int, each: float) -> list[float]:
+    """When such turns end."""
+    return [first + each * (turn + 1) for turn in range(count)]
+
+
+def two_epochs(train: Watched) -> Watched:
+    """Two epochs of ten batches: 100 ms each, of which 20 ms are for the log, and 200 ms to save."""
+    train.at(300, ("train", 2))
+    batches = list[float]()
+    for _ in range(2):
+        batches += steady(train.now, 10, 100)
+        for _ in range(10):
+            train.at(80, ("train", STEP)).at(20, ("train", LOG))
+        train.at(200, ("train", SAVE))
+    train.turned("train", 4, batches).turned("train", 3, [1_500, 2_700])
+    return train.at(100, ("train", 10))
+
+
+def test_the_tree_of_a_training_run(train: Watched) -> None:
+    run = held_together(tree_of(two_epochs(train).looks, source="train.py"))
+    assert (run.time, run.source, run.turns) == (2_800 * MS, "train.py", 1)
+    assert [(one.kind, one.place) for one in run.parts] == [
+        (LINE, "train.py:2"),
+        (LOOP, "train.py:3"),
+        (LINE, "train.py:10"),
+    ]
+    epochs, batches = part(run, "train.py:3"), part(run, "train.py:4")
+    assert (epochs.time, epochs.turns, epochs.turn) == (2_400 * MS, 2, 1_200 * MS)
+    assert epochs.parts == (batches,)
+    assert (batches.time, batches.turns, batches.turn) == (2_000 * MS, 20, 100 * MS)
+    assert (batches.source, batches.began) == ("for batch in loader:", 300 * MS)
+    assert [(one.place, one.time) for one in batches.lines] == [
+        (f"train.py:{STEP}", 1_600 * MS),
+        (f"train.py:{LOG}", 400 * MS),
+    ]
+    assert (batches.low, batches.high, batches.slow, batches.warm_up) == (100 * MS, 100 * MS, None, 0)
+
+
+def test_nobody_counted_the_turns(train: Watched) -> None:
+    """As on Python 3.11: places and times are known, turns are not."""
+    train.at(100, ("train", STEP)).at(100, ("train", SAVE))
+    run = held_together(tree_of(train.looks))
+    assert [(one.place, one.turns, one.turn) for one in run.within() if one.kind == LOOP] == [
+        ("train.py:3", 0, NONE),
+        ("train.py:4", 0, NONE),
+    ]
+
+
+def test_a_run_without_looks_is_a_run() -> None:
+    looks = Watched().looks
+    looks.ended = 5 * MS
+    run = tree_of(looks)
+    assert (run.kind, run.parts, run.lines) == (RUN, (), ())
+
+
+def test_time_before_the_first_look_and_after_the_last_one_has_a_place(train: Watched) -> None:
+    train.at(10, ("train", 2)).at(10, ("train", 10))
+    train.looks.began, train.looks.ended = -30 * MS, 70 * MS
+    run = held_together(tree_of(train.looks))
+    assert [(one.place, one.time) for one in run.parts] == [("train.py:2", 40 * MS), ("train.py:10", 60 * MS)]
+
+
+def test_a_loop_of_a_library_stands_at_the_users_line(train: Watched, tmp_path: Path) -> None:
+    trainer = "def fit(model):\n    setup()\n    while True:\n        training_step()\n"
+    train.program(tmp_path / "site-packages" / "lib" / "trainer.py", trainer)
+    train.program(tmp_path / "model.py", "def training_step():\n    x = 1\n    y = 2\n")
+    train.turned("trainer.fit", 3, steady(200, 9, 80))
+    train.at(200, ("train", 2))
+    for _ in range(10):
+        train.at(20, ("train", 2), ("trainer.fit", 4))
+        train.at(60, ("train", 2), ("trainer.fit", 4), ("model.training_step", 3))
+    run = held_together(tree_of(train.looks))
+    loop = next(one for one in run.within() if one.kind == LOOP)
+    assert (loop.place, loop.source) == ("train.py:2", "model = build()")
+    assert loop.function == "lib/trainer.py:3 in fit"
+    assert loop.time == 800 * MS
+    assert loop.lines[0].place == "model.py:3"
+    assert loop.lines[0].time == 600 * MS
+
+
+def test_a_loop_that_turns_once_in_each_turn_is_none(train: Watched) -> None:
+    """Its lines stand among those of the loop around it."""
+    train.looks.turns.clear()
+    for _ in range(10):
+        train.at(80, ("train", STEP)).at(20, ("train", SAVE))
+    train.turned("train", 3, steady(0, 10, 100)).turned("train", 4, [turn - 20 for turn in steady(0, 10, 100)])
+    run = held_together(tree_of(train.looks))
+    [loop] = [one for one in run.within() if one.kind == LOOP]
+    assert (loop.place, loop.turns, loop.time) == ("train.py:3", 10, 1_000 * MS)
+
+
+def test_a_short_loop_stands_among_the_lines(train: Watched) -> None:
+    """A two-hundredth part of the run is not worth a part of its own."""
+    train.at(10_000, ("train", 2)).at(40, ("train", POLL))
+    run = held_together(tree_of(train.looks))
+    assert [(one.kind, one.place) for one in run.parts] == [(LINE, "train.py:2"), (LINE, f"train.py:{POLL}")]
+
+
+def test_a_function_that_is_called_again_and_again_holds_no_loop_of_the_run(train: Watched, tmp_path: Path) -> None:
+    """Its frame never stays: 20 calls of 5 ms, each of which has a loop."""
+    train.program(tmp_path / "lib.py", "def crop(picture):\n    for row in picture:\n        cut(row)\n")
+    code = train.numbers["lib.crop"]
+    train.looks.longest_stay[code] = 1
+    train.looks.entries[code] = array("q", [turn * 5 * MS for turn in range(20)])
+    train.at(100, ("train", STEP), ("lib.crop", 3))
+    run = held_together(tree_of(train.looks))
+    assert [one.place for one in run.within() if one.kind == LOOP] == ["train.py:3", "train.py:4"]
+
+
+def importing(train: Watched) -> Watched:
+    return train.code(
+        "import", codes_of("def _find_and_load(): pass\n", "<frozen importlib._bootstrap>")["_find_and_load"]
+    )
+
+
+def test_importing_stands_at_the_root_wherever_it_happens(train: Watched) -> None:
+    importing(train).at(200, ("train", 1), ("import", 3)).at(100, ("train", STEP), ("import", 3))
+    train.at(300, ("train", STEP))
+    run = held_together(tree_of(train.looks))
+    imports = next(one for one in run.parts if one.kind == IMPORTS)
+    assert (imports.time, imports.began, imports.place) == (300 * MS, 0, "")
+    assert part(run, "train.py:4").time == 300 * MS
+
+
+def test_the_first_use_of_the_gpu_has_a_name(train: Watched) -> None:
+    train.code("lazy", codes_of("def _lazy_init(): pass\n", "<torch>")["_lazy_init"])
+    train.at(200, ("train", 2), ("lazy", 1)).at(100, ("train", 2))
+    run = held_together(tree_of(train.looks))
+    assert [(one.kind, one.time) for one in run.parts] == [(FIRST_USE, 200 * MS), (LINE, 100 * MS)]
+
+
+# turns
+
+
+def slow_turns(train: Watched, slow: list[int], count: int = 30) -> Part:
+    """Turns of 40 ms; the slow ones spend 200 ms more at the log."""
+    ends = list[float]()
+    for turn in range(count):
+        train.at(40, ("train", STEP))
+        if turn in slow:
+            train.at(200, ("train", LOG))
+        ends.append(train.now)
+    train.turned("train", 4, ends)
+    return part(held_together(tree_of(train.looks)), "train.py:4")
+
+
+def test_every_third_turn_is_slow_at_its_line(train: Watched) -> None:
+    loop = slow_turns(train, list(range(2, 30, 3)))
+    assert loop.slow is not None
+    assert (loop.slow.regular, loop.slow.every, loop.slow.place) == (True, 3, f"train.py:{LOG}")
+    assert (loop.slow.longer, loop.slow.total) == (200 * MS, loop.slow.count * 200 * MS)
+    assert loop.slow.count in (9, 10)  # the first turns may be warm-up
+
+
+def test_a_turn_that_is_slow_once_is_one(train: Watched) -> None:
+    loop = slow_turns(train, [17])
+    assert loop.slow is not None
+    assert (loop.slow.count, loop.slow.longer, loop.slow.place) == (1, 200 * MS, f"train.py:{LOG}")
+
+
+def test_even_turns_are_not_slow(train: Watched) -> None:
+    assert slow_turns(train, []).slow is None
+
+
+def test_the_first_turn_is_warm_up(train: Watched) -> None:
+    loop = slow_turns(train, [0])
+    assert (loop.warm_up, loop.warm_up_time) == (1, 200 * MS)
+    assert loop.slow is None
+
+
+def test_the_time_between_two_runs_of_a_loop_is_no_turn(train: Watched) -> None:
+    """Two epochs, and 200 ms between the batches of the first one and of the second."""
+    batches = part(tree_of(two_epochs(train).looks), "train.py:4")
+    assert (batches.low, batches.high) == (100 * MS, 100 * MS)
+    assert batches.slow is None
+
+
+def test_the_last_turn_of_a_while_does_not_jump_back(train: Watched) -> None:
+    train.at(50, ("train", 2)).at(1_000, ("train", POLL))
+    train.turned("train", 8, steady(50, 9, 100))
+    loop = part(held_together(tree_of(train.looks)), "train.py:8")
+    assert (loop.turns, loop.turn) == (10, 100 * MS)
+
+
+def test_a_while_that_is_begun_anew_has_a_last_turn_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five episodes of four moves."""
+    monkeypatch.chdir(tmp_path)
+    text = "for episode in range(5):\n    reset()\n    while not done:\n        move()\n"
+    run = Watched().program(tmp_path / "play.py", text)
+    jumps, episodes = list[float](), list[float]()
+    for _ in range(5):
+        run.at(20, ("play", 2))
+        jumps += steady(run.now, 3, 20)
+        run.at(80, ("play", 4))
+        episodes.append(run.now)
+    run.turned("play", 1, episodes).turned("play", 3, jumps)
+    tree = held_together(tree_of(run.looks))
+    assert (part(tree, "play.py:1").turns, part(tree, "play.py:3").turns) == (5, 20)
+    assert part(tree, "play.py:3").turn == 20 * MS
+
+
+def test_a_loop_that_was_counted_no_further_says_so(train: Watched) -> None:
+    two_epochs(train)
+    train.looks.uncounted.update(loop for loop, ends in train.looks.turns.items() if len(ends) == 20)
+    run = tree_of(train.looks)
+    assert (part(run, "train.py:3").at_least, part(run, "train.py:4").at_least) == (False, True)
+
+
+# the GPU
+
+
+def half(moments: Ints) -> np.ndarray:
+    return moments / 2
+
+
+def test_the_gpus_time_is_divided_as_the_hosts_is(train: Watched) -> None:
+    run = held_together(tree_of(two_epochs(train).looks, half))
+    assert run.busy == run.time // 2
+    assert sum(one.busy for one in run.parts) == pytest.approx(run.busy, abs=3)
+    batches = part(run, "train.py:4")
+    assert (batches.busy, batches.waits) == (1_000 * MS, 1_000 * MS)
+    assert [one.idle for one in batches.lines] == [800 * MS, 200 * MS]
+
+
+def test_where_nobody_asked_the_gpu_nothing_is_said_of_it(train: Watched) -> None:
+    run = tree_of(two_epochs(train).looks)
+    assert {one.busy for one in run.within()} == {NONE}
+    assert {line.idle for one in run.within() for line in one.lines} == {NONE}
+
+
+def samples(*pairs: tuple[int, float]) -> GpuShare:
+    share = GpuShare(lambda: 0)
+    share.times.extend(time * MS for time, _ in pairs)
+    share.shares.extend(value for _, value in pairs)
+    return share
+
+
+def worked(share: GpuShare, *moments: int) -> list[float]:
+    return [round(float(time) / MS, 3) for time in share.busy_until(np.array(moments, np.int64) * MS)]
+
+
+def test_samples_add_up_to_the_time_at_work() -> None:
+    """The first one tells of the 200 ms before it."""
+    share = samples((1_000, 1.0), (1_200, 0.5), (1_400, 0.0), (1_600, 1.0))
+    assert worked(share, 0, 800, 900, 1_000, 1_100, 1_200, 1_400, 1_600) == [0, 0, 100, 200, 250, 300, 300, 500]
+    assert worked(share, 9_000) == [500]
+
+
+def test_samples_may_come_out_of_order() -> None:
+    assert worked(samples((1_400, 0.0), (1_000, 1.0), (1_200, 0.5)), 1_000, 1_400) == [200, 300]
+
+
+def test_a_sample_says_nothing_of_what_is_long_before_it() -> None:
+    assert worked(samples((1_000, 0.0), (11_000, 1.0)), 11_000) == [1_000]
+
+
+def test_one_sample_is_none() -> None:
+    assert not samples((1_000, 1.0))
+    assert samples((1_000, 1.0), (1_200, 1.0))
+
+
+# what could be looked at closely
+
+
+def test_the_loop_in_which_the_gpu_waits_longest_comes_first(train: Watched) -> None:
+    two_epochs(train)
+    found = innermost_loops(train.looks, half)
+    assert [(one.place, one.time, one.waits) for one in found] == [
+        ("train.py:4", 2_000 * MS, 1_000 * MS),
+        ("train.py:3", 400 * MS, 200 * MS),
+    ]
+    assert len(found[0].ends) == 20
+    assert all(train.looks.turns[jump] for jump in found[0].jumps)
+
+
+def test_a_loop_that_is_counted_no_further_cannot_be_looked_at(train: Watched) -> None:
+    two_epochs(train)
+    train.looks.uncounted.update(loop for loop, ends in train.looks.turns.items() if len(ends) == 20)
+    assert [one.place for one in innermost_loops(train.looks, None)] == ["train.py:3"]
