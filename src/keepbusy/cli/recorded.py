@@ -163,9 +163,17 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
 def _tell_of_marks(folder: Path, source: str) -> None:
     """Where there is no window, what marks alone know is better than nothing."""
     from keepbusy.recording.recorded_run import facts_in
-    from keepbusy.report import whole_run
+    from keepbusy.report import run_report, whole_run
+    from keepbusy.timeline.run_tree import Part
+    from keepbusy.timeline.typed_json import typed
 
-    runs = [PlainRun.of_fact(facts_in(one).get("marks")) for one in folder.iterdir() if one.is_dir()]
+    left = [facts_in(one) for one in folder.iterdir() if one.is_dir()]
+    trees = [one["run"] for one in left if one.get("run")]
+    if trees:
+        sheet = screen()
+        longest = typed(Part, max(trees, key=lambda tree: tree["time"]))
+        show(("\n", run_report.render(longest, source, sheet.width, sheet.colour, sheet.unicode), "\n"))
+    runs = [PlainRun.of_fact(one.get("marks")) for one in left]
     run = max((run for run in runs if run is not None), key=lambda run: run.steps, default=None)
     if run is not None and run.steps >= ENOUGH:
         sheet = screen()

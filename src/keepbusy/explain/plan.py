@@ -40,7 +40,7 @@ GENERAL = {"host_work": 1, "launch_bound": 2}
 MIDDLE = 0.05
 """A value that is read with this share of a step's launches before it and after it is read in the step's middle."""
 ONE_FIX = ("prefetch", "accumulate")
-WHOLE_LOOP = ("launch_bound", "input_late", "allocator")
+WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 """Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""
 
 

@@ -24,6 +24,8 @@ from keepbusy.instrument.lines import HIDDEN, OUTSIDE, kind_of
 
 EVERY = 20_000_000
 """From look to look, at first."""
+TOO_OFTEN = 100
+"""Entries a second: what is entered more often holds no loop of the run, but was met again and again at one address."""
 KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
 STAYED = 3
@@ -63,6 +65,8 @@ class Looks:
     """Loops whose turns were counted no further."""
     entries: dict[int, array[int]] = field(default_factory=dict)
     """When a code was entered, from when on it was counted; of those that were ever counted."""
+    fleeting: set[int] = field(default_factory=set)
+    """Codes that are entered too often for one of their frames to stay, and are counted no further."""
     began: int = 0
     ended: int = 0
 
@@ -189,6 +193,7 @@ class _Counters:
         self.followed: frozenset[tuple[int, int]] = frozenset()
         self.on_turn: Callable[[], object] | None = None
         self._seen: dict[tuple[int, int], int] = {}
+        self._entered_before: dict[int, int] = {}
 
     def count(self, number: int, code: CodeType) -> None:
         if id(code) in self._counted or not self._has_place():
@@ -237,6 +242,12 @@ class _Counters:
             if (count - self._seen.get(loop, 0)) * 1e9 > TOO_MANY * passed or count >= KEPT_TURNS:
                 self._looks.uncounted.add(loop)
             self._seen[loop] = count
+        for number, code in list(self._counted.values()):
+            count = len(self._looks.entries[number])
+            if (count - self._entered_before.get(number, 0)) * 1e9 > TOO_OFTEN * passed:
+                self._looks.fleeting.add(number)
+                self._api.set_local_events(self._tool, code, 0)
+            self._entered_before[number] = count
 
     def end(self) -> None:
         if self._tool is None:

@@ -383,7 +383,7 @@ class Traced:
 
 
 LINE, ENTER, LEAVE = 0, 1, 2
-MOST = 2_000_000
+MOST = 200_000
 """Entries of one window; what comes later has no lines."""
 NOTHING, FUNCTIONS, LINES = 0, 1, 2
 _DETAIL = {USER: LINES, LIBRARY: LINES, TORCH: FUNCTIONS}

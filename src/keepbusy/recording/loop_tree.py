@@ -126,6 +126,8 @@ class _Tree:
         look = float(np.median(self.weight)) if len(self.weight) else 0.0
         found = set()
         for code, longest in self.looks.longest_stay.items():
+            if code in self.looks.fleeting:
+                continue
             entered = self.looks.entries.get(code)
             if (longest >= SURELY_STAYED) if entered is None else (within[code] >= STAYED * look * (len(entered) + 1)):
                 found.add(code)

@@ -81,9 +81,9 @@ def mean(took: npt.NDArray[np.int64]) -> int:
 # The lead: how far the host is ahead of the device at each mark, from two clocks that know nothing of each other.
 #
 # Of each mark it is known how much the host's clock is ahead of the device's: at least so much, and at most so much.
-# Where the device waits for the host, the first of these is exact to the few microseconds of a launch: the device passes
-# the mark as soon as it is set. The clocks drift apart by some microseconds a second, so what one mark says of another
-# holds the less, the further apart they are.
+# Where the device waits for the host, the first of these is exact to the few microseconds of a launch: the device
+# passes the mark as soon as it is set. The clocks drift apart by some microseconds a second, so what one mark says of
+# another holds the less, the further apart they are.
 
 DRIFT = 5e-6
 """The clocks of one machine do not drift apart faster than this; on an H200's host it was 0.85 µs a second."""

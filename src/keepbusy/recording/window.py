@@ -73,7 +73,7 @@ RECORDED = 5
 MOST_DISTORTED = 4.0
 """Recorded steps that take so many times as long as usual ones are others."""
 SPENT = 100_000_000
-"""A window that has been open for so long closes with the second whole step: to close it takes several times as long."""
+"""A window that has been open for so long closes with the second whole step: closing takes several times as long."""
 
 
 class Window:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, line
+from keepbusy.report.paper import FAINT, STRONG, laid_out, line
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part
@@ -22,11 +22,18 @@ MOST_PARTS = 12
 _NAMES = {IMPORTS: "imports", FIRST_USE: "first use of the GPU"}
 
 
+def render(run: Part, source: str, width: int, colour: bool = False, unicode: bool = True) -> str:
+    """The run alone, where none of it was recorded closely."""
+    parts = [line(("keepbusy", STRONG), (f" · {tame(source)}", FAINT)), line(""), line(headline(run)), line("")]
+    return laid_out([*parts, *tree(run, width)], width, colour, unicode)
+
+
 def headline(run: Part) -> str:
     """`26.1 s, of which the GPU computed 4.3 s (16%)`."""
     if run.busy == NONE:
         return f"The run took {duration(run.time)}."
-    return f"The run took {duration(run.time)}, and the GPU was at work for {duration(run.busy)} of it ({share(run.busy, run.time)})."
+    at_work = f"{duration(run.busy)} of it ({share(run.busy, run.time)})"
+    return f"The run took {duration(run.time)}, and the GPU was at work for {at_work}."
 
 
 def tree(run: Part, width: int) -> Iterator[RenderableType]:
@@ -168,10 +175,8 @@ def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         inner = one.diagnosis
         often = f", {one.turns:,} of them" if one.turns else ""
         computing = share(inner.ledger.get(COMPUTING, 0), inner.plain_step)
-        yield line(
-            ("The loop at ", STRONG), (_short(one.place), PLACE), f": a turn takes {duration(inner.plain_step)}{often}; ",
-            f"the GPU computes {computing} of it."
-        )  # fmt: skip
+        takes = f": a turn takes {duration(inner.plain_step)}{often}; the GPU computes {computing} of it."
+        yield line(("The loop at ", STRONG), (_short(one.place), PLACE), takes)
         yield from plan(inner)
         if not inner.plan:
             yield line("Nothing to gain there.", indent=3)
@@ -179,7 +184,7 @@ def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
 
 
 def planned(diagnosis: Diagnosis) -> list[dict[str, object]]:
-    """The plan as JSON: `step` in milliseconds, `run` in seconds, each as it stands after this fix and all before it."""
+    """The plan as JSON: `step` in milliseconds, `run` in seconds, each as it stands after all fixes so far."""
     rows, saved = list[dict[str, object]](), 0
     for one in diagnosis.plan:
         saved += saved_of_run(diagnosis, one)
