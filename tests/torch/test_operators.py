@@ -20,6 +20,7 @@ KNOWN = {
 REFUSED = {
     "tensor_split": "as above",
     "linalg.eig": "as above",
+    "nanmedian": "it takes no dtype",
     "special.i1": "PyTorch has no gradient of it in sixteen bits",
     "special.i1e": "PyTorch has no gradient of it in sixteen bits",
     "nn.functional.binary_cross_entropy": "autocast refuses it on any GPU",

@@ -111,7 +111,7 @@ def test_the_program_computes_what_it_computes_alone(record, tmp_path: Path) -> 
     ("end", "code"),
     [
         ("sys.exit(7)", 7),
-        ("raise KeyboardInterrupt", 130),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ],

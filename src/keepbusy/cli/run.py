@@ -148,6 +148,7 @@ def _program(options: argparse.Namespace) -> int:
 
 def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     from keepbusy.instrument.ending import Ending
+    from keepbusy.instrument.run_folder import make_folder
     from keepbusy.virtual.virtual_run import Options, start, steady
 
     started_in = Path.cwd()
@@ -162,13 +163,14 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
         except Exception as error:
             streams.complain(sentence_of(error))
 
+    left = make_folder()  # exit handlers run the last one first: the folder goes after the report
     ending = Ending(finish)
     device = "h200" if options.on == "auto" else options.on
     if device.endswith(".toml"):
         device = str(Path(device).absolute())
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     asked = Options(device, launch.devices(options.gpus), measured, real, clocks)
-    timeline = start(asked, launch.rank())
+    timeline = start(asked, launch.rank(), left)
     code = _program(options)
     if code < 0:
         ending.by(-code)

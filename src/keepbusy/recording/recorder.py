@@ -69,7 +69,7 @@ class Run:
         self.process = os.getpid()
         self.is_going_on = False
         self.notes: list[str] = []
-        self.window = self._first = Window(self.folder)
+        self.window = self._first = Window(self.folder, brief=True)
         self._further: list[tuple[Occasion, Window]] = []
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self._occasions = Occasions(self.marks, self.window.clock)
@@ -150,7 +150,7 @@ class Run:
             folder = self.folder / str(2 + len(self._further))
             folder.mkdir()
             steps = max(RECORDED, min(64, round(SPENT / max(1.0, float(np.median(np.diff(loop.ends)))))))
-            self.window = self._loop_window = Window(folder, steps, self.window.clock)
+            self.window = self._loop_window = Window(folder, steps, self.window.clock, brief=True)
             self._further.append(
                 (Occasion(LOOP, self._turns, steps, {"place": loop.place, "ends": loop.ends}), self.window)
             )

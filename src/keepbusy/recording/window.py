@@ -80,11 +80,17 @@ class Window:
     """Opens at a step's end and closes some steps later; what it saw lies in the folder then."""
 
     def __init__(
-        self, folder: Path, steps: int = RECORDED, clock: Callable[[], int] = time.perf_counter_ns, usual: int = 0
+        self,
+        folder: Path,
+        steps: int = RECORDED,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        brief: bool = False,
     ) -> None:
-        """`usual`: what a step takes when nobody looks, where that is known."""
+        """`brief`: two whole steps are enough where they take long, as one is like the other."""
         self.folder, self.clock = folder, clock
-        self.usual = usual
+        self.brief = brief
+        self.usual = 0
+        """What a step takes when nobody looks, where that is known."""
         self.is_open = False
         self.ticks: list[Tick] = []
         self.cost = 0
@@ -121,7 +127,7 @@ class Window:
 
     def _has_seen_enough(self) -> bool:
         """Two whole steps, and no rare ones."""
-        if len(self.ticks) < 3 or self.clock() - self._opened < SPENT:
+        if not self.brief or len(self.ticks) < 3 or self.clock() - self._opened < SPENT:
             return False
         first, _, last = self.ticks[-3:]
         return not self.usual or last.after - first.after < 2 * MOST_DISTORTED * self.usual

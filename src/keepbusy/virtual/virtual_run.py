@@ -39,13 +39,13 @@ class Options:
     """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
 
-def start(options: Options, rank: int = 0) -> Callable[..., Timeline]:
+def start(options: Options, rank: int = 0, left: Path | None = None) -> Callable[..., Timeline]:
     """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it.
 
-    Ranks that the program itself spawned leave their timelines in a folder. What spawned them counts only where it
-    spawned none.
+    Ranks that the program itself spawned leave their timelines in a folder, `left` where one was made before. What
+    spawned them counts only where it spawned none.
     """
-    timeline, folder = _begin(options, rank), make_folder()
+    timeline, folder = _begin(options, rank), left or make_folder()
     follow(be_child, {**asdict(options), "left": str(folder)})
 
     def with_spawned(**facts: Any) -> Timeline:
