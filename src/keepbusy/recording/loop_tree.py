@@ -242,6 +242,10 @@ class _Tree:
         time = round(float(self.time_of[chains].sum()))
         ends = self.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
         count = len(ends) if node.loop.iterates else self._turns_of_while(node, above, ends)
+        uncounted = any(
+            self.looks.codes[one] is code and self.sources.of_jump(code, target) == node.loop
+            for one, target in self.looks.uncounted
+        )
         part = Part(
             LOOP,
             place=self._written(place),
@@ -251,17 +255,14 @@ class _Tree:
             time=time,
             busy=self._busy(chains),
             turns=count,
-            at_least=any(
-                self.looks.codes[one] is code and self.sources.of_jump(code, target) == node.loop
-                for one, target in self.looks.uncounted
-            ),
-            turn=time // count if count else NONE,
+            at_least=uncounted,
+            turn=time // count if count and not uncounted else NONE,
             lines=self._lines(self._lines_within(node)),
             parts=tuple(
                 sorted((self._part(child, node) for child in node.children.values()), key=lambda one: one.began)
             ),
         )
-        return self._with_turns(part, node, above, ends) if len(ends) >= 4 else part
+        return self._with_turns(part, node, above, ends) if len(ends) >= 4 and not uncounted else part
 
     def _with_turns(self, part: Part, node: _Node, above: _Node, ends: Ints) -> Part:
         """How its turns vary: only between two that ended in a row, with nothing in between but the loop itself."""

@@ -44,7 +44,7 @@ ALIKE = 5
 _LEFT_EVERY, _RARELY = 10_000_000_000, 200
 """How long after it was last written down what is known is written again, and so many times as long as that took."""
 _QUIET = "99"
-FIRST_ASKED, ASKED_AGAIN = 3_000_000_000, 2.0
+FIRST_ASKED, ASKED_AGAIN = 3_000_000_000, 1.5
 """How long after the run's beginning it is asked which loops were not looked at, and again after so many times that."""
 WORTH_A_LOOK, TURNS_SEEN, LONGEST_TURN, MOST_LOOPS = 0.1, 16, 300_000_000, 3
 """Of the run so far the GPU waited for so much in a loop; so many turns are known; none takes too long to record."""
