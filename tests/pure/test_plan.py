@@ -158,7 +158,7 @@ def test_a_set_is_found_whatever_stands_first() -> None:
 
 def use(**given: Any) -> LoaderUse:
     """Three workers, 430 ms a batch, 84 ms the rest of a turn: the program waits 60 ms for each of a hundred."""
-    usual = {"place": "train.py:40", "workers": 3, "prefetch": 2, "batches": 100, "waited": 6_500 * MS}
+    usual: dict[str, Any] = {"place": "train.py:40", "workers": 3, "prefetch": 2, "batches": 100, "waited": 6_500 * MS}
     times = {"began": 500 * MS, "in_worker": 430 * MS, "looped": 14_400 * MS, "cores": 16}
     return LoaderUse(**(usual | times | given))
 

@@ -5,8 +5,10 @@ python snippets.py FOLDER examples/snippets/item.py ...    # writes FOLDER/item.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,13 +29,14 @@ def _report(script: str, out: Path) -> NoReturn:
     sys.exit(main(command(Path(script), script)))
 
 
-def run(folder: Path, scripts: list[str]) -> int:
-    import keepbusy.cli
-    import keepbusy.virtual.bring_up
-    import keepbusy.virtual.virtual_run
-    import sympy
-    import torch._dynamo  # noqa: F401  # what children need; these two are imported by PyTorch when a shape is computed
+NEEDED = ("keepbusy.cli", "keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run", "sympy", "torch._dynamo")
+"""What every child would import. PyTorch imports the last two once the shape of a result is computed."""
 
+
+def run(folder: Path, scripts: list[str]) -> int:
+    for module in NEEDED:
+        import_module(module)
+    gc.freeze()
     failed = 0
     for script in scripts:
         child = os.fork()

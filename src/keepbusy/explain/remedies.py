@@ -289,7 +289,8 @@ def what_happened(scene: Scene, finding: Finding) -> str:
         case "made_on_host":
             return f"A tensor is made on the CPU and then copied to the GPU ({count})."
         case "launch_bound":
-            return f"{a_step:,.0f} launches a step: the GPU finishes them faster than Python can launch them."
+            launches = "1 launch" if round(a_step) == 1 else f"{a_step:,.0f} launches"
+            return f"{launches} a step: the GPU finishes them faster than Python can launch them."
         case "allocator":
             return f"Memory is asked from the driver, or given back to it, {count}; some of these calls stop the GPU."
         case "host_work":
