@@ -187,8 +187,12 @@ class Search:
                 whole = self.with_what_it_needs(frozenset(some), done)
                 if self._left > 0 and whole not in worth:
                     worth[whole] = self.gain(done | whole) - before - noise * size
-            if max(worth.values(), default=0) + noise * (size + 1) >= everything:  # nothing larger could be worth more
-                break
+            best = max(worth.values(), default=0)
+            if best + noise * (size + 1) >= everything:  # nothing larger could be worth more, only be less general
+                rest = [index for index in rest if not self.candidates[index].generality]
+                special = max((worth[some] for some in worth if not self._generality(some)), default=0)
+                if not special < AS_GOOD * best <= self.gain(done | set(rest)) - before:
+                    break
         best = max(worth.values(), default=0)
         good = [some for some, gained in worth.items() if gained > 0 and gained >= AS_GOOD * best]
         return min(good, key=lambda some: (self._generality(some), -worth[some]), default=frozenset())

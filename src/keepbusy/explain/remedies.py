@@ -195,6 +195,21 @@ SCALER = Remedy(
 )
 
 
+PINNED = Remedy(
+    "pin_memory",
+    "Make it in pinned memory, and copy it with non_blocking=True: then Python goes on while it travels.",
+    'x = torch.empty(shape, pin_memory=True)  # then x.to("cuda", non_blocking=True)',
+    "torch.Tensor.pin_memory",
+)
+BESIDE = Remedy(
+    "copy_beside",
+    "Copy it on a stream of its own, while something else is computed.",
+    "with torch.cuda.stream(copying): ...  # and current_stream().wait_stream(copying) before it is used",
+    "torch.cuda.stream",
+)
+"""Of a script without a loop: there is no next batch to be fetched ahead."""
+
+
 def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
     """By the cause, the place that costs most, and what was seen of it."""
     spans, edit, cause = scene.timeline.spans, finding.edit, finding.cause
@@ -218,6 +233,10 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
             return COPY_BACK_LATER
         case "blocking_copy" if spans.size[copies].max(initial=0) <= LARGE:
             return KEEP_ON_DEVICE
+        case "blocking_copy" if scene.timeline.facts.one_turn:
+            return PINNED
+        case "copy_not_overlapped" if scene.timeline.facts.one_turn:
+            return BESIDE
         case "host_sync" if "grad_scaler" in where.library:
             return SCALER
         case "host_sync":
@@ -258,7 +277,9 @@ def what_happened(scene: Scene, finding: Finding) -> str:
         case "host_sync":
             return f"Python waits for the GPU {count}; then the GPU has nothing to do until Python has caught up."
         case "blocking_copy":
-            return f"{moved} a step are copied while Python waits ({count})."
+            pageable = scene.timeline.facts.one_turn and not spans.pinned[copies].any()
+            why = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
+            return f"{moved} a step are copied while Python waits ({count}){why}."
         case "copy_not_overlapped":
             return f"{moved} a step are copied before the kernels instead of beside them ({count})."
         case "input_late" if scene.by_workers.any():
@@ -268,7 +289,8 @@ def what_happened(scene: Scene, finding: Finding) -> str:
         case "made_on_host":
             return f"A tensor is made on the CPU and then copied to the GPU ({count})."
         case "launch_bound":
-            return f"{a_step:,.0f} launches a step: the GPU finishes them faster than Python can launch them."
+            launches = "1 launch" if round(a_step) == 1 else f"{a_step:,.0f} launches"
+            return f"{launches} a step: the GPU finishes them faster than Python can launch them."
         case "allocator":
             return f"Memory is asked from the driver, or given back to it, {count}; some of these calls stop the GPU."
         case "host_work":

@@ -154,9 +154,20 @@ def render(
     return _of_a_script(text) if diagnosis.one_turn else text
 
 
+_SAID_OF_A_SCRIPT = (
+    (" · 1 step", " · the whole script"),
+    ("A step takes", "The script takes"),
+    ("of the step", "of the script"),
+    ("the step up", "the script up"),
+    ("the step is", "the script is"),
+    ("in the training loop", "between launches"),
+    ("The training thread does", "Python does"),
+)
+
+
 def _of_a_script(text: str) -> str:
     """What is said of a step is said of the whole script, where that is the one step."""
-    for said, instead in ((" · 1 step", " · the whole script"), ("A step takes", "The script takes")):
+    for said, instead in _SAID_OF_A_SCRIPT:
         text = text.replace(said, instead)
     for said in (" a step later", " a step ahead", " a step"):
         text = text.replace(said, said.removeprefix(" a step"))

@@ -1,0 +1,330 @@
+"""The plan on hand-built timelines, the queue of a loader, and how both are told. Microseconds, or as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build import MB, MS, US, Run, loop
+from diagnoses import HEALTHY
+from jsonschema import Draft202012Validator
+from told import H200, TRAIN, explained, near, told
+
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction, Where
+from keepbusy.explain.plan import candidates, with_loader, without_planned
+from keepbusy.explain.story import Story, ordinary_steps
+from keepbusy.report import as_json
+from keepbusy.report.run_report import planned, run_as_json
+from keepbusy.timeline.busy_file import from_bytes, to_bytes
+from keepbusy.timeline.loader import SPARE, LoaderUse
+from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, RUN, LineTime, Part, SlowTurns
+from keepbusy.timeline.steps import sample, whole_steps
+
+ITEM = ["aten::item", "aten::_local_scalar_dense"]
+READ, OTHER, PREPARE = "read.py(1): read", "other.py(2): read", "data.py(3): tokenize"
+
+
+def eager(run: Run, operators: int = 60) -> Run:
+    for _ in range(operators):
+        run.work(20, at=["aten::add"]).launch(5, at=["aten::add"])
+    return run
+
+
+def two_reads(run: Run) -> None:
+    """Whoever makes one of them later waits at the other one."""
+    run.launch([1_000] * 9).sync(at=[READ, *ITEM]).sync(at=[OTHER, *ITEM]).work(2_000)
+
+
+def one_read(run: Run) -> None:
+    run.launch([1_000] * 9).sync(at=[READ, *ITEM]).work(2_000, at=[PREPARE])
+
+
+def read_in_the_middle(run: Run) -> None:
+    eager(eager(run).sync(at=[READ, *ITEM]))
+
+
+def many_faults(run: Run) -> None:
+    run.copy(8 * MB, 2_000, at=["aten::copy_"])
+    eager(run, 30).launch([1_000] * 2).sync(at=[READ, *ITEM]).work(1_500, at=[PREPARE])
+
+
+def busy(run: Run) -> None:
+    run.work(100).launch([1_000] * 9).copy(MB, 100, pinned=True, blocking=False, stream=8)
+
+
+PROGRAMS = [two_reads, one_read, read_in_the_middle, many_faults, busy, eager]
+
+
+def places(one: PlannedFix) -> list[str]:
+    return [str(place) for place in one.where]
+
+
+def test_two_waits_behind_one_another_are_one_set() -> None:
+    found = told(two_reads)
+    assert found.plain_step == near(9_000 + 2_000)
+    assert [one.fix for one in found.plan] == ["readback", "readback"]
+    assert {place for one in found.plan for place in places(one)} == {"read.py:1", "other.py:2"}
+    assert all(one.alone <= found.noise for one in found.plan)
+    assert all(one.needs == ("readback",) for one in found.plan)
+    assert found.plan[-1].predicted.step == near(9_000)
+    assert sum(one.gain for one in found.plan) == near(2_000, 0.02)
+
+
+def test_what_gains_something_in_a_set_is_not_called_harmless() -> None:
+    found = told(two_reads)
+    mine = {(cause, str(place)) for one in found.plan for cause in one.causes for place in one.where}
+    assert not {(one.cause, str(one.where)) for one in found.harmless} & mine
+
+
+def test_either_of_two_is_said() -> None:
+    """The host waits for the value and then prepares: without the read, or without the preparation, it keeps up."""
+    found = told(one_read)
+    first = found.plan[0]
+    assert (first.fix, places(first)) == ("readback", ["read.py:1"])
+    assert first.instead == ("move_off_the_loop at data.py:3",)
+    assert len(found.plan) == 1
+
+
+def test_launches_are_captured_once_nothing_waits_between_them() -> None:
+    found = told(read_in_the_middle)
+    assert [one.fix for one in found.plan] == ["graph"]  # the other alone gains nothing here
+    assert found.plan[0].needs == ("readback at read.py:1",)
+    assert found.plan[0].predicted.step == near(120 * 5, 0.1)
+
+
+def test_a_read_at_the_end_of_a_step_does_not_stand_in_the_way_of_a_graph() -> None:
+    found = told(lambda run: eager(run, 120).sync(at=[READ, *ITEM]))
+    assert found.plan[0].fix == "graph"
+    assert found.plan[0].needs == ()
+
+
+def test_a_busy_gpu_has_no_plan() -> None:
+    assert told(busy).plan == ()
+
+
+@pytest.mark.parametrize("body", PROGRAMS)
+def test_a_plan_only_goes_down(body: Callable[[Run], Any]) -> None:
+    found = told(body)
+    steps = [found.plain_step, *(one.predicted.step for one in found.plan)]
+    assert steps == sorted(steps, reverse=True)
+    for before, one in zip(steps, found.plan, strict=False):
+        assert one.gain == pytest.approx(before - one.predicted.step, abs=max(US, found.noise))
+        assert one.predicted.low <= one.predicted.step <= one.predicted.high
+
+
+@pytest.mark.parametrize("body", PROGRAMS)
+def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> None:
+    """Replayed at once, without any search."""
+
+    def within(run: Run) -> None:
+        with run.inside(TRAIN):
+            body(run)
+
+    timeline = loop(within, 8, device=H200)
+    story = Story.of(sample(whole_steps(ordinary_steps(timeline), None)), None, 8, ())
+    plan = explained(timeline).plan
+    named = [(one.fix, places(one)) for one in plan]
+    needed = [need for one in plan for need in one.needs if " at " in need]
+    chosen = [
+        one.edit
+        for one in candidates(story.scene, story.found)
+        if (one.fix, [str(place) for place in one.where]) in named
+        or f"{one.fix} at {', '.join(map(str, one.where))}" in needed
+    ]
+    assert len(chosen) >= len(plan)
+    if plan:
+        assert plan[-1].predicted == story.forecast.predict(reduce(or_, chosen))
+
+
+def test_a_set_is_found_whatever_stands_first() -> None:
+    """The order of the causes in the timeline decides nothing."""
+
+    def other_way_round(run: Run) -> None:
+        run.launch([1_000] * 9).sync(at=[OTHER, *ITEM]).sync(at=[READ, *ITEM]).work(2_000)
+
+    one, other = told(two_reads), told(other_way_round)
+    assert one.plan[-1].predicted.step == near(other.plan[-1].predicted.step / US, 0.001)
+
+
+# a loader
+
+
+def use(**given: Any) -> LoaderUse:
+    """Three workers, 430 ms a batch, 84 ms the rest of a turn: the program waits 60 ms for each of a hundred."""
+    usual: dict[str, Any] = {"place": "train.py:40", "workers": 3, "prefetch": 2, "batches": 100, "waited": 6_500 * MS}
+    times = {"began": 500 * MS, "in_worker": 430 * MS, "looped": 14_400 * MS, "cores": 16}
+    return LoaderUse(**(usual | times | given))
+
+
+def test_the_smallest_number_that_keeps_up() -> None:
+    assert use().turn == 84 * MS
+    assert use().enough == 6
+    assert use().enough * use().turn >= SPARE * use().in_worker > (use().enough - 1) * use().turn
+
+
+@pytest.mark.parametrize(("cores", "enough"), [(16, 6), (7, 6), (6, 5), (5, 4), (2, 3), (1, 3)])
+def test_there_are_no_more_workers_than_cores(cores: int, enough: int) -> None:
+    """One is for the program; and nobody is told to take fewer than today."""
+    assert use(cores=cores).enough == enough
+
+
+def test_a_loader_that_keeps_up_has_enough() -> None:
+    assert use(in_worker=100 * MS).enough == 3
+
+
+def test_of_a_loader_that_nobody_measured_nothing_is_said() -> None:
+    assert use(in_worker=-1).enough == -1
+    assert use(in_worker=-1).waits_with(9) == 6_000 * MS
+
+
+def test_the_slowest_part_of_the_queue_sets_the_pace() -> None:
+    """Of 430 ms a batch, three workers give one each 143 ms, and five one each 86."""
+    assert use().waits_with(3) == pytest.approx(100 * (430 / 3 - 84) * MS, rel=1e-6)
+    assert use().waits_with(5) == pytest.approx(100 * (430 / 5 - 84) * MS, rel=1e-6)
+    assert use().waits_with(6) == 0
+
+
+def run_of(time: float, busy: float) -> Part:
+    return Part(RUN, source="train.py", time=round(time * MS), busy=round(busy * MS), turns=1, turn=round(time * MS))
+
+
+def test_more_workers_come_first_and_gain_what_the_queue_says() -> None:
+    [fix] = with_loader((), [use()], run_of(26_000, 4_000), HEALTHY)
+    assert (fix.fix, places(fix), fix.causes) == ("num_workers=6", ["train.py:40"], ("input_late",))
+    assert fix.run_gain == 6_000 * MS
+    assert fix.predicted.step == HEALTHY.plain_step
+    assert "430 ms" in fix.advice
+    assert "3 workers" in fix.advice
+    assert "num_workers=6" in fix.code
+
+
+def test_of_more_workers_nothing_is_gained_beyond_what_the_gpu_waits() -> None:
+    [fix] = with_loader((), [use()], run_of(26_000, 23_000), HEALTHY)
+    assert fix.run_gain == 3_000 * MS
+
+
+@pytest.mark.parametrize("uses", [[], [use(in_worker=-1)], [use(in_worker=50 * MS)], [use(waited=600 * MS)]])
+def test_a_loader_that_keeps_up_is_not_in_the_plan(uses: list[LoaderUse]) -> None:
+    assert with_loader((), uses, run_of(26_000, 4_000), HEALTHY) == ()
+
+
+def test_without_a_watched_run_a_loader_says_nothing() -> None:
+    assert with_loader((), [use()], None, HEALTHY) == ()
+
+
+def test_more_workers_stand_in_the_plan_once() -> None:
+    step = Prediction(10 * MS, 9 * MS, 11 * MS)
+    before = PlannedFix("prepare_in_workers", (Where("train.py", 44),), ("input_late",), 5 * MS, step, 5 * MS)
+    other = PlannedFix("readback", (Where("train.py", 50),), ("host_sync",), 1 * MS, step, 1 * MS)
+    fix, rest = with_loader((before, other), [use()], run_of(26_000, 4_000), HEALTHY)
+    assert (fix.fix, fix.gain, fix.predicted, rest) == ("num_workers=6", 5 * MS, step, other)
+
+
+# how it is told
+
+TREE = Part(
+    RUN,
+    source="train.py",
+    time=26_000 * MS,
+    busy=4_000 * MS,
+    turns=1,
+    turn=26_000 * MS,
+    parts=(
+        Part(FIRST_USE, time=2_000 * MS, busy=0, turns=1, lines=(LineTime("train.py:9", 2_000 * MS, 0),)),
+        Part(
+            LOOP,
+            place="train.py:64",
+            source="for batch in loader:",
+            function="main",
+            began=2_000 * MS,
+            time=24_000 * MS,
+            busy=4_000 * MS,
+            turns=100,
+            at_least=True,
+            turn=240 * MS,
+            low=84 * MS,
+            high=251 * MS,
+            warm_up=2,
+            warm_up_time=700 * MS,
+            slow=SlowTurns(33, 3.0, True, 195 * MS, 6_435 * MS, "train.py:64"),
+            lines=(LineTime("train.py:64", 10_000 * MS, 9_000 * MS, "__next__"),),
+            parts=(Part(LINE, place="train.py:70", time=1),),
+        ),
+    ),
+)  # fmt: skip
+
+
+def test_the_tree_as_json() -> None:
+    said = json.loads(json.dumps(run_as_json(TREE)))
+    assert (said["kind"], said["time"], said["busy"], said["turns"]) == ("run", 26.0, 4.0, 1)
+    first, batches = said["parts"]
+    assert (first["kind"], first["where"]) == ("first use of the GPU", "")
+    assert (batches["turns"], batches["turn"], batches["low"], batches["high"]) == (100, 240.0, 84.0, 251.0)
+    assert batches["warm_up"] == {"turns": 2, "time": 0.7}
+    assert batches["slow"]["every"] == 3.0
+    assert batches["lines"] == [{"where": "train.py:64", "time": 10.0, "idle": 9.0, "call": "__next__"}]
+    assert (batches["parts"][0]["busy"], batches["parts"][0]["turns"]) == (None, None)
+    assert run_as_json(None) is None
+
+
+def known(diagnosis: Diagnosis) -> Diagnosis:
+    marks = PlainRun("optimizer", 98, step=diagnosis.plain_step, low=1, high=1 << 40, warm_up=2)
+    return replace(diagnosis, run=TREE, plain_runs={0: marks})
+
+
+def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
+    found = known(told(two_reads))
+    rows = planned(found)
+    assert [row["fix"] for row in rows] == ["readback", "readback"]
+    assert [row["where"] for row in rows] == [places(one) for one in found.plan]
+    assert rows[-1]["step"] == pytest.approx(9.0, rel=0.01)
+    gains = [one.gain for one in found.plan]
+    assert [row["run"] for row in rows] == [
+        pytest.approx(26.0 - 100 * sum(gains[: count + 1]) / 1e9, abs=0.002) for count in range(2)
+    ]
+    assert [row["gain"] for row in rows] == [pytest.approx(gain / 1e6) for gain in gains]
+
+
+def test_what_more_workers_save_is_the_runs_own() -> None:
+    plan = with_loader((), [use()], TREE, HEALTHY)
+    [row] = planned(replace(HEALTHY, plan=plan, run=TREE))
+    assert (row["run"], row["gain"]) == (20.0, 0.0)
+
+
+def test_where_the_run_was_not_watched_nothing_is_said_of_it() -> None:
+    assert {row["run"] for row in planned(told(two_reads))} == {None}
+
+
+def test_the_plan_and_the_tree_keep_to_the_schema() -> None:
+    reference = Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json"
+    said = json.loads(as_json.render(known(told(two_reads))))
+    Draft202012Validator(json.loads(reference.read_text())).validate(said)
+    assert said["run"]["parts"][1]["where"] == "train.py:64"
+    assert len(said["plan"]) == 2
+
+
+def test_a_run_and_its_loaders_come_back_from_a_file() -> None:
+    timeline = loop(two_reads, 8, device=H200, run=TREE, loaders=(use(), use(in_worker=-1)))
+    again = from_bytes(to_bytes(timeline))
+    assert (again.facts.run, again.facts.loaders) == (TREE, timeline.facts.loaders)
+
+
+def test_a_run_that_was_watched_is_explained_with_its_tree_and_its_loader() -> None:
+    timeline = loop(two_reads, 8, device=H200, run=TREE, loaders=(use(),))
+    found = explained(timeline)
+    assert found.run == TREE
+    assert [one.fix for one in found.plan] == ["num_workers=6", "readback", "readback"]
+    assert found.plan[0].run_gain == 6_000 * MS
+
+
+def test_only_what_is_planned_leaves_the_harmless_ones() -> None:
+    found = told(two_reads)
+    some = [replace(one, causes=("allocator",)) for one in found.plan]
+    assert without_planned(found.harmless, some) == found.harmless
