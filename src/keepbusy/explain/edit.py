@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.explain.rules import rule
-from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Mask, Timeline
+from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Links, Mask, Timeline, next_kept
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 UNLIMITED = 1 << 62
@@ -111,7 +111,24 @@ def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
                 lane[rows] = len(lanes)
                 device = None if one == SideLane.WORKERS else 0
                 lanes.append(Lane(of_rank, device, -one, f"side lane: {one.name.lower()}"))
-    links = timeline.links
+    links = timeline.links if not timeline.facts.one_turn else _with_readers(timeline, side)
     cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
+    cut &= np.arange(len(links)) < len(timeline.links)
     spans = timeline.spans.change(lane=lane, lag=np.where(moved, 0, timeline.spans.lag))
     return timeline.change(lanes=tuple(lanes), spans=spans, links=links.take(np.flatnonzero(~cut)))
+
+
+def _with_readers(timeline: Timeline, side: Ints) -> Links:
+    """A script that is one turn has no turn before it in which to fetch: what follows a copy still waits for it."""
+    copies = np.flatnonzero(side == SideLane.FETCH)
+    stays = (side == SideLane.STAY) & timeline.on_device
+    reader = next_kept(timeline.spans.lane, stays)[copies]
+    known = (reader != NONE) & (reader > copies)
+    order = Links.of(
+        int(known.sum()),
+        source=copies[known],
+        target=reader[known],
+        kind=np.full(int(known.sum()), LinkKind.ORDER),
+        lag=np.zeros(int(known.sum()), np.int64),
+    )
+    return Links.concatenate([timeline.links, order])

@@ -224,11 +224,11 @@ class Timeline:
         launched = (self.links.kind == LinkKind.LAUNCH) & ~kept[self.links.source]
         alive = kept[target] & (source != NONE) & ~launched
         links = self.links.take(alive).change(source=new[source[alive]], target=new[target[alive]])
-        marks = new[_next_kept(self.spans.lane, kept)[self.marks]] if len(self.marks) else self.marks
+        marks = new[next_kept(self.spans.lane, kept)[self.marks]] if len(self.marks) else self.marks
         return replace(self, spans=self.spans.take(np.flatnonzero(kept)), links=links, marks=marks)
 
 
-def _next_kept(lane: Ints, kept: Mask) -> Ints:
+def next_kept(lane: Ints, kept: Mask) -> Ints:
     """Of each row: itself if it is kept, else the next kept row on its lane; past the last one, the last kept one."""
     after = _last_kept_before(lane[::-1], kept[::-1])[::-1]
     after = np.where(after == NONE, NONE, len(lane) - 1 - after)

@@ -9,7 +9,7 @@ measured, and the others keep no more than what is typical.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -46,6 +46,7 @@ class Replayed:
     end: Ints
     progress: Ints  # a row a mark, a column a lane
     rounds: int
+    lasted: Ints | None = None  # of what does not repeat itself: of each lane, from the beginning to its last end
 
     @property
     def pace(self) -> float:
@@ -60,6 +61,8 @@ class Replayed:
     @property
     def _paces(self) -> npt.NDArray[np.float64]:
         """Of each lane, nanoseconds a step, between the same mark of two rounds."""
+        if self.lasted is not None:
+            return self.lasted.astype(np.float64)
         per_round, last = len(self.progress) // self.rounds, len(self.progress) - 1
         first = last - max(1, self.rounds - max(1, self.rounds // 3) - 1) * per_round
         moved = self.progress[first] > NEVER // 2
@@ -78,10 +81,23 @@ def pace(timeline: Timeline, steps: int = STEPS) -> float:
 
 
 def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
-    """The rows replayed until this many steps have passed, and at least twice; a step of very many rows less often."""
+    """The rows replayed until this many steps have passed, and at least twice; a step of very many rows less often.
+
+    A script that is one turn is replayed once: nothing of it runs into a turn after it.
+    """
+    if timeline.facts.one_turn:
+        return _once(timeline)
     per_round = len(timeline.marks_of(timeline.ranks[0]))
     wanted, most = -(-steps // per_round) + 1, MOST_ROWS // max(1, len(timeline))
     return run(timeline, max(2, min(wanted, max(3, most))), brief=True)
+
+
+def _once(timeline: Timeline) -> Replayed:
+    done = run(timeline, brief=True)
+    known = done.end > NEVER // 2
+    lasted = np.zeros(len(timeline.lanes), np.int64)
+    np.maximum.at(lasted, timeline.spans.lane[known], done.end[known] - done.start[known].min())
+    return replace(done, lasted=lasted)
 
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
