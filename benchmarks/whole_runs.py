@@ -1,6 +1,6 @@
 """Whole runs of programs that nobody here wrote: plain, then under keepbusy, and what the report says first.
 
-    python benchmarks/whole_runs.py PROGRAMS.json --out FOLDER [--seconds 400] [NAME ...]
+    python benchmarks/whole_runs.py PROGRAMS.json [NAME ...] --out FOLDER [--seconds 400]
 
 PROGRAMS.json lists them: [{"name", "folder" (beside the file), "command": ["python", "train.py", ...]}, ...]. A file
 `prepare.sh` in a program's folder is sourced first. Where the first fix is a number of workers and the command has
