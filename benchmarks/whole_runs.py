@@ -24,14 +24,21 @@ PREPARE = "[ -f prepare.sh ] && . ./prepare.sh >/dev/null 2>&1; env -0"
 def timed(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[float, str]:
     began = time.perf_counter()
     done = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
     )
     return time.perf_counter() - began, done.stdout
 
 
 def measure(program: dict[str, Any], root: Path, out: Path) -> None:
     folder, command = root / program["folder"], [str(one) for one in program["command"]]
-    shown = subprocess.run(["bash", "-c", PREPARE], cwd=folder, capture_output=True).stdout.decode()
+    shown = subprocess.run(["bash", "-c", PREPARE], check=False, cwd=folder, capture_output=True).stdout.decode()
     environment = {**os.environ, **dict(one.split("=", 1) for one in shown.split("\0") if "=" in one)}
     kept = out / f"{program['name']}.busy"
     plain, _ = timed(command, folder, environment)
@@ -42,7 +49,7 @@ def measure(program: dict[str, Any], root: Path, out: Path) -> None:
     if not kept.exists():
         return
     said = json.loads(
-        subprocess.run([*keepbusy, "explain", str(kept), "--json"], capture_output=True, text=True).stdout
+        subprocess.run([*keepbusy, "explain", str(kept), "--json"], capture_output=True, text=True, check=False).stdout
     )
     run, first = said.get("run") or {}, (said["plan"] or [{}])[0]
     print(f"  run {run.get('time')} s, GPU at work {run.get('busy')} s; first {first.get('fix')}: {first.get('run')} s")
