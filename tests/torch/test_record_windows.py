@@ -9,7 +9,7 @@ import pytest
 
 from keepbusy.recording.occasions import Occasion
 from keepbusy.recording.recorded_run import TRACE, facts_in
-from keepbusy.recording.recorder import AFTER, Options, Run
+from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, Options, Run
 from keepbusy.recording.window import RECORDED, SETTLING
 from keepbusy.timeline.run_facts import STALL
 
@@ -27,17 +27,17 @@ def always(count: int) -> Occasion:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_where_graphs_are_replayed_there_is_one_window(tmp_path: Path, graphs: bool) -> None:
-    run = Run(Options(str(tmp_path), after=AFTER))
+    run = Run(Options(str(tmp_path), after=STEPS_BEFORE_WINDOW))
     run.marks._ends.replayed = graphs
-    stepping(run, always, steps=AFTER + SETTLING + RECORDED + 5)
+    stepping(run, always, steps=STEPS_BEFORE_WINDOW + SETTLING + RECORDED + 5)
     assert (run.folder / TRACE).exists()
     assert (run.folder / "2" / TRACE).exists() is not graphs
     assert run.notes == []
 
 
 def test_what_was_known_when_a_window_opened_is_left(tmp_path: Path) -> None:
-    run = Run(Options(str(tmp_path), after=AFTER))
-    stepping(run, always, steps=AFTER + 1)
+    run = Run(Options(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    stepping(run, always, steps=STEPS_BEFORE_WINDOW + 1)
     assert run.window.is_open
-    assert (facts_in(run.folder)["steps"], facts_in(run.folder)["closed"]) == (AFTER, False)
+    assert (facts_in(run.folder)["steps"], facts_in(run.folder)["closed"]) == (STEPS_BEFORE_WINDOW, False)
     run._give_way()

@@ -1,4 +1,8 @@
-"""`with keepbusy.record() as run`: a stretch of a program, or of a notebook, looked at from within."""
+"""A program on a real GPU, from its first step on: the run is watched throughout, and a few turns are recorded closely.
+
+Further windows open where the first one could not see what makes the GPU wait: in a loop that takes no step, around a
+step that is rare, and once steps have changed for good (`occasions.py`). `Session` does the same from within.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,21 +32,13 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import DRIFT, LOOP
 
-if TYPE_CHECKING:
-    pass
-
-
-# A program on a real GPU, from its first step on: marks throughout, a window once it is warm, and what both leave.
-#
-# Further windows open where the marks have seen something that the first one could not: see `occasions.py`.
-
-AFTER = 8
+STEPS_BEFORE_WINDOW = 8
 """Steps before the window opens: memory, kernels and states are made in the first ones."""
-LATEST = 16
+STEPS_BEFORE_WINDOW_AT_MOST = 16
 """A run whose steps are not alike by then is looked at as it is."""
-ALIKE = 5
-_LEFT_EVERY, _RARELY = 10_000_000_000, 200
-"""How long after it was last written down what is known is written again, and so many times as long as that took."""
+STEADY_STEPS = 5
+_WRITTEN_EVERY, _TIMES_ITS_COST = 10_000_000_000, 200
+"""Facts are written down again after so many seconds, and after so many times as long as writing them took."""
 _QUIET = "99"
 FIRST_ASKED, ASKED_AGAIN = 3_000_000_000, 1.5
 """How long after the run's beginning it is asked which loops were not looked at, and again after so many times that."""
@@ -199,7 +195,7 @@ class Run:
             facts["run"] = asdict(tree_of(self.loops.looks, busy))
         write_facts(self.folder, facts)
         ended = self.window.clock()
-        self._leave_again = ended + max(_LEFT_EVERY, _RARELY * (ended - began))
+        self._leave_again = ended + max(_WRITTEN_EVERY, _TIMES_ITS_COST * (ended - began))
 
     def _facts(self) -> dict[str, Any]:
         rank, world = self._rank_and_world()
@@ -259,7 +255,7 @@ class Run:
 
     @property
     def _after(self) -> int:
-        return AFTER if self.options.after is None else self.options.after
+        return STEPS_BEFORE_WINDOW if self.options.after is None else self.options.after
 
     def _on_step(self, count: int) -> None:
         """Called by the marks. Whatever goes wrong here is ours, and no business of the program's."""
@@ -308,7 +304,7 @@ class Run:
         if self.others.at_work or count < self._after:
             return False
         told = self._rank_and_world()[1] > 1 or self.options.after is not None
-        return told or count >= LATEST or self.marks.steady(ALIKE)
+        return told or count >= STEPS_BEFORE_WINDOW_AT_MOST or self.marks.steady(STEADY_STEPS)
 
     def _give_way(self) -> None:
         self.loops.follow(frozenset(), None)
