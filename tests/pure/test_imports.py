@@ -24,9 +24,10 @@ ROOMS = {
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),
     "report": ({"timeline", "explain.diagnosis", "explain.comparison"}, {"numpy", "rich"}),
+    "fix": ({"instrument", "runtime", "timeline.errors", "explain.diagnosis"}, {"torch", "libcst"}),
     "runtime": (set(), {"torch"}),
     "cli": (
-        {"timeline", "instrument", "traces", "recording", "virtual", "explain", "report", "runtime", "cli"},
+        {"timeline", "instrument", "traces", "recording", "virtual", "explain", "report", "fix", "runtime", "cli"},
         {"rich", "torch"},
     ),
 }
@@ -114,8 +115,19 @@ STILL_TWICE = {
     *("copies", "host_threads", "machine", "values"),
 }
 """Classes and modules whose name is taken twice today; none may be added."""
-MOST_LINES, MOST_LINES_BESIDE_THE_ENGINES = 28_100, 16_000
-"""The house is to come down to 22,000, and to 11,000 without `virtual` and `runtime`."""
+LINES = {
+    "timeline": 2093,
+    "traces": 2428,
+    "instrument": 937,
+    "recording": 3810,
+    "virtual": 8592,
+    "explain": 2964,
+    "report": 2041,
+    "runtime": 3560,
+    "cli": 1536,
+    "fix": 0,
+}
+"""What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
 
 def _classes() -> list[tuple[str, ast.ClassDef]]:
@@ -156,8 +168,7 @@ def test_the_house_does_not_grow() -> None:
     lines = Counter[str]()
     for path in FILES:
         lines[room_of(path)] += len(path.read_text(encoding="utf-8").splitlines())
-    assert lines.total() <= MOST_LINES
-    assert lines.total() - lines["virtual"] - lines["runtime"] <= MOST_LINES_BESIDE_THE_ENGINES
+    assert {room: held for room, held in lines.items() if room in LINES and held > LINES[room]} == {}
 
 
 def _module(path: Path) -> str:
