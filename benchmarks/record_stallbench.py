@@ -164,16 +164,17 @@ def live(path: Path, options: argparse.Namespace) -> None:
 
 
 def keepbusy_run(path: Path, options: argparse.Namespace, tell: int) -> int:
-    from keepbusy.cli import main, recorded
+    from keepbusy.cli import main
+    from keepbusy.cli.program import supervised_run
 
-    supervise: Callable[..., int] = recorded.supervise
+    supervise: Callable[..., int] = supervised_run.supervise
 
     def announced(*given: Any) -> int:
         status = supervise(*given)
         os.close(tell)
         return status
 
-    recorded.supervise = announced
+    supervised_run.supervise = announced
     try:
         return main(["run", "--json", "--save", str(options.out / f"{path.stem}.busy"), str(path)])
     except SystemExit as end:

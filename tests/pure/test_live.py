@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from screens import PaperScreen
 
-from keepbusy.cli.live import latest, live
+from keepbusy.cli.program.live import latest, live
 from keepbusy.report.live_line import BottomLine, line
 from keepbusy.timeline.plain_run import Figures, FiguresFile
 

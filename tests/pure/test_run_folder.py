@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.cli import launch
+from keepbusy.cli.program import launch
 from keepbusy.instrument import children
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput

@@ -22,7 +22,7 @@ SOURCES = HERE.parents[1] / "src"
 
 PRETENCE = """\
 import sys
-import keepbusy.cli.recorded as recorded
+import keepbusy.cli.program.supervised_run as recorded
 import keepbusy.recording.recorded_run as left
 recorded.is_possible = lambda: True
 real = left._trace

@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from keepbusy import __version__
-from keepbusy.cli import compare, doctor, explain, export, run
-from keepbusy.cli.output import HUNG_UP, complain, sentence_of, show
+from keepbusy.cli.console.output import HUNG_UP, complain, sentence_of, show
 from keepbusy.timeline.errors import BadInput
 
 FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
+VERBS = {
+    "explain": "which line makes the GPU wait, and what fixing it gains",
+    "run": "run a program and explain the run: on the GPU there is, or else on a virtual one",
+    "compare": "what changed between two runs, cause by cause",
+    "export": "write a run for Perfetto, or as JSON or CSV",
+    "doctor": "measure what this machine can do, and find settings that harm",
+}
+"""Each is a file here, which is imported once its verb is called: it holds `add_arguments`, `run` and EXAMPLES."""
 DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, and what fixing it gains."
 EXAMPLES = """\
 to begin with:
@@ -33,8 +41,8 @@ exit codes: 0 fine, 2 something was wrong with the input, 3 a bug of keepbusy
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     try:
-        parser = _parser()
         given = sys.argv[1:] if arguments is None else arguments
+        parser = _parser(given)
         if not given:
             show((parser.format_help(),))
             return FINE
@@ -57,21 +65,18 @@ class _Parser(argparse.ArgumentParser):
         raise BadInput(f"{message}. `{self.prog} --help` shows how it goes.")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """Of all verbs by name; of the one that is called, with what it takes."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="keepbusy", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"keepbusy {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (explain, run, compare, export, doctor):
-        name = verb.__name__.rpartition(".")[2]
-        one = verbs.add_parser(
-            name,
-            help=verb.SUMMARY,
-            description=verb.__doc__,
-            epilog=verb.EXAMPLES,
-            formatter_class=raw,
-            allow_abbrev=False,
-        )
-        verb.add_arguments(one)
-        one.set_defaults(run=verb.run)
+    called = next((word for word in given if not word.startswith("-")), None)
+    for name, summary in VERBS.items():
+        one = verbs.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
+        if name == called:
+            verb = import_module(f"keepbusy.cli.{name}")
+            one.description, one.epilog = verb.__doc__, verb.EXAMPLES
+            verb.add_arguments(one)
+            one.set_defaults(run=verb.run)
     return parser

@@ -11,15 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.explain import explained
-from keepbusy.cli.output import screen
-from keepbusy.cli.sources import open_timeline, progress
+from keepbusy.cli.console.explanation import explained
+from keepbusy.cli.console.output import screen
+from keepbusy.cli.console.sources import open_timeline, progress
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
 
 
-SUMMARY = "what changed between two runs, cause by cause"
 EXAMPLES = """\
 examples:
   keepbusy compare before.busy after.busy

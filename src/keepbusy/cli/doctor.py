@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.output import replacing
+from keepbusy.cli.console.output import replacing
 from keepbusy.report.words import duration
 from keepbusy.timeline.errors import BadInput
 from keepbusy.virtual.costs import device
@@ -94,7 +94,6 @@ def _time(nanoseconds: int) -> str:
     return f"{max(nanoseconds, 1)} ns"
 
 
-SUMMARY = "measure what this machine can do, and find settings that harm"
 EXAMPLES = """\
 examples:
   keepbusy doctor

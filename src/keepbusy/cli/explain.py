@@ -7,20 +7,12 @@ import shlex
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from keepbusy.cli import values
-from keepbusy.cli.output import Screen, check_place, screen
-from keepbusy.cli.sources import SAVED, Progress, matches, open_timeline, progress
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Timeline
-
-if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis
-
+from keepbusy.cli.console import values
+from keepbusy.cli.console.explanation import check_name, explained, rendered, save
+from keepbusy.cli.console.sources import matches, open_timeline, progress
 
 WORKERS = 8
-SUMMARY = "which line makes the GPU wait, and what fixing it gains"
 EXAMPLES = """\
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0
@@ -70,38 +62,6 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     return (text, "\n")
 
 
-def check_name(path: Path) -> None:
-    if path.suffix != SAVED:
-        raise BadInput(f"--save {path}: a saved run is named *{SAVED}, so that it is known again.")
-    check_place(path)
-
-
-def explained(
-    timeline: Timeline,
-    plain_step: int | None = None,
-    what_if: Sequence[str] = (),
-    workers: int = 8,
-    on_progress: Progress | None = None,
-) -> Diagnosis:
-    """The room is imported when it is needed, so that the command begins at once."""
-    from keepbusy.explain import explain
-
-    return explain(timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress)
-
-
-def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:
-    if json:
-        from keepbusy.report import as_json
-
-        return as_json.render(diagnosis)
-    from keepbusy.report import terminal
-
-    shape = shape or screen()
-    return terminal.render(
-        diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=shape.is_terminal
-    )
-
-
 def _again(options: argparse.Namespace) -> str:
     """The command that shows this report again."""
     asked = ["--what-if", ",".join(options.what_if)] if options.what_if else []
@@ -122,11 +82,3 @@ def _beginning(names: Sequence[str]) -> str:
     """What all of them begin with."""
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     return "".join(letters[0] for letters in alike)
-
-
-def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
-    from keepbusy.timeline import busy_file
-
-    if plain_step is not None:
-        timeline = timeline.change_facts(plain_step=plain_step)
-    busy_file.save(timeline, path)

@@ -11,13 +11,15 @@ import argparse
 import gzip
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from keepbusy.cli.explain import explained
-from keepbusy.cli.output import check_place, replacing
-from keepbusy.cli.sources import open_timeline, progress
-from keepbusy.timeline.model import Timeline
+from keepbusy.cli.console.explanation import explained
+from keepbusy.cli.console.output import check_place, replacing
+from keepbusy.cli.console.sources import open_timeline, progress
 
-SUMMARY = "write a run for Perfetto, or as JSON or CSV"
+if TYPE_CHECKING:
+    from keepbusy.timeline.model import Timeline
+
 EXAMPLES = """\
 examples:
   keepbusy export run.busy --to perfetto -o run.json.gz

@@ -12,9 +12,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from keepbusy.cli import launch, recorded, values
-from keepbusy.cli.explain import check_name, explained, rendered, save
-from keepbusy.cli.output import StandardStreams, sentence_of
+from keepbusy.cli.console import values
+from keepbusy.cli.console.explanation import check_name, explained, rendered, save
+from keepbusy.cli.console.output import StandardStreams, sentence_of
+from keepbusy.cli.program import launch, supervised_run
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
 
 
-SUMMARY = "run a program and explain the run: on the GPU there is, or else on a virtual one"
 EXAMPLES = """\
 examples:
   keepbusy run train.py --epochs 1
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         options.save_at = options.save.absolute()  # the program may go elsewhere
     if not options.module:
         script.find(options.script)
-    real = options.on == "auto" and recorded.is_possible()
+    real = options.on == "auto" and supervised_run.is_possible()
     if options.live and not real:
         raise BadInput(
             "--live shows what a real GPU does while it does it, and this run has a virtual one; leave it out."
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         sys.exit(launch.launch(options.ranks, _command(options)))
     streams = StandardStreams()
     if real:
-        recorded.run(
+        supervised_run.run(
             options,
             streams,
             lambda: _program(options),

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Timeline
+
+if TYPE_CHECKING:
+    from keepbusy.timeline.model import Timeline
 
 SAVED = ".busy"
 Progress: TypeAlias = Callable[[str, float], None]

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from keepbusy.cli import launch
-from keepbusy.cli.live import live
-from keepbusy.cli.output import StandardStreams, screen, show
+from keepbusy.cli.console.output import StandardStreams, screen, show
+from keepbusy.cli.program import launch
+from keepbusy.cli.program.live import live
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline

@@ -1,0 +1,55 @@
+"""A timeline explained, shown and kept, as all verbs do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepbusy.cli.console.output import Screen, check_place, screen
+from keepbusy.cli.console.sources import SAVED, Progress
+from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.timeline.model import Timeline
+
+
+def explained(
+    timeline: Timeline,
+    plain_step: int | None = None,
+    what_if: Sequence[str] = (),
+    workers: int = 8,
+    on_progress: Progress | None = None,
+) -> Diagnosis:
+    """The room is imported when it is needed, so that the command begins at once."""
+    from keepbusy.explain import explain
+
+    return explain(timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress)
+
+
+def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:
+    if json:
+        from keepbusy.report import as_json
+
+        return as_json.render(diagnosis)
+    from keepbusy.report import terminal
+
+    shape = shape or screen()
+    return terminal.render(
+        diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=shape.is_terminal
+    )
+
+
+def check_name(path: Path) -> None:
+    if path.suffix != SAVED:
+        raise BadInput(f"--save {path}: a saved run is named *{SAVED}, so that it is known again.")
+    check_place(path)
+
+
+def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
+    from keepbusy.timeline import busy_file
+
+    if plain_step is not None:
+        timeline = timeline.change_facts(plain_step=plain_step)
+    busy_file.save(timeline, path)
