@@ -23,7 +23,10 @@ ROOMS = {
     "recording": ({"timeline", "instrument", "traces"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),
-    "report": ({"timeline", "explain.diagnosis", "explain.comparison"}, {"numpy", "rich"}),
+    "report": (
+        {"timeline", "explain.diagnosis", "explain.comparison", "explain.edit", "explain.turns"},
+        {"numpy", "rich"},
+    ),
     "fix": ({"instrument", "runtime", "timeline.errors", "explain.diagnosis"}, {"torch", "libcst"}),
     "runtime": (set(), {"torch"}),
     "cli": (
@@ -121,7 +124,7 @@ LINES = {
     "instrument": 937,
     "recording": 3810,
     "virtual": 8592,
-    "explain": 2964,
+    "explain": 3184,
     "report": 2041,
     "runtime": 3560,
     "cli": 1552,

@@ -32,10 +32,12 @@ def explain(
     workers: int = 8,
     on_progress: Say | None = None,
     mend: Sequence[str] = (),
+    turns: bool = False,
 ) -> Diagnosis:
     """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it.
 
-    `what_if` names causes: the step is predicted with just these fixed. (`mend` is its old name.)
+    `what_if` names causes: the step is predicted with just these fixed. (`mend` is its old name.) `turns`: what was
+    explained is to be drawn, so the diagnosis holds it as well.
 
     A run that was recorded live knows its own plain step. Where that does not fit what was recorded, the recorded
     steps are explained as they are, and a note says so: better than to tell nothing.
@@ -44,14 +46,16 @@ def explain(
     _refuse_nonsense(plain_step, what_if, workers)
     say, known = on_progress or _quiet, timeline.facts.plain_step
     if plain_step is not None or known is None:
-        return _explained(timeline, plain_step, what_if, workers, say)
+        return _explained(timeline, plain_step, what_if, workers, say, turns)
     try:
-        return _explained(timeline, known, what_if, workers, say)
+        return _explained(timeline, known, what_if, workers, say, turns)
     except BadInput as misfit:
-        return _explained(as_recorded(timeline, misfit), None, what_if, workers, say)
+        return _explained(as_recorded(timeline, misfit), None, what_if, workers, say, turns)
 
 
-def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int, say: Say) -> Diagnosis:
+def _explained(
+    timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int, say: Say, turns: bool
+) -> Diagnosis:
     say("finding the steps", 0.0)
     whole = whole_steps(ordinary_steps(timeline), plain_step)
     window = sample(whole)
@@ -70,14 +74,15 @@ def _explained(timeline: Timeline, plain_step: int | None, what_if: Sequence[str
         plan=plan,
         harmless=without_planned(ordinary.harmless, plan),
         run=run,
-        loops=_loops(timeline, workers, run),
+        loops=_loops(timeline, workers, run, turns),
+        turns=story.turns() if turns else None,
     )
     rare = rare_of(timeline, ordinary, workers)
     notes = (*ordinary.notes, *left_unexplained(timeline, rare))
     return replace(ordinary, rare=rare, later=later_of(timeline, workers), notes=notes)
 
 
-def _loops(timeline: Timeline, workers: int, run: Part | None) -> tuple[LoopDiagnosis, ...]:
+def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> tuple[LoopDiagnosis, ...]:
     """Other loops of the run that were looked at, each explained by its own turns."""
     found = []
     for one in timeline.further:
@@ -86,7 +91,7 @@ def _loops(timeline: Timeline, workers: int, run: Part | None) -> tuple[LoopDiag
         place = one.facts.reason.place
         turns = next((part.turns for part in run.within() if part.place == place), 0) if run else 0
         with suppress(BadInput):
-            found.append(LoopDiagnosis(place, turns, explain(one, workers=workers)))
+            found.append(LoopDiagnosis(place, turns, explain(one, workers=workers, turns=drawn)))
     return tuple(found)
 
 

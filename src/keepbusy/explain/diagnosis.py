@@ -1,4 +1,4 @@
-"""What an explanation says. Plain data: no timeline, no arrays; reports are made of this alone.
+"""What an explanation says. Plain data, of which reports are made; only who draws the turns asks for them too.
 
 Times are nanoseconds a step, of the plain step (the run without a profiler).
 """
@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_tree import Part
+
+if TYPE_CHECKING:
+    from keepbusy.explain.edit import Edit
+    from keepbusy.explain.turns import Turns
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -127,6 +132,7 @@ class PlannedFix:
     advice: str = ""
     code: str = ""
     api: str = ""
+    edit: Edit | None = field(default=None, compare=False, repr=False)  # what it changes in the turns explained
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,7 @@ class Diagnosis:
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
+    turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
 
     @property
     def waiting(self) -> int:

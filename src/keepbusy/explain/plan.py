@@ -244,6 +244,7 @@ def _planned(
         advice=one.remedy.advice,
         code=one.remedy.code,
         api=one.remedy.api,
+        edit=one.edit,
     )
 
 
@@ -302,5 +303,6 @@ def with_loader(
         f"and there are {use.workers} workers and {use.cores} cores.",
         code=f"DataLoader(..., num_workers={use.enough}, pin_memory=True, persistent_workers=True)",
         api="torch.utils.data.DataLoader",
+        edit=in_step.edit if in_step else None,
     )
     return (fix, *rest)

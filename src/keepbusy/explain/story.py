@@ -33,6 +33,7 @@ from keepbusy.explain.plain import Plain, other_view, plain_run
 from keepbusy.explain.remedies import CHECKPOINT, remedy_for, what_happened
 from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import Scene
+from keepbusy.explain.turns import Blame, Turns, turns_of
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
@@ -122,6 +123,12 @@ class Story:
         """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
         claimed = [cause for cause in self.found if self.gain(cause) > self.forecast.noise]
         return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in GENERAL))
+
+    def turns(self) -> Turns:
+        """The turns that were replayed, for who draws them. The causes that gain something come first."""
+        causes = dict.fromkeys([*self._named(), *self.found])
+        blames = [Blame(cause, self.found[cause].edit, self.found[cause].rows) for cause in causes]
+        return turns_of(self.scene.timeline, self.plain.ratio, blames)
 
     def _all(self, named: Sequence[str]) -> Edit:
         """All that are named, or the first alone where the others would only crowd the lane that it moves to."""

@@ -1,0 +1,199 @@
+"""The turns that were explained, for those who draw them: where each span belongs in the program, and why each gap is.
+
+A gap's cause is found as everything here is: each cause is fixed alone, and the one whose fix takes most of the gap
+away gives it its name. That is a picture's truth: the sums are in the ledger, where waits that two causes share are
+counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepbusy.explain.diagnosis import CAUSES, Where
+from keepbusy.explain.edit import Edit, SideLane, apply
+from keepbusy.timeline.frame_roles import Owner, Role, source_line
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.replay import Replayed, steady
+
+NO_CAUSE = CAUSES.index("unknown")
+GENERAL = ("launch_bound", "host_work")
+"""Causes whose fix takes nearly every gap away: a gap bears their name where no other fix takes half of it."""
+HALF = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Whole turns without their recorder. Columns have a place for each row of the timeline."""
+
+    timeline: Timeline
+    ratio: float  # of the plain step to what the unchanged timeline replays to
+    places: tuple[Where, ...]  # lines of the program
+    place: Ints  # which of them each row belongs to, or NONE
+    call: Ints  # the name of what the program called there, or NONE
+    cause: Ints  # of the command that ends a gap: which of CAUSES the gap has
+    rest: Ints  # which of them what is left of it has once that one is fixed
+    culprit: Ints  # of the same command: the row to blame, or NONE
+    aside: Ints  # of a copy or a collective that should run beside the compute: which of CAUSES says so
+
+
+@dataclass(frozen=True, eq=False)
+class Blame:
+    """A cause's edit, and the rows to blame for it."""
+
+    cause: str
+    edit: Edit
+    rows: Ints
+
+
+def turns_of(timeline: Timeline, ratio: float, blames: Sequence[Blame]) -> Turns:
+    """`blames`: of each cause that was found, those that gain something first."""
+    places, place, call = _places(timeline)
+    cause, rest, culprit = _causes(timeline, blames)
+    aside = np.full(len(timeline), NONE, np.int64)
+    moved_to = (SideLane.FETCH, SideLane.RETURN, SideLane.WIRE)
+    for one in reversed(blames):
+        aside[np.isin(one.edit.lane, moved_to) & timeline.on_device] = CAUSES.index(one.cause)
+    return Turns(timeline, ratio, places, place, call, cause, rest, culprit, aside)
+
+
+def _causes(timeline: Timeline, blames: Sequence[Blame]) -> tuple[Ints, Ints, Ints]:
+    gaps = idle_before(timeline, steady(timeline))
+    cause, rest, culprit = (np.full(len(timeline), NONE, np.int64) for _ in range(3))
+    ends = np.flatnonzero(gaps > 0)
+    if not len(ends):
+        return cause, rest, culprit
+    taken = np.array([_taken(timeline, one.edit, gaps)[ends] for one in blames], np.int64).reshape(len(blames), -1)
+    numbers = np.array([CAUSES.index(one.cause) for one in blames] + [NO_CAUSE], np.int64)
+    first, second = _two_best(blames, taken, gaps[ends])
+    cause[ends], rest[ends] = numbers[first], numbers[second]
+    for index, one in enumerate(blames):
+        mine = ends[first == index]
+        if len(mine) and len(one.rows):
+            # the last of its rows before the command was issued; before the first of them, the last of the turn before
+            culprit[mine] = one.rows[np.searchsorted(one.rows, mine) - 1]
+    return cause, rest, culprit
+
+
+def _taken(timeline: Timeline, edit: Edit, gaps: Ints) -> Ints:
+    """How much of each gap the edit takes away."""
+    changed = apply(timeline, edit)
+    left = np.zeros(len(timeline), np.int64)
+    left[~edit.drop] = idle_before(changed, steady(changed))
+    return np.clip(gaps - left, 0, gaps)
+
+
+def _two_best(blames: Sequence[Blame], taken: Ints, gaps: Ints) -> tuple[Ints, Ints]:
+    """The first of the particular causes that takes half of a gap, else the one that takes most; and the next one."""
+    none = len(blames)
+    general = np.array([one.cause in GENERAL for one in blames], bool)[:, None]
+    weight = np.where(taken >= HALF * gaps, taken + np.where(general, 0, gaps), taken).astype(np.float64)
+    weight = np.concatenate([np.where(taken > 0, weight, 0.0), np.full((1, len(gaps)), 0.5)])
+    order = np.argsort(-weight, axis=0, kind="stable")
+    second = order[1] if none else order[0]
+    return order[0], np.where(order[0] == none, none, second)
+
+
+def idle_before(timeline: Timeline, replayed: Replayed) -> Ints:
+    """Of each command, how long its GPU had nothing to do before it; of a collective, before it was on the wire."""
+    gaps = np.zeros(len(timeline), np.int64)
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    wire = spans.kind == Kind.COLLECTIVE
+    start = np.where(wire, replayed.end - spans.work, replayed.start)
+    for one in timeline.ranks:
+        rows = np.flatnonzero(timeline.on_device & (rank == one))
+        rows = rows[np.argsort(start[rows], kind="stable")]
+        reached = np.maximum.accumulate(replayed.end[rows])
+        gaps[rows[1:]] = np.maximum(start[rows[1:]] - reached[:-1], 0)
+        if len(rows) and len(timeline.marks):  # a turn begins where the one before it ended
+            around = round(replayed.pace * len(timeline.marks_of(timeline.ranks[0])))
+            gaps[rows[0]] = 0 if timeline.facts.one_turn else max(0, int(start[rows[0]]) + around - int(reached[-1]))
+    return gaps
+
+
+def _places(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
+    """Of each row the user's line around it and what was called there, each frame looked at once."""
+    frames, spans = timeline.frames, timeline.spans
+    needed = np.zeros(len(frames) + 1, bool)
+    up = np.unique(spans.frame)
+    while len(up := up[up != NONE]):
+        needed[up] = True
+        up = np.unique(frames.parent[up])
+    rows = np.flatnonzero(needed[:-1])
+    operator = (frames.kind == FrameKind.OPERATOR) & (frames.role & Role.BACKWARD == 0)
+    # which frames are lines or functions of the user's own; one more place for no frame
+    mine = np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)) & (frames.owner == Owner.USER)
+    line = np.append(mine, False)
+    user, called = np.full(len(frames) + 1, NONE, np.int64), np.full(len(frames) + 1, NONE, np.int64)
+    parents, names = frames.parent.tolist(), frames.name.tolist()
+    for frame in rows.tolist():
+        parent = parents[frame]
+        user[frame] = frame if line[frame] else user[parent]
+        # the outermost operator of the innermost run of operators is what the program called
+        begins = operator[frame] and (parent == NONE or not operator[parent])
+        called[frame] = names[frame] if begins else called[parent]
+    user[rows] = _of_forward(timeline, rows, user[rows], line)
+    number: dict[Where, int] = {}
+    of_frame = np.full(len(frames) + 1, NONE, np.int64)
+    for frame in np.unique(user[user != NONE]).tolist():
+        of_frame[frame] = number.setdefault(_where(timeline, frame), len(number))
+    place, call = of_frame[user[spans.frame]], called[spans.frame]
+    place = _at_the_same_time(timeline, place, line, of_frame, number)
+    return tuple(number), place, call
+
+
+def _of_forward(timeline: Timeline, rows: Ints, user: Ints, line: Mask) -> Ints:
+    """Of frames of the backward pass without a line: that of the forward operator which left it to be done."""
+    frames = timeline.frames
+    numbered = np.flatnonzero(frames.sequence >= 0)
+    mains = _main_lanes(timeline)
+    forward = numbered[np.isin(frames.lane[numbered], list(mains.values()))]
+    forward = forward[np.argsort(frames.sequence[forward], kind="stable")]
+    known = dict(zip(frames.sequence[forward].tolist(), forward.tolist(), strict=True))  # of several, the last one
+    parents, found = frames.parent.tolist(), user.copy()
+    for place in np.flatnonzero(user == NONE).tolist():
+        frame = int(rows[place])
+        while frame != NONE and int(frames.sequence[frame]) not in known:
+            frame = parents[frame]
+        frame = known[int(frames.sequence[frame])] if frame != NONE else NONE
+        while frame != NONE and not line[frame]:
+            frame = parents[frame]
+        found[place] = frame
+    return found
+
+
+def _main_lanes(timeline: Timeline) -> Mapping[int, int]:
+    """Of each rank, the lane on which its turns begin."""
+    marks = timeline.marks
+    lanes = timeline.spans.lane[marks].tolist()
+    return {timeline.lanes[lane].rank: lane for lane in reversed(lanes)}
+
+
+def _at_the_same_time(timeline: Timeline, place: Ints, line: Mask, of_frame: Ints, number: dict[Where, int]) -> Ints:
+    """Rows of other host threads that have no line: what the main thread stood at when they began."""
+    spans, frames, found = timeline.spans, timeline.frames, place.copy()
+    host = ~timeline.on_device & (place == NONE)
+    for rank, main in _main_lanes(timeline).items():
+        rows = np.flatnonzero(host & (timeline.rank_of_rows == rank) & (spans.lane != main))
+        mine = np.flatnonzero(line[:-1] & (frames.lane == main))
+        mine = mine[np.argsort(frames.start[mine], kind="stable")]
+        if not len(rows) or not len(mine):
+            continue
+        at = np.searchsorted(frames.start[mine], spans.start[rows], side="right") - 1
+        frame = np.where(at >= 0, mine[np.maximum(at, 0)], NONE)
+        for _ in range(64):  # from the innermost that began before, out to one that is still open
+            closed = (frame != NONE) & ((frames.end[frame] <= spans.start[rows]) | ~line[frame])
+            if not closed.any():
+                break
+            frame = np.where(closed, frames.parent[frame], frame)
+        for one in np.unique(frame[frame != NONE]).tolist():
+            of_frame[one] = number.setdefault(_where(timeline, one), len(number))
+        found[rows] = of_frame[frame]
+    return found
+
+
+def _where(timeline: Timeline, frame: int) -> Where:
+    file, at, function = source_line(timeline.names[timeline.frames.name[frame]]) or ("", 0, "")
+    return Where(file, at, function, exact=bool(timeline.frames.kind[frame] == FrameKind.LINE))
