@@ -1,0 +1,52 @@
+"""Places that may wait, each with the reason why: `train.py:42: read once an epoch`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keepbusy.timeline.errors import BadInput
+
+_ENTRY = re.compile(r"^(?:(?P<file>[^:()]+\.py)(?::(?P<line>\d+))?|(?P<function>[\w.<>]+)\(\)):\s+(?P<reason>\S.*)$")
+
+
+@dataclass(frozen=True)
+class AllowedPlace:
+    """A file, a line of it, or a function of that name in any file."""
+
+    file: str
+    line: int
+    function: str
+    reason: str
+
+    @classmethod
+    def read(cls, text: str) -> AllowedPlace:
+        found = _ENTRY.match(text)
+        if found is None:
+            raise BadInput(
+                f"{text!r} allows nothing: name a place and the reason, as in 'train.py:42: read once an epoch', "
+                "'metrics.py: ...' or 'log_metrics(): ...'."
+            )
+        return cls(found["file"] or "", int(found["line"] or 0), found["function"] or "", found["reason"])
+
+    def holds(self, file: str, line: int, function: str) -> bool:
+        if self.function:
+            return function.rpartition(".")[2] == self.function.rpartition(".")[2]
+        same = file == self.file or file.endswith(f"/{self.file}")
+        return same and self.line in (0, line)
+
+
+class AllowList:
+    """All of them, and which were of use."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._places = [AllowedPlace.read(one) for one in entries]
+
+    def reason(self, places: Iterable[tuple[str, int, str]]) -> str:
+        """Why one of these places, a stack's, may wait; "" if none may."""
+        for place in places:
+            for allowed in self._places:
+                if allowed.holds(*place):
+                    return allowed.reason
+        return ""
