@@ -123,7 +123,7 @@ LINES = {
     "traces": 2428,
     "instrument": 937,
     "recording": 3810,
-    "virtual": 8592,
+    "virtual": 8629,
     "explain": 3184,
     "report": 2041,
     "runtime": 3560,

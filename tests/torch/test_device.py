@@ -215,3 +215,15 @@ def test_packages_built_for_the_same_cuda_find_it() -> None:
     """torchvision refuses to be imported beside another major version than its own; PyPI has it for CUDA 13."""
     assert torch.version.cuda.split(".")[0] == "13"
     assert torch._C._cuda_getCompiledVersion() // 1000 == 13
+
+
+def test_the_older_types_of_tensors_make_tensors_of_the_device() -> None:
+    kind = torch.cuda.FloatTensor
+    made = [kind(2, 3), kind([1.0, 2.0]), kind(torch.Size([2])), kind(), X.type(kind), X.type("torch.cuda.FloatTensor")]
+    assert [(list(one.shape), one.type()) for one in made] == [
+        (shape, "torch.cuda.FloatTensor") for shape in ([2, 3], [2], [2], [0], [3, 4], [3, 4])
+    ]
+    assert made[1].tolist() == [1, 2]
+    with torch.cuda.device(2):
+        assert torch.cuda.LongTensor([3]).device.index == 2
+    assert [isinstance(one, kind) for one in (X.cuda(), X, X.cuda().long())] == [True, False, False]

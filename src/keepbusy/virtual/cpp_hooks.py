@@ -8,6 +8,8 @@ guessed: what does not agree raises `Mismatch`, and the self-test says so before
 from __future__ import annotations
 
 import ctypes
+import mmap
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -186,11 +188,14 @@ class Vtable:
 
     def put(self, method: str, result: Any, arguments: Sequence[Any], does: Callable[..., Any]) -> None:
         """Replace one method, where this version has it. `does` is called without `this`."""
-        if method not in self._slots:
-            return
         native = ctypes.CFUNCTYPE(result, ctypes.c_void_p, *arguments)(lambda _this, *given: does(*given))
         _ALIVE.append(native)
-        self._words[PREAMBLE + self._slots[method]] = ctypes.cast(native, ctypes.c_void_p).value
+        self.put_address(method, ctypes.cast(native, ctypes.c_void_p).value)
+
+    def put_address(self, method: str, function: int | None) -> None:
+        """The same, by a function's address."""
+        if method in self._slots:
+            self._words[PREAMBLE + self._slots[method]] = function
 
     def need(self, *methods: str) -> None:
         missing = [method for method in methods if method not in self._slots]
@@ -265,30 +270,53 @@ def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], N
     vtable.put("deviceSynchronize", None, (byte,), lambda _device: None)
 
 
-# The device guard: how C++ learns and changes the current device.
+# The device guard: how C++ learns the current device, and enters the device and the stream of what it is about to do.
 #
-# PyTorch keeps one guard a device type in a registry. Ours is one that PyTorch itself builds for devices written in
-# Python; it is moved to CUDA's place, with the methods replaced that know the current device. There is one stream a
-# device in C++; streams live in Python.
+# PyTorch keeps one guard a device type in a registry, an object without state. Ours is that of Meta tensors, which
+# enters nothing: devices and streams live in Python, and every kernel finds them by its tensors. For C++ there is one
+# stream, the first device's. What it calls to leave a device or a stream must not be written in Python: an exception
+# may be on its way, and Python called then would lose it.
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+_ONE_STREAM = {"x86_64": "b801000000 31d2 c3", "aarch64": "20008052 010080d2 c0035fd6"}
+"""Machine code that returns a `c10::Stream`, the default one of the first device: {{CUDA, 0}, 0} in two registers, of
+which a function of ctypes can return only one."""
 
 
 def replace_guard() -> Callable[[], None]:
     """Put our guard into CUDA's place; returns what makes it harmless again."""
     registry = _registry()
-    where = _python_guard(registry)
-    vtable = Vtable(first_word(where).value or 0, slots(GUARD))
-    vtable.need("type", "exchangeDevice", "getDevice", "setDevice", "uncheckedSetDevice", "deviceCount")
-    _fill_guard(vtable)
-    first_word(where).value = vtable.address
-    registry[DEVICE_TYPE] = where
+    meta = registry[_META_TYPE]
+    if not meta:
+        raise Mismatch("there is no device guard for Meta tensors")
+    vtable = Vtable(first_word(meta).value or 0, slots(GUARD))
+    vtable.need("type", "getDevice", "deviceCount", "getStream")
+    byte, pair = ctypes.c_int8, ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
+    vtable.put("type", byte, (), lambda: DEVICE_TYPE)
+    vtable.put("getDevice", pair, (), lambda: DEVICE_TYPE | CURRENT.device << 8)
+    vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
+    one_stream = _machine_code(_ONE_STREAM)
+    for method in ("getStream", "getDefaultStream", "exchangeStream"):
+        vtable.put_address(method, one_stream)
+    ours = ctypes.c_void_p(vtable.address)
+    keep_alive(ours)
+    registry[DEVICE_TYPE] = ctypes.addressof(ours)
 
     def undo() -> None:
-        # late C++ destructors find Meta's guard, which does nothing, instead of a Python that is gone
-        registry[DEVICE_TYPE] = registry[_META_TYPE]
+        registry[DEVICE_TYPE] = meta  # late C++ destructors must not find a Python that is gone
 
     return undo
+
+
+def _machine_code(by_processor: Mapping[str, str]) -> int:
+    """The address of a function given as hexadecimal bytes."""
+    code = by_processor.get(platform.machine())
+    if code is None:
+        raise Mismatch(f"the virtual GPU does not know processors of the kind {platform.machine()}")
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(bytes.fromhex(code))
+    keep_alive(page)
+    return ctypes.addressof(ctypes.c_char.from_buffer(page))
 
 
 def _registry() -> ctypes.Array[ctypes.c_void_p]:
@@ -297,46 +325,6 @@ def _registry() -> ctypes.Array[ctypes.c_void_p]:
     if size < POINTER * (_META_TYPE + 1):
         raise Mismatch("the registry of device guards has another shape")
     return (ctypes.c_void_p * (size // POINTER)).in_dll(shared, _REGISTRY)
-
-
-def _python_guard(registry: ctypes.Array[ctypes.c_void_p]) -> int:
-    """The address of a guard made by PyTorch for a device written in Python, taken out of its usual place."""
-    python = getattr(torch._C, "_acc", None)
-    if python is None or not hasattr(python, "register_python_privateuseone_device_guard"):
-        raise Mismatch("this PyTorch has no device guards written in Python; it has them from 2.9 on")
-
-    class Guard(python.DeviceGuard):  # type: ignore[misc, name-defined]
-        def type_(self) -> object:
-            return torch._C._autograd.DeviceType.CUDA
-
-    ours = Guard()
-    keep_alive(ours)
-    usual = int(torch._C._autograd.DeviceType.PrivateUse1.value)
-    if registry[usual] or not python.register_python_privateuseone_device_guard(ours):
-        raise Mismatch("another device backend has registered itself as PrivateUse1")
-    where = registry[usual]
-    registry[usual] = None
-    if not where:
-        raise Mismatch("the device guard did not appear in its registry")
-    return int(where)
-
-
-def _fill_guard(vtable: Vtable) -> None:
-    byte, pair = ctypes.c_int8, ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
-    vtable.put("type", byte, (), lambda: DEVICE_TYPE)
-    vtable.put("getDevice", pair, (), lambda: _device(CURRENT.device))
-    vtable.put("exchangeDevice", pair, (pair,), lambda device: _device(CURRENT.exchange(device >> 8)))
-    vtable.put("setDevice", None, (pair,), _set)
-    vtable.put("uncheckedSetDevice", None, (pair,), _set)
-    vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
-
-
-def _device(index: int) -> int:
-    return DEVICE_TYPE | index << 8
-
-
-def _set(device: int) -> None:
-    CURRENT.exchange(device >> 8)
 
 
 # DDP times its backward pass with a timer that it finds in a registry by the device's type. On a CUDA build that is one

@@ -10,7 +10,6 @@ import torch
 
 class _Thread(threading.local):
     device: int = 0
-    first: int = 0
 
 
 class Current:
@@ -30,17 +29,6 @@ class Current:
         if device >= 0:
             self._thread.device = self._known(device)
         return before
-
-    def first_is(self, device: int) -> None:
-        """In this thread C++ means `device` when it asks for the first one.
-
-        It knows a single stream, the first device's, and enters it for each operator of a backward pass.
-        """
-        self._thread.first = device
-
-    def exchange(self, device: int) -> int:
-        """As C++ changes the device."""
-        return self.change(device or self._thread.first)
 
     def index(self, device: torch.device | int | str | None) -> int:
         """The number that PyTorch means by `device`: none, or one without a number, is the current one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -287,6 +288,20 @@ class Machine:
             memory.return_to_graph = None if recording is None else recording.returns(tensor)
             self._memory[id(memory)] = self._at[memory.address] = memory
         return seen
+
+    def lacks_memory(self, error: RuntimeError, device: int) -> Exception | None:
+        """What to raise where the host had no memory for a device's tensor: the device may have none either."""
+        size = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        if size is None:
+            return None
+        try:
+            self.memory.free(self.memory.allocate(device, int(size[1]), self.stream(device)))
+        except OutOfMemory as full:
+            return torch.OutOfMemoryError(str(full))
+        return MemoryError(
+            f"keepbusy computes the values of {size[1]} bytes in this machine's memory, and there is not enough of it; "
+            "a smaller program fits, or one that runs with --values none."
+        )
 
     def _release(self, memory: _DeviceMemory) -> None:
         del self._memory[id(memory)]

@@ -209,18 +209,22 @@ def read_scalar(tensor: Tensor) -> Any:
 def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Memory alone: no kernel runs."""
     MACHINE.clock.spend_on_view()
-    options.update(pin_memory=False, layout=None)
-    return _blank(_aten.empty.memory_format(size, device=CPU, **options), CURRENT.index(device))
-
-
-def _blank(host: Tensor, device: int) -> Tensor:
-    """What lies in a graph's memory must not stop the host's operators, which look at indices."""
-    return MACHINE.place_on(host if MACHINE.recording is None else host.zero_(), device)
+    return _blank(_aten.empty.memory_format, (size,), options, CURRENT.index(device))
 
 
 def empty_strided(size: Any, stride: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    return _blank(_aten.empty_strided.default, (size, stride), options, CURRENT.index(device))
+
+
+def _blank(make: Callable[..., Tensor], sizes: tuple[Any, ...], options: dict[str, Any], device: int) -> Tensor:
     options.update(pin_memory=False, layout=None)
-    return _blank(_aten.empty_strided.default(size, stride, device=CPU, **options), CURRENT.index(device))
+    try:
+        host = make(*sizes, device=CPU, **options)
+    except RuntimeError as error:
+        raise MACHINE.lacks_memory(error, device) or error from None
+    if MACHINE.recording is not None:
+        host.zero_()  # what lies in a graph's memory must not stop the host's operators, which look at indices
+    return MACHINE.place_on(host, device)
 
 
 def efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:

@@ -337,6 +337,33 @@ def forget_initialization() -> None:
     _initialization.requested = False
 
 
+# `torch.cuda.FloatTensor` and its kin, which older programs call as they would call `torch.FloatTensor`.
+
+
+class TensorType(type):
+    """The tensors of the device of one type: made of sizes or of values, and told apart by `isinstance`."""
+
+    dtype: torch.dtype
+    on_host: Any
+
+    def __call__(cls, *given: Any, **options: Any) -> Any:
+        if all(isinstance(one, int | torch.Size) for one in given):
+            return torch.empty(*given or (0,), dtype=cls.dtype, device="cuda")
+        return cls.on_host(*given, **options).cuda()
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype is cls.dtype
+
+
+def _tensor_types() -> dict[str, TensorType]:
+    """By their names in `torch.cuda`: one for each that `torch` has for the host."""
+    native = {kind.__name__: kind for kind in torch._tensor_classes if kind.__module__ == "torch"}
+    return {
+        name: TensorType(f"torch.cuda.{name}", (), {"dtype": kind.dtype, "on_host": kind})
+        for name, kind in native.items()
+    }
+
+
 # What a driver, its runtime and the allocator would answer.
 
 
@@ -565,6 +592,8 @@ def patch() -> None:
     ):
         setattr(module, name, _function_named(name, _constant(value)))
 
+    for name, kind in _tensor_types().items():
+        setattr(cuda, name, kind)
     torch.version.cuda = CUDA_VERSION
     cuda.default_generators = DEFAULTS.all()
     torch.Generator = GeneratorOfAnyDevice

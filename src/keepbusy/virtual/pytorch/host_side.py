@@ -46,6 +46,8 @@ def patch(patches: Patches) -> None:
         patches.replace(Tensor, name, _recorded_on_host(f"aten::{name}"))
     patches.replace(Tensor, "pin_memory", lambda _native: _pin_memory)
     patches.replace(Tensor, "is_pinned", lambda _native: lambda tensor, device=None: host_memory.is_pinned(tensor))
+    for name in ("new", "new_tensor"):
+        patches.replace(Tensor, name, _made_on_its_device)
     patches.replace(Tensor, "record_stream", lambda _native: _record_stream)
     patches.replace(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
     patches.replace(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
@@ -93,6 +95,21 @@ def _pinning_factory(name: str) -> Callable[..., Any]:
         return make
 
     return replace
+
+
+def _made_on_its_device(native: Callable[..., Any]) -> Callable[..., Any]:
+    """C++ would enter the tensor's device, of which our guard knows nothing."""
+
+    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_cuda:
+            return native(tensor, *args, **kwargs)
+        before = CURRENT.change(tensor.get_device())
+        try:
+            return native(tensor, *args, **kwargs)
+        finally:
+            CURRENT.change(before)
+
+    return make
 
 
 def _recorded_on_host(name: str) -> Callable[..., Any]:
@@ -172,8 +189,6 @@ def _backward_in_calling_thread(native: Callable[..., Any]) -> Callable[..., Any
     """Its order is then always the same, and the user's line is on the stack."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = CURRENT.device
-        CURRENT.first_is(device)
         MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
         MACHINE.clock.spend(MACHINE.device.host.backward_pass)
         try:
@@ -181,8 +196,6 @@ def _backward_in_calling_thread(native: Callable[..., Any]) -> Callable[..., Any
                 return native(*args, **kwargs)
         finally:
             MACHINE.clock.leave()
-            CURRENT.first_is(0)
-            CURRENT.change(device)
 
     return run
 

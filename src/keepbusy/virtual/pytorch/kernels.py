@@ -266,7 +266,7 @@ class Kernel:
                 return self._call(*args, **kwargs)
             if any(one in text for one in _WITHOUT_HALF):
                 return _in_float(call, self.signature.written_by(args, kwargs), args, kwargs)
-            raise
+            raise MACHINE.lacks_memory(error, CURRENT.device) or error from None
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
         """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
