@@ -247,7 +247,7 @@ def three(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("worth", [0, 1 << 40], ids=["in processes", "here"])
 def test_several_are_read_in_their_order(three: list[Path], monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
-    monkeypatch.setattr(trace_file, "_WORTH_IT", worth)
+    monkeypatch.setattr(trace_file, "WORTH_PROCESSES", worth)
     shares: list[float] = []
     traces = read_traces(three, lambda _, share: shares.append(share))
     for trace, path in zip(traces, three, strict=True):
@@ -259,14 +259,14 @@ def test_several_are_read_in_their_order(three: list[Path], monkeypatch: pytest.
 
 @pytest.mark.parametrize("worth", [0, 1 << 40], ids=["in processes", "here"])
 def test_one_bad_one_is_named(three: list[Path], monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
-    monkeypatch.setattr(trace_file, "_WORTH_IT", worth)
+    monkeypatch.setattr(trace_file, "WORTH_PROCESSES", worth)
     three[1].write_bytes(b"{}")
     with pytest.raises(BadInput, match=r"rank1\.json has no `traceEvents`"):
         read_traces(three)
 
 
 def test_a_process_that_dies_does_no_harm(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "_WORTH_IT", 0)
+    monkeypatch.setattr(trace_file, "WORTH_PROCESSES", 0)
     monkeypatch.setattr(trace_file.sys, "executable", "/bin/false")
     assert [len(trace.events) for trace in read_traces(three)] == [len(read_trace(path).events) for path in three]
 

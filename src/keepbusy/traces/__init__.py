@@ -15,7 +15,7 @@ def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] |
     from keepbusy.timeline.errors import BadInput
     from keepbusy.timeline.ranks import merge
     from keepbusy.traces.kineto import timeline_of
-    from keepbusy.traces.rank_of import ranks_of
+    from keepbusy.traces.trace_facts import ranks_of
     from keepbusy.traces.trace_file import read_traces
 
     if isinstance(paths, str | bytes | PathLike):

@@ -1,4 +1,7 @@
-"""Decoded rows, turned into the columns of `Events` batch by batch, so that the rows can go."""
+"""A profiler trace as columns: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.
+
+Rows are turned into columns batch by batch, so that the rows can go.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.table import NONE, Ints, Mask, Table, column
-from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, Naming, Rows
+from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, EventBatch, Naming
 from keepbusy.traces.kineto_names import CATEGORIES, OLD_OPERATOR, Category
-
-# A profiler trace as columns: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +93,11 @@ class Trace:
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
-class _Numbers(dict[str, int]):
-    def __missing__(self, name: str) -> int:
-        return NONE
-
-
 def _among(*categories: Category) -> Mask:
     return np.isin(np.arange(len(Category)), categories)
 
 
-_NUMBERS = _Numbers({name: int(category) for name, category in CATEGORIES.items()})
+_NUMBERS = {name: int(category) for name, category in CATEGORIES.items()}
 _ON_DEVICE = _among(Category.KERNEL, Category.COPY, Category.FILL, Category.SYNC, Category.RECORD)
 _CALL = _among(Category.RUNTIME, Category.DRIVER)
 _OPERATOR = _among(Category.OPERATOR)
@@ -118,7 +114,7 @@ class Interned(dict[Any, int]):
         return index
 
 
-class Threads(dict[tuple[Any, Any], int]):
+class ThreadNumbers(dict[tuple[Any, Any], int]):
     """The same for threads, which may call themselves 7 or "7"."""
 
     def __init__(self) -> None:
@@ -142,7 +138,7 @@ class Collector:
     """Takes the rows of one trace; `events` gives them back as columns."""
 
     def __init__(self) -> None:
-        self.names, self.threads, self.collectives = Interned(), Threads(), Interned()
+        self.names, self.threads, self.collectives = Interned(), ThreadNumbers(), Interned()
         self.skipped = 0
         self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
         self._count = 0
@@ -152,19 +148,26 @@ class Collector:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, rows: Rows) -> None:
-        self.threads.label(rows.naming)
-        complete, category = _telling(rows.complete)
+    def add(self, batch: EventBatch) -> None:
+        self.threads.label(batch.naming)
+        complete, category = _telling(batch.complete)
         if not complete:
-            self.foreign.update((row.cat[:40], str(row.pid)[:40]) for row in rows.complete[:8])
+            self.foreign.update((row.cat[:40], str(row.pid)[:40]) for row in batch.complete[:8])
         start, end, sound = _times(complete)
         if not sound.all():
             self.skipped += int((~sound).sum())
             complete, category = list(compress(complete, sound)), category[sound]
             start, end = start[sound], end[sound]
         if complete:
-            self._dense.append(self._of_all(complete) | {"category": category, "start": start, "end": end})
-            self._add_sparse(complete, category)
+            names, threads = self.names, self.threads
+            name = np.array([names[row.name] for row in complete], np.int32)
+            thread = np.array([threads[row.pid, row.tid] for row in complete], np.int32)
+            self._dense.append({"name": name, "thread": thread, "category": category, "start": start, "end": end})
+            for wanted, columns in ((_OPERATOR, _operators), (_CALL, _calls), (_ON_DEVICE, self._on_device)):
+                rows = np.flatnonzero(wanted[category])
+                if len(rows):
+                    part = columns([complete[row] for row in rows.tolist()], category[rows])
+                    self._sparse.append((rows + self._count, part))
             self._count += len(complete)
 
     def events(self) -> Events:
@@ -183,21 +186,7 @@ class Collector:
                 whole[rows] = part.pop(name)
         return whole
 
-    def _of_all(self, complete: list[Complete]) -> Columns:
-        names, threads = self.names, self.threads
-        return {
-            "name": np.array([names[row.name] for row in complete], np.int32),
-            "thread": np.array([threads[row.pid, row.tid] for row in complete], np.int32),
-        }
-
-    def _add_sparse(self, complete: list[Complete], category: Ints) -> None:
-        for wanted, facts in ((_OPERATOR, _operator), (_CALL, _call), (_ON_DEVICE, self._device)):
-            rows = np.flatnonzero(wanted[category])
-            if len(rows):
-                part = facts([complete[row] for row in rows.tolist()], category[rows])
-                self._sparse.append((rows + self._count, part))
-
-    def _device(self, complete: list[Complete], category: Ints) -> Columns:
+    def _on_device(self, complete: list[Complete], category: Ints) -> Columns:
         arguments, command = _arguments(complete), category <= Category.FILL
         device = _either([one.device for one in arguments], [row.pid for row in complete], command)
         graph = integers([one.graph for one in arguments])
@@ -227,7 +216,7 @@ class Collector:
 
 def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
     """The events that say something about who waits for whom, and their categories."""
-    category: Ints = np.array([_NUMBERS[row.cat] for row in complete], np.int64)
+    category: Ints = np.array([_NUMBERS.get(row.cat, NONE) for row in complete], np.int64)
     if any(row.cat == OLD_OPERATOR for row in complete[:1000]):
         mixed = [row.cat == OLD_OPERATOR and "#" in row.name for row in complete]
         category = np.where(mixed, Category.ANNOTATION, category)
@@ -235,11 +224,11 @@ def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
     return (complete, category) if telling.all() else (list(compress(complete, telling)), category[telling])
 
 
-def _operator(complete: list[Complete], _: Ints) -> Columns:
+def _operators(complete: list[Complete], _: Ints) -> Columns:
     return {"sequence": integers([one.sequence for one in _arguments(complete)])}
 
 
-def _call(complete: list[Complete], _: Ints) -> Columns:
+def _calls(complete: list[Complete], _: Ints) -> Columns:
     return {"correlation": integers([one.correlation for one in _arguments(complete)])}
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask
+from keepbusy.timeline.model import NONE, FrameKind, Ints
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import Category
 
@@ -17,11 +16,10 @@ _KINDS = {
     Category.ANNOTATION: FrameKind.ANNOTATION,
     Category.LINE: FrameKind.LINE,
 }
-SIGNIFICANT = 100_000
-"""A frame that launches nothing is told apart from its surroundings when it lasts this long."""
+_KIND_OF_CATEGORY = np.array([_KINDS.get(category, NONE) for category in Category], np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Nest:
     """The frames of one host thread, parents first."""
 
@@ -31,12 +29,19 @@ class Nest:
     start: Ints
     end: Ints
 
+    @staticmethod
+    def of(trace: Trace, thread: int) -> Nest:
+        events = trace.events
+        rows = np.flatnonzero((events.thread == thread) & (_KIND_OF_CATEGORY[events.category] != NONE))
+        rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
+        start, end = events.start[rows], events.end[rows]
+        return Nest(rows, _KIND_OF_CATEGORY[events.category[rows]], _parents(end, start), start, end)
+
     def innermost(self, times: Ints) -> Ints:
         """The frame that is open at each time, or NONE."""
         if not len(self.event):
             return np.full(len(times), NONE, np.int64)
         at = np.searchsorted(self.start, times, side="right") - 1
-        at = np.where(at < 0, NONE, at)
         while True:
             closed = (at != NONE) & (self.end[np.maximum(at, 0)] <= times)
             if not closed.any():
@@ -44,18 +49,7 @@ class Nest:
             at[closed] = self.parent[at[closed]]
 
 
-def nest_of(trace: Trace, thread: int) -> Nest:
-    events = trace.events
-    kinds = np.full(max(Category) + 1, NONE, np.int64)
-    for category, kind in _KINDS.items():
-        kinds[category] = kind
-    rows = np.flatnonzero((events.thread == thread) & (kinds[events.category] != NONE))
-    rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
-    start, end = events.start[rows], events.end[rows]
-    return Nest(rows, kinds[events.category[rows]], parents(end, start), start, end)
-
-
-def parents(end: Ints, start: Ints) -> Ints:
+def _parents(end: Ints, start: Ints) -> Ints:
     """Of intervals sorted by (start, -end), the nearest earlier one that encloses each.
 
     Everyone first suspects the one before. A suspect that does not reach far enough passes its
@@ -67,40 +61,3 @@ def parents(end: Ints, start: Ints) -> Ints:
         if not len(wrong):
             return parent
         parent[wrong] = parent[parent[wrong]]
-
-
-def without_launch(nest: Nest, launches: Ints) -> Mask:
-    """Which frames launch nothing: no call that matters begins within them."""
-    return np.searchsorted(launches, nest.end) == np.searchsorted(launches, nest.start)
-
-
-def worth_telling_apart(nest: Nest, role: Ints, calls: Ints) -> Mask:
-    """Frames whose borders cut host work: long ones that launch nothing, operators that wait, loaders.
-
-    `role`: of each event, what a frame so called does.
-    """
-    long = nest.end - nest.start >= SIGNIFICANT
-    idle = without_launch(nest, calls) & long
-    return idle | (role[nest.event] & (Role.READS | Role.MOVES | Role.LOADER) != 0)
-
-
-def frames_of(nests: dict[int, Nest], lanes: dict[int, int], trace: Trace) -> tuple[Frames, dict[int, int]]:
-    """All nests as one table, and where in it each thread's frames begin."""
-    parts, offsets, offset = [], {}, 0
-    for thread, nest in nests.items():
-        offsets[thread] = offset
-        parent = np.where(nest.parent == NONE, NONE, nest.parent + offset)
-        parts.append(
-            Frames.of(
-                len(nest.event),
-                lane=lanes[thread],
-                kind=nest.kind,
-                name=trace.events.name[nest.event],
-                parent=parent,
-                start=nest.start,
-                end=nest.end,
-                sequence=trace.events.sequence[nest.event],
-            )
-        )
-        offset += len(nest.event)
-    return (Frames.concatenate(parts) if parts else Frames.of(0)), offsets

@@ -1,4 +1,8 @@
-"""What recording cost the host, by what was recorded. The explanation scales it; see docs/explanation/distortion.md."""
+"""The host's side of a trace as spans: calls, what they wait for, and the work between them.
+
+The host lanes are tiled: every call that matters to the device is a span, and the time between two of them is work,
+cut where something begins or ends that a fix may want to take out.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Ints, Kind, Spans
-from keepbusy.traces.cuda_calls import ENQUEUE, is_event_sync
-from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.frames import worth_telling_apart
-from keepbusy.traces.host_threads import inside
+from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Spans
 from keepbusy.traces.kineto_names import QUEUE_FULL, Category
-from keepbusy.traces.trace_facts import Reading, batches
+from keepbusy.traces.rank_trace import RankTrace
 
-# Spans before they stand in issue order.
+ENQUEUE = 5_000
+"""What a blocking call spends before it waits: about one launch."""
+LONG_FRAME = 100_000
+"""A frame that launches nothing is told apart from its surroundings when it lasts this long."""
+COST = {
+    Category.OPERATOR: 1_200,
+    Category.PYTHON: 800,
+    Category.RUNTIME: 2_200,
+    Category.DRIVER: 2_200,
+    Category.LINE: 800,
+}
+"""Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter, since the explanation
+scales them: docs/explanation/distortion.md."""
+_LAST = 1 << 40
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """`key` is when a span was issued. `turn` settles ties: a wait for room, the call, its commands, its wait."""
+class IssuedSpans:
+    """Spans before they stand in issue order: `key` is when a span was issued.
+
+    `turn` settles ties: a wait for room, the call, its commands, its wait.
+    """
 
     spans: Spans
     key: Ints
     turn: Ints
 
     @staticmethod
-    def of(spans: Spans, key: Ints | None = None, turn: int = 0) -> Rows:
-        return Rows(spans, spans.start if key is None else key, np.full(len(spans), turn, np.int64))
+    def of(spans: Spans, key: Ints | None = None, turn: int = 0) -> IssuedSpans:
+        return IssuedSpans(spans, spans.start if key is None else key, np.full(len(spans), turn, np.int64))
 
     @staticmethod
-    def concatenate(parts: list[Rows]) -> Rows:
-        return Rows(
+    def concatenate(parts: list[IssuedSpans]) -> IssuedSpans:
+        return IssuedSpans(
             Spans.concatenate([part.spans for part in parts]),
             np.concatenate([part.key for part in parts]),
             np.concatenate([part.turn for part in parts]),
@@ -45,193 +62,136 @@ class Rows:
         return self.spans.take(order), place
 
 
-# The host's side of a trace as spans: calls, what they wait for, and the work between them.
-#
-# The host lanes are tiled: every call that matters to the device is a span, and the time between
-# two of them is work, cut where something begins or ends that a fix may want to take out.
-
-_LAST = 1 << 40
-
-
-def host_rows(reading: Reading) -> Rows:
+def host_spans(trace: RankTrace) -> IssuedSpans:
     """The calls first and the waits for room in a queue next, each in their own order; the links count on it."""
-    parts = [_calls(reading), _waits_for_room(reading), _waits_for_copies(reading), *_loader(reading), _work(reading)]
-    rows = Rows.concatenate(parts)
-    spans = _with_frames(rows.spans, reading)
-    thread_of_lane = {lane: thread for thread, lane in reading.lane_of_thread.items()}
-    recording = cost_of_recording(reading.trace, spans, thread_of_lane)
-    return Rows(spans.change(recording=recording), rows.key, rows.turn)
+    work = [_work_of(trace, thread) for thread in trace.hosts.alive]
+    parts = [*_calls(trace), *_loader(trace), IssuedSpans.of(Spans.concatenate(work))]
+    issued = IssuedSpans.concatenate(parts)
+    spans = issued.spans
+    frame = np.full(len(spans), NONE, np.int64)
+    for thread, nest in trace.nests.items():
+        mine = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
+        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
+        frame[mine] = np.where(inner == NONE, NONE, inner + trace.first_frame[thread])
+    return IssuedSpans(spans.change(frame=frame, recording=_cost_of_recording(trace, spans)), issued.key, issued.turn)
 
 
-def _lane_of_calls(reading: Reading) -> Ints:
-    lane_of = np.full(len(reading.trace.threads), reading.main_lane, np.int64)
-    lane_of[list(reading.lane_of_thread)] = list(reading.lane_of_thread.values())
-    return lane_of[reading.events.thread[reading.calls.event]]
+def _calls(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans, IssuedSpans]:
+    """The calls themselves, how long some of them waited for room in a queue, and some for their own copy.
 
-
-def _begin(reading: Reading) -> Ints:
-    """A call that finds the queue full waits first, and only then launches."""
-    begin = reading.call_start.copy()
-    held = reading.held != NONE
-    released = reading.events.end[reading.commands[reading.held[held]]]
-    begin[held] = np.clip(released, reading.call_start[held], reading.call_end[held])
-    return begin
-
-
-def _split(reading: Reading) -> Ints:
-    """A blocking copy enqueues first, and then waits."""
-    start, end = reading.call_start, reading.call_end
-    enqueued = np.minimum(end, start + np.minimum(ENQUEUE, (end - start) // 2))
-    return np.where(reading.blocking, enqueued, end)
-
-
-def _calls(reading: Reading) -> Rows:
-    calls = reading.calls
-    by_event = is_event_sync(reading.trace, calls) & (reading.call_end - reading.call_start > ENQUEUE)
+    A call that finds the queue full waits first, and only then launches. A blocking copy enqueues first.
+    """
+    calls, held, blocking = trace.calls, np.flatnonzero(trace.held != NONE), np.flatnonzero(trace.blocking)
+    lane_of = np.full(len(trace.file.threads), trace.main_lane, np.int64)
+    lane_of[list(trace.lane_of_thread)] = list(trace.lane_of_thread.values())
+    lane, name = lane_of[calls.thread], trace.events.name[calls.event]
+    begin, end = calls.start.copy(), calls.end.copy()
+    begin[held] = np.clip(trace.events.end[trace.commands[trace.held[held]]], begin[held], end[held])
+    whole = (calls.end - calls.start)[blocking]
+    end[blocking] = np.minimum(end[blocking], calls.start[blocking] + np.minimum(ENQUEUE, whole // 2))
+    by_event = trace.by_event & (calls.end - calls.start > ENQUEUE)
     waits = ((calls.kind == Kind.SYNC) & ~by_event) | ((calls.kind == Kind.ALLOCATE) & calls.waits)
-    spans = Spans.of(
-        len(calls.event),
-        lane=_lane_of_calls(reading),
-        kind=calls.kind,
-        name=reading.events.name[calls.event],
-        start=_begin(reading),
-        end=_split(reading),
-        awaits=np.where(waits, reading.awaited, NONE),
+    awaits = np.where(waits, trace.awaited, NONE)
+    themselves = Spans.of(len(lane), lane=lane, kind=calls.kind, name=name, start=begin, end=end, awaits=awaits)
+    for_room = Spans.of(
+        len(held), lane=lane[held], kind=Kind.SYNC, name=name[held], start=calls.start[held], end=begin[held]
     )
-    return Rows.of(spans, key=reading.call_start)
-
-
-def _waits_for_room(reading: Reading) -> Rows:
-    rows = np.flatnonzero(reading.held != NONE)
-    spans = Spans.of(
-        len(rows),
-        lane=_lane_of_calls(reading)[rows],
+    for_copies = Spans.of(
+        len(blocking),
+        lane=lane[blocking],
         kind=Kind.SYNC,
-        name=reading.events.name[reading.calls.event[rows]],
-        start=reading.call_start[rows],
-        end=_begin(reading)[rows],
+        name=name[blocking],
+        start=end[blocking],
+        end=calls.end[blocking],
+        awaits=trace.launched[blocking],
     )
-    return Rows.of(spans, turn=-1)
-
-
-def _waits_for_copies(reading: Reading) -> Rows:
-    rows = np.flatnonzero(reading.blocking)
-    spans = Spans.of(
-        len(rows),
-        lane=_lane_of_calls(reading)[rows],
-        kind=Kind.SYNC,
-        name=reading.events.name[reading.calls.event[rows]],
-        start=_split(reading)[rows],
-        end=reading.call_end[rows],
-        awaits=reading.launched[rows],
+    return (
+        IssuedSpans.of(themselves, key=calls.start),
+        IssuedSpans.of(for_room, turn=-1),
+        IssuedSpans.of(for_copies, key=calls.start[blocking], turn=_LAST),
     )
-    return Rows.of(spans, key=reading.call_start[rows], turn=_LAST)
 
 
-def _loader(reading: Reading) -> tuple[Rows, Rows]:
+def _loader(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans]:
     """The batches of the loader's workers, and the waits of the loop for them."""
-    waits = reading.starved
-    begin, end = batches(waits, int(reading.hosts.alive[reading.hosts.main][0, 0]))
-    nest = reading.nests[reading.hosts.main]
-    name = reading.events.name[nest.event[nest.innermost(waits[:, 0])]] if len(waits) else waits[:, 0]
-    made = Spans.of(len(waits), lane=reading.workers_lane, kind=Kind.WORK, name=name, start=begin, end=end)
+    begin, end = trace.starved.T
+    nest, main = trace.nests[trace.hosts.main], trace.hosts.main
+    name = trace.events.name[nest.event[nest.innermost(begin)]] if len(begin) else begin
+    made_from = np.append(trace.hosts.alive[main][0, 0], end[:-1])[: len(end)]
+    made = Spans.of(len(end), lane=trace.workers_lane, kind=Kind.WORK, name=name, start=made_from, end=end)
     waited = Spans.of(
-        len(waits),
-        lane=reading.main_lane,
+        len(end),
+        lane=trace.main_lane,
         kind=Kind.SYNC,
         name=name,
-        start=waits[:, 0],
-        end=waits[:, 1],
-        awaits=reading.workers_lane,
+        start=begin,
+        end=end,
+        awaits=trace.workers_lane,
     )
-    return Rows.of(made, key=waits[:, 0], turn=-1), Rows.of(waited)
+    return IssuedSpans.of(made, key=begin, turn=-1), IssuedSpans.of(waited)
 
 
-def _work(reading: Reading) -> Rows:
-    return Rows.of(Spans.concatenate([_work_of(reading, thread) for thread in reading.hosts.alive]))
-
-
-def _work_of(reading: Reading, thread: int) -> Spans:
+def _work_of(trace: RankTrace, thread: int) -> Spans:
     """What a thread does between its calls, cut at every border that a fix or a reader may ask for."""
-    events, nest = reading.events, reading.nests[thread]
-    alive, recorder = reading.hosts.alive[thread], _recorder(reading, thread)
-    elsewhere = _elsewhere(reading, thread)
-    borders = [alive, recorder, *elsewhere]
-    cuts = np.unique(np.concatenate([*(border.ravel() for border in borders), *_cuts(reading, thread)]))
+    events, nest = trace.events, trace.nests[thread]
+    alive, recorder = trace.hosts.alive[thread], _recorder(trace, thread)
+    mine = trace.calls.thread == thread
+    elsewhere = [np.stack([trace.calls.start[mine], trace.calls.end[mine]], axis=1)]
+    if thread == trace.hosts.main:  # while another thread works for it, or it waits for a batch
+        elsewhere += [trace.hosts.handoffs[:, 1:], trace.starved, trace.marks]
+    telling = _worth_telling_apart(trace, thread)
+    borders = [alive, recorder, *elsewhere, nest.start[telling], nest.end[telling]]
+    cuts = np.unique(np.concatenate([border.ravel() for border in borders]))
     middle = (cuts[:-1] + cuts[1:]) // 2
-    free = inside(middle, alive)
-    for intervals in elsewhere:
-        free &= ~inside(middle, intervals)
+    free = _inside(middle, alive)
+    for intervals in elsewhere[:3]:
+        free &= ~_inside(middle, intervals)
     start, end, middle = cuts[:-1][free], cuts[1:][free], middle[free]
     inner = nest.innermost(middle)
-    nothing = np.full(len(inner), len(reading.trace.names))  # UNRECORDED stands behind the trace's own names
-    name = np.where(inner == NONE, nothing, events.name[nest.event[inner]]) if len(nest.event) else nothing
-    kind = np.where(inside(middle, recorder), Kind.RECORDING, Kind.WORK)
-    return Spans.of(
-        len(start), lane=reading.lane_of_thread[thread], kind=kind, name=name.astype(np.int64), start=start, end=end
-    )
+    unrecorded = len(trace.file.names)  # UNRECORDED stands behind the trace's own names
+    names = np.append(events.name[nest.event], unrecorded)
+    kind = np.where(_inside(middle, recorder), Kind.RECORDING, Kind.WORK)
+    return Spans.of(len(start), lane=trace.lane_of_thread[thread], kind=kind, name=names[inner], start=start, end=end)
 
 
-def _elsewhere(reading: Reading, thread: int) -> list[Ints]:
-    """When the thread does no work of its own: in calls, while another thread works for it, waiting for a batch."""
-    mine = reading.events.thread[reading.calls.event] == thread
-    calls = np.stack([reading.call_start[mine], reading.call_end[mine]], axis=1)
-    if thread != reading.hosts.main:
-        return [calls]
-    return [calls, reading.hosts.handoffs[:, 1:], reading.starved]
+def _worth_telling_apart(trace: RankTrace, thread: int) -> Mask:
+    """Frames whose borders cut host work: long ones that launch nothing, operators that wait, loaders."""
+    nest, calls = trace.nests[thread], trace.calls.start[trace.calls.thread == thread]
+    idle = np.searchsorted(calls, nest.end) == np.searchsorted(calls, nest.start)
+    long = nest.end - nest.start >= LONG_FRAME
+    return (idle & long) | (trace.role[nest.event] & (Role.READS | Role.MOVES | Role.LOADER) != 0)
 
 
-def _cuts(reading: Reading, thread: int) -> list[Ints]:
-    nest = reading.nests[thread]
-    mine = reading.events.thread[reading.calls.event] == thread
-    apart = worth_telling_apart(nest, reading.role, reading.call_start[mine])
-    marks = reading.marks if thread == reading.hosts.main else reading.marks[:0]
-    return [nest.start[apart], nest.end[apart], marks]
-
-
-def _recorder(reading: Reading, thread: int) -> Ints:
+def _recorder(trace: RankTrace, thread: int) -> Ints:
     """When the recorder worked for itself, as it says, and this thread did nothing. A full queue is no such thing."""
-    events = reading.events
-    rows = np.flatnonzero((events.category == Category.OVERHEAD) & ~reading.trace.named(QUEUE_FULL.__eq__))
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.OVERHEAD) & ~trace.file.named(QUEUE_FULL.__eq__))
     rows = rows[np.argsort(events.start[rows])]
     mine = np.sort(np.concatenate([column[events.thread == thread] for column in (events.start, events.end)]))
     quiet = np.searchsorted(mine, events.end[rows]) == np.searchsorted(mine, events.start[rows])
     spans = np.stack([events.start[rows], events.end[rows]], axis=1)[quiet]
     if len(spans) > 1:  # they may overlap each other
-        spans = spans[np.concatenate([[True], spans[1:, 0] >= np.maximum.accumulate(spans[:-1, 1])])]
+        spans = spans[np.append(True, spans[1:, 0] >= np.maximum.accumulate(spans[:-1, 1]))]
     return spans
 
 
-def _with_frames(spans: Spans, reading: Reading) -> Spans:
-    frame = np.full(len(spans), NONE, np.int64)
-    for thread, nest in reading.nests.items():
-        mine = np.flatnonzero(spans.lane == reading.lane_of_thread[thread])
-        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
-        frame[mine] = np.where(inner == NONE, NONE, inner + reading.first_frame[thread])
-    return spans.change(frame=frame)
+def _inside(times: Ints, intervals: Ints) -> Mask:
+    """Which times lie within one of the sorted, disjoint intervals."""
+    if not len(intervals):
+        return np.zeros(len(times), bool)
+    place = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    return (place >= 0) & (times < intervals[np.maximum(place, 0), 1])
 
 
-COST = {
-    Category.OPERATOR: 1_200,
-    Category.PYTHON: 800,
-    Category.RUNTIME: 2_200,
-    Category.DRIVER: 2_200,
-    Category.LINE: 800,
-}
-"""Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter."""
-
-
-def cost_of_recording(trace: Trace, spans: Spans, thread_of_lane: dict[int, int]) -> Ints:
-    """Half for every event that begins within a span and half for every one that ends there."""
+def _cost_of_recording(trace: RankTrace, spans: Spans) -> Ints:
+    """Of each span: half for every event recorded that begins within it, and half for every one that ends there."""
     events = trace.events
     cost = np.zeros(len(spans), np.float64)
-    for lane, thread in thread_of_lane.items():
+    for thread, lane in trace.lane_of_thread.items():
         mine = np.flatnonzero(spans.lane == lane)
-        here = events.thread == thread
         for category, each in COST.items():
-            rows = here & (events.category == category)
+            rows = (events.thread == thread) & (events.category == category)
             for times in (np.sort(events.start[rows]), np.sort(events.end[rows])):
                 count = np.searchsorted(times, spans.end[mine]) - np.searchsorted(times, spans.start[mine])
                 cost[mine] += count * each / 2
-    recorder = spans.kind == Kind.RECORDING
-    return np.where(recorder, spans.end - spans.start, cost).astype(np.int64)
+    return np.where(spans.kind == Kind.RECORDING, spans.end - spans.start, cost).astype(np.int64)

@@ -1,4 +1,8 @@
-"""A trace's events, batch by batch, and what stands around them."""
+"""The events of a JSON text, batch by batch, decoded into the few fields that are of use, and what stands around them.
+
+Where one event ends and the next begins is usually found by a cheap guess, and decoding tells when that was wrong: a
+cut at the wrong depth leaves brackets open. Then the text is scanned exactly, with numpy, whatever its layout.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,9 @@ import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Ints, Mask
-from keepbusy.traces import foreign_files
 from keepbusy.traces.kineto_names import ARGUMENTS
 
-# JSON events, decoded into the few fields that are of use; everything else is passed over unread.
-#
+RECORD = "record with torch.profiler.profile(...) and give what its export_chrome_trace writes"
 
 
 class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
@@ -103,8 +105,28 @@ _BARE_QUOTE = re.compile(rb'(?<!\\)"')
 _SURROGATES = re.compile(rb"(?:\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(\\u[dD][89a-fA-F]..)")
 _NO_CONTROL = bytes(32 if code < 32 else code for code in range(256))
 
+_BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
+_END, _BETWEEN, _LAST = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
+"""Kineto's layout; its strings hold no line breaks."""
+_WINDOWS = (8 << 10, 256 << 10)
+_BOM = b"\xef\xbb\xbf"
 
-class Rows(NamedTuple):
+_DEPTH = np.zeros(256, np.int64)
+_DEPTH[list(b"{[")] = 1
+_DEPTH[list(b"}]")] = -1
+_TELLING = np.zeros(256, np.bool_)
+_TELLING[list(b'{}[]"\n')] = True
+
+_MOST_BEFORE = 16 << 20
+_MOST_AFTER = 64 << 20
+_LONGEST_EVENT = 16 << 20
+"""Bytes that may stand before the list of events, after it, and in one event."""
+_LINE = re.compile(rb'^\s*"(\w+)": (.*?),?\s*$', re.MULTILINE)
+
+
+class EventBatch(NamedTuple):
     """What a piece of a trace holds."""
 
     complete: list[Complete]
@@ -119,41 +141,37 @@ class Decoder:
         self._kind: type = Complete
         self._many, self._one = msgspec.json.Decoder(list[_Row]), msgspec.json.Decoder(_Row)
 
-    def together(self, events: memoryview) -> Rows:
+    def together(self, events: memoryview) -> EventBatch:
         """Events with commas between them, all sound; else raises one of ERRORS."""
         return self._sorted(self._decoded(b"".join((b"[", events, b"]"))))
 
-    def one_by_one(self, events: list[bytes]) -> Rows:
+    def one_by_one(self, events: list[bytes]) -> EventBatch:
         """Of these events the sound ones, and of the others those that can be repaired."""
         return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
 
     def _decoded(self, events: bytes) -> list[Any]:
         rows = self._many.decode(events)
-        if self._kind is Complete and any(row.ts > LARGEST_FLOAT_TIME for row in _first_complete(rows)):
+        first = next((row for row in rows if type(row) is Complete), None)
+        if self._kind is Complete and first is not None and first.ts > LARGEST_FLOAT_TIME:
             self._kind = ExactlyTimed
             self._many, self._one = msgspec.json.Decoder(list[_ExactRow]), msgspec.json.Decoder(_ExactRow)
             return self._many.decode(events)
         return rows
 
     def _repaired(self, event: bytes) -> Any:
-        for attempt in (_as_it_is, repair, _without_arguments):
+        for attempt in _attempts(event):
             try:
-                return self._one.decode(attempt(event))
+                return self._one.decode(attempt)
             except ERRORS as error:
                 fault = error
         self.bad += 1
         self.fault = self.fault or str(fault)
         return None
 
-    def _sorted(self, rows: list[Any]) -> Rows:
+    def _sorted(self, rows: list[Any]) -> EventBatch:
         self.read += len(rows)
         complete: list[Any] = [row for row in rows if type(row) is self._kind]
-        return Rows(complete, [row for row in rows if type(row) is Naming])
-
-
-def _first_complete(rows: list[Any]) -> list[Complete]:
-    first = next((row for row in rows if type(row) is Complete), None)
-    return [first] if first else []
+        return EventBatch(complete, [row for row in rows if type(row) is Naming])
 
 
 def repair(text: bytes) -> bytes:
@@ -164,6 +182,16 @@ def repair(text: bytes) -> bytes:
     return _NOT_A_NUMBER.sub(rb"\1null", text.translate(_NO_CONTROL))
 
 
+def _attempts(event: bytes) -> Iterator[bytes]:
+    """As it is, repaired, and without its arguments."""
+    yield event
+    repaired = repair(event)
+    yield repaired
+    head, found, _ = repaired.partition(b'"args"')
+    if found:
+        yield head.rstrip().rstrip(b",") + b"}"
+
+
 def is_json(text: bytes) -> bool:
     """Whether the text can be read at all, whatever it says."""
     try:
@@ -171,35 +199,6 @@ def is_json(text: bytes) -> bool:
     except ERRORS:
         return False
     return True
-
-
-def _as_it_is(event: bytes) -> bytes:
-    return event
-
-
-def _without_arguments(event: bytes) -> bytes:
-    head, found, _ = repair(event).partition(b'"args"')
-    return head.rstrip().rstrip(b",") + b"}" if found else event
-
-
-# Where one event of a JSON text ends and the next begins.
-#
-# Usually a cheap guess is right, and decoding tells when it is not: a cut at the wrong depth leaves
-# brackets open. Then the text is scanned exactly, with numpy, whatever its layout.
-
-_BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
-_END, _BETWEEN, _LAST = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
-"""Kineto's layout; its strings hold no line breaks."""
-_WINDOWS = (8 << 10, 256 << 10)
-_BOM = b"\xef\xbb\xbf"
-
-_DEPTH = np.zeros(256, np.int64)
-_DEPTH[list(b"{[")] = 1
-_DEPTH[list(b"}]")] = -1
-_TELLING = np.zeros(256, np.bool_)
-_TELLING[list(b'{}[]"\n')] = True
 
 
 class Piece(NamedTuple):
@@ -280,7 +279,8 @@ def opening(path: str, text: bytes) -> int:
             raise BadInput(f"{path} is not JSON: it begins with {text[:16]!r}; give a PyTorch profiler trace.")
         return NONE
     for match in _TRACE_EVENTS.finditer(text):
-        if _is_key(text[: match.start()]):
+        depth = _brackets(text[: match.start()])[2]
+        if len(depth) and depth[-1] == 1:  # it is a key of the outermost object
             if match[1] != b"[":
                 raise BadInput(f"{path} has a `traceEvents` that is no list; give a PyTorch profiler trace.")
             return match.end()
@@ -291,18 +291,6 @@ def begin_of(text: bytes) -> int:
     """Past a byte order mark and blanks."""
     mark = len(_BOM) if text.startswith(_BOM) else 0
     return len(text) - len(text[mark:].lstrip())
-
-
-def _is_key(before: bytes) -> bool:
-    """Whether what follows is a key of the outermost object."""
-    depth = _brackets(before)[2]
-    return len(depth) > 0 and int(depth[-1]) == 1
-
-
-_MOST_BEFORE = 16 << 20
-_MOST_AFTER = 64 << 20
-_LONGEST_EVENT = 16 << 20
-_LINE = re.compile(rb'^\s*"(\w+)": (.*?),?\s*$', re.MULTILINE)
 
 
 class Batches:
@@ -316,14 +304,17 @@ class Batches:
         self._after = b""
         self._closed = False
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[EventBatch]:
         text = self._open()
         for block in self._blocks:
             rows, text = self._whole_events(text + block)
             yield rows
             if self._closed:
                 break
-            self._refuse_endless(text)
+            if len(text) > _LONGEST_EVENT:
+                raise BadInput(
+                    f"{self.path} has an event of more than {_LONGEST_EVENT >> 20} MB; give a PyTorch profiler trace."
+                )
         else:
             rows, text = self._whole_events_exactly(text, patience=0)
             yield rows
@@ -364,12 +355,12 @@ class Batches:
                 )
         raise self._without_events(text)
 
-    def _whole_events(self, text: bytes) -> tuple[Rows, bytes]:
+    def _whole_events(self, text: bytes) -> tuple[EventBatch, bytes]:
         cut = last_boundary(text)
         rows = None if cut == NONE else self._together(text, cut)
         return (rows, text[cut + 1 :]) if rows else self._whole_events_exactly(text)
 
-    def _whole_events_exactly(self, text: bytes, patience: int = 1 << 20) -> tuple[Rows, bytes]:
+    def _whole_events_exactly(self, text: bytes, patience: int = 1 << 20) -> tuple[EventBatch, bytes]:
         piece = scan(text)
         rows = self._together(text, piece.until)
         if rows is None or (piece.until == 0 and len(text) >= patience):
@@ -380,7 +371,7 @@ class Batches:
             raise self._damaged()
         return rows, text[piece.closing + 1 :] if self._closed else text[piece.until :].lstrip(b" \t\r\n,")
 
-    def _together(self, text: bytes, until: int) -> Rows | None:
+    def _together(self, text: bytes, until: int) -> EventBatch | None:
         try:
             return self.decoder.together(memoryview(text)[:until])
         except ERRORS:
@@ -397,12 +388,6 @@ class Batches:
                     "give a PyTorch profiler trace."
                 )
         self._after = b"".join(parts)
-
-    def _refuse_endless(self, text: bytes) -> None:
-        if len(text) > _LONGEST_EVENT:
-            raise BadInput(
-                f"{self.path} has an event of more than {_LONGEST_EVENT >> 20} MB; give a PyTorch profiler trace."
-            )
 
     def _truncated(self) -> BadInput:
         return BadInput(
@@ -421,7 +406,10 @@ class Batches:
         except ERRORS:
             first, _, rest = text.partition(b"\n")
             if rest.lstrip()[:1] == b"{" and is_json(first):
-                foreign_files.refuse_lines(self.path)
+                return BadInput(
+                    f"{self.path} holds a JSON object a line, as `nsys export --type jsonlines` and logs do, "
+                    f"not a trace; {RECORD}."
+                )
             return self._truncated()
         held = ", ".join(str(key) for key in keys[:5]) or "none"
         return BadInput(

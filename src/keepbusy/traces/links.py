@@ -9,38 +9,40 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Timeline
 from keepbusy.timeline.replay import NEVER
-from keepbusy.traces.cuda_calls import Calls, is_event_sync
-from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.host_threads import Threads
 from keepbusy.traces.kineto_names import STREAM_WAIT, Category
+from keepbusy.traces.rank_trace import RankTrace
 
 CLOCK_JITTER = 1_000
 """Commands of two streams may seem to overlap by this much although one waited for the other."""
-TIGHT = 8_000
+RELEASE_GAP = 8_000
+"""A command that begins so soon after another stream's command ended has waited for it."""
 
 Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
 Said: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
 """By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
 
 
-def launch_links(call_rows: Ints, command_rows: Ints, launch: Ints) -> Links:
-    known = np.flatnonzero(launch != NONE)
-    return Links.of(len(known), source=call_rows[launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH)
+def links_of(trace: RankTrace, timeline: Timeline, host_rows: Ints, command_rows: Ints) -> Links:
+    """The rows of the host are the calls first, then the waits for room in a queue, then all others."""
+    known, held = np.flatnonzero(trace.launch != NONE), trace.held[trace.held != NONE]
+    call_rows, queue_rows = np.split(host_rows, [len(trace.calls.event)])
+    launches = Links.of(
+        len(known), source=call_rows[trace.launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH
+    )
+    # a host that found a queue full goes on when a command has made room
+    room = Links.of(len(held), source=command_rows[held], target=queue_rows[: len(held)], kind=LinkKind.ORDER)
+    timeline = timeline.change(links=launches)
+    return Links.concatenate([launches, _handoffs(trace, timeline), _orders(trace, timeline, call_rows), room])
 
 
-def queue_links(commands: Ints, queue_rows: Ints) -> Links:
-    """A host that found a queue full goes on when a command has made room."""
-    return Links.of(len(commands), source=commands, target=queue_rows, kind=LinkKind.ORDER)
-
-
-def handoff_links(timeline: Timeline, lane_of: dict[int, int], hosts: Threads) -> Links:
+def _handoffs(trace: RankTrace, timeline: Timeline) -> Links:
     """The main thread -> a burst of another, and back."""
-    source, target = [], []
-    main = timeline.rows_of(lane_of[hosts.main])
+    source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    main, handoffs = timeline.rows_of(trace.main_lane), trace.hosts.handoffs
     ends, starts = timeline.spans.end[main], timeline.spans.start[main]
-    for thread in np.unique(hosts.handoffs[:, 0]).tolist():
-        bursts = hosts.handoffs[hosts.handoffs[:, 0] == thread]
-        rows = timeline.rows_of(lane_of[thread])
+    for thread in np.unique(handoffs[:, 0]).tolist():
+        bursts = handoffs[handoffs[:, 0] == thread]
+        rows = timeline.rows_of(trace.lane_of_thread[thread])
         first = np.searchsorted(timeline.spans.start[rows], bursts[:, 1])
         last = np.searchsorted(timeline.spans.start[rows], bursts[:, 2]) - 1
         before = np.searchsorted(ends, bursts[:, 1], side="right") - 1
@@ -48,14 +50,12 @@ def handoff_links(timeline: Timeline, lane_of: dict[int, int], hosts: Threads) -
         into, back = (before >= 0) & (first < len(rows)), (after < len(main)) & (last >= 0)
         source += [main[before[into]], rows[last[back]]]
         target += [rows[first[into]], main[after[back]]]
-    if not source:
-        return Links.of(0)
     sources, targets = np.concatenate(source), np.concatenate(target)
     forward = sources < targets
     return Links.of(int(forward.sum()), source=sources[forward], target=targets[forward], kind=LinkKind.HANDOFF)
 
 
-def order_links(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints) -> Links:
+def _orders(trace: RankTrace, timeline: Timeline, call_rows: Ints) -> Links:
     """Waits of one stream for another, and of the host for an event."""
     streams = {
         (lane.device, lane.number): _Stream(timeline, index)
@@ -63,15 +63,15 @@ def order_links(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints)
         if lane.device is not None
     }
     said = _said(trace, streams)
-    pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, calls, call_rows, said)]
+    pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, call_rows, said)]
     table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
     return Links.of(len(table), source=table[:, 0], target=table[:, 1], kind=LinkKind.ORDER)
 
 
-def _stream_waits(trace: Trace, streams: Streams, said: Said) -> list[tuple[int, int]]:
+def _stream_waits(trace: RankTrace, streams: Streams, said: Said) -> list[tuple[int, int]]:
     """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
     events = trace.events
-    waits = np.flatnonzero(trace.is_call & trace.named(STREAM_WAIT.match))
+    waits = np.flatnonzero(trace.file.is_call & trace.file.named(STREAM_WAIT.match))
     waits = waits[np.argsort(events.start[waits], kind="stable")]
     if len(streams) < 2:
         return []
@@ -85,11 +85,11 @@ def _stream_waits(trace: Trace, streams: Streams, said: Said) -> list[tuple[int,
     return pairs
 
 
-def _said(trace: Trace, streams: Streams) -> Said:
+def _said(trace: RankTrace, streams: Streams) -> Said:
     """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
     events = trace.events
     rows = np.flatnonzero((events.category == Category.SYNC) & (events.awaited_stream >= 0) & (events.device >= 0))
-    calls = np.flatnonzero(trace.is_call & (events.correlation >= 0)) if len(rows) else rows
+    calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(rows) else rows
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
     said: Said = {}
     for row in rows.tolist():
@@ -148,7 +148,9 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
     waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda one: one[0].issued[one[1]])
     for stream, place in waiting:
         tight = [other.ended_by(stream.start[place], last) for other, last in places if other is not stream]
-        tight = [(end, row) for end, row in tight if stream.start[place] - end < TIGHT and stream.held_up(place, end)]
+        tight = [
+            (end, row) for end, row in tight if stream.start[place] - end < RELEASE_GAP and stream.held_up(place, end)
+        ]
         if tight:
             return [(max(tight)[1], stream.row[place])]
     for stream, place in waiting:
@@ -162,10 +164,10 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
     return []
 
 
-def _event_syncs(trace: Trace, timeline: Timeline, calls: Calls, call_rows: Ints, said: Said) -> list[tuple[int, int]]:
+def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: Said) -> list[tuple[int, int]]:
     """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
-    by_event = is_event_sync(trace, calls)
-    rows, correlations = call_rows[by_event], trace.events.correlation[calls.event[by_event]]
+    rows = call_rows[trace.by_event]
+    correlations = trace.events.correlation[trace.calls.event[trace.by_event]]
     spans = timeline.spans
     waited = (spans.awaits[rows] == NONE) & (spans.end[rows] - spans.start[rows] > 5_000)
     commands = np.flatnonzero(timeline.on_device)

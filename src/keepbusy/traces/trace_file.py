@@ -1,4 +1,4 @@
-"""PyTorch's profiler JSON -> `Trace`."""
+"""A file of PyTorch's profiler -> `Trace`: block by block, so that it is never held whole, and several at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread as Helper
+from threading import Thread as PythonThread
 from typing import IO, Any, TypeAlias, cast
 
 from isal import igzip, isal_zlib
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import open_input
-from keepbusy.traces import foreign_files
 from keepbusy.traces.event_columns import Collector, Trace
-from keepbusy.traces.json_events import Batches
-
-# The bytes of a trace, block by block, decompressed on the way: a file is never held whole.
+from keepbusy.traces.json_events import RECORD, Batches
 
 OnProgress: TypeAlias = Callable[[str, float], Any]
 """Called now and then with what is being done, and which share of it is done, from 0 to 1."""
+Answer: TypeAlias = Trace | BadInput | None
 
 BLOCK = 256 << 10
 """Small enough that a block and its rows stay in the processor's cache: a quarter faster than 1 MB."""
@@ -35,8 +33,90 @@ SMALL = 64 << 20
 MOST_RATIO = 200
 """A long trace is about 20 times smaller compressed; only a file made to do harm shrinks so much more."""
 MOST_BYTES = 64 << 30
+WORTH_PROCESSES = 200 << 20
+"""Bytes of JSON below which starting processes takes longer than they save."""
+USUAL_RATIO = 13
 _GZIP = b"\x1f\x8b"
 _DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_zlib.error))
+_FOREIGN_BEGINNINGS = (
+    (b"version https://git-lfs", "the pointer that Git LFS leaves in place of a file", "fetch the file: git lfs pull"),
+    (b"PK\x03\x04", "a zip archive", "unpack it and give the .json or .json.gz within"),
+    (b"SQLite format 3", "an SQLite database, as `nsys export` writes it", RECORD),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it and give the .json"),
+    (b"BZh", "compressed with bzip2", "unpack it and give the .json"),
+    (b"\xfd7zXZ", "compressed with xz", "unpack it and give the .json"),
+    (b"\x89busy", "a run that keepbusy saved", "load it, or let its name end in .busy"),
+)
+_AUTOGRAD = {"CPU functions", "CUDA functions"}
+"""The processes of the autograd profiler."""
+
+
+def read_trace(path: str | Path, on_progress: OnProgress | None = None) -> Trace:
+    """One file, .json or .json.gz, of PyTorch 1.8 and later; raises `BadInput` for anything else."""
+    try:
+        return _read(os.fspath(path), on_progress)
+    except MemoryError:
+        raise BadInput(f"{path} needs more memory than this machine has; record fewer steps.") from None
+
+
+def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = None) -> list[Trace]:
+    """All these files in their order, by a process for each core where that pays."""
+    names = [os.fspath(path) for path in paths]
+    if len(names) == 1:
+        return [read_trace(names[0], on_progress)]
+    sizes = [_size(name) for name in names]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    alone = sum(sizes) < WORTH_PROCESSES or cores < 2 or not sys.executable
+    answers = ((index, None) for index in range(len(names))) if alone else _elsewhere(names, deal(sizes, cores))
+    traces, done = dict[int, Trace](), 0
+    for index, answer in answers:
+        if isinstance(answer, BadInput):
+            raise answer
+        traces[index] = read_trace(names[index]) if answer is None else answer
+        done += sizes[index]
+        if on_progress:
+            on_progress(f"reading {len(names)} traces", done / max(sum(sizes), 1))
+    ordered = [traces[index] for index in range(len(names))]
+    return [replace(trace, events=trace.events.change()) for trace in ordered]  # a copy by pickle is writable
+
+
+def _read(path: str, on_progress: OnProgress | None) -> Trace:
+    collector, batches = Collector(), Batches(path, blocks(path, on_progress))
+    for batch in batches:
+        collector.add(batch)
+    facts, decoder = batches.facts(), batches.decoder
+    skipped = decoder.bad + collector.skipped
+    if 2 * skipped > decoder.bad + decoder.read:
+        raise BadInput(
+            f"{path} has {skipped} events of {decoder.bad + decoder.read} that cannot be read "
+            f"({decoder.fault or 'no sound times'}); give a trace as PyTorch's profiler exported it."
+        )
+    if not len(collector):
+        raise _without_events(path, facts, collector.foreign)
+    return Trace(
+        path=path,
+        events=collector.events(),
+        names=tuple(collector.names),
+        threads=collector.threads.table(),
+        collectives=tuple(collector.collectives),
+        facts=facts,
+        skipped=skipped,
+    )
+
+
+def _without_events(path: str, facts: dict[str, Any], kinds: set[tuple[str, str]]) -> BadInput:
+    """What a file is that holds none of PyTorch's events. `kinds`: categories and processes of the others."""
+    about, categories = facts.get("metadata"), sorted({category for category, _ in kinds if category})
+    if {process for _, process in kinds} & _AUTOGRAD:
+        what = f"is of the autograd profiler, which does not tell which call launched which kernel; {RECORD}."
+    elif isinstance(about, dict) and "highres-ticks" in about:
+        what = f"is of the profiler of JAX and TensorFlow; keepbusy reads PyTorch's: {RECORD}."
+    elif categories:
+        known = ", ".join(categories[:5])
+        what = f"is of another profiler (its categories: {known}); keepbusy reads PyTorch's: {RECORD}."
+    else:
+        what = "holds no complete events (`ph: X`) of PyTorch's kinds; record at least two steps and export again."
+    return BadInput(f"{path} {what}")
 
 
 def blocks(path: str, on_progress: OnProgress | None = None) -> Iterator[bytes]:
@@ -64,11 +144,16 @@ def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) ->
     what = f"reading {''.join(letter if letter.isprintable() else '?' for letter in Path(path).name)}"
     while block := source.read(BLOCK):
         if not done:
-            foreign_files.refuse_by_beginning(path, block)
+            for beginning, kind, advice in _FOREIGN_BEGINNINGS:
+                if block.startswith(beginning):
+                    raise BadInput(f"{path} is {kind}; {advice}.")
         done += len(block)
         consumed = file.tell() if file.seekable() else done
-        if zipped:
-            _refuse_bomb(path, consumed, done)
+        if zipped and ((done > SMALL and done > MOST_RATIO * consumed) or done > MOST_BYTES):
+            raise BadInput(
+                f"{path} unpacks to more than {done >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
+                "check where it comes from, or unpack it yourself and give the .json."
+            )
         if on_progress and size:
             on_progress(what, min(1.0, consumed / size))
         yield block
@@ -76,55 +161,10 @@ def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) ->
         raise BadInput(f"{path} is empty; export the trace again, after the profiler has stopped.")
 
 
-def _refuse_bomb(path: str, consumed: int, done: int) -> None:
-    if (done > SMALL and done > MOST_RATIO * consumed) or done > MOST_BYTES:
-        raise BadInput(
-            f"{path} unpacks to more than {done >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
-            "check where it comes from, or unpack it yourself and give the .json."
-        )
-
-
-# Several traces at once, in a process for each core.
-#
-# The processes are plain Python commands rather than a multiprocessing pool, since a pool would run
-# the user's script again in each of them.
-
-Answer: TypeAlias = Trace | BadInput
-Answers: TypeAlias = "SimpleQueue[tuple[int, Answer | None]]"
-
-_WORTH_IT = 200 << 20
-"""Bytes of JSON below which starting processes takes longer than they save."""
-_USUAL_RATIO = 13
-
-
-def read_all(
-    read: Callable[[str], Trace], command: str, names: list[str], on_progress: OnProgress | None
-) -> list[Trace]:
-    """Every file read by `read`, here or by processes that run `command` with the names behind it."""
-    sizes = [_size(name) for name in names]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(len(names), cores) if sum(sizes) >= _WORTH_IT and sys.executable else 1
-    answers = _here(read, names) if workers < 2 else _elsewhere(command, names, deal(sizes, workers))
-    traces, done = dict[int, Trace](), 0
-    for index, answer in answers:
-        traces[index] = _trace(answer if answer is not None else read(names[index]))
-        done += sizes[index]
-        if on_progress:
-            on_progress(f"reading {len(names)} traces", done / max(sum(sizes), 1))
-    return [traces[index] for index in range(len(names))]
-
-
-def answer_parent(read: Callable[[str], Trace]) -> None:
-    """What such a process does: reads the files it was given and writes each trace to its parent."""
-    for name in sys.argv[1:]:
-        pickle.dump(_answer(read, name), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
-        sys.stdout.buffer.flush()
-
-
-def deal(sizes: list[int], workers: int) -> list[list[int]]:
-    """Which files each worker takes: the largest first, always to the one with the least to do."""
-    hands: list[list[int]] = [[] for _ in range(workers)]
-    loads = [0] * workers
+def deal(sizes: list[int], processes: int) -> list[list[int]]:
+    """Which files each process reads: the largest first, always to the one with the least to do."""
+    hands: list[list[int]] = [[] for _ in range(min(processes, len(sizes)))]
+    loads = [0] * len(hands)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         least = loads.index(min(loads))
         hands[least].append(index)
@@ -132,37 +172,20 @@ def deal(sizes: list[int], workers: int) -> list[list[int]]:
     return hands
 
 
-def _answer(read: Callable[[str], Trace], name: str) -> Answer:
-    try:
-        return read(name)
-    except BadInput as error:
-        return error
-
-
-def _trace(answer: Answer) -> Trace:
-    if isinstance(answer, BadInput):
-        raise answer
-    return answer
-
-
-def _here(read: Callable[[str], Trace], names: list[str]) -> Iterator[tuple[int, Answer | None]]:
-    for index, name in enumerate(names):
-        yield index, _answer(read, name)
-
-
-def _elsewhere(command: str, names: list[str], hands: list[list[int]]) -> Iterator[tuple[int, Answer | None]]:
-    answers: Answers = SimpleQueue()
+def _elsewhere(names: list[str], hands: list[list[int]]) -> Iterator[tuple[int, Answer]]:
+    """Answers as they come. None stands for whatever a process failed to say: that file is to be read here."""
+    answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
     for hand in hands:
-        Helper(target=_listen, args=(command, names, hand, answers), daemon=True).start()
+        PythonThread(target=_listen, args=(names, hand, answers), daemon=True).start()
     for _ in names:
         yield answers.get()
 
 
-def _listen(command: str, names: list[str], hand: list[int], answers: Answers) -> None:
-    """Passes on what one process says. For whatever it fails to say there is None: then it is read here."""
+def _listen(names: list[str], hand: list[int], answers: SimpleQueue[tuple[int, Answer]]) -> None:
+    """A plain Python command reads these files: a multiprocessing pool would run the user's script once more."""
     left = list(hand)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    call = [sys.executable, "-c", command, *[names[index] for index in hand]]
+    call = [sys.executable, "-c", f"from {__name__} import serve; serve()", *[names[index] for index in hand]]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         with subprocess.Popen(call, env=environment, **pipes) as process:  # type: ignore[call-overload]
@@ -174,63 +197,19 @@ def _listen(command: str, names: list[str], hand: list[int], answers: Answers) -
             answers.put((index, None))
 
 
+def serve() -> None:
+    """What such a process does: reads the files it was given and writes each trace to its parent."""
+    for name in sys.argv[1:]:
+        try:
+            answer: Answer = read_trace(name)
+        except BadInput as error:
+            answer = error
+        pickle.dump(answer, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+        sys.stdout.buffer.flush()
+
+
 def _size(name: str) -> int:
     try:
-        return Path(name).stat().st_size * (_USUAL_RATIO if name.endswith(".gz") else 1)
+        return Path(name).stat().st_size * (USUAL_RATIO if name.endswith(".gz") else 1)
     except (OSError, ValueError):
         return 0
-
-
-def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = None) -> list[Trace]:
-    """All these files in their order, on all cores where that pays."""
-    names = [os.fspath(path) for path in paths]
-    if len(names) == 1:
-        return [read_trace(names[0], on_progress)]
-    traces = read_all(read_trace, f"from {__name__} import serve; serve()", names, on_progress)
-    return [replace(trace, events=trace.events.change()) for trace in traces]  # a copy by pickle is writable
-
-
-def read_trace(path: str | Path, on_progress: OnProgress | None = None) -> Trace:
-    """One file, .json or .json.gz, of PyTorch 1.8 and later; raises `BadInput` for anything else."""
-    try:
-        return _read(os.fspath(path), on_progress)
-    except MemoryError:
-        raise BadInput(f"{path} needs more memory than this machine has; record fewer steps.") from None
-
-
-def _read(path: str, on_progress: OnProgress | None) -> Trace:
-    collector = Collector()
-    batches = Batches(path, blocks(path, on_progress))
-    for rows in batches:
-        collector.add(rows)
-    facts = batches.facts()
-    skipped = batches.decoder.bad + collector.skipped
-    _refuse_bad(path, batches, skipped)
-    if not len(collector):
-        foreign_files.refuse_by_content(path, facts, collector.foreign)
-        raise BadInput(
-            f"{path} holds no complete events (`ph: X`) of PyTorch's kinds; record at least two steps and export again."
-        )
-    return Trace(
-        path=path,
-        events=collector.events(),
-        names=tuple(collector.names),
-        threads=collector.threads.table(),
-        collectives=tuple(collector.collectives),
-        facts=facts,
-        skipped=skipped,
-    )
-
-
-def serve() -> None:
-    """The other end of `read_traces`, in a process of its own."""
-    answer_parent(read_trace)
-
-
-def _refuse_bad(path: str, batches: Batches, skipped: int) -> None:
-    decoder = batches.decoder
-    if 2 * skipped > decoder.bad + decoder.read:
-        raise BadInput(
-            f"{path} has {skipped} events of {decoder.bad + decoder.read} that cannot be read "
-            f"({decoder.fault or 'no sound times'}); give a trace as PyTorch's profiler exported it."
-        )

@@ -11,7 +11,7 @@ from traces import trace_of
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.rank_of import ranks_of
+from keepbusy.traces.trace_facts import ranks_of
 from keepbusy.traces.trace_file import read_trace
 
 

@@ -1,0 +1,363 @@
+"""One rank's trace and what it shows, each thing looked up once: commands, calls, threads, lanes, who waits for whom.
+
+PyTorch runs the backward pass on a thread of its own while the caller stands still. In a trace that shows as a burst
+of one thread during which the main thread records nothing: a handoff. A thread that works while the main thread works
+too is a lane in its own right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
+from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Frames, Ints, Kind, Lane, Mask
+from keepbusy.traces.event_columns import Events, Trace
+from keepbusy.traces.frames import Nest
+from keepbusy.traces.kineto_names import (
+    ALLOCATION,
+    ALLOCATION_SYNC,
+    DEVICE_SYNC,
+    DIRECTIONS,
+    EVENT_SYNC,
+    PAGEABLE,
+    PINNED,
+    SYNC_CALL,
+    Category,
+)
+
+BLOCKS_UNTIL_ITS_END = 10_000
+"""A blocking copy returns up to 10 µs before its command ends (measured), or a little of a long copy."""
+FULL_QUEUE_WAIT, FULL_QUEUE_PENDING = 100_000, 400
+"""A launch that takes this long while so many commands of its stream are pending has found the queue full."""
+LONGEST_HANDOVER = 300_000
+"""Taking a batch that is ready costs less than this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The outermost calls that matter to the device, in order of start."""
+
+    event: Ints  # row of the event
+    kind: Ints
+    waits: Mask  # an allocation that waits for the device, or a copy that waits for itself
+    thread: Ints
+    start: Ints
+    end: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class HostThreads:
+    """The threads that issue work; each works within its `alive` intervals only."""
+
+    main: int
+    alive: dict[int, Ints]  # thread -> rows of (start, end)
+    handoffs: Ints  # rows of (thread, start, end): the main thread stands still meanwhile
+
+
+@dataclass(frozen=True, eq=False)
+class RankTrace:
+    """Positions: a call's is its index in `calls`, a command's its index in `commands`."""
+
+    file: Trace
+    rank: int
+
+    @property
+    def events(self) -> Events:
+        return self.file.events
+
+    @cached_property
+    def commands(self) -> Ints:
+        """The device's commands in order of start."""
+        events = self.events
+        rows = np.flatnonzero(events.category <= Category.FILL)
+        if not len(rows):
+            raise BadInput(
+                f"{self.file.path} shows nothing that ran on a GPU; "
+                "record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine that has one."
+            )
+        return rows[np.lexsort((events.end[rows], events.start[rows]))]
+
+    @cached_property
+    def is_step_mark(self) -> Mask:
+        return (self.events.category == Category.ANNOTATION) & self.file.begins(*STEP_MARKS)
+
+    @cached_property
+    def threads(self) -> Ints:
+        """Those that launched something, or say they take steps. Watchdogs and pollers are no part of the program."""
+        events = self.events
+        calls = self.file.is_call & (events.correlation >= 0)
+        launching = calls & np.isin(events.correlation, events.correlation[self.commands])
+        return np.unique(events.thread[launching | self.is_step_mark])
+
+    @cached_property
+    def calls(self) -> Calls:
+        file, events = self.file, self.events
+        rows = np.flatnonzero(file.is_call & np.isin(events.thread, self.threads))
+        rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
+        allocates, synchronises = file.named(ALLOCATION.match)[rows], file.named(SYNC_CALL.match)[rows]
+        launches = np.isin(events.correlation[rows], events.correlation[self.commands])
+        launches &= events.correlation[rows] >= 0
+        waits = file.named(ALLOCATION_SYNC.match)[rows] | (launches & synchronises)
+        kind = np.select([launches, synchronises, allocates], [Kind.LAUNCH, Kind.SYNC, Kind.ALLOCATE], Kind.WORK)
+        matters = kind != Kind.WORK
+        for thread in np.unique(events.thread[rows]):  # a lazily loaded module launches within a launch
+            mine = np.flatnonzero(matters & (events.thread[rows] == thread))
+            reached = np.maximum.accumulate(events.end[rows[mine]])
+            matters[mine[1:]] = events.start[rows[mine[1:]]] >= reached[:-1]
+        if not matters.any():
+            raise BadInput(
+                f"{file.path} shows commands of the device but no call that launched them; "
+                "record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+            )
+        event = rows[matters]
+        return Calls(event, kind[matters], waits[matters], events.thread[event], events.start[event], events.end[event])
+
+    @cached_property
+    def launch(self) -> Ints:
+        """Of each command the call that launched it, the outermost one, or NONE."""
+        events, calls, launch = self.events, self.calls, np.full(len(self.commands), NONE, np.int64)
+        rows = np.flatnonzero(self.file.is_call & (events.correlation >= 0))
+        if not len(rows):
+            return launch
+        rows = rows[np.argsort(events.correlation[rows], kind="stable")]
+        wanted = events.correlation[self.commands]
+        call = rows[np.minimum(np.searchsorted(events.correlation[rows], wanted), len(rows) - 1)]
+        known = events.correlation[call] == wanted
+        for thread in np.unique(calls.thread):
+            outer = np.flatnonzero(calls.thread == thread)
+            mine = np.flatnonzero(known & (events.thread[call] == thread))
+            place = np.searchsorted(calls.start[outer], events.start[call[mine]], side="right") - 1
+            around = outer[np.maximum(place, 0)]
+            launch[mine] = np.where((place >= 0) & (events.end[call[mine]] <= calls.end[around]), around, NONE)
+        return launch
+
+    @cached_property
+    def launched(self) -> Ints:
+        """Of each call the lane of its first command, or NONE."""
+        launched = np.full(len(self.calls.event), NONE, np.int64)
+        known = self.launch != NONE
+        launched[self.launch[known][::-1]] = self.lane_of_command[known][::-1]
+        return launched
+
+    @cached_property
+    def backlog(self) -> Mask:
+        """What a stream still had to do when recording began: such commands were issued before the window.
+
+        A stream keeps its order, so that holds of whatever ran there before its first command that has a launch.
+        """
+        known, lane = np.flatnonzero(self.launch != NONE), self.lane_of_command
+        first = np.full(int(lane.max()) + 1, NONE, np.int64)
+        first[lane[known][::-1]] = known[::-1]
+        return np.arange(len(lane)) < first[lane]
+
+    @cached_property
+    def held(self) -> Ints:
+        """Of each call that found its stream's queue full the command that made room, else NONE."""
+        calls, launch = self.calls, self.launch
+        held = np.full(len(calls.event), NONE, np.int64)
+        for lane in np.unique(self.lane_of_command).tolist():
+            mine = np.flatnonzero((self.lane_of_command == lane) & (launch != NONE))
+            mine = mine[np.argsort(calls.start[launch[mine]], kind="stable")]
+            call = np.unique(launch[mine])
+            ended = np.maximum.accumulate(self.events.end[self.commands[mine]])
+            done = np.searchsorted(ended, calls.end[call], side="right")
+            issued = np.searchsorted(calls.start[launch[mine]], calls.start[call])
+            full = (
+                (calls.end[call] - calls.start[call] > FULL_QUEUE_WAIT)
+                & (issued - done > FULL_QUEUE_PENDING)
+                & (done > 0)
+            )
+            held[call[full]] = mine[done[full] - 1]
+        return held
+
+    @cached_property
+    def by_event(self) -> Mask:
+        """Which calls wait for an event."""
+        return self.file.named(EVENT_SYNC.search)[self.calls.event]
+
+    @cached_property
+    def awaited(self) -> Ints:
+        """Of each call the lane that it would wait for: as a sync row says, else that of its thread's last launch."""
+        events, calls = self.events, self.calls
+        before = np.full(len(self.launched), NONE, np.int64)
+        for thread in np.unique(calls.thread):
+            mine = np.flatnonzero(calls.thread == thread)
+            before[mine] = np.maximum.accumulate(np.where(self.launched[mine] != NONE, mine, NONE))
+        lane = np.where(before == NONE, NONE, self.launched[np.maximum(before, 0)])
+        rows = np.flatnonzero((events.category == Category.SYNC) & (events.stream >= 0) & (events.device >= 0))
+        if len(rows):
+            lanes = {pair: index + len(self.lane_of_thread) for index, pair in enumerate(self._streams[0])}
+            streams = zip(events.device[rows].tolist(), events.stream[rows].tolist(), strict=True)
+            said = dict(
+                zip(events.correlation[rows].tolist(), (lanes.get(pair, NONE) for pair in streams), strict=True)
+            )
+            said.pop(NONE, None)
+            asked = zip(events.correlation[calls.event].tolist(), lane.tolist(), strict=True)
+            lane = np.array([said.get(correlation, usual) for correlation, usual in asked], np.int64)
+        whole = self.file.named(DEVICE_SYNC.search)[calls.event] | (calls.kind == Kind.ALLOCATE)
+        return np.where(whole, EVERY_LANE, lane)
+
+    @cached_property
+    def direction(self) -> Ints:
+        """Of each command that is a copy, by its name (`Memcpy HtoD (Pageable -> Device)`), which way it goes."""
+        names = self.file.names
+        direction = [next((int(way) for mark, way in DIRECTIONS if mark in name), 0) for name in names]
+        is_copy = self.events.category[self.commands] == Category.COPY
+        return np.where(is_copy, np.array(direction, np.int64)[self.events.name[self.commands]], 0)
+
+    @cached_property
+    def pinned(self) -> Ints:
+        """And whether its host side is pinned: 1, 0, or NONE where the name does not tell."""
+        pinned = [1 if PINNED in name else 0 if PAGEABLE in name else NONE for name in self.file.names]
+        is_copy = self.events.category[self.commands] == Category.COPY
+        return np.where(is_copy, np.array(pinned, np.int64)[self.events.name[self.commands]], NONE)
+
+    @cached_property
+    def blocking(self) -> Mask:
+        """Which calls return only when their own copy, of pageable memory, has ended, or nearly so."""
+        events, calls = self.events, self.calls
+        pageable = (self.pinned == 0) & (self.launch != NONE)
+        copy, call = self.commands[pageable], self.launch[pageable]
+        early = np.maximum(BLOCKS_UNTIL_ITS_END, (events.end[copy] - events.start[copy]) // 50)
+        blocking = calls.waits & (calls.kind == Kind.LAUNCH)
+        blocking[call[calls.end[call] >= events.end[copy] - early]] = True
+        return blocking & (self.held == NONE)
+
+    @cached_property
+    def hosts(self) -> HostThreads:
+        events = self.events
+        on_host = (events.category == Category.OPERATOR) | (events.category == Category.ANNOTATION)
+        recorded = np.union1d(np.flatnonzero(on_host), self.calls.event)
+        rows_of = {int(thread): recorded[events.thread[recorded] == thread] for thread in self.threads}
+        main = self._main_thread()
+        python = np.flatnonzero((events.thread == main) & (events.category == Category.PYTHON))
+        extent = np.concatenate([rows_of[main], python])
+        alive = {main: np.array([[events.start[extent].min(), events.end[extent].max()]], np.int64)}
+        handoffs: list[tuple[int, int, int]] = []
+        for thread, rows in rows_of.items():
+            if thread == main or not len(rows):
+                continue
+            bursts, alone = self._bursts(rows, rows_of[main])
+            alive[thread] = bursts if alone else np.array([[bursts[0, 0], bursts[-1, 1]]], np.int64)
+            handoffs += [(thread, start, end) for start, end in bursts.tolist() if alone]
+        return HostThreads(main, alive, np.array(sorted(handoffs, key=lambda one: one[1]), np.int64).reshape(-1, 3))
+
+    def _main_thread(self) -> int:
+        """The one that takes the steps; else the one with most Python, or with most operators."""
+        events = self.events
+        for these in (self.is_step_mark, events.category == Category.PYTHON, events.category == Category.OPERATOR):
+            counts = np.array([np.count_nonzero(these & (events.thread == thread)) for thread in self.threads])
+            if counts.max(initial=0) > 0:
+                return int(self.threads[counts.argmax()])
+        return int(self.threads[0])
+
+    def _bursts(self, rows: Ints, main: Ints) -> tuple[Ints, bool]:
+        """Stretches of a thread between which the main thread did something, and whether it did nothing within any."""
+        events = self.events
+        rows = rows[np.argsort(events.start[rows], kind="stable")]
+        start, reached = events.start[rows], np.maximum.accumulate(events.end[rows])
+        borders = np.sort(np.concatenate([events.start[main], events.end[main]]))
+        parted = np.searchsorted(borders, start[1:]) > np.searchsorted(borders, reached[:-1])
+        bursts = np.stack([start[np.append(True, parted)], reached[np.append(parted, True)]], axis=1)
+        within = np.searchsorted(borders, bursts[:, 1]) - np.searchsorted(borders, bursts[:, 0], side="right")
+        return bursts, not within.any()
+
+    @cached_property
+    def marks(self) -> Ints:
+        """Times on the main thread at which steps begin; none where the trace does not mark any."""
+        events = self.events
+        mine = (events.category == Category.ANNOTATION) & (events.thread == self.hosts.main)
+        for prefix in STEP_MARKS:
+            these = mine & self.file.begins(prefix)
+            marks = np.unique(events.start[these])
+            if len(marks) >= 2:
+                # a profiler step is a whole one, so the last one's end is a mark, too
+                return np.append(marks, events.end[these].max()) if prefix == PROFILER_STEP else marks
+        return np.zeros(0, np.int64)
+
+    @cached_property
+    def role(self) -> Ints:
+        """Of each event, what a frame so called does."""
+        return roles_of(self.file.names)[1][self.events.name]
+
+    @cached_property
+    def nests(self) -> dict[int, Nest]:
+        return {thread: Nest.of(self.file, thread) for thread in self.hosts.alive}
+
+    @cached_property
+    def starved(self) -> Ints:
+        """When the loop waited for a loader's workers and called nothing else: rows of (start, end).
+
+        The workers are processes that no trace shows. When the loop finds no batch ready, the time from one such
+        batch to the next is what they take to make it; so they become a lane whose spans are batches.
+        """
+        nest, calls = self.nests[self.hosts.main], self.calls.start[self.calls.thread == self.hosts.main]
+        of_workers = self.role[nest.event] & Role.LOADER_WORKERS != 0
+        mine = np.flatnonzero(of_workers & (nest.end - nest.start > LONGEST_HANDOVER))
+        mine = mine[np.searchsorted(calls, nest.end[mine]) == np.searchsorted(calls, nest.start[mine])]
+        return np.stack([nest.start[mine], nest.end[mine]], axis=1)
+
+    @cached_property
+    def lane_of_thread(self) -> dict[int, int]:
+        others = sorted(thread for thread in self.hosts.alive if thread != self.hosts.main)
+        return {thread: index for index, thread in enumerate([self.hosts.main, *others])}
+
+    @property
+    def main_lane(self) -> int:
+        return self.lane_of_thread[self.hosts.main]
+
+    @cached_property
+    def _streams(self) -> tuple[list[tuple[int, int]], Ints]:
+        """Device and number of each stream, and of each command which of them it ran on."""
+        events, commands = self.events, self.commands
+        pairs = np.stack([events.device[commands], events.stream[commands]], axis=1).astype(np.int64)
+        unique, which = np.unique(pairs, axis=0, return_inverse=True)
+        return [(int(device), int(stream)) for device, stream in unique], which.reshape(-1)
+
+    @cached_property
+    def lane_of_command(self) -> Ints:
+        return self._streams[1] + len(self.lane_of_thread)
+
+    @property
+    def workers_lane(self) -> int:
+        return len(self.lane_of_thread) + len(self._streams[0])
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Host threads, then streams, then the loader's workers if the loop waits for them."""
+        threads = [
+            Lane(self.rank, None, index, self.file.threads[thread].name)
+            for thread, index in self.lane_of_thread.items()
+        ]
+        streams = [Lane(self.rank, device, stream, f"stream {stream}") for device, stream in self._streams[0]]
+        workers = [Lane(self.rank, None, NONE, WORKERS)] if len(self.starved) else []
+        return (*threads, *streams, *workers)
+
+    @cached_property
+    def first_frame(self) -> dict[int, int]:
+        """Where in `frames` each thread's own begin."""
+        ends = np.cumsum([len(nest.event) for nest in self.nests.values()]).tolist()
+        return dict(zip(self.nests, [0, *ends], strict=False))
+
+    @property
+    def frames(self) -> Frames:
+        """All nests as one table."""
+        return Frames.concatenate(
+            [
+                Frames.of(
+                    len(nest.event),
+                    lane=self.lane_of_thread[thread],
+                    kind=nest.kind,
+                    name=self.events.name[nest.event],
+                    parent=np.where(nest.parent == NONE, NONE, nest.parent + self.first_frame[thread]),
+                    start=nest.start,
+                    end=nest.end,
+                    sequence=self.events.sequence[nest.event],
+                )
+                for thread, nest in self.nests.items()
+            ]
+        )
