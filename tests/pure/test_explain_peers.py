@@ -96,7 +96,7 @@ def test_a_rank_that_is_late_in_every_step_is_found_though_the_ranks_launch_uneq
     (one,) = found.late
     assert (one.rank, one.late, one.where.line) == (1, near(1_000_000), 3)
     assert "Rank 1 comes late" in cause(found, "peer_late").what
-    assert "Rank 1 arrives 1.00 s late" in terminal.render(found)
+    assert "Rank 1 arrives 1.00 s late, and" in terminal.render(found)
 
 
 def test_ranks_that_do_the_same_are_not_late() -> None:

@@ -119,13 +119,13 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2093,
+    "timeline": 2104,
     "traces": 2077,
     "instrument": 937,
     "recording": 3810,
     "virtual": 8629,
-    "explain": 3184,
-    "report": 2041,
+    "explain": 3345,
+    "report": 2044,
     "runtime": 3560,
     "cli": 1552,
     "fix": 700,

@@ -16,14 +16,24 @@ from diagnoses import HEALTHY
 from jsonschema import Draft202012Validator
 from told import H200, TRAIN, explained, near, told
 
-from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction, Where
-from keepbusy.explain.plan import candidates, with_loader, without_planned
+from keepbusy.explain.diagnosis import (
+    Cause,
+    Diagnosis,
+    Late,
+    LoopDiagnosis,
+    PlannedFix,
+    Prediction,
+    Rare,
+    Site,
+    Where,
+)
+from keepbusy.explain.plan import candidates, plan_of_run, with_loader, without_planned
 from keepbusy.explain.story import Story, ordinary_steps
-from keepbusy.report import as_json
+from keepbusy.report import as_json, terminal
 from keepbusy.report.run_report import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.loader import SPARE, LoaderUse
-from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 from keepbusy.timeline.steps import sample, whole_steps
 
@@ -196,35 +206,109 @@ def run_of(time: float, busy: float) -> Part:
 
 
 def test_more_workers_come_first_and_gain_what_the_queue_says() -> None:
-    [fix] = with_loader((), [use()], run_of(26_000, 4_000), HEALTHY)
+    [fix] = with_loader((), [use()], replace(HEALTHY, run=run_of(26_000, 4_000)))
     assert (fix.fix, places(fix), fix.causes) == ("num_workers=6", ["train.py:40"], ("input_late",))
     assert fix.run_gain == 6_000 * MS
-    assert fix.predicted.step == HEALTHY.plain_step
-    assert "430 ms" in fix.advice
-    assert "3 workers" in fix.advice
+    assert (fix.predicted.step, fix.gain) == (84 * MS, 60 * MS)
+    assert "430 ms" in fix.reason
+    assert "3 workers" in fix.reason
     assert "num_workers=6" in fix.code
 
 
 def test_of_more_workers_nothing_is_gained_beyond_what_the_gpu_waits() -> None:
-    [fix] = with_loader((), [use()], run_of(26_000, 23_000), HEALTHY)
+    [fix] = with_loader((), [use()], replace(HEALTHY, run=run_of(26_000, 23_000)))
     assert fix.run_gain == 3_000 * MS
 
 
 @pytest.mark.parametrize("uses", [[], [use(in_worker=-1)], [use(in_worker=50 * MS)], [use(waited=600 * MS)]])
 def test_a_loader_that_keeps_up_is_not_in_the_plan(uses: list[LoaderUse]) -> None:
-    assert with_loader((), uses, run_of(26_000, 4_000), HEALTHY) == ()
+    assert with_loader((), uses, replace(HEALTHY, run=run_of(26_000, 4_000))) == ()
 
 
 def test_without_a_watched_run_a_loader_says_nothing() -> None:
-    assert with_loader((), [use()], None, HEALTHY) == ()
+    assert with_loader((), [use()], HEALTHY) == ()
 
 
 def test_more_workers_stand_in_the_plan_once() -> None:
     step = Prediction(10 * MS, 9 * MS, 11 * MS)
     before = PlannedFix("prepare_in_workers", (Where("train.py", 44),), ("input_late",), 5 * MS, step, 5 * MS)
     other = PlannedFix("readback", (Where("train.py", 50),), ("host_sync",), 1 * MS, step, 1 * MS)
-    fix, rest = with_loader((before, other), [use()], run_of(26_000, 4_000), HEALTHY)
-    assert (fix.fix, fix.gain, fix.predicted, rest) == ("num_workers=6", 5 * MS, step, other)
+    fix, rest = with_loader((before, other), [use()], replace(HEALTHY, run=run_of(26_000, 4_000)))
+    assert (fix.fix, fix.gain, rest) == ("num_workers=6", 60 * MS, other)
+
+
+def fed(step: int, turns: int, **loader: Any) -> tuple[Diagnosis, LoaderUse]:
+    """A loop of so many milliseconds a step, and the loader that feeds it."""
+    marks = PlainRun("optimizer", turns, step=step * MS, low=1, high=1 << 40)
+    told = replace(HEALTHY, plain_step=step * MS, run=run_of(26_000, 4_000), plain_runs={0: marks}, noise=MS)
+    return told, use(batches=turns, waited=500 * MS, looped=step * turns * MS, **loader)
+
+
+def shortened(step: int, after: int) -> PlannedFix:
+    predicted = Prediction(after * MS, after * MS, after * MS)
+    return PlannedFix("prefetch", (Where("train.py", 44),), ("blocking_copy",), (step - after) * MS, predicted, 0)
+
+
+def test_a_copy_behind_a_loader_that_just_keeps_up_needs_more_workers() -> None:
+    """Four workers give a batch each 50 ms, and that is what the loop takes: a faster copy alone gains nothing."""
+    told, loader = fed(50, 100, in_worker=200 * MS, workers=4)
+    more, copy = with_loader([shortened(50, 30)], [loader], told)
+    assert (more.fix, more.run_gain) == ("num_workers=8", 0)
+    assert (copy.predicted.step, copy.run_gain) == (30 * MS, 2_000 * MS)
+
+
+def test_where_there_are_no_more_cores_the_loader_sets_the_pace() -> None:
+    told, loader = fed(50, 100, in_worker=200 * MS, workers=4, cores=6)
+    more, copy = with_loader([shortened(50, 30)], [loader], told)
+    assert more.fix == "num_workers=5"
+    assert (copy.predicted.step, copy.gain, copy.run_gain) == (40 * MS, 10 * MS, 1_000 * MS)
+
+
+def test_where_there_is_no_core_at_all_the_copy_is_no_fix() -> None:
+    told, loader = fed(50, 100, in_worker=200 * MS, workers=4, cores=4)
+    assert with_loader([shortened(50, 30)], [loader], told) == ()
+
+
+def test_a_loader_of_another_loop_holds_up_nobody_here() -> None:
+    told, loader = fed(50, 100, in_worker=200 * MS, workers=4)
+    [copy] = with_loader([shortened(50, 30)], [replace(loader, batches=40)], told)
+    assert copy.predicted.step == 30 * MS
+
+
+def stalled(**given: Any) -> Diagnosis:
+    """Every twelfth of 120 steps takes 180 ms in place of 30, and that stall can be halved."""
+    stall = RareStall("", 9, 12.0, True, 150 * MS, 1_350 * MS, 0.3, lines=("train.py(46): main",), last=96)
+    halved = Prediction(105 * MS, 104 * MS, 106 * MS)
+    late = Cause("peer_late", 1, 1.0, (Site(Where("train.py", 46), 1.0, 1),), "It is late.", "share_among_ranks",
+                 "Share it.", "", "", halved)  # fmt: skip
+    rare = Rare(stall, 84, 180 * MS, {}, (late,), halved, (Late(0, 150 * MS, "computing", Where("train.py", 46)),))
+    marks = PlainRun("optimizer", 118, step=30 * MS, low=1, high=1 << 40, warm_up=2)
+    usual: dict[str, Any] = {"rare": (rare,), "plain_runs": {0: marks}, "run": TREE}
+    return replace(HEALTHY, **(usual | given))
+
+
+def test_a_stall_that_comes_now_and_then_is_in_the_plan() -> None:
+    [fix] = plan_of_run(stalled(), ())
+    assert (fix.fix, fix.every, fix.gain) == ("share_among_ranks", 12.0, 75 * MS)
+    assert fix.run_gain == 10 * 75 * MS
+    text = " ".join(terminal.render(replace(stalled(), plan=(fix,), ranks=(0, 1))).split())
+    assert "180 → 105 ms every 12th step" in text
+    assert "Rank 0 arrives 150 ms late, and rank 1 waits for it: computing" in text
+    assert "Nothing to gain here" not in text
+
+
+def test_a_stall_that_is_a_loop_of_its_own_is_told_once() -> None:
+    loops = replace(TREE.parts[1], place="train.py:45", lines=(LineTime("train.py:46", 1),))
+    told = stalled(run=replace(TREE, parts=(loops,)), loops=(LoopDiagnosis("train.py:45", 640, HEALTHY),))
+    assert plan_of_run(told, ()) == ()
+
+
+def test_what_saves_the_run_most_comes_first() -> None:
+    own = replace(HEALTHY, plan=(shortened(5, 1),))
+    told = stalled(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))
+    plan = plan_of_run(told, ())
+    assert [(one.loop, one.every) for one in plan] == [("train.py:70", 0.0), ("", 12.0), ("", 0.0)]
+    assert [one.run_gain for one in plan] == [640 * 4 * MS, 750 * MS, 240 * MS]
 
 
 # how it is told
@@ -274,13 +358,15 @@ def test_the_tree_as_json() -> None:
     assert run_as_json(None) is None
 
 
-def known(diagnosis: Diagnosis) -> Diagnosis:
-    marks = PlainRun("optimizer", 98, step=diagnosis.plain_step, low=1, high=1 << 40, warm_up=2)
-    return replace(diagnosis, run=TREE, plain_runs={0: marks})
+MARKS = PlainRun("optimizer", 98, step=1, low=1, high=1 << 40, warm_up=2)
+
+
+def watched(**facts: Any) -> Diagnosis:
+    return explained(loop(two_reads, 8, device=H200, run=TREE, plain_runs={0: MARKS}, **facts))
 
 
 def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
-    found = known(told(two_reads))
+    found = watched()
     rows = planned(found)
     assert [row["fix"] for row in rows] == ["readback", "readback"]
     assert [row["where"] for row in rows] == [places(one) for one in found.plan]
@@ -293,9 +379,9 @@ def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
 
 
 def test_what_more_workers_save_is_the_runs_own() -> None:
-    plan = with_loader((), [use()], TREE, HEALTHY)
+    plan = with_loader((), [use()], replace(HEALTHY, run=TREE))
     [row] = planned(replace(HEALTHY, plan=plan, run=TREE))
-    assert (row["run"], row["gain"]) == (20.0, 0.0)
+    assert (row["run"], row["gain"]) == (20.0, 60.0)
 
 
 def test_where_the_run_was_not_watched_nothing_is_said_of_it() -> None:
@@ -304,7 +390,7 @@ def test_where_the_run_was_not_watched_nothing_is_said_of_it() -> None:
 
 def test_the_plan_and_the_tree_keep_to_the_schema() -> None:
     reference = Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json"
-    said = json.loads(as_json.render(known(told(two_reads))))
+    said = json.loads(as_json.render(watched()))
     Draft202012Validator(json.loads(reference.read_text())).validate(said)
     assert said["run"]["parts"][1]["where"] == "train.py:64"
     assert len(said["plan"]) == 2

@@ -55,7 +55,7 @@ def test_a_healthy_run_is_told_so_in_one_sentence() -> None:
 def test_late_ranks_are_named_beside_their_cause() -> None:
     text = terminal.render(LATE)
     assert "4 traces · NVIDIA H200 · 4 ranks · 3 steps" in text
-    assert "Rank 1 arrives 20.3 ms late: host work at train.py:15." in text
+    assert "Rank 1 arrives 20.3 ms late, and 3 ranks wait for it: host work at train.py:15." in text
     assert "late    Rank 1" in terminal.render(replace(LATE, causes=()))
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis
+from keepbusy.explain.places import another_loop
 from keepbusy.explain.plain import as_recorded
-from keepbusy.explain.plan import plan_of, with_loader, without_planned
+from keepbusy.explain.plan import plan_of, plan_of_run, turns_of, without_planned
 from keepbusy.explain.story import Story, later_of, left_unexplained, ordinary_steps, rare_of
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.run_facts import LOOP
 from keepbusy.timeline.run_tree import Part
 from keepbusy.timeline.steps import sample, whole_steps
@@ -44,6 +45,8 @@ def explain(
     """
     what_if = what_if or mend
     _refuse_nonsense(plain_step, what_if, workers)
+    if loop := another_loop(timeline):
+        timeline = _of_that_loop(timeline, loop)
     say, known = on_progress or _quiet, timeline.facts.plain_step
     if plain_step is not None or known is None:
         return _explained(timeline, plain_step, what_if, workers, say, turns)
@@ -51,6 +54,16 @@ def explain(
         return _explained(timeline, known, what_if, workers, say, turns)
     except BadInput as misfit:
         return _explained(as_recorded(timeline, misfit), None, what_if, workers, say, turns)
+
+
+def _of_that_loop(timeline: Timeline, loop: Part) -> Timeline:
+    """Its own turns tell what a step takes; those of the other loop do not."""
+    typical = (loop.low + loop.high) // 2 if loop.low != NONE else None
+    note = (
+        f"What was recorded is the loop at {loop.place}, of {loop.turns} turns; most steps were taken in another loop. "
+        f"To look at that one, record again with --after {2 * loop.turns}."
+    )
+    return timeline.change_facts(plain_step=typical, notes=(*timeline.facts.notes, note))
 
 
 def _explained(
@@ -66,20 +79,24 @@ def _explained(
     ordinary = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual)
     say("searching for the plan", 0.7)
     run = timeline.facts.run
-    plan = plan_of(story.scene, story.forecast, story.found)
-    plan = with_loader(plan, timeline.facts.loaders, run, ordinary)
+    loop = another_loop(timeline)
     ordinary = replace(
         ordinary,
+        loop_turns=loop.turns if loop else 0,
         one_turn=whole.facts.one_turn,
-        plan=plan,
-        harmless=without_planned(ordinary.harmless, plan),
+        plan=plan_of(story.scene, story.forecast, story.found),
         run=run,
         loops=_loops(timeline, workers, run, turns),
         turns=story.turns() if turns else None,
     )
     rare = rare_of(timeline, ordinary, workers)
-    notes = (*ordinary.notes, *left_unexplained(timeline, rare))
-    return replace(ordinary, rare=rare, later=later_of(timeline, workers), notes=notes)
+    told = replace(ordinary, rare=rare, later=later_of(timeline, workers))
+    return replace(
+        told,
+        plan=plan_of_run(told, timeline.facts.loaders),
+        harmless=without_planned(ordinary.harmless, ordinary.plan),
+        notes=(*ordinary.notes, *left_unexplained(timeline, rare)),
+    )
 
 
 def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> tuple[LoopDiagnosis, ...]:
@@ -89,9 +106,8 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
         if one.facts.reason is None or one.facts.reason.why != LOOP:
             continue
         place = one.facts.reason.place
-        turns = next((part.turns for part in run.within() if part.place == place), 0) if run else 0
         with suppress(BadInput):
-            found.append(LoopDiagnosis(place, turns, explain(one, workers=workers, turns=drawn)))
+            found.append(LoopDiagnosis(place, turns_of(run, place), explain(one, workers=workers, turns=drawn)))
     return tuple(found)
 
 

@@ -118,21 +118,25 @@ class Late:
 
 @dataclass(frozen=True)
 class PlannedFix:
-    """A remedy at its place, as the plan names it: after it and all before it the step takes `predicted`."""
+    """A remedy at its place, as the plan names it: after it and all before it of its turns one takes `predicted`."""
 
     fix: str  # prefetch, readback, graph, ...
     where: tuple[Where, ...]  # the lines that it changes, the costliest first
     causes: tuple[str, ...]
-    gain: int  # a step, on top of all fixes before it
+    gain: int  # a turn, on top of all fixes before it
     predicted: Prediction
     alone: int  # what it would gain by itself
-    run_gain: int = NONE  # what it saves the whole run, where that is known of itself
+    run_gain: int = NONE  # what it saves the whole run, where that is known
     needs: tuple[str, ...] = ()  # fixes without which it gains nothing
     instead: tuple[str, ...] = ()  # fixes of the same wait: either of them
     advice: str = ""
     code: str = ""
     api: str = ""
     edit: Edit | None = field(default=None, compare=False, repr=False)  # what it changes in the turns explained
+    reason: str = ""  # a sentence with its figures, where only the plan tells why
+    loop: str = ""  # of another loop than that of the steps: where it stands
+    every: float = 0.0  # of a stall that comes now and then: steps from one to the next
+    late: tuple[Late, ...] = ()  # the ranks that the others wait for
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ class Rare:
     ledger: Mapping[str, int]
     causes: tuple[Cause, ...]  # by what fixing gains beyond what it gains in every step
     predicted: Prediction  # such a step, once all of these are fixed
+    late: tuple[Late, ...] = ()
 
     def gain_of(self, predicted: Prediction) -> int:
         """Averaged over all steps, those between that do not stall included."""
@@ -191,10 +196,17 @@ class Diagnosis:
     one_turn: bool = False  # a script without steps: what is said of a step is said of the script
     plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
     run: Part | None = None  # the whole run, where it was watched
+    loop_turns: int = 0  # of the loop whose steps these are, where most steps of the run were taken in another one
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
+
+    @property
+    def steps_of_run(self) -> int:
+        """How many steps the whole run took: what a fix gains in each it gains so many times."""
+        runs = [self.plain_runs[rank] for rank in self.ranks if rank in self.plain_runs]
+        return self.loop_turns or (runs[0].steps + runs[0].warm_up if runs else 0)
 
     @property
     def waiting(self) -> int:

@@ -13,6 +13,7 @@ from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
+from keepbusy.timeline.run_tree import LOOP, Part
 
 
 def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
@@ -192,3 +193,28 @@ def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
     if computing:  # it would keep its share of what it does beyond the others
         return Late(rank, int(late * ranks / (ranks - 1)), "computing", worst)
     return Late(rank, int(late), "host_work", worst)
+
+
+def another_loop(timeline: Timeline) -> Part | None:
+    """The loop that was recorded, where most steps of the run were taken in another one; else None.
+
+    A loop was seen if a line of its own function, from its first line on, was on the stack.
+    """
+    run, frames = timeline.facts.run, timeline.frames
+    steps = max((one.steps + one.warm_up for one in timeline.facts.plain_runs.values()), default=0)
+    lines = frames.name[(frames.kind == FrameKind.LINE) & (frames.owner == Owner.USER)]
+    if run is None or not steps or not len(lines):
+        return None
+    stood = [known for name in np.unique(lines).tolist() if (known := source_line(timeline.names[name]))]
+    latest: dict[tuple[str, str], int] = {}
+    for file, line, function in stood:
+        latest[file, function] = max(line, latest.get((file, function), 0))
+    seen, unseen = list[Part](), list[Part]()
+    for part in run.within():
+        where, _, begins = part.place.rpartition(":")
+        if part.kind == LOOP and part.turns > 1 and begins.isdecimal():
+            (seen if latest.get((where, part.function), NONE) >= int(begins) else unseen).append(part)
+    if not seen or not any(2 * part.turns > steps >= part.turns for part in unseen):
+        return None
+    often = max(seen, key=lambda part: part.turns)
+    return often if 2 * often.turns < steps else None

@@ -15,17 +15,19 @@ from operator import or_
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
-from keepbusy.explain.diagnosis import Diagnosis, Harmless, PlannedFix, Prediction, Where
+from keepbusy.explain.diagnosis import Diagnosis, Harmless, LoopDiagnosis, PlannedFix, Prediction, Rare, Where
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
 from keepbusy.explain.remedies import MORE_WORKERS, Remedy, remedy_for
 from keepbusy.explain.scene import Scene
+from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.replay import MOST_ROWS
 from keepbusy.timeline.run_tree import Part
 
+Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3
 """Fixes that are tried together. Of more nobody would know which to begin with."""
 CANDIDATES = 9
@@ -93,14 +95,14 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -_held(scene, finding, groups[place]))
         apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
-        whole = cause in WHOLE_LOOP or name_of(remedy) in ONE_FIX
+        whole = cause in WHOLE_LOOP or remedy.name in ONE_FIX
         for places in [mine] if whole else filter(None, apart):
             rows = np.concatenate([groups[place] for place in places])
             edit = finding.edit if len(places) == len(groups) else finding.only(rows)
             if cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
-            yield Candidate(name_of(remedy), remedy, tuple(places), (cause,), edit, middle)
+            yield Candidate(remedy.name, remedy, tuple(places), (cause,), edit, middle)
 
 
 def _in_the_middle(scene: Scene, rows: Ints) -> bool:
@@ -125,11 +127,6 @@ def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edi
         rows for place, rows in by_place(scene, copies.rows).items() if place.line and (place.file, place.line) in lines
     ]
     return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
-
-
-def name_of(remedy: Remedy) -> str:
-    """As users know it: by our own verb where there is one."""
-    return remedy.api.removeprefix("keepbusy.") if remedy.api.startswith("keepbusy.") else remedy.fix
 
 
 def _held(scene: Scene, finding: Finding, rows: Ints) -> int:
@@ -269,40 +266,137 @@ def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
                 yield f"{candidate.fix} at {candidate.where[0]}" if candidate.where else candidate.fix
 
 
+# the whole run: what saves it most comes first, and the fixes of one loop stay together, as they build on each other
+
+
+def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
+    """All that was explained, as one list. `told.plan` is that of its steps."""
+    parts = [with_loader(told.plan, uses, told)]
+    parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one, told)]
+    parts += [_of_loop(one) for one in told.loops]
+    return tuple(fix for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
+
+
+def _saved(fix: PlannedFix) -> int:
+    return max(0, fix.run_gain)
+
+
+def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Diagnosis) -> Plan:
+    """The plan of the steps, whose batches come no faster than the loader's workers prepare them.
+
+    The loader that the run waited for longest gets as many workers as keep up with its loop: where that saves time by
+    itself, and where the loop would be held up by it once the other fixes are made.
+    """
+    steps = told.steps_of_run
+    known = [replace(one, run_gain=one.gain * steps) for one in plan] if steps else list(plan)
+    use = next(iter(uses), None)
+    if use is None or told.run is None or use.in_worker == NONE or not use.workers:
+        return tuple(known)
+    rest = [one for one in known if one.fix != MORE_WORKERS.fix]
+    in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
+    feeds = (
+        2 * use.batches >= steps > 0 and not told.loop_turns
+    )  # else the steps of this plan are others than those that it feeds
+    turn = max(1.0, use.turn - (sum(one.gain for one in rest) if feeds else 0))
+    enough = use.enough_for(turn)
+    saved = use.waited - use.began - use.waits_with(enough)
+    saved = min(saved, told.run.waits) if told.run.waits != NONE else saved
+    held_up = turn + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
+    if enough == use.workers or (saved < NOISE * told.run.time and not held_up):
+        return tuple(_no_faster_than(known, use.pace(use.workers) if feeds else 0.0, told))
+    return (
+        replace(_more_workers(use, enough, max(0, saved), told), edit=in_step.edit if in_step else None),
+        *_no_faster_than(rest, use.pace(enough) if feeds else 0.0, told),
+    )
+
+
+def _no_faster_than(plan: Sequence[PlannedFix], pace: float, told: Diagnosis) -> Iterator[PlannedFix]:
+    """What of each fix remains where a batch comes only every so often."""
+    before, least = told.plain_step, min(round(pace), told.plain_step)
+    for one in plan:
+        foretold = one.predicted
+        after = max(min(before, foretold.step), least)
+        if after <= foretold.step:
+            yield one
+        elif before - after > told.noise:
+            held_up = Prediction(after, after, max(after, foretold.high))
+            gain = before - after
+            yield replace(one, predicted=held_up, gain=gain, run_gain=gain * told.steps_of_run)
+        before = after
+
+
+def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> PlannedFix:
+    """A turn of its loop is told as it is on average, waiting included."""
+    file, _, line = use.place.rpartition(":")
+    batches = max(1, use.batches)
+    turn = round((use.looped or use.turn * batches + use.waited) / batches) - saved // batches
+    rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
+    return PlannedFix(
+        fix=f"num_workers={enough}",
+        where=(Where(file=file, line=int(line), exact=True),) if line.isdecimal() else (),
+        causes=("input_late",),
+        gain=saved // batches,
+        predicted=Prediction(turn, turn, turn),
+        alone=saved // batches,
+        run_gain=saved,
+        reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
+        f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
+        f"and there are {use.workers} workers and {use.cores} cores.",
+        advice=MORE_WORKERS.advice,
+        code=f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)",
+        api=MORE_WORKERS.api,
+    )
+
+
+def _of_stall(rare: Rare, told: Diagnosis) -> Plan:
+    """The fixes of a stall, in its own step: the one that gains most, then the others, as far as they add to it."""
+    steps, every = told.steps_of_run, rare.stall.every
+    often = steps / every if rare.stall.regular and every else rare.stall.count
+    before, rows = rare.plain_step, list[PlannedFix]()
+    for number, cause in enumerate(rare.causes):
+        after = min(before, cause.predicted.step) if not number else min(before, rare.predicted.step)
+        if before - after <= NOISE * rare.plain_step:
+            break
+        rows.append(
+            PlannedFix(
+                fix=Remedy(cause.fix, cause.advice, cause.remedy, cause.api).name,
+                where=tuple(site.where for site in cause.sites[:3]),
+                causes=(cause.cause,),
+                gain=before - after,
+                predicted=cause.predicted if not number else rare.predicted,
+                alone=rare.plain_step - cause.predicted.step,
+                run_gain=round((before - after) * often) if steps else NONE,
+                advice=cause.advice,
+                code=cause.remedy,
+                api=cause.api,
+                every=every or steps,
+                late=rare.late if cause.cause == "peer_late" else (),
+            )
+        )
+        before = after
+    return tuple(rows)
+
+
+def _in_a_loop(rare: Rare, told: Diagnosis) -> bool:
+    """Whether the stall is a loop that was explained by its own turns."""
+    lines = {f"{known[0]}:{known[1]}" for line in rare.stall.lines if (known := source_line(line))}
+    explained = {one.place for one in told.loops}
+    loops = [part for part in (told.run.within() if told.run else ()) if part.place in explained]
+    return any(line.place in lines for part in loops for inner in part.within() for line in inner.lines)
+
+
+def _of_loop(one: LoopDiagnosis) -> Plan:
+    return tuple(
+        replace(fix, loop=one.place, run_gain=fix.gain * one.turns if one.turns else NONE) for fix in one.diagnosis.plan
+    )
+
+
 def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) -> tuple[Harmless, ...]:
     """What gains something in a set of fixes is not without cost, whatever it gains alone."""
     planned = {(cause, str(place)) for one in plan for cause in one.causes for place in one.where}
     return tuple(one for one in harmless if (one.cause, str(one.where)) not in planned)
 
 
-def with_loader(
-    plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], run: Part | None, told: Diagnosis
-) -> tuple[PlannedFix, ...]:
-    """The loader that the run waited for longest gets as many workers as keep up with its loop."""
-    use = next(iter(uses), None)
-    if use is None or run is None or use.enough in (NONE, use.workers):
-        return tuple(plan)
-    saved = use.waited - use.began - use.waits_with(use.enough)
-    saved = min(saved, run.waits) if run.waits != NONE else saved
-    if saved < NOISE * run.time:
-        return tuple(plan)
-    file, _, line = use.place.rpartition(":")
-    rest = [one for one in plan if one.fix != MORE_WORKERS.fix]
-    in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
-    unchanged = Prediction(told.plain_step, told.plain_step, told.plain_step)
-    fix = PlannedFix(
-        fix=f"num_workers={use.enough}",
-        where=(Where(file=file, line=int(line), exact=True),) if line.isdecimal() else (),
-        causes=("input_late",),
-        gain=in_step.gain if in_step else 0,
-        predicted=in_step.predicted if in_step else unchanged,
-        alone=in_step.alone if in_step else 0,
-        run_gain=saved,
-        advice=f"The program waited {(use.waited - use.began) / 1e9:.1f} s for its {use.batches:,} batches: "
-        f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
-        f"and there are {use.workers} workers and {use.cores} cores.",
-        code=f"DataLoader(..., num_workers={use.enough}, pin_memory=True, persistent_workers=True)",
-        api="torch.utils.data.DataLoader",
-        edit=in_step.edit if in_step else None,
-    )
-    return (fix, *rest)
+def turns_of(run: Part | None, place: str) -> int:
+    """How often a loop of the run turned; 0 where nobody counted."""
+    return next((part.turns for part in run.within() if part.place == place), 0) if run else 0

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
+from keepbusy.explain.causes.inputs import loader_frame
 from keepbusy.explain.causes.reads import of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import SideLane
 from keepbusy.explain.places import by_place, late_ranks
 from keepbusy.explain.scene import LARGE, Scene
-from keepbusy.timeline.model import NONE, Direction, Kind
+from keepbusy.timeline.model import NONE, Direction, Ints, Kind
 
 
 class Remedy(NamedTuple):
@@ -23,6 +24,11 @@ class Remedy(NamedTuple):
     advice: str
     code: str
     api: str
+
+    @property
+    def name(self) -> str:
+        """As users know it: by our own verb where there is one."""
+        return self.api.removeprefix("keepbusy.") if self.api.startswith("keepbusy.") else self.fix
 
 
 REMEDIES = {
@@ -76,9 +82,9 @@ REMEDIES = {
     ),
     "peer_late": Remedy(
         "align_ranks",
-        "Take this off the late rank's loop, or let a thread do it: all other ranks wait for it.",
-        "keepbusy.save_later(state, path)  # a checkpoint; else the same share on every rank",
-        "keepbusy.save_later",
+        "Give every rank the same work: the others wait for the late one at each collective.",
+        "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
+        "torch.utils.data.DistributedSampler",
     ),
     "exposed_collective": Remedy(
         "overlap_collectives",
@@ -151,16 +157,16 @@ SEND_ONCE = Remedy(
 )
 
 
-EQUAL_SHARES = Remedy(
-    "align_ranks",
-    "Give every rank the same work: the others wait for the late one at each collective.",
-    "DistributedSampler(dataset, shuffle=True)  # batches of equal cost on every rank",
-    "torch.utils.data.DistributedSampler",
+LATE_LOADER = Remedy(
+    "prepare_in_workers",
+    "Only this rank waits for its loader, and the others wait for it: more workers there, or the same data for all.",
+    "DataLoader(..., num_workers=min(4 * today, os.cpu_count()), persistent_workers=True)",
+    "torch.utils.data.DataLoader",
 )
 
 
 ONE_FOR_ALL = Remedy(
-    "align_ranks",
+    "share_among_ranks",
     "This rank alone does it, and the others wait: do it less often, or give each rank a share of it.",
     "if step % 100 == 0: ...  # or a share on every rank, and dist.all_reduce(result)",
     "torch.distributed.all_reduce",
@@ -217,10 +223,7 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     match cause:
         case "peer_late":
-            host_excess = np.maximum(spans.work - edit.work, 0)[~scene.timeline.on_device & edit.touched].sum()
-            if (spans.work * (1 - edit.scale))[edit.scale < 1].sum() > host_excess:
-                rows = by_place(scene, finding.rows, of_one_rank=True)[where]
-                return ONE_FOR_ALL if (scene.frame_of_one_rank[rows] != NONE).all() else EQUAL_SHARES
+            return _of_a_late_rank(scene, by_place(scene, finding.rows, of_one_rank=True)[where], where)
         case "launch_bound" if (spans.kind == Kind.COLLECTIVE).any():
             return COMPILED_AMONG_RANKS
         case "launch_bound" if why := _no_graph_because(scene):
@@ -246,6 +249,15 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
             return CHECKPOINT
     remedy = REMEDIES[cause]
     return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
+
+
+def _of_a_late_rank(scene: Scene, rows: Ints, where: Where) -> Remedy:
+    """What only one rank does can be shared, or written later; what all do can be dealt out evenly."""
+    if "serialization" in where.library:
+        return CHECKPOINT
+    if (loader_frame(scene)[rows] != NONE).all():
+        return LATE_LOADER
+    return ONE_FOR_ALL if (scene.frame_of_one_rank[rows] != NONE).all() else REMEDIES["peer_late"]
 
 
 def _no_graph_because(scene: Scene) -> str:

@@ -364,7 +364,8 @@ def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
         plain = usual + stall.time
         stalled = Story.of(window, plain, workers).diagnosis(window, plain_given=True)
         causes = tuple(sorted(_beyond(stalled, ordinary, stall), key=lambda one: one.predicted.step))
-        return Rare(stall, number, plain, stalled.ledger, causes, _together(stalled, ordinary, causes, stall))
+        together = _together(stalled, ordinary, causes, stall)
+        return Rare(stall, number, plain, stalled.ledger, causes, together, stalled.late)
     return None
 
 

@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, Late, PlannedFix
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, laid_out, line
+from keepbusy.report.paper import FAINT, STRONG, laid_out, line, look
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part
@@ -124,28 +124,46 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if not diagnosis.plan:
         return
     yield line(("What to do", STRONG))
-    step, saved = diagnosis.plain_step, 0
+    saved = 0
     for number, one in enumerate(diagnosis.plan, 1):
         places = ", ".join(words.spot(place, 48) for place in one.where[:2])
         more = f" and {len(one.where) - 2} more" if len(one.where) > 2 else ""
-        before, saved = saved, saved + saved_of_run(diagnosis, one)
+        before, saved = saved, saved + max(0, one.run_gain)
         whole = words.transition(*_run(diagnosis, before, saved)) if diagnosis.run is not None and saved else ""
+        turn = one.predicted.step + one.gain
         after = Text.assemble(
-            (f"{words.transition(step, one.predicted.step)} a step", GAIN),
-            (f" ({words.span_of(one.predicted.low, one.predicted.high, step)})", FAINT),
+            (f"{words.transition(turn, one.predicted.step)} {_turn(one)}", GAIN),
+            (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
             (f" · the run {whole}" if whole else "", GAIN),
         )
         where = (" at ", (f"{places}{more}", PLACE)) if places else ()
         yield line(f"{number}  ", (one.fix, STRONG), *where, "   ", *_pieces(after))
-        if one.run_gain != NONE:
-            yield line((tame(one.advice), FAINT), indent=3)
+        for sentence in (one.reason, *(lateness(late, diagnosis.ranks) for late in one.late)):
+            if sentence:
+                yield line((tame(sentence), FAINT), indent=3)
         if one.needs:
             needed = words.listing([tame(other, 70) for other in dict.fromkeys(one.needs)])
             alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
             yield line((f"{alone}it goes together with {needed}", FAINT), indent=3)
         if one.instead:
             yield line((f"or {tame(one.instead[0], 60)} instead: either of the two", FAINT), indent=3)
-        step = one.predicted.step
+
+
+def lateness(late: Late, ranks: Sequence[int]) -> str:
+    """`Rank 0 arrives 66.6 ms late, and rank 1 waits for it: host work at train.py:46.`"""
+    others = [rank for rank in ranks if rank != late.rank]
+    who = f"rank {others[0]} waits" if len(others) == 1 else f"{len(others)} ranks wait"
+    what = look(late.cause).name
+    return f"Rank {late.rank} arrives {duration(late.late)} late, and {who} for it: {what}{words.at(late.where)}."
+
+
+def _turn(one: PlannedFix) -> str:
+    """Of which turns the fix speaks."""
+    if one.loop:
+        return f"a turn of the loop at {_short(one.loop)}"
+    if one.every:
+        return f"every {_ordinal(round(one.every))} step".replace("  ", " ")
+    return "a step"
 
 
 def _pieces(text: Text) -> list[tuple[str, str] | str]:
@@ -158,28 +176,15 @@ def _run(diagnosis: Diagnosis, *saved: int) -> tuple[int, int]:
     return before, after
 
 
-def saved_of_run(diagnosis: Diagnosis, one: PlannedFix) -> int:
-    """What a fix saves the whole run: known of itself, or what it gains in each step so many times."""
-    return one.run_gain if one.run_gain != NONE else one.gain * steps_of_run(diagnosis)
-
-
-def steps_of_run(diagnosis: Diagnosis) -> int:
-    """How many steps the whole run took: what a fix gains in each it gains so many times."""
-    runs = [diagnosis.plain_runs[rank] for rank in diagnosis.ranks if rank in diagnosis.plain_runs]
-    return runs[0].steps + runs[0].warm_up if runs else 0
-
-
 def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """Other loops that were looked at: what a turn of each takes, why the GPU waits in it, and what to do."""
+    """Other loops that were looked at: what a turn of each takes, and why the GPU waits in it."""
     for one in diagnosis.loops:
         inner = one.diagnosis
         often = f", {one.turns:,} of them" if one.turns else ""
         computing = share(inner.ledger.get(COMPUTING, 0), inner.plain_step)
         takes = f": a turn takes {duration(inner.plain_step)}{often}; the GPU computes {computing} of it."
-        yield line(("The loop at ", STRONG), (_short(one.place), PLACE), takes)
-        yield from plan(inner)
-        if not inner.plan:
-            yield line("Nothing to gain there.", indent=3)
+        nothing = "" if inner.plan else " Nothing to gain there."
+        yield line(("The loop at ", STRONG), (_short(one.place), PLACE), takes, nothing)
         yield line("")
 
 
@@ -187,13 +192,13 @@ def planned(diagnosis: Diagnosis) -> list[dict[str, object]]:
     """The plan as JSON: `step` in milliseconds, `run` in seconds, each as it stands after all fixes so far."""
     rows, saved = list[dict[str, object]](), 0
     for one in diagnosis.plan:
-        saved += saved_of_run(diagnosis, one)
+        saved += max(0, one.run_gain)
         rows.append(_planned(diagnosis, one, saved))
     return rows
 
 
 def _planned(diagnosis: Diagnosis, one: PlannedFix, saved: int) -> dict[str, object]:
-    known = diagnosis.run is not None and (steps_of_run(diagnosis) or one.run_gain != NONE)
+    known = diagnosis.run is not None and one.run_gain != NONE
     run = round(_run(diagnosis, 0, saved)[1] / 1e9, 3) if known else None
     return {
         "fix": one.fix,
@@ -208,6 +213,8 @@ def _planned(diagnosis: Diagnosis, one: PlannedFix, saved: int) -> dict[str, obj
         "needs": list(one.needs),
         "instead": list(one.instead),
         "remedy": one.api,
+        "loop": one.loop,
+        "every": round(one.every, 3),
     }
 
 

@@ -20,7 +20,6 @@ from keepbusy.explain.diagnosis import (
     Cause,
     Diagnosis,
     Harmless,
-    Late,
     Prediction,
 )
 from keepbusy.report import run_report, whole_run, words
@@ -255,7 +254,7 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
     if detail.sites and (others := _other_sites(cause)):
         yield line((others, FAINT), indent=3)
     for late in diagnosis.late if cause.cause in _AMONG_RANKS else ():
-        yield line(_late(late), indent=3)
+        yield line(run_report.lateness(late, diagnosis.ranks), indent=3)
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
     if code := fix_line(cause):
@@ -316,10 +315,6 @@ def _other_sites(cause: Cause) -> str:
     return f"also {words.listing(named)}" if named else ""
 
 
-def _late(late: Late) -> str:
-    return f"Rank {late.rank} arrives {duration(late.late)} late: {look(late.cause).name}{words.at(late.where)}."
-
-
 def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """What all of it gives; or that there is nothing to gain."""
     step, after = diagnosis.plain_step, diagnosis.predicted
@@ -346,7 +341,8 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
     if unknown > max(diagnosis.noise, _UNEXPLAINED * step):
         lost = f"{duration(unknown, step)} of it ({share(unknown, step)})"
         return f"Not explained: the GPU computes {busy} of the step and waits {lost} for reasons this recording hides."
-    verdict = "No line is to blame" if any(_bubble(diagnosis)) else "Nothing to gain here"
+    here = "in an ordinary step" if diagnosis.plan else "here"
+    verdict = "No line is to blame" if any(_bubble(diagnosis)) else f"Nothing to gain {here}"
     return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
 
 
@@ -359,7 +355,7 @@ def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         asides += [("later", first), *(("", one) for one in more)]
     asides += [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
     asides += [("bubble", one) for one in _bubble(diagnosis)]
-    asides += [("late", _late(late)) for late in diagnosis.late if not shown]
+    asides += [("late", run_report.lateness(late, diagnosis.ranks)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
     if asides:
         yield labelled(asides)

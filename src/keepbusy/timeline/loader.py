@@ -24,6 +24,7 @@ class LoaderUse:
     in_worker: int = NONE  # what one batch takes a worker, or the program where it has none
     looped: int = 0  # from the first batch of each pass to its last one
     cores: int = 0
+    rank: int = 0
 
     @property
     def turn(self) -> float:
@@ -33,13 +34,21 @@ class LoaderUse:
     @property
     def enough(self) -> int:
         """The smallest number of workers that keeps up, as far as there are cores; NONE where nobody knows."""
+        return self.enough_for(self.turn)
+
+    def enough_for(self, turn: float) -> int:
+        """The same, were the rest of a turn that short."""
         if self.in_worker == NONE:
             return NONE
-        wanted = ceil(SPARE * self.in_worker / self.turn)
+        wanted = ceil(SPARE * self.in_worker / max(1.0, turn))
         return max(self.workers, min(wanted, max(1, self.cores - 1)))
+
+    def pace(self, workers: int) -> float:
+        """Nanoseconds from one batch to the next, however soon it is asked for."""
+        return self.in_worker / workers if self.in_worker != NONE and workers else 0.0
 
     def waits_with(self, workers: int) -> int:
         """How long the program would wait for batches: a queue whose slowest part sets the pace."""
         if self.in_worker == NONE or not workers:
             return self.waited - self.began
-        return round(max(0.0, self.in_worker / workers - self.turn) * self.batches)
+        return round(max(0.0, self.pace(workers) - self.turn) * self.batches)
