@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keepbusy.explain import explain as explain
     from keepbusy.explain.comparison import compare as compare
-    from keepbusy.fix.guard import guard as guard
+    from keepbusy.fix.gate.guard import guard as guard
     from keepbusy.instrument.step import step as step
     from keepbusy.recording import record as record
     from keepbusy.report.terminal import render as render
@@ -38,7 +38,7 @@ _HOMES = {
     "agree": "keepbusy.runtime.agree",
     "compare": "keepbusy.explain.comparison",
     "explain": "keepbusy.explain",
-    "guard": "keepbusy.fix.guard",
+    "guard": "keepbusy.fix.gate.guard",
     "graph": "keepbusy.runtime.graph.graphed_step",
     "load": "keepbusy.timeline.busy_file",
     "prefetch": "keepbusy.runtime.prefetch.prefetch_iterator",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import keepbusy
-from keepbusy.fix.guard import GuardedBlock, TooManyWaits
+from keepbusy.fix.gate.guard import GuardedBlock, TooManyWaits
 from keepbusy.timeline.errors import BadInput
 
 HERE = Path(__file__).name

@@ -16,6 +16,7 @@ FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
 VERBS = {
     "explain": "which line makes the GPU wait, and what fixing it gains",
     "run": "run a program and explain the run: on the GPU there is, or else on a virtual one",
+    "check": "fail where Python waits for the GPU too often, on a machine without one",
     "compare": "what changed between two runs, cause by cause",
     "export": "write a run for Perfetto, or as JSON or CSV",
     "doctor": "measure what this machine can do, and find settings that harm",
@@ -34,7 +35,7 @@ examples:
   keepbusy compare before.busy after.busy
   keepbusy export run.busy --to perfetto -o run.json.gz
 
-exit codes: 0 fine, 2 something was wrong with the input, 3 a bug of keepbusy
+exit codes: 0 fine, 1 a check failed, 2 something was wrong with the input, 3 a bug of keepbusy
 """
 
 

@@ -8,46 +8,83 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from keepbusy.cli.console.explanation import explained
-from keepbusy.cli.console.output import screen
+from keepbusy.cli.console.output import complain, screen, show
 from keepbusy.cli.console.sources import open_timeline, progress
+from keepbusy.report.words import duration
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.explain.comparison import Comparison
+    from keepbusy.timeline.model import Timeline
 
 
 EXAMPLES = """\
 examples:
   keepbusy compare before.busy after.busy
   keepbusy compare before/ after/ --json
+  keepbusy compare before.busy after.busy --fail-on slower,new-sync
   keepbusy compare a0.trace.json.gz,a1.trace.json.gz 'b/rank*.trace.json.gz'
 """
+FAILURES, FAILED = ("slower", "new-sync"), 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="the run before")
     parser.add_argument("after", metavar="B", help="the run after")
+    parser.add_argument(
+        "--fail-on",
+        type=_verdicts,
+        metavar="WHAT",
+        default=(),
+        help="end with exit code 1 if B is slower than noise, or waits in more places: slower,new-sync",
+    )
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+def _verdicts(text: str) -> tuple[str, ...]:
+    given = tuple(part for part in text.split(",") if part)
+    if not given or not set(given) <= set(FAILURES):
+        raise argparse.ArgumentTypeError(f"{text!r} is nothing to fail on; give {' or '.join(FAILURES)}")
+    return given
+
+
 def run(options: argparse.Namespace) -> Sequence[str]:
-    """Explain both, and hold them against each other."""
+    """Explain both, and hold them against each other. Ends with exit code 1 where `--fail-on` finds something."""
     from keepbusy.explain.comparison import compare
     from keepbusy.report import compared
 
-    done = compare(_side(options.before, options.quiet), _side(options.after, options.quiet))
+    before, after = (_timeline(one, options.quiet) for one in (options.before, options.after))
+    done = compare(explained(before), explained(after))
     if options.json:
-        return (compared.render_json(done), "\n")
-    shape = screen()
-    wrap = sys.stdout.isatty()
-    return (compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=wrap), "\n")
+        told = compared.render_json(done)
+    else:
+        shape = screen()
+        wrap = sys.stdout.isatty()
+        told = compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=wrap)
+    failures = [*_failures(options.fail_on, done, before, after)]
+    if not failures:
+        return (told, "\n")
+    show((told, "\n"))
+    for sentence in failures:
+        complain(sentence)
+    sys.exit(FAILED)
 
 
-def _side(argument: str, quiet: bool) -> Diagnosis:
+def _failures(asked: Sequence[str], done: Comparison, before: Timeline, after: Timeline) -> Iterator[str]:
+    if "slower" in asked and done.step.significant and done.step.difference > 0:
+        yield f"slower: a step took {duration(done.step.before)} and takes {duration(done.step.after)}."
+    if "new-sync" in asked:
+        from keepbusy.fix.gate.tally import tally
+        from keepbusy.fix.gate.verdict import new_waits
+
+        for sentence in new_waits(tally(before), tally(after)):
+            yield f"new-sync: {sentence}."
+
+
+def _timeline(argument: str, quiet: bool) -> Timeline:
     with progress(quiet) as on_progress:
-        timeline = open_timeline([part for part in argument.split(",") if part], on_progress)
-        return explained(timeline, on_progress=on_progress)
+        return open_timeline([part for part in argument.split(",") if part], on_progress)

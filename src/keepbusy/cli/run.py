@@ -90,6 +90,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
+    parser.add_argument("--quiet", action="store_true", help="print no report: the run is kept by --save")
     parser.add_argument(
         "--live", action="store_true", help="on a real GPU: show the step, the lead and the worst line while it runs"
     )
@@ -188,6 +189,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += [] if options.workers == 8 else ["--workers", str(options.workers)]
     given += ["--json"] if options.json else []
     given += ["--live"] if options.live else []
+    given += ["--quiet"] if options.quiet else []
     given += ["--save", str(options.save)] if options.save else []
     given += ["-m"] if options.module else []
     return [*given, options.script, *options.arguments]
@@ -199,6 +201,8 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
         save(timeline, None, options.save_at)
     if not timeline.on_device.any():
         raise BadInput(f"{options.script} ran nothing on the GPU.")
+    if options.quiet:
+        return
     diagnosis = explained(timeline, None, options.what_if, options.workers)
     flush(sys.__stdout__, sys.stdout if isinstance(sys.stdout, TextIOWrapper) else None)
     text = rendered(diagnosis, options.json, _again(options), streams.screen)

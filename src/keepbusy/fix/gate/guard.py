@@ -13,8 +13,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
-from keepbusy.fix.allow_list import AllowList
-from keepbusy.fix.waits import BLOCKING_COPY, SYNC, WATCH, Wait
+from keepbusy.fix.gate.allow_list import AllowList
+from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC, WATCH, Wait
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12

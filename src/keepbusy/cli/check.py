@@ -1,0 +1,116 @@
+"""Count how often Python waits for the GPU in a step, on a machine without one, and fail where that is too often.
+
+Every place counts, also one that costs nothing today. PROGRAM is a script, run on a virtual GPU with a modelled
+clock, so that two checks say the same; or a saved run.busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepbusy.cli.console.output import check_place, replacing, show
+from keepbusy.cli.console.sources import SAVED
+from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.timeline.model import Timeline
+
+EXAMPLES = """\
+examples:
+  keepbusy check train.py --steps 20
+  keepbusy check --max-syncs 1 --max-blocking-copies 0 train.py --steps 20
+  keepbusy check --allow "train.py:42: read once an epoch" train.py
+  keepbusy check --junit keepbusy.xml --github train.py
+  keepbusy check run.busy
+
+exit codes: 0 within the limits, 1 too many, 2 it could not be decided, 3 a bug of keepbusy
+"""
+OVER = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-syncs", type=_limit, metavar="N", help="so many reads and synchronisations may be in a step"
+    )
+    parser.add_argument(
+        "--max-blocking-copies", type=_limit, metavar="N", help="so many copies that Python waits for may be in a step"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="'PLACE: REASON'",
+        help="a place that does not count: 'train.py:42: why', 'metrics.py: why' or 'log(): why'; may come again",
+    )
+    parser.add_argument("--junit", metavar="FILE.xml", type=Path, help="write the verdict as a JUnit file, too")
+    parser.add_argument("--github", action="store_true", help="print GitHub's annotations, a line each, too")
+    parser.add_argument("--on", metavar="DEVICE", default="h200", help="the virtual GPU (default h200)")
+    parser.add_argument("--gpus", metavar="N", default="1", help="how many of them (default 1)")
+    parser.add_argument("--ranks", metavar="N", default="1", help="run N ranks, a GPU each, through torchrun")
+    parser.add_argument(
+        "--values", choices=("real", "none"), default="real", help="none: compute nothing; what is read is zero"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+    parser.add_argument(
+        "program", metavar="PROGRAM", nargs=argparse.PARSER, help="a script with its own arguments, or a saved run"
+    )
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of times; give 0 or more")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> Sequence[str]:
+    """Ends with exit code 1 where there are too many."""
+    from keepbusy.fix.gate import verdict
+    from keepbusy.fix.gate.allow_list import AllowList
+    from keepbusy.fix.gate.tally import tally
+    from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
+
+    if options.junit:
+        check_place(options.junit)
+    AllowList(options.allow)  # what is wrong with it is said before the program runs
+    asked = (options.max_syncs, options.max_blocking_copies)
+    syncs, copies = (0, 0) if asked == (None, None) else asked
+    found = verdict.GateVerdict(tally(_timeline(options), options.allow), {SYNC: syncs, BLOCKING_COPY: copies})
+    if options.junit:
+        with replacing(options.junit) as part:
+            part.write_text(verdict.junit(found), encoding="utf-8")
+    told = [verdict.text(found), "\n"]
+    if options.github and (lines := verdict.github(found)):
+        told += [lines, "\n"]
+    if not found.over:
+        return told
+    show(told)
+    sys.exit(OVER)
+
+
+def _timeline(options: argparse.Namespace) -> Timeline:
+    from keepbusy.timeline.busy_file import load
+
+    script, *arguments = options.program[options.program[0] == "--" :]
+    if script.endswith(SAVED):
+        return load(Path(script))
+    with tempfile.TemporaryDirectory(prefix="keepbusy-") as folder:
+        kept = Path(folder) / f"run{SAVED}"
+        command = ["run", "--on", options.on, "--gpus", options.gpus, "--ranks", options.ranks]
+        command += ["--clock", "modelled", "--values", options.values, "--save", str(kept), "--quiet"]
+        command += ["-m"] if options.module else []
+        environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "keepbusy", *command, script, *arguments], check=False, env=environment
+        ).returncode
+        if ended:
+            raise BadInput(f"{script} ended with exit code {ended}, so nothing can be said of it.")
+        if not kept.exists():
+            raise BadInput(f"{script} left no run that could be counted.")
+        return load(kept)

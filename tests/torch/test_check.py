@@ -1,0 +1,213 @@
+"""`keepbusy check` and `compare --fail-on`: the gates, and the page that describes them, each of its commands run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from keepbusy.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-to" / "ci.md"
+HEALTHY = """\
+import torch
+
+def main():
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(32, 64, device="cuda")
+    total = torch.zeros((), device="cuda")
+    for step in range(12):
+        loss = model(data).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.detach()
+    print(total.item())
+
+main()
+"""
+READS = HEALTHY.replace("total += loss.detach()", "total += loss.item()")
+
+
+def keepbusy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "keepbusy", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(READS)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of saved runs: `healthy`, one that `reads`, one that is `slower`, one that is `short`, a `script`."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, source in {
+        "healthy": HEALTHY,
+        "reads": READS,
+        "slower": HEALTHY.replace("loss.backward()", "loss.backward(); [data.sum() for _ in range(5)]"),
+        "short": READS.replace("range(12)", "range(2)"),
+        "script": "import torch\nx = torch.ones(3, device='cuda')\nprint(x.sum().item())\n",
+    }.items():
+        (folder / "train.py").write_text(source)
+        done = keepbusy(folder, "run", "--clock", "modelled", "--save", f"{name}.busy", "--quiet", "train.py")
+        assert done.returncode == 0, done
+        assert "keepbusy" not in done.stdout
+    (folder / "train.py").write_text(READS)
+    return folder
+
+
+def code_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """In this process, which is quicker."""
+    monkeypatch.chdir(folder)
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(str(ended.code))
+
+
+def test_a_read_that_costs_nothing_is_seen_and_two_checks_say_the_same(folder: Path) -> None:
+    first, second = (keepbusy(folder, "check", "train.py") for _ in range(2))
+    assert first.returncode == second.returncode == 1
+    report = first.stdout.split("keepbusy check")[1]
+    assert second.stdout.split("keepbusy check")[1] == report
+    told = PAGE.read_text().split("keepbusy check · ")[1].split("```")[0]
+    assert f" · {told}".rstrip() == report.rstrip()  # the page shows what is printed
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ((), 1),
+        (("--max-syncs", "1"), 0),
+        (("--max-blocking-copies", "0"), 0),
+        (("--allow", "train.py:13: the example"), 0),
+        (("--allow", "main(): the example"), 0),
+        (("--allow", "train.py:12: another line"), 1),
+        (("--allow", "train.py:13"), 2),
+        (("--max-syncs", "few"), 2),
+    ],
+)
+def test_limits_and_allowed_places(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], code: int
+) -> None:
+    assert code_of(runs, monkeypatch, "check", *options, "reads.busy") == code
+
+
+def test_a_healthy_loop_passes(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(runs, monkeypatch, "check", "healthy.busy") == 0
+    assert "fine       0 syncs at most in one of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("import torch; torch.ones(3).sum()", "ran nothing on the GPU"),
+    ],
+)
+def test_a_program_that_failed_is_never_fine(folder: Path, source: str, why: str) -> None:
+    (folder / "train.py").write_text(source)
+    done = keepbusy(folder, "check", "train.py")
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_of_two_steps_is_never_fine(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(runs, monkeypatch, "check", "short.busy") == 2
+    assert "too few to tell a step from the start" in capsys.readouterr().err
+
+
+def test_a_script_without_steps_counts_as_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(runs, monkeypatch, "check", "--max-syncs", "1", "script.busy") == 0
+    assert code_of(runs, monkeypatch, "check", "script.busy") == 1
+    assert "1 sync in the script" in capsys.readouterr().out
+
+
+def test_junit_and_annotations(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(runs, monkeypatch, "check", "--junit", "found.xml", "--github", "reads.busy") == 1
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("::")]
+    assert line.startswith("::error file=train.py,line=13,title=keepbusy: sync::1 sync a step; ")
+    suite = ET.parse(runs / "found.xml").getroot()[0]
+    assert {case.attrib["name"]: [one.tag for one in case] for case in suite} == {
+        "syncs": ["failure"],
+        "blocking copies": ["system-out"],
+    }
+    assert "train.py:13" in str(suite[0][0].text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what", "code", "said"),
+    [
+        ("healthy", "reads", "new-sync", 1, "new-sync: 1 sync a step at train.py:13 (aten::item), none before.\n"),
+        ("reads", "healthy", "slower,new-sync", 0, ""),
+        ("healthy", "slower", "slower,new-sync", 1, "slower: a step took "),
+        ("healthy", "healthy", "slower,new-sync", 0, ""),
+        ("healthy", "reads", "sync", 2, "argument --fail-on: 'sync' is nothing to fail on"),
+    ],
+)
+def test_a_comparison_fails_on_what_is_asked(
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before: str,
+    after: str,
+    what: str,
+    code: int,
+    said: str,
+) -> None:
+    given = ("compare", f"{before}.busy", f"{after}.busy", "--fail-on", what)
+    assert code_of(runs, monkeypatch, *given) == code
+    assert capsys.readouterr().err.startswith(f"keepbusy: {said}" if said else "")
+
+
+COMMANDS = [
+    line for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines() if line
+]
+FAIL = {f"keepbusy check {options}train.py" for options in ("", "--junit keepbusy.xml --github ", "--values none ")}
+"""With the page's own program, which reads its loss."""
+
+
+def test_every_command_of_the_page_works(folder: Path) -> None:
+    assert len(COMMANDS) == 10
+    for command in COMMANDS:
+        words = f'"{sys.executable}" -m keepbusy '
+        line = command.replace("keepbusy ", words, 1).replace("| python", f'| "{sys.executable}"')
+        done = subprocess.run(
+            line,
+            shell=True,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        expected = 1 if command in FAIL or "explain" in command else 0
+        assert done.returncode == expected, (command, done)
+    assert (folder / "keepbusy.xml").exists()
+
+
+def test_the_workflow_stands_on_the_page_and_runs_its_commands() -> None:
+    workflow = (ROOT / "examples" / "keepbusy-ci.yml").read_text()
+    assert f"```yaml\n{workflow}```" in PAGE.read_text()
+    (checked,) = re.findall(r"- run: (keepbusy .*)", workflow)
+    assert checked in COMMANDS
