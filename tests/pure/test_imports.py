@@ -115,14 +115,14 @@ def test_there_is_no_import_cycle() -> None:
 
 MOST_FILES = 12
 """In a folder, besides __init__. Two rooms are still being put in order, and may only shrink."""
-STILL_MORE_FILES = {"timeline": 14, "recording": 16}
+STILL_MORE_FILES = {"recording": 16}
 STILL_TWICE = {
     *("Device", "Machine", "Options", "Reading", "Screen", "Seen", "Source", "Stream"),
     *("copies", "machine", "values"),
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2104,
+    "timeline": 1981,
     "traces": 2077,
     "instrument": 937,
     "recording": 3810,

@@ -32,9 +32,8 @@ from keepbusy.explain.story import Story, ordinary_steps
 from keepbusy.report import as_json, terminal
 from keepbusy.report.run_report import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
-from keepbusy.timeline.loader import SPARE, LoaderUse
 from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, RUN, LineTime, Part, SlowTurns
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, RUN, SPARE, LineTime, LoaderUse, Part, SlowTurns
 from keepbusy.timeline.steps import sample, whole_steps
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]

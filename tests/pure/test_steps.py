@@ -154,26 +154,6 @@ def test_a_plain_step_never_holds_so_many_marks_that_one_step_is_left() -> None:
     assert steps_of(whole_steps(timeline, plain_step=8_000_000)) >= 2
 
 
-def accumulated(run: Run) -> None:
-    """Four backward passes, each on a thread of its own, and then the optimizer's step."""
-    for _ in range(4):
-        run.launch(kernel=400).handoff(1).launch(kernel=600).handoff(0).work(5)
-    run.launch(kernel=40)
-
-
-def test_a_mark_may_hold_several_plain_steps() -> None:
-    """Gradients are accumulated over four passes, and a pass is what the user timed."""
-    timeline = loop(accumulated, steps=5)
-    assert steps_of(whole_steps(timeline)) == 5
-    whole = whole_steps(timeline, plain_step=1_000_000)
-    assert steps_of(whole) == 20
-    assert pace(whole) == pytest.approx(1_012_000, rel=0.01)
-
-
-def test_a_plain_step_far_too_short_to_be_a_pass_divides_nothing() -> None:
-    assert steps_of(whole_steps(loop(accumulated, steps=5), plain_step=50_000)) == 5
-
-
 # Ranks
 
 

@@ -22,10 +22,9 @@ from keepbusy.explain.places import by_place
 from keepbusy.explain.remedies import MORE_WORKERS, Remedy, remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import source_line
-from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.replay import MOST_ROWS
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_tree import LoaderUse, Part
 
 Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3

@@ -16,8 +16,8 @@ from typing import Any
 
 from keepbusy.instrument.lines import USER, kind_of, shown
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.timeline.loader import LoaderUse
 from keepbusy.timeline.model import NONE
+from keepbusy.timeline.run_tree import LoaderUse
 
 _SLOTS, _SLOT = 4096, struct.Struct("<qqq")
 

@@ -12,14 +12,12 @@ import numpy as np
 
 from keepbusy.recording.line_log import Seen, Tick, placed
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import replacing
-from keepbusy.timeline.loader import LoaderUse
+from keepbusy.timeline.files import replacing, typed
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import WindowReason
-from keepbusy.timeline.run_tree import Part
-from keepbusy.timeline.typed_json import typed
+from keepbusy.timeline.run_tree import LoaderUse, Part
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import Category

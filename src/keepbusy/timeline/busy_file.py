@@ -1,8 +1,8 @@
-"""Tables of integers in few bytes, and back.
+"""Timelines in files of our own; docs/reference/busy-file.md describes the format.
 
-A column is first told apart from what can be guessed (the row before it, the start of its span),
-then kept in as few bytes a number as its range needs, all first bytes before all second ones, since
-the higher bytes are nearly always alike; then zlib finds the rest.
+Of each column first what can be guessed is taken away (the row before it, the start of its span). The rest is kept in
+as few bytes a number as its range needs, all first bytes before all second ones, since the higher bytes are nearly
+always alike; then zlib finds what is left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,20 +37,36 @@ from keepbusy.timeline.model import (
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.table import Table
 
-# Timelines in files of our own: docs/reference/busy-file.md describes the format.
-
 VERSION = 1
 _MAGIC = b"\x89busy\r\n\n"
 _PREFACE = struct.Struct("<8sIIQ")  # magic, version, checksum and length of the rest
 _LENGTH = struct.Struct("<Q")
+_LEVEL = 6
 _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Frames, "meetings": Meetings}
 _MOST_RATIO = 400
 _SMALL = 64 << 20
+"""A file may take so many times its size of the memory, and this much in any case."""
 _PARSED = 4
 """A header takes so many times its text in memory, or a little more."""
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
 
 Header: TypeAlias = dict[str, Any]
+Columns: TypeAlias = dict[str, Ints]
+Described: TypeAlias = tuple[str, str, int, int]
+"""A packed column: its name, what its numbers were taken from, bytes a number, bytes in all."""
+
+_GUESSES = {
+    "start": "lane",
+    "end": "start",
+    "work": "length",
+    "parent": "before",
+    "source": "before",
+    "target": "before",
+    "marks": "before",
+}
+_NEEDS = {"lane": ("lane",), "start": ("start",), "length": ("start", "end")}
+"""From which columns a guess is made."""
+_WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
@@ -96,7 +112,7 @@ def to_bytes(timeline: Timeline) -> bytes:
     further = [to_bytes(one) for one in timeline.further]
     header |= {"further": [len(one) for one in further]} if further else {}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
-    packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), 6)  # a name may be any string
+    packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), _LEVEL)  # a name may be any string
     rest = b"".join([_LENGTH.pack(len(packed_header)), packed_header, *contents, *further])
     return _PREFACE.pack(_MAGIC, VERSION, zlib.crc32(rest), len(rest)) + rest
 
@@ -170,28 +186,28 @@ def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Column
         budget.spend(rows * 8 * columns)
         tables[name] = unpack(described, content, rows)
         content = content[sum(column[-1] for column in described) :]
-    return header, tables, _apart(content, header.get("further", ()))
-
-
-def _apart(content: memoryview, lengths: Sequence[int]) -> list[memoryview]:
-    """Cut into parts of these lengths, which must be all there is."""
+    lengths = header.get("further", ())
     if sum(lengths) != len(content) or min(lengths, default=1) < 1:
         raise ValueError(f"{len(content)} bytes where {sum(lengths)} belong")
     ends = [*accumulate(lengths)]
-    return [content[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    return header, tables, [content[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _inflated(content: memoryview, most: int) -> bytes:
+    """No more than so many bytes, whatever the content claims."""
     unpacker = zlib.decompressobj()
-    text = unpacker.decompress(content, most)
+    text = unpacker.decompress(content, max(1, most))  # 0 would mean without a limit
     if not unpacker.eof:
-        raise ValueError("its header does not end")
+        raise ValueError("a part of it does not end")
     return text
 
 
 def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
     made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in _TABLES.items()}
-    lanes = tuple(_lane(*lane) for lane in header["lanes"])
+    lanes = tuple(
+        Lane(int(rank), None if device is None else int(device), int(number), str(name))
+        for rank, device, number, name in header["lanes"]
+    )
     return Timeline(
         lanes=lanes,
         names=tuple(header["names"]),
@@ -199,10 +215,6 @@ def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
         facts=RunFacts.of_json(header["facts"], min((lane.rank for lane in lanes), default=0)),
         **made,  # type: ignore[arg-type]
     )
-
-
-def _lane(rank: int, device: int | None, number: int, name: str) -> Lane:
-    return Lane(int(rank), None if device is None else int(device), int(number), str(name))
 
 
 def _columns_of(timeline: Timeline) -> dict[str, Columns]:
@@ -232,16 +244,12 @@ def _check(timeline: Timeline) -> None:
         ("name of a meeting", meetings.name, 0, names),
         ("mark", timeline.marks, 0, len(spans)),
     ):
-        _check_range(what, numbers, low, high)
+        if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
+            raise ValueError(f"a {what} that does not exist")
     if not np.isin(spans.kind, list(Kind)).all():
         raise ValueError("a kind of span that does not exist")
     if not ((frames.parent >= NONE) & (frames.parent < np.arange(len(frames)))).all():
         raise ValueError("a frame that stands before its parent")
-
-
-def _check_range(what: str, numbers: Ints, low: int, high: int) -> None:
-    if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
-        raise ValueError(f"a {what} that does not exist")
 
 
 def _plain(value: Any) -> Any:
@@ -251,72 +259,41 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a timeline's facts cannot hold {type(value).__name__}: {value!r}")
 
 
-Columns: TypeAlias = dict[str, Ints]
-Described: TypeAlias = tuple[str, str, int, int]
-"""A packed column: its name, what its numbers were taken from, bytes a number, bytes in all."""
-
-_LEVEL = 6
-_GUESSES = {
-    "start": "lane",
-    "end": "start",
-    "work": "length",
-    "parent": "before",
-    "source": "before",
-    "target": "before",
-    "marks": "before",
-}
-_WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
-_NEEDS = {"lane": ("lane",), "start": ("start",), "length": ("start", "end")}
-
-
 def pack(table: Columns) -> Iterator[tuple[Described, bytes]]:
     """Each column, described and packed; what a column is guessed from comes before it."""
-    for name in _ordered(table):
-        guess = _guess(name, table)
-        numbers = _narrow(_differences(table[name].astype(np.int64), guess, table))
-        content = zlib.compress(_planes(numbers), _LEVEL)
-        yield (name, guess, numbers.itemsize, len(content)), content
+    for name in sorted(table, key=lambda one: {"lane": 0, "start": 1, "end": 2}.get(one, 3)):
+        guess = _GUESSES.get(name, "")
+        guess = guess if all(needed in table for needed in _NEEDS.get(guess, ())) else ""
+        numbers = table[name].astype(np.int64)
+        if guess in ("before", "lane"):
+            numbers = np.diff(numbers if guess == "before" else numbers[_by_lane(table)], prepend=np.int64(0))
+        else:
+            numbers = numbers - _expected(guess, table)
+        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+        width = next(one for one, kind in _WIDTHS.items() if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+        planes = numbers.astype(_WIDTHS[width]).view(np.uint8).reshape(len(numbers), width).T
+        content = zlib.compress(np.ascontiguousarray(planes).tobytes(), _LEVEL)
+        yield (name, guess, width, len(content)), content
 
 
 def unpack(described: list[Described], content: memoryview, rows: int) -> Columns:
     """The columns again; raises ValueError or the like for what `pack` did not write."""
     table: Columns = {}
     for name, guess, width, size in described:
-        planes = _inflated_column(content[:size], rows * width)
-        numbers = np.frombuffer(planes, np.uint8).reshape(width, rows).T
-        differences = np.ascontiguousarray(numbers).view(_WIDTHS[width]).reshape(rows).astype(np.int64)
-        table[name] = _summed(differences, guess, table)
+        planes = _inflated(content[:size], rows * width + 1)
+        if len(planes) != rows * width:
+            raise ValueError("a column of another length")
+        bytes_of_rows = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(width, rows).T)
+        numbers = bytes_of_rows.view(_WIDTHS[width]).reshape(rows).astype(np.int64)
+        if guess in ("before", "lane"):  # 64-bit sums wrap as the differences did, so even the ends of the range return
+            numbers = np.cumsum(numbers)
+        if guess == "lane":
+            place = np.empty(rows, np.int64)
+            place[_by_lane(table)] = np.arange(rows)
+            numbers = numbers[place]
+        table[name] = numbers + _expected(guess, table)
         content = content[size:]
     return table
-
-
-def _ordered(table: Columns) -> list[str]:
-    first = [name for name in ("lane", "start", "end") if name in table]
-    return first + [name for name in table if name not in first]
-
-
-def _guess(name: str, table: Columns) -> str:
-    guess = _GUESSES.get(name, "")
-    return guess if all(needed in table for needed in _NEEDS.get(guess, ())) else ""
-
-
-def _differences(numbers: Ints, guess: str, table: Columns) -> Ints:
-    if guess == "before":
-        return np.diff(numbers, prepend=np.int64(0))
-    if guess == "lane":
-        return np.diff(numbers[_by_lane(table)], prepend=np.int64(0))
-    return numbers - _expected(guess, table)
-
-
-def _summed(differences: Ints, guess: str, table: Columns) -> Ints:
-    """64-bit sums wrap as the differences did, so even the ends of the range come back."""
-    if guess == "before":
-        return np.cumsum(differences)
-    if guess == "lane":
-        numbers = np.empty_like(differences)
-        numbers[_by_lane(table)] = np.cumsum(differences)
-        return numbers
-    return differences + _expected(guess, table)
 
 
 def _by_lane(table: Columns) -> Ints:
@@ -327,23 +304,3 @@ def _expected(guess: str, table: Columns) -> Ints:
     if guess == "start":
         return table["start"]
     return table["end"] - table["start"] if guess == "length" else np.zeros(1, np.int64)
-
-
-def _narrow(numbers: Ints) -> Ints:
-    low, high = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
-    fits = [dtype for dtype in _WIDTHS.values() if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max]
-    narrow: Ints = numbers.astype(fits[0])
-    return narrow
-
-
-def _planes(numbers: Ints) -> bytes:
-    return np.ascontiguousarray(numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize).T).tobytes()
-
-
-def _inflated_column(content: memoryview, size: int) -> bytes:
-    """Exactly so many bytes, and never more, whatever the content claims."""
-    unpacker = zlib.decompressobj()
-    planes = unpacker.decompress(content, size + 1)
-    if len(planes) != size or not unpacker.eof:
-        raise ValueError("a column of another length")
-    return planes

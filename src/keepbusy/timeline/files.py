@@ -1,17 +1,21 @@
-"""How files are written and opened: whole or not at all, and without waiting for ever."""
+"""Files, also of strangers: opened without waiting for ever, read type by type, written whole or not at all."""
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import IO
+from types import UnionType
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from keepbusy.timeline.errors import BadInput
 
+Kind = TypeVar("Kind")
 PATIENCE = 10
 """Seconds in which somebody must begin to write into a pipe that we are to read."""
 
@@ -49,3 +53,43 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def typed(kind: type[Kind], value: object, path: str = "") -> Kind:
+    """What stands in JSON, as `kind`; raises ValueError where it is something else.
+
+    Fields of a dataclass that are missing keep their defaults, and unknown ones are passed over: a later version of
+    keepbusy may have added them.
+    """
+    result: Kind = _typed(kind, value, path)
+    return result
+
+
+def _typed(kind: Any, value: Any, path: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):  # only ever `… | None`
+        return None if value is None else _typed(arguments[0], value, path)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        known = {one.name: value[one.name] for one in fields(kind) if one.name in value}
+        values = {name: _typed(hints[name], one, f"{path}.{name}") for name, one in known.items()}
+        make: Any = kind
+        try:
+            return make(**values)
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(f"{path.lstrip('.') or 'it'}: {error}") from None
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(arguments[0], one, path) for one in value)
+    if origin is Mapping and isinstance(value, dict):  # JSON spells its keys as strings
+        return {_number(key, path): _typed(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if type(value) is kind and (kind is not int or -(1 << 63) <= value < 1 << 63):
+        return value
+    raise ValueError(f"{path.lstrip('.') or 'it'} is {type(value).__name__}")
+
+
+def _number(key: str, path: str) -> int:
+    if not key.isdecimal() or len(key) > 18:
+        raise ValueError(f"{path.lstrip('.')} has the key {key[:20]!r}")
+    return int(key)

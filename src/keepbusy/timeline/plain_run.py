@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keepbusy.timeline.files import typed
 from keepbusy.timeline.table import NONE
-from keepbusy.timeline.typed_json import typed
 
 
 @dataclass(frozen=True)

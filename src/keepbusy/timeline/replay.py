@@ -1,9 +1,13 @@
-"""Settle: read the facts of a recording out of its times.
+"""Replay puts every span where its releases allow it; settle reads out of recorded times what replay needs to know.
 
-What a span does once nothing holds it up (`work`), and which lag each of its releases leaves
-behind (`lag`). The lag belongs to the release that bound the span: had another release been the
-last one, the span would have begun a typical lag after that one. So the bound one keeps what was
-measured, and the others keep no more than what is typical.
+The engine is one plain loop over the rows in issue order, because each time needs the one before it. An unchanged
+replay is the identity (`settle` sees to that), so whatever a fix changes is the only thing that moves. Running the rows
+round after round gives the steady state of a loop.
+
+`settle` finds what a span does once nothing holds it up (`work`), and which lag each of its releases leaves behind
+(`lag`). The lag belongs to the release that bound the span: had another release been the last one, the span would have
+begun a typical lag after that one. So the bound one keeps what was measured, and the others keep no more than what is
+typical.
 """
 
 from __future__ import annotations
@@ -17,12 +21,6 @@ import numpy.typing as npt
 
 from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
-# Replay: put every span where its releases allow it.
-#
-# The engine is one plain loop over the rows in issue order, because each time needs the one before
-# it. An unchanged replay is the identity (`settle` sees to that), so whatever a fix changes is the
-# only thing that moves. Running the rows round after round gives the steady state of a loop.
-
 PENDING_LIMIT = 1022
 """Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
 STEPS = 12
@@ -32,10 +30,17 @@ MOST_ROWS = 400_000
 NEVER = -(1 << 62)
 CONTINUED = -2
 """Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
-_KERNEL, _COLLECTIVE, _SYNC = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.SYNC)
+TYPICAL_GAP, TYPICAL_LATENCY = 1_000, 6_000
+"""From a command to the next one that stood ready, and from a launch to its command, where too few were measured."""
+MEASURED_LAGS = 50
+EARLY_RETURN = 30_000
+"""A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
+_KERNEL, _SYNC = int(Kind.KERNEL), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
 Row: TypeAlias = tuple[int, int, int, int, int, int, int, tuple[Release, ...], int]
+Queue: TypeAlias = tuple[Ints, Ints, Ints]
+"""A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +91,14 @@ def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
     A script that is one turn is replayed once: nothing of it runs into a turn after it.
     """
     if timeline.facts.one_turn:
-        return _once(timeline)
+        done = run(timeline, brief=True)
+        known = done.end > NEVER // 2
+        lasted = np.zeros(len(timeline.lanes), np.int64)
+        np.maximum.at(lasted, timeline.spans.lane[known], done.end[known] - done.start[known].min())
+        return replace(done, lasted=lasted)
     per_round = len(timeline.marks_of(timeline.ranks[0]))
     wanted, most = -(-steps // per_round) + 1, MOST_ROWS // max(1, len(timeline))
     return run(timeline, max(2, min(wanted, max(3, most))), brief=True)
-
-
-def _once(timeline: Timeline) -> Replayed:
-    done = run(timeline, brief=True)
-    known = done.end > NEVER // 2
-    lasted = np.zeros(len(timeline.lanes), np.int64)
-    np.maximum.at(lasted, timeline.spans.lane[known], done.end[known] - done.start[known].min())
-    return replace(done, lasted=lasted)
 
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
@@ -117,7 +118,12 @@ class _Engine:
         self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
         self.start, self.end = [NEVER] * count, [NEVER] * count
         self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
-        self.meetings, self.neighbours = _Meetings(timeline), _neighbours(timeline)
+        device = [(lane, about.rank) for lane, about in enumerate(timeline.lanes) if about.device is not None]
+        self.neighbours = [[lane for lane, rank in device if rank == about.rank] for about in timeline.lanes]
+        """Of each lane, the device lanes of its rank."""
+        meeting = timeline.spans.meeting
+        self.parts = np.bincount(meeting[meeting >= 0]).tolist() if (meeting >= 0).any() else []
+        self.arrived: dict[int, list[tuple[int, int, int, int]]] = {}
         commands = np.bincount(timeline.spans.lane[timeline.on_device], minlength=lanes)
         # a queue that would hold all commands of all rounds is never full, however large it is said to be
         most = rounds * int(commands.max(initial=0)) + 1
@@ -140,7 +146,7 @@ class _Engine:
             if kind >= _KERNEL:
                 start[index] = reached
                 if meeting >= 0:
-                    self._meet(meeting, index, lane, reached, launches != CONTINUED)
+                    self._meet(meeting, (reached, index, lane, work), launches != CONTINUED)
                     continue
                 if launches != CONTINUED:
                     places[lane] = places[lane] + 1 if places[lane] + 1 < limit else 0
@@ -157,35 +163,16 @@ class _Engine:
                     reached = rings[launches][places[launches]]  # the queue of that stream is full
             end[index] = clocks[lane] = reached + work
 
-    def _meet(self, meeting: int, row: int, lane: int, when: int, queued: bool) -> None:
+    def _meet(self, meeting: int, part: tuple[int, int, int, int], queued: bool) -> None:
         """A part has come, with a place of its own in the queue; after the last one all leave, as they came."""
+        lane = part[2]
         self.places[lane] = (self.places[lane] + queued) % self.limit
-        if self.meetings.arrive(meeting, row, lane, when):
-            for part, its_lane, finish in self.meetings.leave(meeting):
-                place = self.places[its_lane] - 1
-                self.end[part] = self.clocks[its_lane] = self.rings[its_lane][place] = finish
-
-
-class _Meetings:
-    """Collectives in progress: nobody leaves before the last one has arrived."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        spans = timeline.spans
-        meeting = spans.meeting[spans.meeting >= 0]
-        self.members = np.bincount(meeting).tolist() if len(meeting) else []
-        self.work = spans.work.tolist() if len(meeting) else []
-        self.here: dict[int, list[tuple[int, int]]] = {}
-        self.last: dict[int, int] = {}
-
-    def arrive(self, meeting: int, row: int, lane: int, when: int) -> bool:
-        here = self.here.setdefault(meeting, [])
-        here.append((row, lane))
-        self.last[meeting] = max(self.last.get(meeting, when), when)
-        return len(here) == self.members[meeting]
-
-    def leave(self, meeting: int) -> list[tuple[int, int, int]]:
-        last = self.last.pop(meeting)
-        return [(row, lane, last + self.work[row]) for row, lane in self.here.pop(meeting)]
+        arrived = self.arrived.setdefault(meeting, [])
+        arrived.append(part)
+        if len(arrived) == self.parts[meeting]:
+            last = max(when for when, *_ in self.arrived.pop(meeting))
+            for _, row, lane, work in arrived:
+                self.end[row] = self.clocks[lane] = self.rings[lane][self.places[lane] - 1] = last + work
 
 
 def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
@@ -273,22 +260,6 @@ def _first_clocks(timeline: Timeline) -> list[int]:
     return clocks
 
 
-def _neighbours(timeline: Timeline) -> list[list[int]]:
-    """Of each lane, the device lanes of its rank."""
-    device = [(index, lane.rank) for index, lane in enumerate(timeline.lanes) if lane.device is not None]
-    return [[index for index, rank in device if rank == lane.rank] for lane in timeline.lanes]
-
-
-TYPICAL_GAP = 1_000
-TYPICAL_LATENCY = 6_000
-EARLY_RETURN = 30_000
-"""A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
-_ENOUGH = 50
-
-Queue: TypeAlias = tuple[Ints, Ints, Ints]
-"""A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
-
-
 def settle(timeline: Timeline) -> Timeline:
     """The same timeline with `work` and every `lag` derived from its measured times."""
     if not len(timeline):
@@ -336,8 +307,8 @@ def typical_lags(timeline: Timeline) -> tuple[int, int]:
     gap = (spans.start[command] - tail)[ready]
     gap = gap[gap < 20_000]
     return (
-        int(np.median(gap)) if len(gap) >= _ENOUGH else TYPICAL_GAP,
-        int(np.median(latency)) if len(latency) >= _ENOUGH else TYPICAL_LATENCY,
+        int(np.median(gap)) if len(gap) >= MEASURED_LAGS else TYPICAL_GAP,
+        int(np.median(latency)) if len(latency) >= MEASURED_LAGS else TYPICAL_LATENCY,
     )
 
 
@@ -346,8 +317,9 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
     spans = timeline.spans
     awaited = np.full(len(timeline), NEVER, np.int64)
     syncs = np.flatnonzero(spans.awaits != NONE)
+    rank = timeline.rank_of_rows[syncs]
     for index, lane in enumerate(timeline.lanes):
-        whole = _of_device(timeline, syncs, lane.rank) & (lane.device is not None)
+        whole = (spans.awaits[syncs] == EVERY_LANE) & (rank == lane.rank) & (lane.device is not None)
         mine = syncs[(spans.awaits[syncs] == index) | whole]
         if not len(mine):
             continue
@@ -355,20 +327,11 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
         place = np.searchsorted(rows, mine) - 1
         tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER
         awaited[mine] = np.maximum(awaited[mine], tail)
-    _await_links(timeline, awaited)
+    # a sync may also wait for one command, by an event
+    events = timeline.links.take(np.flatnonzero(spans.kind[timeline.links.target] == Kind.SYNC))
+    np.maximum.at(awaited, events.target, spans.end[events.source] + events.lag)
     wrong = awaited > spans.end + EARLY_RETURN
     return np.where(wrong, NONE, spans.awaits), np.where(wrong, NEVER, awaited)
-
-
-def _await_links(timeline: Timeline, awaited: Ints) -> None:
-    """A sync may also wait for one command, by an event."""
-    spans, links = timeline.spans, timeline.links
-    mine = links.take(np.flatnonzero(spans.kind[links.target] == Kind.SYNC))
-    np.maximum.at(awaited, mine.target, spans.end[mine.source] + mine.lag)
-
-
-def _of_device(timeline: Timeline, syncs: Ints, rank: int) -> Ints:
-    return (timeline.spans.awaits[syncs] == EVERY_LANE) & (timeline.rank_of_rows[syncs] == rank)
 
 
 def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:

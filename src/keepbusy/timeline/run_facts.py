@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from keepbusy.timeline.loader import LoaderUse
+from keepbusy.timeline.files import typed
 from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_tree import Part
-from keepbusy.timeline.typed_json import typed
+from keepbusy.timeline.run_tree import LoaderUse, Part
 
 STALL, DRIFT, LOOP = "stall", "drift", "loop"
 LARGEST_QUEUE = 1 << 20

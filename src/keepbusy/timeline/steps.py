@@ -14,13 +14,11 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
 from keepbusy.timeline.replay import pace
 
-SAME, DIFFERENT = 0.02, 0.1
+SAME_PART, OTHER_PART = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
-MOST_DISTORTED = 2.5
-"""Recording was seen to make a step up to 2.4 times as long; what differs by more is another step."""
-FAR_LONGER = 1.25
+RARE_STEP = 1.25
 """A rare step takes half as long again as others; recorded, the others may have lost more to it."""
-COMPLETE = 0.5
+WHOLE_STRETCH = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
 
@@ -32,21 +30,20 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     if count < 3 and timeline.facts.virtual and timeline.on_device.any():
         return one_turn(timeline)
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
-        raise BadInput(f"{_source(timeline)} shows fewer than two whole steps; record at least three.")
-    full = np.flatnonzero(counts > COMPLETE * np.median(counts))
+        source = timeline.facts.source or "the recording"
+        raise BadInput(f"{source} shows fewer than two whole steps; record at least three.")
+    full = np.flatnonzero(counts > WHOLE_STRETCH * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
     length = period(counts[first:last])
     whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
-    if (
-        length > 1 or plain_step is None or timeline.facts.recorded is not None
-    ):  # then its steps are the plain step's own
+    if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
         return whole
     ratio = plain_step / max(1.0, pace(whole))
     several = min((last - first) // 2, round(ratio))
-    if several > 1 and abs(ratio - several) < 0.2 * several:
-        whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
-        return whole.change_facts(marks_a_step=several)
-    return _by_backward(whole, 1 / ratio) if ratio < 1 / MOST_DISTORTED else whole
+    if several < 2 or abs(ratio - several) >= 0.2 * several:
+        return whole
+    whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
+    return whole.change_facts(marks_a_step=several)
 
 
 def one_turn(timeline: Timeline) -> Timeline:
@@ -67,10 +64,10 @@ def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
     numbers = (timeline.facts.recorded or ())[:count]  # nothing may have followed the last mark
     if len(numbers) < max(2, count):
         return None
-    done = _done(timeline)[: len(numbers) - 1]
+    done = _work_of_steps(timeline)[: len(numbers) - 1]
     longest = int(np.argmax(done))
     others = np.delete(done, longest)
-    came = not len(others) or done[longest] > FAR_LONGER * np.median(others)
+    came = not len(others) or done[longest] > RARE_STEP * np.median(others)
     if not came or numbers[longest + 1] not in wanted:
         return None
     return _cut(timeline, count, np.array([longest, longest + 1]))
@@ -82,9 +79,9 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     if any(len(timeline.marks_of(one)) != len(numbers) for one in timeline.ranks):
         return timeline
     took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
-    done = _done(timeline)[: len(took)]
+    done = _work_of_steps(timeline)[: len(took)]
     listed = np.array([number in unwanted for number in numbers[1:]], bool)
-    dropped = np.flatnonzero(listed & (done > FAR_LONGER * np.median(done)))
+    dropped = np.flatnonzero(listed & (done > RARE_STEP * np.median(done)))
     if not len(dropped) or len(took) - len(dropped) < 2:
         return timeline
     left_out = tuple(numbers[step + 1] for step in dropped.tolist())
@@ -94,7 +91,7 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     return timeline.change(marks=np.sort(marks)).keep(kept)
 
 
-def _done(timeline: Timeline) -> Ints:
+def _work_of_steps(timeline: Timeline) -> Ints:
     """All work of each step, of the host and of the device: a step that waits for the one before is no longer one."""
     step, mine = _step_of_rows(timeline), timeline.rank_of_rows == timeline.ranks[0]
     counted = mine & (step >= 0)
@@ -120,10 +117,10 @@ def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
         marks.append(mine[:-1])
         kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
     cut = timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
-    return cut.change(links=Links.concatenate([cut.links, _going_round(timeline, kept)]))
+    return cut.change(links=Links.concatenate([cut.links, _into_next_round(timeline, kept)]))
 
 
-def _going_round(timeline: Timeline, kept: Mask) -> Links:
+def _into_next_round(timeline: Timeline, kept: Mask) -> Links:
     """What the last step releases in the one after it, as links to the same rows of the first: the next round's."""
     spans, links, new = timeline.spans, timeline.links, np.cumsum(kept) - 1
     leaving = links.take(np.flatnonzero(kept[links.source] & ~kept[links.target] & (links.kind != LinkKind.LAUNCH)))
@@ -138,28 +135,6 @@ def _going_round(timeline: Timeline, kept: Mask) -> Links:
     return leaving.take(np.flatnonzero(alike)).change(source=new[leaving.source[alike]], target=new[again[alike]])
 
 
-def _by_backward(whole: Timeline, ratio: float) -> Timeline:
-    """A plain step far shorter than the time between marks: several are accumulated, and each goes back once."""
-    backs = [_returns(whole, rank) for rank in whole.ranks]
-    each = len(backs[0]) / len(whole.marks_of(whole.ranks[0]))
-    if each < 2 or each != round(each) or any(len(back) != len(backs[0]) for back in backs):
-        return whole
-    fits = 0.7 < ratio / each < MOST_DISTORTED
-    return whole.change(marks=np.sort(np.concatenate(backs))) if fits else whole
-
-
-def _returns(timeline: Timeline, rank: int) -> Ints:
-    """Rows of the main thread at which the backward pass has handed back to it."""
-    links, spans = timeline.links, timeline.spans
-    main = spans.lane[timeline.marks_of(rank)[0]]
-    rows = links.target[(links.kind == LinkKind.HANDOFF) & (spans.lane[links.target] == main)]
-    return np.unique(rows)
-
-
-def _source(timeline: Timeline) -> str:
-    return timeline.facts.source or "the recording"
-
-
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:
     rank = timeline.rank_of_rows
     mine = timeline.on_device & (rank == rank[marks[0]])
@@ -170,9 +145,9 @@ def commands_between(timeline: Timeline, marks: Ints) -> Ints:
 def period(counts: Ints) -> int:
     """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ."""
     for length in range(2, (len(counts) - 1) // 2 + 1):
-        again = np.abs(counts[:-length] - counts[length:]) <= SAME * counts[length:] + 1
+        again = np.abs(counts[:-length] - counts[length:]) <= SAME_PART * counts[length:] + 1
         turns = [counts[turn::length].mean() for turn in range(length)]
-        if again.all() and max(turns) > (1 + DIFFERENT) * min(turns):
+        if again.all() and max(turns) > (1 + OTHER_PART) * min(turns):
             return length
     return 1
 

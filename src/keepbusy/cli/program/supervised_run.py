@@ -164,8 +164,8 @@ def _tell_of_marks(folder: Path, source: str) -> None:
     """Where there is no window, what marks alone know is better than nothing."""
     from keepbusy.recording.recorded_run import facts_in
     from keepbusy.report import run_report, whole_run
+    from keepbusy.timeline.files import typed
     from keepbusy.timeline.run_tree import Part
-    from keepbusy.timeline.typed_json import typed
 
     left = [facts_in(one) for one in folder.iterdir() if one.is_dir()]
     trees = [one["run"] for one in left if one.get("run")]
