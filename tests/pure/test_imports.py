@@ -122,11 +122,11 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 1981,
+    "timeline": 1982,
     "traces": 2077,
-    "instrument": 937,
+    "instrument": 948,
     "recording": 3810,
-    "virtual": 8629,
+    "virtual": 8650,
     "explain": 3345,
     "report": 2044,
     "runtime": 3560,

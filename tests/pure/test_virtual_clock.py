@@ -257,6 +257,14 @@ def test_a_collective_ends_with_the_last_rank() -> None:
     assert timeline.facts.groups == {3: 2}
 
 
+def test_ranks_that_meet_go_on_together() -> None:
+    """Each process began its clock by itself."""
+    on = clock()
+    on.work(10)
+    on.await_others("init_process_group", lambda mine: mine + 90)
+    assert rows(on.timeline()) == [("host", "work", 0, 10), ("host", "work", 10, 100)]
+
+
 def test_frames_lines_and_marks() -> None:
     on = clock()
     stream = on.default_stream()

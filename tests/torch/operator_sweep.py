@@ -49,9 +49,14 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def on_device(value: Any) -> Any:
+    """A tensor that stands in two places stands there on the device as well."""
+    moved: dict[int, Tensor] = {}
+
     def move(one: Any) -> Any:
         if isinstance(one, Tensor):
-            return one.detach().to("cuda").requires_grad_(one.requires_grad)
+            if id(one) not in moved:
+                moved[id(one)] = one.detach().to("cuda").requires_grad_(one.requires_grad)
+            return moved[id(one)]
         return "cuda" if one == "cpu" or isinstance(one, torch.device) else one
 
     return pytree.tree_map(move, value)

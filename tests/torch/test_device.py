@@ -182,13 +182,14 @@ def test_loader_workers_and_their_pinned_batches() -> None:
 
 def test_compiled_code_runs_eagerly_and_says_so_once(machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.compiled_eagerly = False
-    assert "notes" not in machine.facts()
+    assert (machine.facts()["notes"], machine.facts()["compiled_eagerly"]) == ((), False)
     module = nn.Linear(4, 2).cuda()
     assert torch.compile(module) is module
     assert torch.compile(mode="reduce-overhead")(len) is len
     module.compile()
     assert capsys.readouterr().err.count("torch.compile runs eagerly") == 1
     assert "torch.compile ran eagerly" in machine.facts()["notes"][0]  # what the report begins its notes with
+    assert machine.facts()["compiled_eagerly"]
 
 
 def test_the_build_tells_of_its_cuda() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import SOURCES
 
 LOOP = """\
 import sys
@@ -82,6 +86,23 @@ def test_a_module_runs_too(run) -> None:
     done = run("print(__name__, __spec__.name)\n", before=("-m",))
     assert done.returncode == 1  # `train.py` is no module name: what Python says of it is said
     assert "train.py" in done.stderr
+
+
+def test_the_lines_of_an_installed_module_that_was_named_are_the_users_own(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "installed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(
+        "from installed.model import is_nan\n" + LOOP.replace("torch.isnan(loss)", "is_nan(loss)")
+    )
+    (package / "model.py").write_text("def is_nan(loss):\n    return loss.item() != loss.item()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "keepbusy", "run", "--clock", "modelled", "-m", "installed.train"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(package.parent)])},
+    )
+    assert "installed/model.py:2" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

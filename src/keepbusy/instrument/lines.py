@@ -96,8 +96,19 @@ def kind_of(file: str) -> int:
     if file.startswith(_TORCH):
         return TORCH if _speaks_for_itself(file) else HIDDEN
     if any(part in file for part in _INSTALLED):
-        return LIBRARY
+        return USER if file.startswith(_program()) else LIBRARY
     return PYTHON if file.startswith(_LIBRARIES) else USER
+
+
+def _program() -> str:
+    """The file that runs, or the folder of its package where that was named: `-m package.module`.
+
+    It is the user's own wherever it lies.
+    """
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or "<none>"
+    depth = spec.name.count(".") if spec is not None else 0
+    return f"{Path(file).parents[depth - 1]}{os.sep}" if depth else file
 
 
 def _speaks_for_itself(file: str) -> bool:

@@ -39,6 +39,7 @@ class RunFacts:
     virtual: bool = False
     values: bool = True  # whether a virtual run computed anything
     modelled: bool = False  # whether the host's time was modelled
+    compiled_eagerly: bool = False  # whether a virtual run was asked for `torch.compile`, and ran its code as written
     stacks: bool = True  # whether lines were recorded
     skipped: int = 0  # events that could not be read
     recorded: tuple[int, ...] | None = None  # of a live recording: the number of the step that each mark ends

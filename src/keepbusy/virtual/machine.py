@@ -333,10 +333,14 @@ class Machine:
         return None if host is None else host.untyped_storage()
 
     def facts(self) -> dict[str, Any]:
-        modelled = {} if self._options[-1] else {"modelled": True}
-        sentences = [*dict.fromkeys(self.notes or ()), *([_EAGER] if self.compiled_eagerly else [])]
-        notes = {"notes": sentences} if sentences else {}
-        return {"torch": torch.__version__, "device": self.device.name, **modelled, **notes}
+        """As `RunFacts` has them."""
+        return {
+            "torch": torch.__version__,
+            "device": self.device.name,
+            "modelled": not self._options[-1],
+            "compiled_eagerly": self.compiled_eagerly,
+            "notes": (*dict.fromkeys(self.notes or ()), *([_EAGER] if self.compiled_eagerly else [])),
+        }
 
 
 _EAGER = (

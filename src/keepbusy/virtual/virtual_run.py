@@ -82,7 +82,7 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     def timeline(**facts: Any) -> Timeline:
         known = machine.facts()
         if clocks is not None and clocks.looks:
-            known["notes"] = [*known.get("notes", ()), NOTE]
+            known["notes"] += (NOTE,)
         return machine.clock.timeline(**known, values=options.values, **facts)
 
     return timeline

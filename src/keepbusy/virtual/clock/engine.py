@@ -240,6 +240,18 @@ class Clock:
         least = self.device.host.dispatch(name, backward=host.in_backward or host.lane > 0)
         host.work(host.take_dispatch_time((place, name), least))
 
+    def await_others(self, name: str, last_arrival: Callable[[int], int]) -> None:
+        """The host meets other processes, as `last_arrival` says: given when this one came, it returns when all had.
+
+        Each has a clock of its own, which begins with the process.
+        """
+        host = self.pause()
+        host.work_until_border()
+        later = last_arrival(host.now) - host.now
+        with self.lock:
+            host.work(later, name)
+        host.resume()
+
     # batches of a loader's workers: the host waits for them, and they become a lane whose spans are batches
 
     def await_batch(self) -> None:

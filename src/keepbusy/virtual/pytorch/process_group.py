@@ -129,6 +129,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         self.index, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
             MACHINE.rank = rank
+            MACHINE.clock.await_others("init_process_group", self._last_arrival)
         self._streams: dict[tuple[int, int], int] = {}
         self._posted: list[tuple[Any, Tensor]] = []
 
