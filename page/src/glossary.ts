@@ -1,0 +1,52 @@
+// What a word means, in one sentence, wherever it is hovered or focused. The words are those of CONTRIBUTING.md.
+
+import { element } from "./element";
+
+export const GLOSSARY: Record<string, string> = {
+  turn: "One pass through a loop of the program; a step is a turn of the loop that trains.",
+  gap: "A device lane with nothing to do.",
+  lane: "One in-order sequence: a host thread, a stream, a copy engine.",
+  stream: "A lane of the device: what is put on it runs in order.",
+  lead: "How far the host is ahead of the device. While it has a lead, the GPU always has work.",
+  launch: "The call on the host that hands the device its next command.",
+  sync: "A host call that returns only when the device has caught up.",
+  plain: "The turns without their recorder: recording slows the host, and what that cost is taken out again. Shares and gains refer to this.",
+  recorded: "The turns as the recorder saw them, with what recording cost the host.",
+  noise: "Runs of one program differ by as much from time to time: below it, no gain is claimed.",
+  replay: "Every span is put where its releases allow it. Whatever a fix changes is the only thing that moves.",
+  fix: "A named remedy at a place: its switch replays the turns as they would be with it.",
+  cause: "Why a gap is there, named after whoever is late.",
+  rank: "One process of several that train together, by PyTorch's number for it.",
+  collective: "One operation across ranks: nobody leaves before the last one has arrived.",
+  GPU: "All lanes of the device as one: computing, copying, exchanging data, or, hatched, nothing at all.",
+  "your lines": "The line of your program that was being executed.",
+  Python: "What the thread that runs your program does: work, launches, and syncs.",
+};
+
+/** A word that explains itself. */
+export function term(word: string, shown = word): HTMLElement {
+  return element("span", { class: "term", text: shown, "data-term": word, tabindex: "0" });
+}
+
+export function bubble(): HTMLElement {
+  const box = element("div", { id: "bubble", role: "tooltip", hidden: true });
+  const show = (target: EventTarget | null): void => {
+    const over = target instanceof HTMLElement ? target.closest<HTMLElement>("[data-term], [data-says]") : null;
+    const says = over?.dataset.says ?? GLOSSARY[over?.dataset.term ?? ""];
+    box.hidden = !says;
+    if (!over || !says) return;
+    box.textContent = says;
+    const { left, bottom, top } = over.getBoundingClientRect();
+    const wide = Math.min(320, window.innerWidth - 24);
+    box.style.setProperty("max-width", `${wide}px`);
+    box.style.setProperty("left", `${Math.max(12, Math.min(left, window.innerWidth - wide - 12))}px`);
+    const below = bottom + 8 + box.offsetHeight < window.innerHeight;
+    box.style.setProperty("top", `${below ? bottom + 8 : top - box.offsetHeight - 8}px`);
+  };
+  document.addEventListener("pointerover", (event) => show(event.target));
+  document.addEventListener("focusin", (event) => show(event.target));
+  document.addEventListener("focusout", () => (box.hidden = true));
+  document.addEventListener("scroll", () => (box.hidden = true), true);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && (box.hidden = true));
+  return box;
+}

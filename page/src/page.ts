@@ -1,0 +1,126 @@
+// The page: reads the run that it carries and puts it together.
+
+import { Choice } from "./choice";
+import { element } from "./element";
+import { bubble, term } from "./glossary";
+import { load, type Header, type Run, type Told } from "./run/run";
+import { causesSection, notesSection } from "./sections/causes";
+import { copiesSection } from "./sections/copies";
+import { ledgerSection } from "./sections/ledger";
+import { planSection } from "./sections/plan";
+import { ranksSection } from "./sections/ranks";
+import { SourcePanel } from "./sections/source";
+import { treeSection } from "./sections/tree";
+import { TimelinePanel } from "./timeline/panel";
+import { startTour } from "./tour";
+import { duration, plural, share } from "./words";
+
+declare global {
+  interface Window {
+    /** What the tests ask. */
+    keepbusy: { run: Run; choice: Choice | null; panel: TimelinePanel | null };
+  }
+}
+
+const WORK_DONE: [place: string, verb: string][] = [["computing", "computes"], ["copying", "copies"], ["collective", "exchanges data"]];
+
+function headline(header: Header, told: Told): HTMLElement {
+  const facts = [header.source, header.device, header.ranks.length > 1 ? `${header.ranks.length} ranks` : "", plural(told.steps, told.script ? "script" : "turn") + " explained"];
+  const ledger = new Map(told.ledger);
+  const waits = told.ledger.reduce((sum, [place, time]) => sum + (WORK_DONE.some(([one]) => one === place) ? 0 : time), 0);
+  const done = WORK_DONE.map(([place, verb]) => [verb, ledger.get(place) ?? 0] as const).filter(([verb, time]) => verb === "computes" || time > 0.01 * told.step);
+  const parts = [...done, ["waits", waits] as const].map(([verb, time]) => `${verb} for ${duration(time, told.step)} (${share(time, told.step)})`);
+  const listed = parts.length > 1 ? `${parts.slice(0, -1).join(", ")} and ${parts[parts.length - 1]}` : parts[0];
+  const subject = told.script ? "The script takes " : told.place ? `A turn of ${told.place} takes ` : "A step takes ";
+  const step = element("p", { class: header.headline ? "" : "big" }, subject, element("b", { text: duration(told.step) }), told.plain ? ". " : " in this trace. ", `Of it the GPU ${listed}.`);
+  return element("section", { id: "headline", "aria-label": "What it took" },
+    element("p", { class: "facts-line", text: facts.filter(Boolean).join(" · ") }),
+    header.headline ? element("h1", { text: header.headline }) : element("h1", { class: "unseen", text: "What a step takes" }),
+    step,
+  );
+}
+
+function topBar(recolour: () => void): HTMLElement {
+  const root = document.documentElement;
+  const dark = (): boolean => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  const flip = element("button", { type: "button", class: "quiet", on: {
+    click: () => {
+      root.dataset.theme = dark() ? "light" : "dark";
+      flip.textContent = dark() ? "Light" : "Dark";
+      recolour();
+    },
+  } });
+  flip.textContent = dark() ? "Light" : "Dark";
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    flip.textContent = dark() ? "Light" : "Dark";
+    recolour();
+  });
+  const links = [["plan", "Plan"], ["run", "Run"], ["turn", "Timeline"], ["ledger", "Ledger"], ["causes", "Causes"]];
+  return element("nav", { class: "top", "aria-label": "Page" },
+    element("span", { class: "brand" }, element("span", { class: "mark", "aria-hidden": "true" }, element("i"), element("i"), element("i")), "keepbusy"),
+    element("span", { class: "links" }, ...links.map(([id, name]) => element("button", { type: "button", class: "quiet", text: name, "data-to": id, on: { click: () => document.getElementById(id)?.scrollIntoView({ behavior: "smooth" }) } }))),
+    element("span", { class: "grow" }),
+    element("button", { type: "button", class: "quiet", text: "Tour", on: { click: startTour } }),
+    flip,
+  );
+}
+
+async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
+  const { header } = run;
+  const told = header.told[index];
+  const drawn = run.drawn.includes(index);
+  const choice = drawn ? new Choice(await run.moment(index)) : null;
+  const source = choice ? new SourcePanel(header, choice) : null;
+  const panel = choice && source ? new TimelinePanel(header, choice, source.element) : null;
+  if (panel && source) panel.onPlace = (place) => source.showPlace(place);
+  const sections: (HTMLElement | null)[] = [
+    loops(run, index, page),
+    headline(header, told),
+    choice ? planSection(header, told, choice) : null,
+    treeSection(header, choice),
+    panel?.element ?? element("p", { class: "faint" }, "The turns themselves are not in this page: only what is said of them."),
+    ledgerSection(header, told, choice),
+    choice ? ranksSection(header, choice) : null,
+    choice ? copiesSection(header, choice) : null,
+    causesSection(header, told, choice),
+    notesSection(header, told, choice),
+    element("footer", {}, element("p", { class: "faint" }, `Written by keepbusy ${header.version}. Predictions are `, term("replay", "replays"), " of what was recorded: no line of the program was run again.")),
+  ];
+  page.replaceChildren(...sections.filter((one) => one !== null));
+  window.keepbusy = { run, choice, panel };
+  choice?.fixes([]);
+  panel?.resize();
+  panel?.oneTurn();
+  for (const link of document.querySelectorAll<HTMLElement>("nav [data-to]")) link.hidden = !document.getElementById(link.dataset.to ?? "");
+}
+
+/** Other loops of the run that were looked at. */
+function loops(run: Run, index: number, page: HTMLElement): HTMLElement | null {
+  if (run.header.told.length < 2) return null;
+  return element("div", { class: "loops", role: "group", "aria-label": "Which loop" }, ...run.header.told.map((told, number) =>
+    element("button", { type: "button", "aria-pressed": String(number === index), text: told.place ? `loop at ${told.place}` : "the steps", on: { click: () => void show(run, number, page) } }),
+  ));
+}
+
+async function main(): Promise<void> {
+  const page = document.getElementById("page")!;
+  const held = document.getElementById("run")!;
+  const run = await load(held.textContent ?? "");
+  held.remove();
+  document.title = `${run.header.source || "a run"} · keepbusy`;
+  const recolour = (): void => {
+    window.keepbusy?.panel?.recolour();
+    document.dispatchEvent(new Event("recolour"));
+  };
+  document.body.prepend(topBar(recolour));
+  document.body.append(bubble());
+  await show(run, 0, page);
+  page.removeAttribute("aria-busy");
+}
+
+main().catch((error: unknown) => {
+  const page = document.getElementById("page")!;
+  page.replaceChildren(element("p", { class: "fault", text: `This page cannot show its run: ${String(error)}. A browser of the last three years can; keepbusy explain shows it as text.` }));
+  page.removeAttribute("aria-busy");
+  throw error;
+});

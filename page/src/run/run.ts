@@ -1,0 +1,210 @@
+// A run as the page knows it: what was explained, and the turns with their columns.
+
+import { read, type Block } from "./block";
+import type { Edit } from "./edit";
+import type { Lane, Numbers, Timeline } from "./timeline";
+
+export interface Place {
+  text: string;
+  file: string;
+  line: number;
+  function: string;
+  exact: boolean;
+  source: string;
+}
+export type Prediction = [step: number, low: number, high: number];
+
+export interface Fix {
+  number: number;
+  fix: string;
+  where: Place[];
+  causes: string[];
+  gain: number;
+  alone: number;
+  predicted: Prediction;
+  run: number | null;
+  needs: string[];
+  instead: string[];
+  advice: string;
+  code: string;
+  replayed: boolean;
+}
+
+export interface Reason {
+  cause: string;
+  wait: number;
+  count: number;
+  sites: { where: Place; wait: number }[];
+  what: string;
+  advice: string;
+  code: string;
+  predicted: Prediction;
+  same: string;
+}
+
+export interface Told {
+  place: string;
+  turns: number;
+  step: number;
+  plain: boolean;
+  steps: number;
+  noise: number;
+  script: boolean;
+  ledger: [place: string, time: number][];
+  reasons: Reason[];
+  all: Prediction;
+  plan: Fix[];
+  harmless: { cause: string; where: Place; count: number; why: string }[];
+  late: { rank: number; late: number; cause: string; where: Place }[];
+  notes: string[];
+}
+
+export interface Part {
+  kind: string;
+  place: string;
+  source: string;
+  function: string;
+  began: number;
+  time: number;
+  busy: number | null;
+  turns: number;
+  least: boolean;
+  turn: [mean: number, low: number, high: number] | null;
+  slow: [count: number, every: number, regular: boolean, longer: number, place: string] | null;
+  lines: [place: string, time: number, idle: number, call: string][];
+  parts: Part[];
+}
+
+export interface PlainRun {
+  rank: number;
+  steps: number;
+  step: number;
+  course: { each: number; step: number[]; longest: number[]; lead: number[] };
+}
+
+interface Described {
+  lanes: [number, number | null, number, string][];
+  names: string[];
+  places: Place[];
+  pending: number | null;
+  once: boolean;
+  ratio: number;
+  ranks: number[];
+}
+
+export interface Header {
+  version: string;
+  source: string;
+  device: string;
+  ranks: number[];
+  looks: Record<string, { name: string; sentence: string }>;
+  run: Part | null;
+  headline: string;
+  told: Told[];
+  plain_runs: PlainRun[];
+  asides: [string, string][];
+  sources: Record<string, [number, string][]>;
+  causes: string[];
+  moments: Record<string, Described>;
+  tables: Record<string, { rows: number; columns: [string, string, number, number][] }>;
+}
+
+/** Turns of one loop, and what is said of them. */
+export interface Moment extends Omit<Described, "lanes"> {
+  told: Told;
+  causes: string[];
+  timeline: Timeline;
+  name: Int32Array;
+  place: Int32Array;
+  call: Int32Array;
+  cause: Int32Array;
+  rest: Int32Array;
+  culprit: Int32Array;
+  aside: Int32Array;
+  size: Numbers;
+  direction: Numbers;
+  pinned: Numbers;
+  meetings: Record<string, Numbers>;
+  fixes: (Edit | null)[];
+}
+
+export interface Run {
+  header: Header;
+  /** Which of `told` can be drawn. */
+  drawn: number[];
+  moment(index: number): Promise<Moment>;
+}
+
+export async function load(text: string): Promise<Run> {
+  const block = await read<Header>(text);
+  const kept = new Map<number, Promise<Moment>>();
+  return {
+    header: block.header,
+    drawn: Object.keys(block.header.moments).map(Number),
+    moment(index) {
+      if (!kept.has(index)) kept.set(index, momentOf(block, index));
+      return kept.get(index)!;
+    },
+  };
+}
+
+const whole = (column: Numbers): Int32Array => (column instanceof Int32Array ? column : Int32Array.from(column));
+const wide = (column: Numbers): Float64Array => (column instanceof Float64Array ? column : Float64Array.from(column));
+
+async function momentOf(block: Block<Header>, index: number): Promise<Moment> {
+  const { lanes, ...described } = block.header.moments[index];
+  const told = block.header.told[index];
+  const table = (name: string) => block.table(`${index}.${name}`);
+  const [spans, links, meetings, marks] = await Promise.all(["spans", "links", "meetings", "marks"].map(table));
+  const rows = spans.lane.length;
+  const fixes = told.plan.map(async ({ number }): Promise<Edit | null> => {
+    if (!block.has(`${index}.fix${number}`)) return null;
+    const [edit, scale] = await Promise.all([table(`fix${number}`), table(`fix${number}.scale`)]);
+    return { flags: edit.flags, limit: edit.limit, scales: scalesOf(scale) };
+  });
+  const timeline: Timeline = {
+    rows,
+    lanes: lanes.map(([rank, device, number, name]): Lane => ({ rank, device, number, name })),
+    lane: whole(spans.lane),
+    kind: spans.kind,
+    start: wide(spans.start),
+    end: wide(spans.end),
+    work: spans.work,
+    lag: spans.lag,
+    awaits: whole(spans.awaits),
+    meeting: whole(spans.meeting),
+    links: { source: whole(links.source), target: whole(links.target), kind: links.kind, lag: links.lag },
+    marks: whole(marks.marks),
+    pending: described.pending,
+    once: described.once,
+  };
+  return {
+    ...described,
+    told,
+    causes: block.header.causes,
+    timeline,
+    name: whole(spans.name),
+    place: whole(spans.place),
+    call: whole(spans.call),
+    cause: whole(spans.cause),
+    rest: whole(spans.rest),
+    culprit: whole(spans.culprit),
+    aside: whole(spans.aside),
+    size: spans.size,
+    direction: spans.direction,
+    pinned: spans.pinned,
+    meetings,
+    fixes: await Promise.all(fixes),
+  };
+}
+
+function scalesOf(table: Record<string, Numbers>): Map<number, number> {
+  const bits = new DataView(new ArrayBuffer(8));
+  const scales = new Map<number, number>();
+  for (let index = 0; index < table.row.length; index++) {
+    bits.setUint32(0, table.low[index], true);
+    bits.setUint32(4, table.high[index], true);
+    scales.set(table.row[index], bits.getFloat64(0, true));
+  }
+  return scales;
+}

@@ -1,0 +1,73 @@
+// Where a turn goes: bars that sum to it.
+
+import { element, section } from "../element";
+import { term } from "../glossary";
+import { HATCHES } from "../timeline/paint";
+import type { Header, Told } from "../run/run";
+import { duration, share } from "../words";
+import type { Choice } from "../choice";
+
+/** What of a turn is at work, by the names of the ledger. */
+export const AT_WORK = ["computing", "copying", "collective"];
+
+/** A square in a place's colour and pattern. */
+export function swatch(place: string): HTMLElement {
+  return element("span", { class: `swatch ${HATCHES[place] ?? ""}`, "aria-hidden": "true", look: { "--fill": `var(--${place})` } });
+}
+
+export function bar(parts: [place: string, time: number][], whole: number, names: (place: string) => string): HTMLElement {
+  const made = element("div", { class: "bar", role: "img", "aria-label": parts.map(([place, time]) => `${names(place)} ${duration(time, whole)}, ${share(time, whole)}`).join("; ") });
+  for (const [place, time] of parts) {
+    const wide = (100 * time) / whole;
+    made.append(
+      element("span", {
+        class: `part ${HATCHES[place] ?? ""}`,
+        "data-says": `${names(place)}: ${duration(time, whole)}, ${share(time, whole)}`,
+        look: { "--fill": `var(--${place})`, "flex-basis": `${wide}%` },
+      }, wide > 7 ? element("span", { class: `label on-${place}`, text: share(time, whole) }) : null),
+    );
+  }
+  return made;
+}
+
+export function ledgerSection(header: Header, told: Told, choice: Choice | null): HTMLElement {
+  const name = (place: string) => header.looks[place]?.name ?? place;
+  const sentence = (place: string) => header.looks[place]?.sentence ?? "";
+  const table = element("table", { class: "ledger" });
+  for (const [place, time] of told.ledger) {
+    const cause = !AT_WORK.includes(place);
+    const label = cause && choice
+      ? element("button", { class: "place", type: "button", text: name(place), "data-says": sentence(place), on: { click: () => choice.cause(place) } })
+      : element("span", { text: name(place), "data-says": sentence(place), tabindex: "0" });
+    table.append(
+      element("tr", {},
+        element("td", {}, swatch(place)),
+        element("th", { scope: "row" }, label),
+        element("td", { class: "figure", text: duration(time, told.step) }),
+        element("td", { class: "figure", text: share(time, told.step) }),
+        element("td", { class: "faint", text: sentence(place) }),
+      ),
+    );
+  }
+  const bars = element("div", { class: "bars" });
+  const now = element("div", { class: "bar-row" }, element("span", { class: "bar-name", text: "now" }), bar(told.ledger, told.step, name), element("span", { class: "figure", text: duration(told.step) }));
+  const then = element("div", { class: "bar-row", hidden: true });
+  bars.append(now, then);
+  choice?.onFixes((view) => {
+    then.hidden = !view.fixed.length || !view.busy;
+    if (then.hidden || !view.busy) return;
+    const { computing, copying, wire, waiting } = view.busy;
+    const parts = ([["computing", computing], ["copying", copying], ["collective", wire], ["waiting", waiting]] as [string, number][]).filter(([, time]) => time > 0);
+    const drawn = bar(parts, view.step, (place) => (place === "waiting" ? "waiting" : name(place)));
+    drawn.style.setProperty("width", `${(100 * view.step) / told.step}%`);
+    then.replaceChildren(
+      element("span", { class: "bar-name", text: `with fix ${view.fixed.map((fix) => fix + 1).join(", ")}` }),
+      element("div", { class: "bar-room" }, drawn),
+      element("span", { class: "figure", text: duration(view.step, told.step) }),
+    );
+  });
+  const title = told.script ? "Where the script goes" : "Where a turn goes";
+  const made = section("ledger", title, "", bars, table);
+  made.querySelector("header")!.append(element("p", { class: "lead" }, "Every nanosecond has a place, and together they are the ", term("turn"), ": solid is the GPU at work, hatched is waiting, by ", term("cause"), "."));
+  return made;
+}

@@ -1,0 +1,134 @@
+// The program beside its timeline: each line with the wait that it is to blame for.
+
+import type { Choice } from "../choice";
+import { element } from "../element";
+import type { Header } from "../run/run";
+import { NONE } from "../run/timeline";
+import { HATCHES } from "../timeline/paint";
+import { GPU } from "../timeline/scene";
+import { duration, share } from "../words";
+
+interface Blamed {
+  wait: number;
+  causes: Map<string, number>;
+}
+
+export class SourcePanel {
+  readonly element = element("aside", { class: "source", "aria-label": "Source" });
+  private readonly waits = new Map<string, Blamed>();
+  private readonly files: string[];
+  private shown = "";
+
+  constructor(private readonly header: Header, private readonly choice: Choice) {
+    this.blame();
+    const blamed = [...this.waits.entries()].sort((one, other) => other[1].wait - one[1].wait);
+    const worst = blamed[0]?.[0];
+    const spoken = new Set(choice.moment.places.map((place) => place.file).filter(Boolean));
+    this.files = [...spoken].sort((one, other) => this.waitOf(other) - this.waitOf(one) || one.localeCompare(other));
+    choice.onLine((file, line) => this.show(file, line));
+    if (worst) {
+      const at = worst.lastIndexOf(":");
+      this.show(worst.slice(0, at), Number(worst.slice(at + 1)));
+    } else if (this.files.length) this.show(this.files[0], 0);
+    if (!this.files.length) this.element.append(element("p", { class: "faint", text: "The recording knows no lines: it was made without stacks." }));
+  }
+
+  /** Of each line the gaps it is to blame for, a turn and a rank. */
+  private blame(): void {
+    const { moment, now } = this.choice;
+    const turns = Math.max(1, now.turns.length) * moment.ranks.length;
+    for (const track of now.tracks) {
+      if (track.kind !== "gpu") continue;
+      const { start, end, tone, what } = track.parts;
+      for (let part = 0; part < track.count; part++) {
+        if (tone[part] < GPU.GAP) continue;
+        const culprit = moment.culprit[now.base[what[part]]];
+        const place = culprit === NONE ? NONE : moment.place[culprit];
+        if (place === NONE) continue;
+        const { file, line } = moment.places[place];
+        const known = this.waits.get(`${file}:${line}`) ?? { wait: 0, causes: new Map() };
+        const wait = (end[part] - start[part]) / turns;
+        const cause = moment.causes[tone[part] - GPU.GAP] ?? "unknown";
+        known.wait += wait;
+        known.causes.set(cause, (known.causes.get(cause) ?? 0) + wait);
+        this.waits.set(`${file}:${line}`, known);
+      }
+    }
+  }
+
+  private waitOf(file: string): number {
+    let sum = 0;
+    for (const [place, { wait }] of this.waits) if (place.slice(0, place.lastIndexOf(":")) === file) sum += wait;
+    return sum;
+  }
+
+  showPlace(place: number): void {
+    const { file, line } = this.choice.moment.places[place];
+    if (file) this.show(file, line);
+  }
+
+  show(file: string, line: number): void {
+    if (!this.files.includes(file)) return;
+    if (this.shown !== file) this.open(file);
+    let chosen: HTMLElement | null = null;
+    for (const row of this.element.querySelectorAll<HTMLElement>("li[data-line]")) {
+      row.classList.toggle("chosen", Number(row.dataset.line) === line);
+      if (Number(row.dataset.line) === line) chosen = row;
+    }
+    const list = this.element.querySelector<HTMLElement>("ol");
+    if (chosen && list) list.scrollTop = chosen.offsetTop - list.offsetTop - list.clientHeight / 3;
+  }
+
+  private open(file: string): void {
+    this.shown = file;
+    const known = this.header.sources[file];
+    const lines: [number, string][] = known ?? this.linesOf(file);
+    const longest = Math.max(1, ...[...this.waits.values()].map(({ wait }) => wait));
+    const list = element("ol", { class: "code", tabindex: "0", "aria-label": file });
+    const spoken = new Set(this.choice.moment.places.filter((place) => place.file === file).map((place) => place.line));
+    let before = 0;
+    for (const [number, text] of lines) {
+      if (before && number > before + 1) list.append(element("li", { class: "cut", text: "⋯" }));
+      before = number;
+      list.append(this.line(file, number, text, longest, spoken.has(number)));
+    }
+    const choose = element("select", { "aria-label": "File", on: { change: () => this.show(choose.value, 0) } },
+      ...this.files.map((one) => element("option", { value: one, text: one, selected: one === file })),
+    );
+    const missing = known ? null : element("p", { class: "faint", text: "The file was not at hand when this page was written: these are the lines that the recording names." });
+    this.element.replaceChildren(element("div", { class: "source-head" }, choose, element("span", { class: "faint", text: "wait a turn" })), list, ...(missing ? [missing] : []));
+  }
+
+  private linesOf(file: string): [number, string][] {
+    const lines = new Map<number, string>();
+    for (const place of this.choice.moment.places) if (place.file === file && place.line) lines.set(place.line, place.source || (place.function ? `in ${place.function}` : ""));
+    const parts = this.header.run ? [this.header.run] : [];
+    for (let part = parts.pop(); part; part = parts.pop()) {
+      parts.push(...part.parts);
+      const [, its, line] = /^(.*):(\d+)$/.exec(part.place) ?? [];
+      if (its === file && part.source) lines.set(Number(line), part.source);
+    }
+    return [...lines].sort((one, other) => one[0] - other[0]);
+  }
+
+  private line(file: string, number: number, text: string, longest: number, spoken: boolean): HTMLElement {
+    const blamed = this.waits.get(`${file}:${number}`);
+    const [cause] = [...(blamed?.causes ?? [])].sort((one, other) => other[1] - one[1])[0] ?? [""];
+    const { step } = this.choice.moment.told;
+    const margin = element("span", { class: "margin" });
+    if (blamed && blamed.wait > 0.0005 * step) {
+      margin.append(
+        element("span", { class: `wait ${HATCHES[cause] ?? ""}`, look: { "--fill": `var(--${cause})`, width: `${Math.max(3, (100 * blamed.wait) / longest)}%` } }),
+        element("span", { class: "wait-time", text: duration(blamed.wait) }),
+      );
+      margin.dataset.says = `The GPU waits ${duration(blamed.wait)} a turn for this line, ${share(blamed.wait, step)}: ${[...blamed.causes].map(([one, wait]) => `${this.header.looks[one]?.name ?? one} ${duration(wait)}`).join(", ")}.`;
+    }
+    const code = element("span", { class: "text", text: text || " " });
+    const numbered = element("span", { class: "line-number", text: String(number) });
+    return element("li", { "data-line": String(number), class: spoken ? "spoken" : "" },
+      spoken ? element("button", { type: "button", "aria-label": `Show line ${number} in the timeline`, on: { click: () => this.choice.line(file, number) } }, numbered) : numbered,
+      code,
+      margin,
+    );
+  }
+}

@@ -1,0 +1,360 @@
+// The drawing of one view on a canvas. Parts narrower than a pixel are drawn together, a column at a time: so much of
+// the column is filled as they fill of its time. So a million spans cost no more than the pixels they stand on.
+
+import { NONE } from "../run/timeline";
+import { duration, kernel, shortened } from "../words";
+import { Paint } from "./paint";
+import { GPU, spanName, type Scene } from "./scene";
+import type { Track } from "./track";
+import type { Viewport } from "./viewport";
+
+const RULER = 22;
+const GAP = 3;
+const GROUP = 10;
+const NARROW = 560;
+const LETTER = 5.7;
+const FONT = "11px system-ui, sans-serif";
+
+/** A part of a track, as a pointer finds it. */
+export interface Spot {
+  track: Track;
+  part: number;
+}
+
+export interface Arrow {
+  from: number;
+  fromTime: number;
+  to: number;
+  toTime: number;
+  into: boolean;
+}
+
+export interface Marked {
+  spot: Spot | null;
+  arrows: Arrow[];
+  /** Rows of the moment that a search found, and the place that is looked at. */
+  found: Set<number> | null;
+  place: number;
+}
+
+export class Drawing {
+  readonly canvas: HTMLCanvasElement;
+  private readonly context: CanvasRenderingContext2D;
+  private paint: Paint;
+  private width = 800;
+  height = 100;
+  gutter = 116;
+  marked: Marked = { spot: null, arrows: [], found: null, place: NONE };
+  hover: Spot | null = null;
+  private waiting = false;
+
+  constructor(public scene: Scene, readonly viewport: Viewport, label: string) {
+    this.canvas = document.createElement("canvas");
+    this.canvas.tabIndex = 0;
+    this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", label);
+    this.context = this.canvas.getContext("2d", { alpha: false })!;
+    this.paint = new Paint(this.context, scene.moment.causes);
+    this.lay();
+    viewport.onChange(() => this.later());
+  }
+
+  change(scene: Scene): void {
+    this.scene = scene;
+    this.lay();
+    this.resize();
+  }
+
+  recolour(): void {
+    this.paint = new Paint(this.context, this.scene.moment.causes);
+    this.later();
+  }
+
+  private lay(): void {
+    let y = RULER;
+    for (const track of this.scene.tracks) {
+      if (track.heading) y += 16;
+      track.y = y;
+      y += track.height + (track.kind === "lines" ? 0 : GAP);
+    }
+    this.height = y + GROUP;
+  }
+
+  resize(): void {
+    const width = this.canvas.parentElement?.clientWidth ?? 0;
+    if (!width) return;
+    this.width = width;
+    this.gutter = width < NARROW ? 0 : 116;
+    const density = Math.min(window.devicePixelRatio || 1, 2);
+    this.canvas.width = Math.round(width * density);
+    this.canvas.height = Math.round(this.height * density);
+    this.canvas.style.setProperty("height", `${this.height}px`);
+    this.context.setTransform(density, 0, 0, density, 0, 0);
+    this.draw();
+  }
+
+  later(): void {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => {
+      this.waiting = false;
+      this.draw();
+    });
+  }
+
+  time(x: number): number {
+    return this.viewport.from + ((x - this.gutter) / (this.width - this.gutter)) * this.viewport.span;
+  }
+
+  x(time: number): number {
+    return this.gutter + ((time - this.viewport.from) / this.viewport.span) * (this.width - this.gutter);
+  }
+
+  /** What stands there; a little beside it, if that is all there is. */
+  spot(x: number, y: number): Spot | null {
+    if (x < this.gutter) return null;
+    const track = this.scene.tracks.find((one) => y >= one.y - 1 && y < one.y + one.height + 1);
+    if (!track) return null;
+    const near = (3 * this.viewport.span) / this.width;
+    const time = this.time(x);
+    const part = track.at(time - near);
+    let best = NONE;
+    let least = near;
+    for (let one = part; one < track.count && track.parts.start[one] <= time + near; one++) {
+      const apart = Math.max(track.parts.start[one] - time, time - track.parts.end[one], 0);
+      if (best === NONE ? apart <= least : apart < least) [best, least] = [one, apart];
+      if (!apart) break;
+    }
+    return best === NONE ? null : { track, part: best };
+  }
+
+  /** Where the drawing has this row of its view: on the lane it runs on. */
+  spotOf(row: number): Spot | null {
+    const { timeline, start } = this.scene;
+    const track = this.scene.tracks.find((one) => one.lane === timeline.lane[row] && one.kind !== "lines");
+    if (!track) return null;
+    let part = track.at(start[row]);
+    while (part < track.count && track.parts.what[part] !== row && track.parts.start[part] <= start[row]) part++;
+    return part < track.count ? { track, part: track.parts.what[part] === row ? part : track.parts.what.indexOf(row) } : null;
+  }
+
+  draw(): void {
+    const { context, width, height, paint } = this;
+    context.fillStyle = paint.paper;
+    context.fillRect(0, 0, width, height);
+    context.font = FONT;
+    context.textBaseline = "middle";
+    this.ruler();
+    context.save();
+    context.beginPath();
+    context.rect(this.gutter, 0, width - this.gutter, height);
+    context.clip();
+    this.turns();
+    for (const track of this.scene.tracks) this.track(track);
+    this.arrows();
+    context.restore();
+    this.labels();
+  }
+
+  private ruler(): void {
+    const { context, paint, viewport } = this;
+    const step = niceStep((viewport.span * 90) / Math.max(1, this.width - this.gutter));
+    context.fillStyle = paint.soft;
+    context.strokeStyle = paint.line;
+    context.lineWidth = 1;
+    const first = Math.ceil(viewport.from / step) * step;
+    for (let time = first; time <= viewport.to; time += step) {
+      const x = Math.round(this.x(time)) + 0.5;
+      if (x < this.gutter - 1) continue;
+      context.beginPath();
+      context.moveTo(x, RULER - 5);
+      context.lineTo(x, this.height);
+      context.globalAlpha = 0.45;
+      context.stroke();
+      context.globalAlpha = 1;
+      const text = Math.round(time) === 0 ? "0" : tick(time, step);
+      if (x + text.length * LETTER < this.width) context.fillText(text, x + 4, 10);
+    }
+  }
+
+  private turns(): void {
+    const { context, paint } = this;
+    context.strokeStyle = paint.soft;
+    context.setLineDash([2, 3]);
+    for (const turn of this.scene.turns) {
+      const x = Math.round(this.x(turn.start)) + 0.5;
+      context.beginPath();
+      context.moveTo(x, RULER - 4);
+      context.lineTo(x, this.height);
+      context.stroke();
+    }
+    context.setLineDash([]);
+  }
+
+  private track(track: Track): void {
+    const { viewport, width, gutter } = this;
+    const { start, end, tone } = track.parts;
+    const scale = (width - gutter) / viewport.span;
+    const column = 1 / scale;
+    let part = track.at(viewport.from);
+    while (part < track.count && start[part] < viewport.to) {
+      const x = this.x(start[part]);
+      const wide = (end[part] - start[part]) * scale;
+      if (wide >= 1.5) {
+        this.rectangle(track, part, x, wide, tone[part]);
+        part++;
+        continue;
+      }
+      // all that begins in this column of pixels, as one
+      const left = Math.max(Math.floor(x), gutter);
+      const until = viewport.from + (left + 1 - gutter) * column;
+      let last = track.at(until, part + 1);
+      while (last > part + 1 && start[last - 1] >= until) last--;
+      const { tone: most, whole } = track.most(part, last);
+      this.column(track, left, most, Math.min(1, whole * scale));
+      part = last;
+    }
+  }
+
+  private rectangle(track: Track, part: number, x: number, wide: number, tone: number): void {
+    const { context } = this;
+    const left = Math.max(x, this.gutter - 2);
+    const right = Math.min(x + wide, this.width + 2);
+    const ink = this.paint.of(track.kind, tone);
+    const shown = Math.max(right - left - (wide > 5 ? 0.6 : 0), 1);
+    context.globalAlpha = this.faded(track, part) ? 0.22 : 1;
+    context.fillStyle = ink.fill;
+    context.fillRect(left, track.y, shown, track.height);
+    if (ink.pattern && shown > 3) {
+      context.fillStyle = ink.pattern;
+      context.fillRect(left, track.y, shown, track.height);
+    }
+    const chosen = this.marked.spot;
+    if (shown > 34) this.text(this.label(track, part), left, shown, track, ink.text, Boolean(ink.pattern), ink.fill);
+    context.globalAlpha = 1;
+    const same = chosen && chosen.track === track && chosen.part === part;
+    if (same || (this.hover && this.hover.track === track && this.hover.part === part)) {
+      context.strokeStyle = same ? this.paint.accent : this.paint.ink;
+      context.lineWidth = same ? 2.5 : 1.2;
+      context.strokeRect(left + 0.5, track.y + 0.5, Math.max(shown - 1, 1), track.height - 1);
+    }
+  }
+
+  private column(track: Track, left: number, tone: number, filled: number): void {
+    const { context } = this;
+    const height = Math.max(track.height * Math.max(filled, 0.16), 2);
+    context.fillStyle = this.paint.of(track.kind, tone).fill;
+    context.fillRect(left, track.y + track.height - height, 1, height);
+  }
+
+  private text(label: string, left: number, shown: number, track: Track, ink: string, hatched: boolean, fill: string): void {
+    const { context } = this;
+    const fits = Math.floor((shown - 8) / LETTER);
+    if (fits < 3 || !label) return;
+    const text = shortened(label, fits);
+    if (hatched) {
+      const wide = Math.min(context.measureText(text).width + 6, shown - 2);
+      context.fillStyle = fill;
+      context.fillRect(left + 2, track.y + 3, wide, track.height - 6);
+    }
+    context.fillStyle = ink;
+    context.fillText(text, left + 5, track.y + track.height / 2 + 0.5, shown - 8);
+  }
+
+  /** What a search or a chosen line leaves aside. */
+  private faded(track: Track, part: number): boolean {
+    const { found, place } = this.marked;
+    const { moment, base } = this.scene;
+    const what = track.parts.what[part];
+    if (track.kind === "lines") return place !== NONE ? what !== place : found !== null;
+    if (track.kind === "gpu") return false;
+    if (found !== null) return !found.has(base[what]);
+    return place !== NONE && track.kind === "host" && moment.place[base[what]] !== place;
+  }
+
+  label(track: Track, part: number): string {
+    const { moment, base } = this.scene;
+    const { what, tone } = track.parts;
+    if (track.kind === "lines") return moment.places[what[part]].text.replace(/^about .*\//, "about ").replace(/^.*\//, "");
+    const row = base[what[part]];
+    if (track.kind !== "gpu") return track.kind === "stream" ? kernel(moment.names[moment.name[row]]) : spanName(moment, row);
+    if (tone[part] < GPU.GAP) return ["computing", "copying", "collective"][tone[part]];
+    const culprit = moment.culprit[row];
+    const place = culprit === NONE ? NONE : moment.place[culprit];
+    const at = place === NONE ? "" : ` · ${moment.places[place].text.replace(/^.*\//, "")}`;
+    return `${this.causeName(tone[part] - GPU.GAP)}${at}`;
+  }
+
+  /** Set by the page, which knows how reports call a cause. */
+  causeName: (cause: number) => string = String;
+
+  private arrows(): void {
+    const { context, paint } = this;
+    for (const arrow of this.marked.arrows) {
+      const from = this.spotOf(arrow.from);
+      const to = this.spotOf(arrow.to);
+      if (!from || !to) continue;
+      const [x1, x2] = [this.x(arrow.fromTime), this.x(arrow.toTime)];
+      const down = to.track.y > from.track.y;
+      const y1 = from.track.y + (down ? from.track.height : 0);
+      const y2 = to.track === from.track ? y1 : to.track.y + (down ? 0 : to.track.height);
+      const bend = Math.max(14, Math.min(60, Math.abs(x2 - x1) / 2));
+      context.strokeStyle = context.fillStyle = arrow.into ? paint.accent : paint.released;
+      context.lineWidth = 1.8;
+      context.setLineDash(arrow.into ? [] : [5, 3]);
+      context.beginPath();
+      context.moveTo(x1, y1);
+      context.bezierCurveTo(x1 + bend, y1 + (down ? 6 : -6), x2 - bend, y2 + (down ? -6 : 6), x2, y2);
+      context.stroke();
+      context.setLineDash([]);
+      context.beginPath();
+      context.arc(x1, y1, 2.5, 0, 7);
+      context.fill();
+      context.beginPath();
+      context.moveTo(x2, y2);
+      context.lineTo(x2 - 7, y2 + (down ? -7 : 7) / 1.6);
+      context.lineTo(x2 - 7, y2 + (down ? 3 : -3));
+      context.fill();
+    }
+  }
+
+  private labels(): void {
+    const { context, paint } = this;
+    if (this.gutter) {
+      context.fillStyle = paint.paper;
+      context.fillRect(0, RULER - 4, this.gutter, this.height);
+      context.strokeStyle = paint.line;
+      context.beginPath();
+      context.moveTo(this.gutter - 0.5, RULER - 4);
+      context.lineTo(this.gutter - 0.5, this.height - 4);
+      context.stroke();
+    }
+    for (const track of this.scene.tracks) {
+      if (track.heading) {
+        context.font = "600 11px system-ui, sans-serif";
+        context.fillStyle = paint.ink;
+        context.fillText(track.heading, 8, track.y - 9);
+        context.font = FONT;
+      }
+      if (!this.gutter) continue;
+      context.fillStyle = track.kind === "gpu" ? paint.ink : paint.soft;
+      if (track.kind === "gpu") context.font = "600 11px system-ui, sans-serif";
+      context.textAlign = "right";
+      context.fillText(shortened(track.label, 17), this.gutter - 9, track.y + track.height / 2 + 0.5);
+      context.textAlign = "left";
+      context.font = FONT;
+    }
+  }
+}
+
+function niceStep(least: number): number {
+  const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
+  return power * ([1, 2, 5].find((one) => one * power >= least) ?? 10);
+}
+
+function tick(time: number, step: number): string {
+  if (step >= 1e9) return `${Math.round(time / 1e9)} s`;
+  if (step >= 1e6) return time >= 1e9 ? `${(time / 1e9).toFixed(step < 1e7 ? 3 : 2)} s` : `${Math.round(time / 1e6)} ms`;
+  if (step >= 1e3) return `${(time / 1e6).toFixed(Math.max(0, 6 - Math.floor(Math.log10(step))))} ms`;
+  return duration(time);
+}

@@ -1,0 +1,491 @@
+// The turns on a canvas: what is now above, what would be below; a pointer, a wheel, fingers and keys move through them.
+
+import type { Choice } from "../choice";
+import { element, section } from "../element";
+import { term } from "../glossary";
+import type { Header } from "../run/run";
+import { NONE, isCommand } from "../run/timeline";
+import { AT_WORK, swatch } from "../sections/ledger";
+import { bytes, duration, exactDuration, plural } from "../words";
+import { Drawing, type Arrow, type Spot } from "./drawing";
+import { gapStory, named, released, releases, story } from "./releases";
+import { GPU, type Scene } from "./scene";
+import { Viewport } from "./viewport";
+
+const WHEEL = 0.0016;
+const MOST_ARROWS = 12;
+
+export class TimelinePanel {
+  readonly element: HTMLElement;
+  private readonly viewport: Viewport;
+  private readonly above: Drawing;
+  private readonly below: Drawing;
+  private readonly belowBox: HTMLElement;
+  private readonly belowName = element("p", { class: "view-name" });
+  private readonly told = element("div", { class: "told", role: "status", "aria-live": "polite" });
+  private readonly overview = element("canvas", { class: "overview", "aria-hidden": "true" });
+  private readonly counted = element("span", { class: "faint" });
+  private asRecorded = false;
+  private pointers = new Map<number, { x: number; y: number }>();
+
+  constructor(private readonly header: Header, readonly choice: Choice, beside: HTMLElement) {
+    const now = choice.now;
+    this.viewport = new Viewport(now.length);
+    const script = choice.moment.told.script;
+    this.above = new Drawing(now, this.viewport, "The turns as they are: host threads above, the GPU below. The text under it tells what is selected.");
+    this.below = new Drawing(now, this.viewport, "The same turns with the fixes that are switched on.");
+    for (const drawing of [this.above, this.below]) {
+      drawing.causeName = (cause) => this.causeName(cause);
+      this.listen(drawing);
+    }
+    const aboveBox = element("div", { class: "view" }, this.above.canvas);
+    this.belowBox = element("div", { class: "view", hidden: true }, this.belowName, this.below.canvas);
+    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, this.told);
+    this.element = section("turn", script ? "The script on a timeline" : "The turns on a timeline", "", this.toolbar(), element("div", { class: "split" }, drawings, beside), this.legend());
+    this.element.querySelector("header")!.append(
+      element("p", { class: "lead" }, "The host issues, the GPU executes. Each ", term("gap"), " of the GPU is hatched in the colour of its ", term("cause"), " and bears its line. Select anything to see what released it."),
+    );
+    choice.onFixes((view) => this.showFixed(view));
+    choice.onLine((file, line) => this.showLine(file, line));
+    choice.onCause((cause) => this.showCause(cause));
+    this.viewport.onChange(() => this.drawOverview());
+    new ResizeObserver(() => this.resize()).observe(drawings);
+    this.describe(null, this.above);
+  }
+
+  /** One turn, from the middle of those that there are. */
+  oneTurn(): void {
+    const { turns, length } = this.above.scene;
+    const middle = Math.floor((turns.length - 1) / 2);
+    if (turns.length < 2) return this.viewport.all();
+    const start = turns[middle].start;
+    const end = turns[middle + 1]?.start ?? length;
+    this.viewport.show(start - 0.04 * (end - start), end + 0.06 * (end - start));
+  }
+
+  resize(): void {
+    this.above.resize();
+    if (!this.belowBox.hidden) this.below.resize();
+    this.drawOverview();
+  }
+
+  recolour(): void {
+    this.above.recolour();
+    this.below.recolour();
+    this.drawOverview();
+  }
+
+  private causeName(cause: number): string {
+    const name = this.choice.moment.causes[cause];
+    if (!name) return "recording";
+    return name === "unknown" ? "unknown" : this.header.looks[name].name;
+  }
+
+  private causeSentence(cause: number): string {
+    const name = this.choice.moment.causes[cause];
+    if (!name) return "a gap that only recording made";
+    return name === "unknown" ? "for reasons that the recording does not show" : this.header.looks[name].name;
+  }
+
+  private toolbar(): HTMLElement {
+    const button = (text: string, label: string, click: () => void) => element("button", { type: "button", text, "aria-label": label, "data-says": label, on: { click } });
+    const search = element("input", {
+      type: "search",
+      placeholder: "Search kernels, calls, lines",
+      "aria-label": "Search kernels, calls and lines",
+      id: "search",
+      on: {
+        input: () => this.search(search.value),
+        keydown: (event: KeyboardEvent) => {
+          if (event.key === "Enter") this.nextFound(event.shiftKey ? -1 : 1);
+          if (event.key === "Escape") {
+            search.value = "";
+            this.search("");
+          }
+        },
+      },
+    });
+    const views = element("select", { "aria-label": "Which view of the turns", on: { change: () => this.showRecorded(views.value === "recorded") } },
+      element("option", { value: "plain", text: "without the recorder" }),
+      element("option", { value: "recorded", text: "as recorded" }),
+    );
+    return element("div", { class: "toolbar" },
+      element("span", { class: "group" },
+        button("−", "Zoom out (key −)", () => this.viewport.zoom(1.6)),
+        button("+", "Zoom in (key +)", () => this.viewport.zoom(1 / 1.6)),
+        button("Turn", "One turn (key 1)", () => this.oneTurn()),
+        button("All", "Everything (key 0)", () => this.viewport.all()),
+      ),
+      element("span", { class: "group" },
+        button("‹ gap", "The long gap before (key p)", () => this.nextGap(-1)),
+        button("gap ›", "The next long gap (key n)", () => this.nextGap(1)),
+      ),
+      this.choice.moment.told.plain ? views : null,
+      element("span", { class: "grow" }),
+      this.counted,
+      search,
+    );
+  }
+
+  private legend(): HTMLElement {
+    const { told, causes } = this.choice.moment;
+    const shown = new Set<string>([...told.ledger.map(([place]) => place)]);
+    for (const track of this.above.scene.tracks) {
+      if (track.kind === "gpu") for (const tone of new Set(track.parts.tone)) if (tone >= GPU.GAP) shown.add(causes[tone - GPU.GAP] ?? "recorder");
+    }
+    const looks = this.header.looks;
+    const item = (place: string, name: string, says: string) => element("li", { "data-says": says, tabindex: "0" }, swatch(place), name);
+    const host: [string, string, string][] = [
+      ["work", "host work", "The host computes, or runs Python."],
+      ["launch", "launch", "The call on the host that hands the device its next command."],
+      ["sync", "sync", "A host call that returns only when the device has caught up."],
+      ["allocate", "memory", "Memory is asked from the driver, or given back to it."],
+    ];
+    return element("ul", { class: "legend", "aria-label": "Colours" },
+      ...host.map(([place, name, says]) => item(place, name, says)),
+      ...[...AT_WORK, ...causes].filter((place) => shown.has(place)).map((place) => item(place, looks[place].name, looks[place].sentence)),
+    );
+  }
+
+  private showFixed(view: Scene): void {
+    this.belowBox.hidden = !view.fixed.length;
+    if (this.belowBox.hidden) return this.resize();
+    const { told } = this.choice.moment;
+    this.belowName.textContent = `With ${view.fixed.map((fix) => `${fix + 1} ${told.plan[fix].fix}`).join(", ")}: ${duration(view.step)} a turn instead of ${duration(told.step)}`;
+    this.below.marked = { ...this.above.marked, spot: null, arrows: [] };
+    this.below.change(view);
+  }
+
+  private showRecorded(recorded: boolean): void {
+    this.asRecorded = recorded;
+    const scene = recorded ? this.choice.recorded : this.choice.now;
+    this.viewport.length = scene.length;
+    this.select(null, this.above);
+    this.above.change(scene);
+    this.oneTurn();
+  }
+
+  /** The line's band stands out, and what is longest there comes into view. */
+  private showLine(file: string, line: number): void {
+    const { moment } = this.choice;
+    const place = moment.places.findIndex((one) => one.file === file && one.line === line);
+    for (const drawing of [this.above, this.below]) {
+      drawing.marked = { ...drawing.marked, place, found: null };
+      drawing.later();
+    }
+    if (place === NONE) return;
+    let best: { start: number; end: number } | null = null;
+    for (const track of this.above.scene.tracks) {
+      if (track.kind !== "lines") continue;
+      const { start, end, what } = track.parts;
+      for (let part = 0; part < track.count; part++) {
+        if (what[part] === place && (!best || end[part] - start[part] > best.end - best.start)) best = { start: start[part], end: end[part] };
+      }
+    }
+    if (best && (best.start < this.viewport.from || best.end > this.viewport.to)) this.viewport.lookAt(best.start, best.end);
+  }
+
+  private showCause(cause: string): void {
+    const tone = GPU.GAP + this.choice.moment.causes.indexOf(cause);
+    document.getElementById("turn")?.scrollIntoView({ behavior: "smooth", block: "start" });
+    const best = this.gaps((one) => one === tone).sort((one, other) => lengthOf(other) - lengthOf(one))[0];
+    if (best) this.goTo(best);
+  }
+
+  private gaps(wanted: (tone: number) => boolean): Spot[] {
+    return this.above.scene.tracks
+      .filter((track) => track.kind === "gpu")
+      .flatMap((track) => Array.from(track.parts.tone.keys()).filter((part) => track.parts.tone[part] >= GPU.GAP && wanted(track.parts.tone[part])).map((part) => ({ track, part })));
+  }
+
+  private goTo(spot: Spot): void {
+    this.viewport.lookAt(spot.track.parts.start[spot.part], spot.track.parts.end[spot.part]);
+    this.select(spot, this.above);
+  }
+
+  /** The next gap of some length: the short ones between kernels are many. */
+  private nextGap(direction: number): void {
+    const gaps = this.gaps(() => true);
+    const longest = Math.max(0, ...gaps.map(lengthOf));
+    const long = gaps.filter((gap) => lengthOf(gap) > 0.02 * longest).sort((one, other) => startOf(one) - startOf(other));
+    if (!long.length) return;
+    const { spot } = this.above.marked;
+    const here = spot ? startOf(spot) : direction > 0 ? this.viewport.from : this.viewport.to;
+    const next = direction > 0 ? long.find((gap) => startOf(gap) > here) : long.findLast((gap) => startOf(gap) < here);
+    this.goTo(next ?? (direction > 0 ? long[0] : long[long.length - 1]));
+  }
+
+  private found: number[] = [];
+  private search(text: string): void {
+    const { moment, now } = this.choice;
+    const wanted = text.trim().toLowerCase();
+    const hit = moment.names.map((name) => Boolean(wanted) && name.toLowerCase().includes(wanted));
+    const there = moment.places.map((place) => Boolean(wanted) && place.text.toLowerCase().includes(wanted));
+    const rows = wanted ? Array.from(moment.name.keys()).filter((row) => hit[moment.name[row]] || hit[moment.call[row]] || there[moment.place[row]]) : [];
+    this.found = rows.filter((row) => now.here[row] !== NONE);
+    this.counted.textContent = wanted ? plural(rows.length, "span") : "";
+    for (const drawing of [this.above, this.below]) {
+      drawing.marked = { ...drawing.marked, found: wanted ? new Set(rows) : null };
+      drawing.later();
+    }
+  }
+
+  private nextFound(direction: number): void {
+    const { scene } = this.above;
+    if (!this.found.length) return;
+    const selected = this.above.marked.spot;
+    const current = selected && selected.track.kind !== "lines" ? this.found.indexOf(scene.base[selected.track.parts.what[selected.part]]) : -1;
+    const next = this.found[(current + direction + this.found.length) % this.found.length];
+    this.goToRow(scene.here[next]);
+  }
+
+  private goToRow(row: number, drawing = this.above): void {
+    const spot = drawing.spotOf(row);
+    if (!spot) return;
+    const { start, end } = drawing.scene;
+    if (start[row] < this.viewport.from || end[row] > this.viewport.to) this.viewport.lookAt(start[row], end[row]);
+    this.select(spot, drawing);
+  }
+
+  private select(spot: Spot | null, drawing: Drawing): void {
+    for (const other of [this.above, this.below]) other.marked = { ...other.marked, spot: null, arrows: [] };
+    const row = spot && spot.track.kind !== "lines" ? spot.track.parts.what[spot.part] : NONE;
+    const isGap = spot?.track.kind === "gpu" && spot.track.parts.tone[spot.part] >= GPU.GAP;
+    drawing.marked = { ...drawing.marked, spot, arrows: row === NONE ? [] : this.arrows(drawing.scene, row, Boolean(isGap)) };
+    this.above.later();
+    this.below.later();
+    this.describe(spot, drawing);
+    this.showPlaceOf(spot, drawing.scene);
+  }
+
+  private showPlaceOf(spot: Spot | null, scene: Scene): void {
+    if (!spot) return;
+    const { moment } = this.choice;
+    const what = spot.track.parts.what[spot.part];
+    const base = scene.base[what];
+    const isGap = spot.track.kind === "gpu" && spot.track.parts.tone[spot.part] >= GPU.GAP;
+    const launch = spot.track.kind === "lines" ? NONE : released(scene, what).find((one) => one.why === "launch")?.row ?? NONE;
+    const culprit = isGap ? moment.culprit[base] : NONE;
+    const row = culprit !== NONE ? culprit : launch !== NONE ? scene.base[launch] : base;
+    const place = spot.track.kind === "lines" ? what : moment.place[row];
+    if (place !== NONE) this.onPlace(place);
+  }
+
+  /** Set by the page: the source shows the place. */
+  onPlace: (place: number) => void = () => undefined;
+
+  private arrows(scene: Scene, row: number, isGap: boolean): Arrow[] {
+    const { start, end, timeline } = scene;
+    const into = released(scene, row).slice(0, isGap ? 2 : MOST_ARROWS).filter((one) => one.why !== "lane");
+    const toTime = (row: number) => (isCommand(timeline.kind[row]) || timeline.awaits[row] === NONE ? start[row] : end[row]);
+    const arrows: Arrow[] = into.map((one) => ({ from: one.row, fromTime: one.time, to: row, toTime: toTime(row), into: true }));
+    if (isGap) return arrows;
+    for (const one of releases(scene, row).slice(0, MOST_ARROWS)) {
+      arrows.push({ from: row, fromTime: one.time, to: one.row, toTime: toTime(one.row), into: false });
+    }
+    return arrows;
+  }
+
+  private describe(spot: Spot | null, drawing: Drawing): void {
+    if (!spot) {
+      this.told.replaceChildren(element("p", { class: "faint", text: "Nothing is selected. Click a span or a gap, or press n for the next long gap; arrows move, + and − zoom, and once the drawing was clicked the wheel does." }));
+      return;
+    }
+    const { scene } = drawing;
+    const { moment } = this.choice;
+    const { start, end, tone, what } = spot.track.parts;
+    const from = start[spot.part];
+    const to = end[spot.part];
+    if (spot.track.kind === "lines") {
+      const place = moment.places[what[spot.part]];
+      this.told.replaceChildren(
+        element("p", { text: `${place.text} held this thread for ${exactDuration(to - from)}${place.function ? `, in ${place.function}` : ""}.` }),
+        ...(place.source ? [element("pre", {}, element("code", { text: place.source }))] : []),
+      );
+      return;
+    }
+    const row = what[spot.part];
+    const isGpu = spot.track.kind === "gpu";
+    const isGap = isGpu && tone[spot.part] >= GPU.GAP;
+    const said = isGap
+      ? gapStory(scene, row, to - from, this.causeSentence(tone[spot.part] - GPU.GAP), moment.culprit[scene.base[row]])
+      : isGpu
+        ? `The GPU is ${["computing", "copying", "exchanging data with other ranks"][tone[spot.part]]} for ${exactDuration(to - from)} on end, beginning with ${named(scene, row)}.`
+        : story(scene, row);
+    this.told.replaceChildren(element("p", { class: "said", text: said }), this.facts(scene, row, isGap || isGpu ? null : row, from, to, drawing));
+  }
+
+  private facts(scene: Scene, row: number, whole: number | null, from: number, to: number, drawing: Drawing): HTMLElement {
+    const { moment } = this.choice;
+    const base = scene.base[row];
+    const facts = element("dl", { class: "facts" });
+    const fact = (name: string, value: string | HTMLElement) => facts.append(element("dt", { text: name }), element("dd", {}, value));
+    fact("from", exactDuration(from));
+    fact("to", exactDuration(to));
+    if (whole !== null) {
+      fact("name", moment.names[moment.name[base]]);
+      const size = moment.size[base];
+      if (size > 0) fact("bytes", `${bytes(size)}${to > from ? `, ${(size / (to - from)).toFixed(1)} GB/s` : ""}`);
+      if (moment.aside[base] !== NONE) fact("could", `run beside the compute: ${this.header.looks[moment.causes[moment.aside[base]]].name}`);
+    }
+    const links = [
+      ...released(scene, row).filter((one) => one.why !== "lane").slice(0, 3).map((one) => ["released by", one.row] as const),
+      ...(whole === null ? [] : releases(scene, row).slice(0, 3).map((one) => ["releases", one.row] as const)),
+    ];
+    for (const [name, other] of links) {
+      fact(name, element("button", { type: "button", class: "place", text: named(scene, other), on: { click: () => this.goToRow(other, drawing) } }));
+    }
+    return facts;
+  }
+
+  private listen(drawing: Drawing): void {
+    const { canvas } = drawing;
+    let moved = 0;
+    let pinch = 0;
+    const at = (event: MouseEvent): { x: number; y: number } => {
+      const box = canvas.getBoundingClientRect();
+      return { x: event.clientX - box.left, y: event.clientY - box.top };
+    };
+    canvas.addEventListener("pointerdown", (event) => {
+      this.pointers.set(event.pointerId, at(event));
+      moved = 0;
+      pinch = 0;
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      const here = at(event);
+      const before = this.pointers.get(event.pointerId);
+      if (!before) {
+        const spot = drawing.spot(here.x, here.y);
+        canvas.classList.toggle("over", Boolean(spot));
+        if (spot?.track !== drawing.hover?.track || spot?.part !== drawing.hover?.part) {
+          drawing.hover = spot;
+          canvas.title = spot ? `${drawing.label(spot.track, spot.part)} · ${exactDuration(lengthOf(spot))}` : "";
+          drawing.later();
+        }
+        return;
+      }
+      this.pointers.set(event.pointerId, here);
+      if (this.pointers.size === 2) {
+        const [one, other] = [...this.pointers.values()];
+        const apart = Math.hypot(one.x - other.x, one.y - other.y);
+        if (pinch) this.viewport.zoom(pinch / Math.max(apart, 1), drawing.time((one.x + other.x) / 2));
+        pinch = apart;
+        moved = 100;
+        return;
+      }
+      moved += Math.abs(here.x - before.x);
+      if (moved > 3) this.viewport.pan(-(here.x - before.x) / Math.max(1, canvas.clientWidth - drawing.gutter));
+    });
+    const up = (event: PointerEvent): void => {
+      this.pointers.delete(event.pointerId);
+      pinch = 0;
+    };
+    canvas.addEventListener("pointerup", (event) => {
+      if (moved <= 3) {
+        const { x, y } = at(event);
+        this.select(drawing.spot(x, y), drawing);
+      }
+      up(event);
+    });
+    canvas.addEventListener("pointercancel", up);
+    canvas.addEventListener("pointerleave", () => {
+      drawing.hover = null;
+      drawing.later();
+    });
+    canvas.addEventListener("wheel", (event) => {
+      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        this.viewport.pan(((event.deltaX || event.deltaY) / canvas.clientWidth) * 1.0);
+      } else if (event.ctrlKey || event.metaKey || document.activeElement === canvas) {
+        this.viewport.zoom(Math.exp(event.deltaY * WHEEL), drawing.time(at(event).x));
+      } else return;
+      event.preventDefault();
+    }, { passive: false });
+    canvas.addEventListener("dblclick", (event) => {
+      const spot = drawing.spot(at(event).x, at(event).y);
+      if (spot) this.viewport.lookAt(startOf(spot), startOf(spot) + lengthOf(spot));
+    });
+    canvas.addEventListener("keydown", (event) => this.key(event, drawing));
+  }
+
+  private key(event: KeyboardEvent, drawing: Drawing): void {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const keys: Record<string, () => void> = {
+      ArrowLeft: () => this.viewport.pan(-0.15),
+      ArrowRight: () => this.viewport.pan(0.15),
+      a: () => this.viewport.pan(-0.15),
+      d: () => this.viewport.pan(0.15),
+      "+": () => this.viewport.zoom(1 / 1.6),
+      "=": () => this.viewport.zoom(1 / 1.6),
+      w: () => this.viewport.zoom(1 / 1.6),
+      "-": () => this.viewport.zoom(1.6),
+      s: () => this.viewport.zoom(1.6),
+      "0": () => this.viewport.all(),
+      "1": () => this.oneTurn(),
+      n: () => this.nextGap(1),
+      p: () => this.nextGap(-1),
+      "[": () => this.neighbour(-1, drawing),
+      "]": () => this.neighbour(1, drawing),
+      "/": () => document.getElementById("search")?.focus(),
+      Escape: () => this.select(null, drawing),
+    };
+    const chosen = keys[event.key];
+    if (!chosen) return;
+    event.preventDefault();
+    chosen();
+  }
+
+  private neighbour(direction: number, drawing: Drawing): void {
+    const { spot } = drawing.marked;
+    if (!spot) return;
+    const part = spot.part + direction;
+    if (part < 0 || part >= spot.track.count) return;
+    const { start, end } = spot.track.parts;
+    if (start[part] < this.viewport.from || end[part] > this.viewport.to) this.viewport.lookAt(start[part], end[part]);
+    this.select({ track: spot.track, part }, drawing);
+  }
+
+  /** All turns in one thin row, and which of it is looked at. */
+  private drawOverview(): void {
+    const { overview, above, viewport } = this;
+    const width = overview.parentElement?.clientWidth ?? 0;
+    const context = overview.getContext("2d");
+    if (!width || !context) return;
+    const density = Math.min(window.devicePixelRatio || 1, 2);
+    overview.width = width * density;
+    overview.height = 18 * density;
+    context.setTransform(density, 0, 0, density, 0, 0);
+    const { gutter } = above;
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name: string) => style.getPropertyValue(name).trim();
+    context.fillStyle = colour("--paper");
+    context.fillRect(0, 0, width, 18);
+    const scale = (width - gutter) / viewport.length;
+    const tracks = above.scene.tracks.filter((track) => track.kind === "gpu");
+    context.fillStyle = colour("--computing");
+    for (const track of tracks) {
+      for (let x = 0; x < width - gutter; x++) {
+        let part = track.at(x / scale);
+        let busy = 0;
+        for (let looked = 0; part < track.count && track.parts.start[part] < (x + 1) / scale && looked < 64; part++, looked++) {
+          if (track.parts.tone[part] < GPU.GAP) busy += Math.min(track.parts.end[part], (x + 1) / scale) - Math.max(track.parts.start[part], x / scale);
+        }
+        const height = (10 * Math.min(1, busy * scale)) / tracks.length;
+        context.fillRect(gutter + x, 14 - height, 1, height);
+      }
+    }
+    const [left, right] = [viewport.from, viewport.to].map((time) => gutter + Math.min(Math.max(time, 0), viewport.length) * scale);
+    context.strokeStyle = colour("--accent");
+    context.lineWidth = 1.5;
+    context.strokeRect(left + 0.5, 1.5, Math.max(2, right - left - 1), 15);
+  }
+
+  /** What is drawn, for the tests. */
+  get state(): { from: number; to: number; spot: Spot | null; recorded: boolean; found: number; scene: Scene; fixed: Scene } {
+    const { viewport, above, below } = this;
+    return { from: viewport.from, to: viewport.to, spot: above.marked.spot ?? below.marked.spot, recorded: this.asRecorded, found: this.found.length, scene: above.scene, fixed: below.scene };
+  }
+}
+
+const startOf = ({ track, part }: Spot): number => track.parts.start[part];
+const lengthOf = ({ track, part }: Spot): number => track.parts.end[part] - track.parts.start[part];

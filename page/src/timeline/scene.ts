@@ -1,0 +1,262 @@
+// One view of the turns: as recorded, without the recorder, or with fixes made; and the tracks that draw it.
+
+import { busy, type Busy } from "../run/busy";
+import { apply, together } from "../run/edit";
+import { steady } from "../run/replay";
+import type { Moment } from "../run/run";
+import { Kind, NONE, firstMarks, isCommand, ranksOf, type Timeline } from "../run/timeline";
+import { kernel } from "../words";
+import { Track, type TrackKind } from "./track";
+
+export interface Scene {
+  moment: Moment;
+  timeline: Timeline;
+  /** Of each row of this view, which row of the moment it is; and back, NONE where a fix took it away. */
+  base: Int32Array;
+  here: Int32Array;
+  /** Nanoseconds since the first turn began. */
+  start: Float64Array;
+  end: Float64Array;
+  length: number;
+  turns: { start: number; number: number }[];
+  busy: Busy | null;
+  /** A turn, or what the whole script takes. */
+  step: number;
+  tracks: Track[];
+  fixed: number[];
+}
+
+/** As it was recorded: slower than it runs alone, for recording takes time of its own. */
+export function recorded(moment: Moment): Scene {
+  const { timeline } = moment;
+  const every = Int32Array.from(timeline.lane.keys());
+  const { start, end } = timeline;
+  return scene(moment, timeline, every, start.slice(), end.slice(), 1, null, []);
+}
+
+/** Replayed: with these fixes of the plan, or with none. */
+export function replayed(moment: Moment, fixes: number[]): Scene {
+  const edits = fixes.flatMap((fix) => moment.fixes[fix] ?? []);
+  const every = Int32Array.from(moment.timeline.lane.keys());
+  const { timeline, row } = edits.length ? apply(moment.timeline, together(edits, moment.timeline.rows)) : { timeline: moment.timeline, row: every };
+  const done = steady(timeline);
+  const made = scene(moment, timeline, row, done.start.slice(), done.end.slice(), moment.ratio, busy(timeline, done, moment.ratio), fixes);
+  made.step = Math.min(moment.told.step, Math.round(done.pace * moment.ratio));
+  return made;
+}
+
+function scene(
+  moment: Moment,
+  timeline: Timeline,
+  base: Int32Array,
+  start: Float64Array,
+  end: Float64Array,
+  ratio: number,
+  spent: Busy | null,
+  fixed: number[],
+): Scene {
+  const marks = [...firstMarks(timeline)];
+  const zero = marks.length ? start[marks[0]] : Math.min(0, ...start);
+  for (let row = 0; row < timeline.rows; row++) {
+    start[row] = (start[row] - zero) * ratio;
+    end[row] = (end[row] - zero) * ratio;
+  }
+  bringSideLanesBack(timeline, start, end);
+  const here = new Int32Array(moment.timeline.rows).fill(NONE);
+  base.forEach((one, row) => (here[one] = row));
+  let length = 0;
+  for (let row = 0; row < timeline.rows; row++) length = Math.max(length, end[row]);
+  const turns = marks.map((row, number) => ({ start: start[row], number: number + 1 }));
+  const view: Scene = { moment, timeline, base, here, start, end, length, turns, busy: spent, step: 0, tracks: [], fixed };
+  view.tracks = tracksOf(view);
+  return view;
+}
+
+/** What workers prepare runs ahead of everything in a replay, for nothing holds it up; it is drawn where it is used. */
+function bringSideLanesBack(timeline: Timeline, start: Float64Array, end: Float64Array): void {
+  timeline.lanes.forEach((lane, index) => {
+    if (!lane.name.startsWith("side lane") || lane.device !== null) return;
+    let first = Infinity;
+    for (let row = 0; row < timeline.rows; row++) if (timeline.lane[row] === index) first = Math.min(first, start[row]);
+    for (let row = 0; row < timeline.rows; row++) {
+      if (timeline.lane[row] !== index) continue;
+      start[row] -= first;
+      end[row] -= first;
+    }
+  });
+}
+
+/** The name of a span as people read it. */
+export function spanName(moment: Moment, row: number): string {
+  return isCommand(moment.timeline.kind[row]) ? kernel(moment.names[moment.name[row]]) : moment.names[moment.name[row]];
+}
+
+function tracksOf(view: Scene): Track[] {
+  const { timeline } = view;
+  const rows = timeline.lanes.map((): number[] => []);
+  for (let row = 0; row < timeline.rows; row++) rows[timeline.lane[row]].push(row);
+  const ranks = ranksOf(timeline);
+  const tracks: Track[] = [];
+  for (const rank of ranks) {
+    const lanes = timeline.lanes.flatMap((lane, index) => (lane.rank === rank && rows[index].length ? [index] : []));
+    const of = (host: boolean) => lanes.filter((index) => (timeline.lanes[index].device === null) === host);
+    const heading = ranks.length > 1 ? `rank ${rank}` : "";
+    const add = (kind: TrackKind, label: string, lane: number, parts: Parts) => {
+      const first = heading && !tracks.some((track) => track.rank === rank);
+      tracks.push(new Track(kind, rank, lane, label, first ? heading : "", parts));
+    };
+    for (const index of of(true)) {
+      const lane = timeline.lanes[index];
+      const main = rows[index].some((row) => timeline.marks.includes(row));
+      if (!lane.name.startsWith("side lane") && lane.name !== "loader workers") {
+        add("lines", main ? "your lines" : "called from", index, bands(view, rows[index], view.moment.place));
+      }
+      add("host", hostName(lane.name, main), index, spans(view, rows[index]));
+    }
+    add("gpu", "GPU", NONE, deviceAsOne(view, lanes));
+    for (const index of of(false)) add("stream", streamName(timeline.lanes[index].name, timeline.lanes[index].number), index, spans(view, rows[index]));
+  }
+  return tracks;
+}
+
+const SIDE: Record<string, string> = {
+  "side lane: fetch": "copied ahead",
+  "side lane: return": "copied back later",
+  "side lane: wire": "sent meanwhile",
+  "side lane: workers": "by workers",
+};
+
+function hostName(name: string, main: boolean): string {
+  if (SIDE[name]) return SIDE[name];
+  if (name === "loader workers") return "loader workers";
+  return main ? "Python" : name.includes("autograd") ? "backward thread" : name.replace(/^thread \d+ \((.*)\)$/, "$1");
+}
+
+const streamName = (name: string, number: number): string => SIDE[name] ?? (name || `stream ${number}`);
+
+export interface Parts {
+  start: Float64Array;
+  end: Float64Array;
+  tone: Uint8Array;
+  /** A row of the view; of a line's band, its place. */
+  what: Int32Array;
+}
+
+function sorted(view: Scene, rows: number[]): number[] {
+  const { start } = view;
+  for (let at = 1; at < rows.length; at++) {
+    if (start[rows[at]] < start[rows[at - 1]]) return rows.sort((one, other) => start[one] - start[other] || one - other);
+  }
+  return rows;
+}
+
+function spans(view: Scene, unsorted: number[]): Parts {
+  const rows = sorted(view, unsorted);
+  return {
+    start: Float64Array.from(rows, (row) => view.start[row]),
+    end: Float64Array.from(rows, (row) => view.end[row]),
+    tone: Uint8Array.from(rows, (row) => view.timeline.kind[row]),
+    what: Int32Array.from(rows),
+  };
+}
+
+/** Neighbouring rows of one value as one band. */
+function bands(view: Scene, rows: number[], values: Int32Array): Parts {
+  const start: number[] = [];
+  const end: number[] = [];
+  const what: number[] = [];
+  for (const row of rows) {
+    const value = values[view.base[row]];
+    if (value === NONE) continue;
+    const last = what.length - 1;
+    if (last >= 0 && what[last] === value && view.start[row] - end[last] < 1) end[last] = Math.max(end[last], view.end[row]);
+    else {
+      start.push(view.start[row]);
+      end.push(view.end[row]);
+      what.push(value);
+    }
+  }
+  const tone = Uint8Array.from(what, (value) => value % 2);
+  return { start: Float64Array.from(start), end: Float64Array.from(end), tone, what: Int32Array.from(what) };
+}
+
+export const GPU = { COMPUTING: 0, COPYING: 1, WIRE: 2, GAP: 16 };
+
+/** All lanes of a rank's device as one: computing before copying before the wire, and gaps by their cause between. */
+function deviceAsOne(view: Scene, lanes: number[]): Parts {
+  const { timeline, base, moment } = view;
+  const mine = new Set(lanes);
+  const rows = Int32Array.from(timeline.lane.keys()).filter((row) => mine.has(timeline.lane[row]) && isCommand(timeline.kind[row]));
+  const begin = (row: number) => (timeline.kind[row] === Kind.COLLECTIVE ? Math.max(view.start[row], view.end[row] - timeline.work[row] * moment.ratio) : view.start[row]);
+  const ordered = rows.sort((one, other) => begin(one) - begin(other));
+  const toneOf = (row: number) => {
+    const kind = timeline.kind[row];
+    return kind === Kind.COLLECTIVE ? GPU.WIRE : kind === Kind.COPY || kind === Kind.FILL ? GPU.COPYING : GPU.COMPUTING;
+  };
+  let taken: Interval[] = [];
+  for (const tone of [GPU.COMPUTING, GPU.COPYING, GPU.WIRE]) {
+    const own = merged(ordered, (row) => toneOf(row) === tone, begin, (row) => view.end[row], tone);
+    taken = merge(taken, own);
+  }
+  const causeOf = (row: number): number => {
+    const one = base[row];
+    const cause = moment.cause[one];
+    if (cause === NONE) return view.busy ? moment.causes.length - 1 : moment.causes.length;
+    const fixedNow = view.fixed.some((fix) => moment.told.plan[fix]?.causes.includes(moment.causes[cause]));
+    return fixedNow ? moment.rest[one] : cause;
+  };
+  const start: number[] = [];
+  const end: number[] = [];
+  const tone: number[] = [];
+  const what: number[] = [];
+  let reached = Infinity;
+  for (const one of taken) {
+    if (one.start > reached) {
+      start.push(reached);
+      end.push(one.start);
+      tone.push(GPU.GAP + causeOf(one.row));
+      what.push(one.row);
+    }
+    start.push(one.start);
+    end.push(one.end);
+    tone.push(one.tone);
+    what.push(one.row);
+    reached = Math.max(Number.isFinite(reached) ? reached : 0, one.end);
+  }
+  return { start: Float64Array.from(start), end: Float64Array.from(end), tone: Uint8Array.from(tone), what: Int32Array.from(what) };
+}
+
+interface Interval {
+  start: number;
+  end: number;
+  tone: number;
+  row: number;
+}
+
+/** Those that touch are one. */
+function merged(rows: Int32Array, counts: (row: number) => boolean, begin: (row: number) => number, end: (row: number) => number, tone: number): Interval[] {
+  const found: Interval[] = [];
+  for (const row of rows) {
+    if (!counts(row)) continue;
+    const last = found[found.length - 1];
+    if (last && begin(row) <= last.end) last.end = Math.max(last.end, end(row));
+    else found.push({ start: begin(row), end: end(row), tone, row });
+  }
+  return found;
+}
+
+/** Both in order, the second only where the first leaves room. */
+function merge(first: Interval[], second: Interval[]): Interval[] {
+  const room: Interval[] = [];
+  let at = 0;
+  for (const one of second) {
+    let from = one.start;
+    while (at < first.length && first[at].end <= from) at++;
+    for (let next = at; from < one.end; next++) {
+      const wall = next < first.length ? first[next].start : Infinity;
+      if (wall > from) room.push({ ...one, start: from, end: Math.min(one.end, wall) });
+      from = next < first.length ? Math.max(from, first[next].end) : Infinity;
+    }
+  }
+  return [...first, ...room].sort((one, other) => one.start - other.start);
+}

@@ -1,0 +1,179 @@
+"""The words of a page: what was explained, as JSON. Times are nanoseconds; the page formats them as reports do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from keepbusy import __version__
+from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, Rare, Where
+from keepbusy.report import run_report, whole_run, words
+from keepbusy.report.fix_line import fix_line
+from keepbusy.report.paper import look
+from keepbusy.report.source import source_of, text_of
+from keepbusy.report.words import tame
+from keepbusy.timeline.model import NONE
+from keepbusy.timeline.run_tree import Part
+
+LONGEST_TEXT = 2_000
+AROUND = 14
+"""So many lines of the program stand above and below each line that is spoken of."""
+LONGEST_LINE, MOST_LINES = 240, 6_000
+
+
+def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
+    """The run, and what is said of it as a whole."""
+    run = diagnosis.run
+    return {
+        "version": __version__,
+        "source": text(source or words.files(diagnosis.sources)),
+        "device": text(diagnosis.device),
+        "ranks": list(diagnosis.ranks),
+        "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
+        "run": None if run is None else _part(run),
+        "headline": run_report.headline(run) if run is not None else "",
+        "told": [
+            turn(diagnosis) | {"place": "", "turns": 0},
+            *(turn(one.diagnosis) | {"place": text(one.place), "turns": one.turns} for one in diagnosis.loops),
+        ],
+        "plain_runs": [
+            {"rank": rank, "steps": one.steps, "step": one.step, "course": asdict(one.course)}
+            for rank, one in sorted(diagnosis.plain_runs.items())
+        ],
+        "asides": [[label, text(said)] for label, said in whole_run.asides(diagnosis.plain_runs, diagnosis.rare)],
+        "rare": [_rare(one) for one in diagnosis.rare],
+        "sources": sources(diagnosis),
+    }
+
+
+def text(value: str) -> str:
+    return tame(value, LONGEST_TEXT)
+
+
+def turn(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What is said of a turn: where it goes, why the GPU waits, what to do."""
+    return {
+        "step": diagnosis.plain_step,
+        "plain": diagnosis.plain_given,
+        "steps": diagnosis.steps,
+        "noise": diagnosis.noise,
+        "script": diagnosis.one_turn,
+        "ledger": [[place, diagnosis.ledger[place]] for place in PLACES if diagnosis.ledger.get(place, 0) > 0],
+        "reasons": [_cause(one) for one in diagnosis.causes],
+        "all": [diagnosis.predicted.step, diagnosis.predicted.low, diagnosis.predicted.high],
+        "plan": list(_plan(diagnosis)),
+        "harmless": [_harmless(one) for one in diagnosis.harmless],
+        "late": [_late(one) for one in diagnosis.late],
+        "notes": [text(note) for note in diagnosis.notes],
+    }
+
+
+def place(where: Where) -> dict[str, Any]:
+    """`file` and `line` only where the recording knows them exactly enough to show the line."""
+    source = source_of(where) if where.file else None
+    return {
+        "text": words.spot(where, 80),
+        "file": text(where.file),
+        "line": source.line if source else where.line,
+        "function": tame(where.function, 120),
+        "exact": where.exact,
+        "source": source.text[:LONGEST_LINE] if source else "",
+    }
+
+
+def _cause(one: Cause) -> dict[str, Any]:
+    return {
+        "cause": one.cause,
+        "wait": one.wait,
+        "count": one.count,
+        "sites": [{"where": place(site.where), "wait": site.wait} for site in one.sites],
+        "what": text(one.what),
+        "advice": text(one.advice),
+        "code": text(fix_line(one)),
+        "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
+        "same": one.same_wait_as,
+    }
+
+
+def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
+    saved = 0
+    for number, one in enumerate(diagnosis.plan):
+        saved += run_report.saved_of_run(diagnosis, one)
+        yield {
+            "number": number,
+            "fix": text(one.fix),
+            "where": [place(where) for where in one.where[:6]],
+            "causes": list(one.causes),
+            "gain": one.gain,
+            "alone": one.alone,
+            "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
+            "run": saved if diagnosis.run is not None and saved else None,
+            "needs": [text(other) for other in dict.fromkeys(one.needs)],
+            "instead": [text(other) for other in one.instead],
+            "advice": text(one.advice),
+            "code": text(one.code),
+            "replayed": one.edit is not None,
+        }
+
+
+def _harmless(one: Harmless) -> dict[str, Any]:
+    return {"cause": one.cause, "where": place(one.where), "count": one.count, "why": text(one.why)}
+
+
+def _late(one: Late) -> dict[str, Any]:
+    return {"rank": one.rank, "late": one.late, "cause": one.cause, "where": place(one.where)}
+
+
+def _rare(one: Rare) -> dict[str, Any]:
+    return {"step": one.step, "time": one.plain_step, "ledger": [[name, time] for name, time in one.ledger.items()]}
+
+
+def _part(part: Part) -> dict[str, Any]:
+    """A part of the run, with all that it contains."""
+    slow = part.slow
+    return {
+        "kind": part.kind,
+        "place": text(part.place),
+        "source": tame(part.source, LONGEST_LINE),
+        "function": tame(part.function, 120),
+        "began": part.began,
+        "time": part.time,
+        "busy": None if part.busy == NONE else part.busy,
+        "turns": part.turns,
+        "least": part.at_least,
+        "turn": None if part.turn == NONE else [part.turn, part.low, part.high],
+        "slow": None if slow is None else [slow.count, slow.every, slow.regular, slow.longer, text(slow.place)],
+        "lines": [[text(one.place), one.time, one.idle, tame(one.call, 80)] for one in part.lines[:8]],
+        "parts": [_part(one) for one in part.parts],
+    }
+
+
+def sources(diagnosis: Diagnosis) -> dict[str, list[list[Any]]]:
+    """Of each file that lies where the recording says, the lines around those that are spoken of: `[number, text]`."""
+    wanted: dict[str, set[int]] = {}
+    for where in _spoken_of(diagnosis):
+        wanted.setdefault(where.file, set()).add(where.line)
+    shown, room = {}, MOST_LINES
+    for file, lines in wanted.items():
+        kept = _around(text_of(Where(file)).splitlines(), lines)[:room]
+        room -= len(kept)
+        if kept:
+            shown[text(file)] = kept
+    return shown
+
+
+def _spoken_of(diagnosis: Diagnosis) -> Iterator[Where]:
+    for one in (diagnosis, *(loop.diagnosis for loop in diagnosis.loops)):
+        yield from (site.where for cause in one.causes for site in cause.sites)
+        yield from (where for fix in one.plan for where in fix.where)
+        yield from one.turns.places if one.turns is not None else ()
+    for part in diagnosis.run.within() if diagnosis.run is not None else ():
+        file, _, line = part.place.rpartition(":")
+        if line.isdecimal():
+            yield Where(file, int(line))
+
+
+def _around(lines: list[str], wanted: Iterable[int]) -> list[list[Any]]:
+    near = {line + step for line in wanted for step in range(-AROUND, AROUND + 1)}
+    return [[line, tame(lines[line - 1].expandtabs(4)[:LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)]

@@ -1,0 +1,59 @@
+"""One HTML file: the program and the styles that were bundled, and behind them the run as a block of text.
+
+Names come from other people's programs. They are never part of the markup: all of them lie in the block, which is
+base64 and so cannot end its element, and the program puts them on the page as text. The policy in the head lets run
+and look only what was bundled, by its hash, and lets nothing be fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.report.page.block import block_of
+
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{script_hash}'; \
+style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="color-scheme" content="light dark">
+<title>keepbusy</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws a run with JavaScript, which this browser does not run. keepbusy explain shows it as text.</noscript>
+<main id="page" aria-busy="true"></main>
+<script type="application/octet-stream" id="run">{block}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def render(diagnosis: Diagnosis, source: str = "") -> str:
+    """The page of what was explained; the turns are drawn where the diagnosis holds them. `source`: how it is called."""
+    script, style = bundled("page.js"), bundled("page.css")
+    return _PAGE.format(
+        script_hash=_hash(script),
+        style_hash=_hash(style),
+        style=style,
+        script=script,
+        block=base64.b64encode(block_of(diagnosis, source)).decode("ascii"),
+    )
+
+
+def bundled(name: str) -> str:
+    """As page/ builds it; the test of the bundle says how."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
