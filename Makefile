@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0
 TRACES := tests/snapshots/traces
 
-.PHONY: demo demo-trace test operators builds bench lint format snapshots picture clean
+.PHONY: demo demo-trace page test operators builds bench lint format snapshots picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
@@ -69,6 +69,10 @@ snapshots: $(READY)
 
 picture: $(READY)
 	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg
+
+# the page's program and styles, from page/ into the package; needs Node
+page:
+	@cd page && npm ci --silent && npm run --silent check && npm run --silent build
 
 clean:
 	rm -rf $(VENV) $(CUDA_BUILDS:%=.venv-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,10 @@
 import { Choice } from "./choice";
 import { element } from "./element";
 import { bubble, term } from "./glossary";
-import { load, type Header, type Run, type Told } from "./run/run";
+import { busy } from "./run/busy";
+import { apply, together } from "./run/edit";
+import { steady } from "./run/replay";
+import { load, type Header, type Moment, type Run, type Told } from "./run/run";
 import { causesSection, notesSection } from "./sections/causes";
 import { copiesSection } from "./sections/copies";
 import { ledgerSection } from "./sections/ledger";
@@ -17,8 +20,8 @@ import { duration, plural, share } from "./words";
 
 declare global {
   interface Window {
-    /** What the tests ask. */
-    keepbusy: { run: Run; choice: Choice | null; panel: TimelinePanel | null };
+    /** For the tests, and for who wants to compute with the run in the browser's console. */
+    keepbusy: { run: Run; choice: Choice | null; panel: TimelinePanel | null; replayed(fixes: number[]): object };
   }
 }
 
@@ -87,11 +90,25 @@ async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
     element("footer", {}, element("p", { class: "faint" }, `Written by keepbusy ${header.version}. Predictions are `, term("replay", "replays"), " of what was recorded: no line of the program was run again.")),
   ];
   page.replaceChildren(...sections.filter((one) => one !== null));
-  window.keepbusy = { run, choice, panel };
+  window.keepbusy = { run, choice, panel, replayed: (fixes) => plainNumbers(choice!.moment, fixes) };
   choice?.fixes([]);
   panel?.resize();
   panel?.oneTurn();
   for (const link of document.querySelectorAll<HTMLElement>("nav [data-to]")) link.hidden = !document.getElementById(link.dataset.to ?? "");
+}
+
+/** A replay with these fixes as it is, its rows by their number before the fixes. */
+function plainNumbers(moment: Moment, fixes: number[]): object {
+  const edits = fixes.map((fix) => moment.fixes[fix]!);
+  const edited = apply(moment.timeline, together(edits, moment.timeline.rows));
+  const done = steady(edited.timeline);
+  return {
+    row: Array.from(edited.row),
+    start: Array.from(done.start),
+    end: Array.from(done.end),
+    pace: done.pace,
+    busy: busy(edited.timeline, done, moment.ratio),
+  };
 }
 
 /** Other loops of the run that were looked at. */

@@ -72,5 +72,5 @@ export function kernel(name: string): string {
   let text = name.replace(/^void /, "").replace(/\(anonymous namespace\)::/g, "");
   const angle = text.search(/[<(]/);
   if (angle > 0) text = text.slice(0, angle);
-  return text.slice(text.lastIndexOf("::") + 1).replace(/^:/, "") || name;
+  return text.slice(text.lastIndexOf("::") + 1).replace(/^:/, "").trim() || name;
 }

@@ -19,14 +19,17 @@ export interface Fix {
   fix: string;
   where: Place[];
   causes: string[];
-  gain: number;
-  alone: number;
+  before: number;
   predicted: Prediction;
-  run: number | null;
+  /** `a step`, or of which turns else it speaks. */
+  turns: string;
+  run: [before: number, saved: number] | null;
+  alone: number;
   needs: string[];
   instead: string[];
-  advice: string;
+  says: string[];
   code: string;
+  loop: string;
   replayed: boolean;
 }
 

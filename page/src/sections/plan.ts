@@ -10,16 +10,14 @@ export function planSection(header: Header, told: Told, choice: Choice): HTMLEle
   if (!told.plan.length) return null;
   const result = element("p", { class: "result", role: "status" });
   const list = element("ol", { class: "plan" });
-  let step = told.step;
-  for (const fix of told.plan) {
-    list.append(entry(header, told, fix, step, choice));
-    step = fix.predicted[0];
-  }
+  for (const fix of told.plan) list.append(entry(header, told, fix, choice));
   const turn = told.script ? "The script" : "A turn";
   choice.onFixes((view) => {
     const on = view.fixed.map((fix) => fix + 1);
-    const known = on.length > 0 && on.every((number, place) => number === place + 1) ? told.plan[on.length - 1] : null;
-    const among = known ? ` (${range(known.predicted[1], known.predicted[2], told.step)})` : "";
+    const last = told.plan[view.fixed[view.fixed.length - 1]];
+    // the plan's range is that of all fixes up to this one
+    const same = last && on.length === last.number + 1 && Math.abs(last.predicted[0] - view.step) < told.noise;
+    const among = same ? ` (${range(last.predicted[1], last.predicted[2], told.step)})` : "";
     result.textContent = on.length
       ? `With ${on.length > 1 ? "fixes" : "fix"} ${on.join(", ")}: ${turn.toLowerCase()} takes ${duration(view.step)}${among} instead of ${duration(told.step)}, ${change(told.step, view.step)}. The timeline below shows both.`
       : `Switch a fix on: the turns are replayed with it, alone or together with others.`;
@@ -35,7 +33,7 @@ export function planSection(header: Header, told: Told, choice: Choice): HTMLEle
   return made;
 }
 
-function entry(header: Header, told: Told, fix: Fix, before: number, choice: Choice): HTMLElement {
+function entry(header: Header, told: Told, fix: Fix, choice: Choice): HTMLElement {
   const id = `fix-${fix.number}`;
   const flip = element("input", {
     type: "checkbox",
@@ -50,13 +48,13 @@ function entry(header: Header, told: Told, fix: Fix, before: number, choice: Cho
     ? element("button", { class: "place", type: "button", text: place.text, on: { click: () => choice.line(place.file, place.line) } })
     : null;
   const others = more.length ? element("span", { class: "faint", text: ` and ${more.length} more` }) : null;
-  const changed = Math.abs(before - fix.predicted[0]) > 0;
-  const gain = changed
-    ? element("span", { class: "gain" }, transition(before, fix.predicted[0]), " a turn ", element("span", { class: "faint", text: `(${range(fix.predicted[1], fix.predicted[2], told.step)})` }))
-    : null;
-  const run = header.run && fix.run ? element("span", { class: "gain", text: `the run ${transition(header.run.time, Math.max(0, header.run.time - fix.run))}` }) : null;
+  const [step, low, high] = fix.predicted;
+  const among = element("span", { class: "faint", text: ` (${range(low, high, fix.before)})` });
+  const gain = fix.before > step ? element("span", {}, element("span", { class: "gain", text: `${transition(fix.before, step)} ${fix.turns}` }), among) : null;
+  const after = (saved: number): number => Math.max(0, (header.run?.time ?? 0) - saved);
+  const run = header.run && fix.run ? element("span", { class: "gain", text: `the run ${transition(after(fix.run[0]), after(fix.run[1]))}` }) : null;
   const notes: string[] = [];
-  if (!fix.replayed) notes.push("Known from the whole run; within one turn there is nothing to replay.");
+  if (!fix.replayed) notes.push(fix.loop ? "It changes another loop than the one drawn here." : "It is known from the whole run: in the turns drawn here there is nothing to replay.");
   if (fix.needs.length) notes.push(`${fix.alone <= told.noise ? "Alone it gains nothing; it" : "It"} goes together with ${fix.needs.join(" and ")}.`);
   if (fix.instead.length) notes.push(`Or ${fix.instead[0]} instead: either of the two.`);
   return element(
@@ -69,7 +67,7 @@ function entry(header: Header, told: Told, fix: Fix, before: number, choice: Cho
       element("div", { class: "what" },
         element("p", { class: "name" }, element("label", { for: id, text: fix.fix }), where ? " at " : "", where, others),
         element("p", { class: "gains" }, gain, gain && run ? " · " : "", run),
-        fix.advice ? element("p", { text: fix.advice }) : null,
+        ...fix.says.map((said) => element("p", { text: said })),
         fix.code ? element("pre", {}, element("code", { text: fix.code })) : null,
         ...notes.map((note) => element("p", { class: "faint", text: note })),
       ),

@@ -47,7 +47,9 @@ export class SourcePanel {
         if (place === NONE) continue;
         const { file, line } = moment.places[place];
         const known = this.waits.get(`${file}:${line}`) ?? { wait: 0, causes: new Map() };
-        const wait = (end[part] - start[part]) / turns;
+        // what is drawn beyond the last turn is what the first one begins with
+        const until = now.around > 0 ? Math.min(end[part], now.around) : end[part];
+        const wait = Math.max(0, until - Math.max(0, start[part])) / turns;
         const cause = moment.causes[tone[part] - GPU.GAP] ?? "unknown";
         known.wait += wait;
         known.causes.set(cause, (known.causes.get(cause) ?? 0) + wait);

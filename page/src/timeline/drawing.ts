@@ -13,6 +13,7 @@ const GAP = 3;
 const GROUP = 10;
 const NARROW = 560;
 const LETTER = 5.7;
+const SHORT: Record<string, string> = { "your lines": "lines", "called from": "from", "backward thread": "backward", "loader workers": "workers" };
 const FONT = "11px system-ui, sans-serif";
 
 /** A part of a track, as a pointer finds it. */
@@ -84,7 +85,7 @@ export class Drawing {
     const width = this.canvas.parentElement?.clientWidth ?? 0;
     if (!width) return;
     this.width = width;
-    this.gutter = width < NARROW ? 0 : 116;
+    this.gutter = width < NARROW ? 62 : 116;
     const density = Math.min(window.devicePixelRatio || 1, 2);
     this.canvas.width = Math.round(width * density);
     this.canvas.height = Math.round(this.height * density);
@@ -130,12 +131,17 @@ export class Drawing {
 
   /** Where the drawing has this row of its view: on the lane it runs on. */
   spotOf(row: number): Spot | null {
-    const { timeline, start } = this.scene;
-    const track = this.scene.tracks.find((one) => one.lane === timeline.lane[row] && one.kind !== "lines");
+    const { start } = this.scene;
+    const track = this.trackOf(row);
     if (!track) return null;
     let part = track.at(start[row]);
     while (part < track.count && track.parts.what[part] !== row && track.parts.start[part] <= start[row]) part++;
     return part < track.count ? { track, part: track.parts.what[part] === row ? part : track.parts.what.indexOf(row) } : null;
+  }
+
+  private trackOf(row: number): Track | undefined {
+    const lane = this.scene.timeline.lane[row];
+    return this.scene.tracks.find((one) => one.lane === lane && one.kind !== "lines");
   }
 
   draw(): void {
@@ -205,14 +211,13 @@ export class Drawing {
         part++;
         continue;
       }
-      // all that begins in this column of pixels, as one
+      // columns of pixels, up to the next part that is wide enough to be seen by itself
       const left = Math.max(Math.floor(x), gutter);
       const until = viewport.from + (left + 1 - gutter) * column;
-      let last = track.at(until, part + 1);
-      while (last > part + 1 && start[last - 1] >= until) last--;
-      const { tone: most, whole } = track.most(part, last);
-      this.column(track, left, most, Math.min(1, whole * scale));
-      part = last;
+      this.column(track, left, until - column, until);
+      let next = track.at(until, part);
+      if (next === part) next++;
+      part = next;
     }
   }
 
@@ -240,18 +245,39 @@ export class Drawing {
     }
   }
 
-  private column(track: Track, left: number, tone: number, filled: number): void {
+  /** One column of pixels: of the GPU its gaps above its work, of others as much ink as there is time in it. */
+  private column(track: Track, left: number, from: number, to: number): void {
     const { context } = this;
-    const height = Math.max(track.height * Math.max(filled, 0.16), 2);
+    const sums = track.within(from, to);
+    let y = track.y + track.height;
+    let whole = 0;
+    let longest = 0;
+    let tone = 0;
+    for (const [one, time] of sums) {
+      whole += time;
+      if (time > longest) [longest, tone] = [time, one];
+    }
+    if (!whole) return;
+    if (track.kind === "gpu") {
+      for (const [one, time] of sums) {
+        const height = (track.height * time) / (to - from);
+        context.fillStyle = this.paint.of(track.kind, one).fill;
+        context.fillRect(left, (y -= height), 1, height);
+      }
+      return;
+    }
+    context.globalAlpha = 0.25 + 0.75 * Math.min(1, whole / (to - from));
     context.fillStyle = this.paint.of(track.kind, tone).fill;
-    context.fillRect(left, track.y + track.height - height, 1, height);
+    context.fillRect(left, track.y, 1, track.height);
+    context.globalAlpha = 1;
   }
 
   private text(label: string, left: number, shown: number, track: Track, ink: string, hatched: boolean, fill: string): void {
     const { context } = this;
     const fits = Math.floor((shown - 8) / LETTER);
     if (fits < 3 || !label) return;
-    const text = shortened(label, fits);
+    const text = fitting(label, fits);
+    if (!text) return;
     if (hatched) {
       const wide = Math.min(context.measureText(text).width + 6, shown - 2);
       context.fillStyle = fill;
@@ -291,13 +317,13 @@ export class Drawing {
   private arrows(): void {
     const { context, paint } = this;
     for (const arrow of this.marked.arrows) {
-      const from = this.spotOf(arrow.from);
-      const to = this.spotOf(arrow.to);
+      const from = this.trackOf(arrow.from);
+      const to = this.trackOf(arrow.to);
       if (!from || !to) continue;
       const [x1, x2] = [this.x(arrow.fromTime), this.x(arrow.toTime)];
-      const down = to.track.y > from.track.y;
-      const y1 = from.track.y + (down ? from.track.height : 0);
-      const y2 = to.track === from.track ? y1 : to.track.y + (down ? 0 : to.track.height);
+      const down = to.y > from.y;
+      const y1 = from.y + (down ? from.height : 0);
+      const y2 = to === from ? y1 : to.y + (down ? 0 : to.height);
       const bend = Math.max(14, Math.min(60, Math.abs(x2 - x1) / 2));
       context.strokeStyle = context.fillStyle = arrow.into ? paint.accent : paint.released;
       context.lineWidth = 1.8;
@@ -320,15 +346,14 @@ export class Drawing {
 
   private labels(): void {
     const { context, paint } = this;
-    if (this.gutter) {
-      context.fillStyle = paint.paper;
-      context.fillRect(0, RULER - 4, this.gutter, this.height);
-      context.strokeStyle = paint.line;
-      context.beginPath();
-      context.moveTo(this.gutter - 0.5, RULER - 4);
-      context.lineTo(this.gutter - 0.5, this.height - 4);
-      context.stroke();
-    }
+    const narrow = this.gutter < 100;
+    context.fillStyle = paint.paper;
+    context.fillRect(0, RULER - 4, this.gutter, this.height);
+    context.strokeStyle = paint.line;
+    context.beginPath();
+    context.moveTo(this.gutter - 0.5, RULER - 4);
+    context.lineTo(this.gutter - 0.5, this.height - 4);
+    context.stroke();
     for (const track of this.scene.tracks) {
       if (track.heading) {
         context.font = "600 11px system-ui, sans-serif";
@@ -336,15 +361,24 @@ export class Drawing {
         context.fillText(track.heading, 8, track.y - 9);
         context.font = FONT;
       }
-      if (!this.gutter) continue;
       context.fillStyle = track.kind === "gpu" ? paint.ink : paint.soft;
       if (track.kind === "gpu") context.font = "600 11px system-ui, sans-serif";
       context.textAlign = "right";
-      context.fillText(shortened(track.label, 17), this.gutter - 9, track.y + track.height / 2 + 0.5);
+      context.fillText(narrow ? shortened(SHORT[track.label] ?? track.label, 10) : shortened(track.label, 17), this.gutter - (narrow ? 5 : 9), track.y + track.height / 2 + 0.5);
       context.textAlign = "left";
       context.font = FONT;
     }
   }
+}
+
+/** As much of it as fits: a place without its file, a cause without its place. */
+function fitting(label: string, letters: number): string {
+  if (label.length <= letters) return label;
+  const [cause, place] = label.split(" · ");
+  if (place) return fitting(`${cause} ${/:\d+$/.exec(place)?.[0] ?? ""}`.trim(), letters) || (cause.length <= letters ? cause : "");
+  const line = /^[^ ]+(:\d+)$/.exec(label)?.[1];
+  if (line) return letters >= 14 ? shortened(label, letters) : line.length <= letters ? line : "";
+  return letters < 6 ? "" : shortened(label, letters);
 }
 
 function niceStep(least: number): number {

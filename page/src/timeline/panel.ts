@@ -31,7 +31,7 @@ export class TimelinePanel {
   constructor(private readonly header: Header, readonly choice: Choice, beside: HTMLElement) {
     const now = choice.now;
     this.viewport = new Viewport(now.length);
-    const script = choice.moment.told.script;
+    const { script } = choice.moment.told;
     this.above = new Drawing(now, this.viewport, "The turns as they are: host threads above, the GPU below. The text under it tells what is selected.");
     this.below = new Drawing(now, this.viewport, "The same turns with the fixes that are switched on.");
     for (const drawing of [this.above, this.below]) {
@@ -40,8 +40,8 @@ export class TimelinePanel {
     }
     const aboveBox = element("div", { class: "view" }, this.above.canvas);
     this.belowBox = element("div", { class: "view", hidden: true }, this.belowName, this.below.canvas);
-    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, this.told);
-    this.element = section("turn", script ? "The script on a timeline" : "The turns on a timeline", "", this.toolbar(), element("div", { class: "split" }, drawings, beside), this.legend());
+    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, this.told, this.legend());
+    this.element = section("turn", script ? "The script on a timeline" : "The turns on a timeline", "", this.toolbar(), element("div", { class: "split" }, drawings, beside));
     this.element.querySelector("header")!.append(
       element("p", { class: "lead" }, "The host issues, the GPU executes. Each ", term("gap"), " of the GPU is hatched in the colour of its ", term("cause"), " and bears its line. Select anything to see what released it."),
     );
@@ -53,14 +53,16 @@ export class TimelinePanel {
     this.describe(null, this.above);
   }
 
-  /** One turn, from the middle of those that there are. */
+  /** The turn that takes most nearly what a turn takes. */
   oneTurn(): void {
     const { turns, length } = this.above.scene;
-    const middle = Math.floor((turns.length - 1) / 2);
     if (turns.length < 2) return this.viewport.all();
-    const start = turns[middle].start;
-    const end = turns[middle + 1]?.start ?? length;
-    this.viewport.show(start - 0.04 * (end - start), end + 0.06 * (end - start));
+    const ends = turns.map((_, index) => turns[index + 1]?.start ?? length);
+    const { step } = this.choice.moment.told;
+    const off = turns.map(({ start }, index) => Math.abs(ends[index] - start - step) + (index ? 0 : step / 20));
+    const best = off.indexOf(Math.min(...off));
+    const long = ends[best] - turns[best].start;
+    this.viewport.show(turns[best].start - 0.04 * long, ends[best] + 0.06 * long);
   }
 
   resize(): void {
@@ -251,7 +253,7 @@ export class TimelinePanel {
     for (const other of [this.above, this.below]) other.marked = { ...other.marked, spot: null, arrows: [] };
     const row = spot && spot.track.kind !== "lines" ? spot.track.parts.what[spot.part] : NONE;
     const isGap = spot?.track.kind === "gpu" && spot.track.parts.tone[spot.part] >= GPU.GAP;
-    drawing.marked = { ...drawing.marked, spot, arrows: row === NONE ? [] : this.arrows(drawing.scene, row, Boolean(isGap)) };
+    drawing.marked = { ...drawing.marked, spot, arrows: row === NONE || !spot ? [] : this.arrows(drawing.scene, row, Boolean(isGap), shiftOf(drawing.scene, spot)) };
     this.above.later();
     this.below.later();
     this.describe(spot, drawing);
@@ -274,14 +276,14 @@ export class TimelinePanel {
   /** Set by the page: the source shows the place. */
   onPlace: (place: number) => void = () => undefined;
 
-  private arrows(scene: Scene, row: number, isGap: boolean): Arrow[] {
+  private arrows(scene: Scene, row: number, isGap: boolean, shift: number): Arrow[] {
     const { start, end, timeline } = scene;
     const into = released(scene, row).slice(0, isGap ? 2 : MOST_ARROWS).filter((one) => one.why !== "lane");
-    const toTime = (row: number) => (isCommand(timeline.kind[row]) || timeline.awaits[row] === NONE ? start[row] : end[row]);
-    const arrows: Arrow[] = into.map((one) => ({ from: one.row, fromTime: one.time, to: row, toTime: toTime(row), into: true }));
+    const toTime = (row: number) => shift + (isCommand(timeline.kind[row]) || timeline.awaits[row] === NONE ? start[row] : end[row]);
+    const arrows: Arrow[] = into.map((one) => ({ from: one.row, fromTime: one.time + shift, to: row, toTime: toTime(row), into: true }));
     if (isGap) return arrows;
     for (const one of releases(scene, row).slice(0, MOST_ARROWS)) {
-      arrows.push({ from: row, fromTime: one.time, to: one.row, toTime: toTime(one.row), into: false });
+      arrows.push({ from: row, fromTime: one.time + shift, to: one.row, toTime: toTime(one.row), into: false });
     }
     return arrows;
   }
@@ -333,7 +335,9 @@ export class TimelinePanel {
       ...(whole === null ? [] : releases(scene, row).slice(0, 3).map((one) => ["releases", one.row] as const)),
     ];
     for (const [name, other] of links) {
-      fact(name, element("button", { type: "button", class: "place", text: named(scene, other), on: { click: () => this.goToRow(other, drawing) } }));
+      const { rank } = scene.timeline.lanes[scene.timeline.lane[other]];
+      const its = rank === scene.timeline.lanes[scene.timeline.lane[row]].rank ? "" : ` of rank ${rank}`;
+      fact(name, element("button", { type: "button", class: "place", text: `${named(scene, other)}${its}`, on: { click: () => this.goToRow(other, drawing) } }));
     }
     return facts;
   }
@@ -458,8 +462,10 @@ export class TimelinePanel {
     const { gutter } = above;
     const style = getComputedStyle(document.documentElement);
     const colour = (name: string) => style.getPropertyValue(name).trim();
-    context.fillStyle = colour("--paper");
+    context.fillStyle = colour("--panel");
     context.fillRect(0, 0, width, 18);
+    context.fillStyle = colour("--paper");
+    context.fillRect(gutter, 0, width, 18);
     const scale = (width - gutter) / viewport.length;
     const tracks = above.scene.tracks.filter((track) => track.kind === "gpu");
     context.fillStyle = colour("--computing");
@@ -485,6 +491,13 @@ export class TimelinePanel {
     const { viewport, above, below } = this;
     return { from: viewport.from, to: viewport.to, spot: above.marked.spot ?? below.marked.spot, recorded: this.asRecorded, found: this.found.length, scene: above.scene, fixed: below.scene };
   }
+}
+
+/** How much earlier than its row a part is drawn: what runs over the end is drawn once more at the beginning. */
+function shiftOf(scene: Scene, { track, part }: Spot): number {
+  const { start, end, what } = track.parts;
+  const apart = track.kind === "gpu" ? end[part] - scene.end[what[part]] : start[part] - scene.start[what[part]];
+  return scene.around > 0 ? Math.round(apart / scene.around) * scene.around : 0;
 }
 
 const startOf = ({ track, part }: Spot): number => track.parts.start[part];

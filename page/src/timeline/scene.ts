@@ -18,6 +18,8 @@ export interface Scene {
   start: Float64Array;
   end: Float64Array;
   length: number;
+  /** After so long it all begins anew; 0 where it does not. */
+  around: number;
   turns: { start: number; number: number }[];
   busy: Busy | null;
   /** A turn, or what the whole script takes. */
@@ -31,7 +33,7 @@ export function recorded(moment: Moment): Scene {
   const { timeline } = moment;
   const every = Int32Array.from(timeline.lane.keys());
   const { start, end } = timeline;
-  return scene(moment, timeline, every, start.slice(), end.slice(), 1, null, []);
+  return scene(moment, timeline, every, start.slice(), end.slice(), 1, null, [], 0);
 }
 
 /** Replayed: with these fixes of the plan, or with none. */
@@ -40,7 +42,9 @@ export function replayed(moment: Moment, fixes: number[]): Scene {
   const every = Int32Array.from(moment.timeline.lane.keys());
   const { timeline, row } = edits.length ? apply(moment.timeline, together(edits, moment.timeline.rows)) : { timeline: moment.timeline, row: every };
   const done = steady(timeline);
-  const made = scene(moment, timeline, row, done.start.slice(), done.end.slice(), moment.ratio, busy(timeline, done, moment.ratio), fixes);
+  const around = timeline.once ? 0 : done.pace * firstMarks(timeline).length * moment.ratio;
+  const spent = busy(timeline, done, moment.ratio);
+  const made = scene(moment, timeline, row, done.start.slice(), done.end.slice(), moment.ratio, spent, fixes, around);
   made.step = Math.min(moment.told.step, Math.round(done.pace * moment.ratio));
   return made;
 }
@@ -54,6 +58,7 @@ function scene(
   ratio: number,
   spent: Busy | null,
   fixed: number[],
+  around: number,
 ): Scene {
   const marks = [...firstMarks(timeline)];
   const zero = marks.length ? start[marks[0]] : Math.min(0, ...start);
@@ -67,7 +72,7 @@ function scene(
   let length = 0;
   for (let row = 0; row < timeline.rows; row++) length = Math.max(length, end[row]);
   const turns = marks.map((row, number) => ({ start: start[row], number: number + 1 }));
-  const view: Scene = { moment, timeline, base, here, start, end, length, turns, busy: spent, step: 0, tracks: [], fixed };
+  const view: Scene = { moment, timeline, base, here, start, end, length, around, turns, busy: spent, step: 0, tracks: [], fixed };
   view.tracks = tracksOf(view);
   return view;
 }
@@ -142,21 +147,35 @@ export interface Parts {
   what: Int32Array;
 }
 
-function sorted(view: Scene, rows: number[]): number[] {
-  const { start } = view;
-  for (let at = 1; at < rows.length; at++) {
-    if (start[rows[at]] < start[rows[at - 1]]) return rows.sort((one, other) => start[one] - start[other] || one - other);
-  }
-  return rows;
+/** A row at its time, and where the GPU is behind the host, once more at the beginning: the turns before were alike. */
+interface Occurrence {
+  row: number;
+  start: number;
+  end: number;
 }
 
-function spans(view: Scene, unsorted: number[]): Parts {
-  const rows = sorted(view, unsorted);
+function occurrences(view: Scene, rows: number[], begin = (row: number) => view.start[row]): Occurrence[] {
+  const found: Occurrence[] = [];
+  let ordered = true;
+  const add = (row: number, shift: number): void => {
+    const one = { row, start: begin(row) - shift, end: view.end[row] - shift };
+    if (found.length && one.start < found[found.length - 1].start) ordered = false;
+    found.push(one);
+  };
+  for (const row of rows) {
+    add(row, 0);
+    if (view.around > 0) for (let shift = view.around; view.end[row] - shift > 0 && shift < 4 * view.around; shift += view.around) add(row, shift);
+  }
+  return ordered ? found : found.sort((one, other) => one.start - other.start || one.row - other.row);
+}
+
+function spans(view: Scene, rows: number[]): Parts {
+  const found = occurrences(view, rows);
   return {
-    start: Float64Array.from(rows, (row) => view.start[row]),
-    end: Float64Array.from(rows, (row) => view.end[row]),
-    tone: Uint8Array.from(rows, (row) => view.timeline.kind[row]),
-    what: Int32Array.from(rows),
+    start: Float64Array.from(found, (one) => one.start),
+    end: Float64Array.from(found, (one) => one.end),
+    tone: Uint8Array.from(found, (one) => view.timeline.kind[one.row]),
+    what: Int32Array.from(found, (one) => one.row),
   };
 }
 
@@ -165,14 +184,14 @@ function bands(view: Scene, rows: number[], values: Int32Array): Parts {
   const start: number[] = [];
   const end: number[] = [];
   const what: number[] = [];
-  for (const row of rows) {
-    const value = values[view.base[row]];
+  for (const one of occurrences(view, rows)) {
+    const value = values[view.base[one.row]];
     if (value === NONE) continue;
     const last = what.length - 1;
-    if (last >= 0 && what[last] === value && view.start[row] - end[last] < 1) end[last] = Math.max(end[last], view.end[row]);
+    if (last >= 0 && what[last] === value && one.start - end[last] < 1) end[last] = Math.max(end[last], one.end);
     else {
-      start.push(view.start[row]);
-      end.push(view.end[row]);
+      start.push(one.start);
+      end.push(one.end);
       what.push(value);
     }
   }
@@ -186,16 +205,16 @@ export const GPU = { COMPUTING: 0, COPYING: 1, WIRE: 2, GAP: 16 };
 function deviceAsOne(view: Scene, lanes: number[]): Parts {
   const { timeline, base, moment } = view;
   const mine = new Set(lanes);
-  const rows = Int32Array.from(timeline.lane.keys()).filter((row) => mine.has(timeline.lane[row]) && isCommand(timeline.kind[row]));
+  const rows = Array.from(timeline.lane.keys()).filter((row) => mine.has(timeline.lane[row]) && isCommand(timeline.kind[row]));
   const begin = (row: number) => (timeline.kind[row] === Kind.COLLECTIVE ? Math.max(view.start[row], view.end[row] - timeline.work[row] * moment.ratio) : view.start[row]);
-  const ordered = rows.sort((one, other) => begin(one) - begin(other));
+  const ordered = occurrences(view, rows, begin);
   const toneOf = (row: number) => {
     const kind = timeline.kind[row];
     return kind === Kind.COLLECTIVE ? GPU.WIRE : kind === Kind.COPY || kind === Kind.FILL ? GPU.COPYING : GPU.COMPUTING;
   };
   let taken: Interval[] = [];
   for (const tone of [GPU.COMPUTING, GPU.COPYING, GPU.WIRE]) {
-    const own = merged(ordered, (row) => toneOf(row) === tone, begin, (row) => view.end[row], tone);
+    const own = merged(ordered.filter(({ row }) => toneOf(row) === tone), tone);
     taken = merge(taken, own);
   }
   const causeOf = (row: number): number => {
@@ -209,7 +228,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   const end: number[] = [];
   const tone: number[] = [];
   const what: number[] = [];
-  let reached = Infinity;
+  let reached = view.around > 0 ? 0 : Infinity;
   for (const one of taken) {
     if (one.start > reached) {
       start.push(reached);
@@ -226,21 +245,17 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   return { start: Float64Array.from(start), end: Float64Array.from(end), tone: Uint8Array.from(tone), what: Int32Array.from(what) };
 }
 
-interface Interval {
-  start: number;
-  end: number;
+interface Interval extends Occurrence {
   tone: number;
-  row: number;
 }
 
 /** Those that touch are one. */
-function merged(rows: Int32Array, counts: (row: number) => boolean, begin: (row: number) => number, end: (row: number) => number, tone: number): Interval[] {
+function merged(ordered: Occurrence[], tone: number): Interval[] {
   const found: Interval[] = [];
-  for (const row of rows) {
-    if (!counts(row)) continue;
+  for (const one of ordered) {
     const last = found[found.length - 1];
-    if (last && begin(row) <= last.end) last.end = Math.max(last.end, end(row));
-    else found.push({ start: begin(row), end: end(row), tone, row });
+    if (last && one.start <= last.end) last.end = Math.max(last.end, one.end);
+    else found.push({ ...one, tone });
   }
   return found;
 }

@@ -47,31 +47,27 @@ export class Track {
     return low;
   }
 
-  /** The tone that takes most of the parts from `first` up to `last`, and how much of the time it and all take. */
-  most(first: number, last: number): { tone: number; whole: number } {
-    let tone = this.parts.tone[first];
-    let longest = -1;
-    let whole = 0;
-    if (last - first <= NEARBY) {
-      for (let part = first; part < last; part++) {
-        const time = this.parts.end[part] - this.parts.start[part];
-        whole += time;
-        if (time > longest) [longest, tone] = [time, this.parts.tone[part]];
-      }
-      return { tone, whole };
-    }
+  /** Of each tone, how long its parts last within this stretch; work before gaps. */
+  within(from: number, to: number): [tone: number, time: number][] {
     this.sums ??= this.summed();
-    for (const [one, sum] of this.sums) {
-      const time = sum[last] - sum[first];
-      whole += time;
-      if (time > longest) [longest, tone] = [time, one];
+    const [first, last] = [this.at(from), this.at(to)];
+    const found: [number, number][] = [];
+    for (const [tone, sum] of this.sums) {
+      const time = this.upTo(to, last, tone, sum) - this.upTo(from, first, tone, sum);
+      if (time > 0) found.push([tone, time]);
     }
-    return { tone, whole };
+    return found;
+  }
+
+  /** How long parts of a tone lasted up to this time, at which `part` is still to end. */
+  private upTo(time: number, part: number, tone: number, sum: Float64Array): number {
+    const open = part < this.count && this.parts.tone[part] === tone ? Math.max(0, time - this.parts.start[part]) : 0;
+    return sum[part] + open;
   }
 
   private summed(): Map<number, Float64Array> {
     const sums = new Map<number, Float64Array>();
-    for (const tone of new Set(this.parts.tone)) {
+    for (const tone of [...new Set(this.parts.tone)].sort((one, other) => one - other)) {
       const sum = new Float64Array(this.count + 1);
       for (let part = 0; part < this.count; part++) {
         sum[part + 1] = sum[part] + (this.parts.tone[part] === tone ? this.parts.end[part] - this.parts.start[part] : 0);

@@ -9,13 +9,15 @@ from importlib import import_module
 from typing import NoReturn
 
 from keepbusy import __version__
-from keepbusy.cli.console.output import HUNG_UP, complain, sentence_of, show
+from keepbusy.cli.console import output
+from keepbusy.cli.console.output import HUNG_UP, complain, sentence_of
 from keepbusy.timeline.errors import BadInput
 
 FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
 VERBS = {
     "explain": "which line makes the GPU wait, and what fixing it gains",
     "run": "run a program and explain the run: on the GPU there is, or else on a virtual one",
+    "show": "a page to look at, and to send",
     "check": "fail where Python waits for the GPU too often, on a machine without one",
     "compare": "what changed between two runs, cause by cause",
     "export": "write a run for Perfetto, or as JSON or CSV",
@@ -32,6 +34,7 @@ to begin with:
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0 --save run.busy
   keepbusy explain run.busy --what-if host_sync,blocking_copy
+  keepbusy show run.busy -o run.html
   keepbusy compare before.busy after.busy
   keepbusy export run.busy --to perfetto -o run.json.gz
 
@@ -45,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         parser = _parser(given)
         if not given:
-            show((parser.format_help(),))
+            output.show((parser.format_help(),))
             return FINE
         options = parser.parse_args(given)
-        show(options.run(options))
+        output.show(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

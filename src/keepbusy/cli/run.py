@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, explained, rendered, save
-from keepbusy.cli.console.output import StandardStreams, sentence_of
+from keepbusy.cli.console.explanation import check_name, explained, rendered, save, write_page
+from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of
 from keepbusy.cli.program import launch, supervised_run
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
@@ -91,6 +91,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
     parser.add_argument("--quiet", action="store_true", help="print no report: the run is kept by --save")
+    parser.add_argument("--page", metavar="OUT.html", type=Path, help="draw the run on a page, to look at and to send")
     parser.add_argument(
         "--live", action="store_true", help="on a real GPU: show the step, the lead and the worst line while it runs"
     )
@@ -116,6 +117,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.save:
         check_name(options.save)
         options.save_at = options.save.absolute()  # the program may go elsewhere
+    if options.page:
+        check_place(options.page)
+        options.page_at = options.page.absolute()
     if not options.module:
         script.find(options.script)
     real = options.on == "auto" and supervised_run.is_possible()
@@ -191,6 +195,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += ["--live"] if options.live else []
     given += ["--quiet"] if options.quiet else []
     given += ["--save", str(options.save)] if options.save else []
+    given += ["--page", str(options.page)] if options.page else []
     given += ["-m"] if options.module else []
     return [*given, options.script, *options.arguments]
 
@@ -203,7 +208,9 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
         raise BadInput(f"{options.script} ran nothing on the GPU.")
     if options.quiet:
         return
-    diagnosis = explained(timeline, None, options.what_if, options.workers)
+    diagnosis = explained(timeline, None, options.what_if, options.workers, turns=options.page is not None)
+    if options.page:
+        write_page(diagnosis, options.page_at, Path(options.script).name)
     flush(sys.__stdout__, sys.stdout if isinstance(sys.stdout, TextIOWrapper) else None)
     text = rendered(diagnosis, options.json, _again(options), streams.screen)
     streams.show("" if options.json else "\n", text, "\n")

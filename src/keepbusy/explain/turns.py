@@ -65,7 +65,9 @@ def _causes(timeline: Timeline, blames: Sequence[Blame]) -> tuple[Ints, Ints, In
     ends = np.flatnonzero(gaps > 0)
     if not len(ends):
         return cause, rest, culprit
-    taken = np.array([_taken(timeline, one.edit, gaps)[ends] for one in blames], np.int64).reshape(len(blames), -1)
+    taken = np.array([_taken(timeline, one.edit, gaps)[ends] for one in blames], np.int64).reshape(
+        len(blames), len(ends)
+    )
     numbers = np.array([CAUSES.index(one.cause) for one in blames] + [NO_CAUSE], np.int64)
     first, second = _two_best(blames, taken, gaps[ends])
     cause[ends], rest[ends] = numbers[first], numbers[second]

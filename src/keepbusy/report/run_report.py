@@ -132,7 +132,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         whole = words.transition(*_run(diagnosis, before, saved)) if diagnosis.run is not None and saved else ""
         turn = one.predicted.step + one.gain
         after = Text.assemble(
-            (f"{words.transition(turn, one.predicted.step)} {_turn(one)}", GAIN),
+            (f"{words.transition(turn, one.predicted.step)} {turns_meant(one)}", GAIN),
             (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
             (f" · the run {whole}" if whole else "", GAIN),
         )
@@ -157,7 +157,7 @@ def lateness(late: Late, ranks: Sequence[int]) -> str:
     return f"Rank {late.rank} arrives {duration(late.late)} late, and {who} for it: {what}{words.at(late.where)}."
 
 
-def _turn(one: PlannedFix) -> str:
+def turns_meant(one: PlannedFix) -> str:
     """Of which turns the fix speaks."""
     if one.loop:
         return f"a turn of the loop at {_short(one.loop)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import Screen, check_place, screen
+from keepbusy.cli.console.output import Screen, check_place, replacing, screen
 from keepbusy.cli.console.sources import SAVED, Progress
 from keepbusy.timeline.errors import BadInput
 
@@ -21,11 +21,14 @@ def explained(
     what_if: Sequence[str] = (),
     workers: int = 8,
     on_progress: Progress | None = None,
+    turns: bool = False,
 ) -> Diagnosis:
-    """The room is imported when it is needed, so that the command begins at once."""
+    """The room is imported when it is needed, so that the command begins at once. `turns`: they are to be drawn."""
     from keepbusy.explain import explain
 
-    return explain(timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress)
+    return explain(
+        timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress, turns=turns
+    )
 
 
 def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:
@@ -39,6 +42,14 @@ def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None 
     return terminal.render(
         diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=shape.is_terminal
     )
+
+
+def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
+    """Whole or not at all. `source`: what the reader knows the run by."""
+    from keepbusy.report.page import page_file
+
+    with replacing(path) as part:
+        part.write_text(page_file.render(diagnosis, source), encoding="utf-8")
 
 
 def check_name(path: Path) -> None:

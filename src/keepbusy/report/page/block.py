@@ -1,8 +1,8 @@
 """What a page holds of a run: its words as JSON, its spans as columns, packed as in a `.busy` file.
 
-    8 bytes   how long the header is
-    header    JSON, compressed: `contents` says what stands in it
-    columns   one after another, each compressed, as the header's `tables` name them
+8 bytes   how long the header is
+header    JSON, compressed: `contents` says what stands in it
+columns   one after another, each compressed, as the header's `tables` name them
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import CAUSES, Diagnosis, PlannedFix
+from keepbusy.explain.diagnosis import CAUSES, Diagnosis
 from keepbusy.explain.edit import UNLIMITED, Edit
 from keepbusy.explain.turns import Turns
 from keepbusy.report.page import contents
@@ -38,7 +38,7 @@ def block_of(diagnosis: Diagnosis, source: str) -> bytes:
     for number, one in enumerate([diagnosis, *(loop.diagnosis for loop in diagnosis.loops)]):
         if one.turns is not None:
             moments[str(number)] = _moment(one.turns)
-            tables |= {f"{number}.{name}": table for name, table in _tables(one.turns, one.plan).items()}
+            tables |= {f"{number}.{name}": table for name, table in _tables(one, one.turns).items()}
     packed, described = [], {}
     for name, table in tables.items():
         columns = list(pack(dict(table)))
@@ -72,7 +72,7 @@ def _moment(turns: Turns) -> dict[str, Any]:
     }
 
 
-def _tables(turns: Turns, plan: Sequence[PlannedFix]) -> dict[str, Columns]:
+def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, Columns]:
     timeline = turns.timeline
     spans, origin = timeline.spans.columns(), int(timeline.spans.start.min(initial=1 << 62)) if len(timeline) else 0
     rows = {name: spans[name].astype(np.int64) for name in _SPANS}
@@ -88,10 +88,11 @@ def _tables(turns: Turns, plan: Sequence[PlannedFix]) -> dict[str, Columns]:
         "meetings": meetings,
         "marks": {"marks": np.asarray(timeline.marks, np.int64)},
     }
-    for number, fix in enumerate(plan):
-        if fix.edit is not None:
-            tables[f"fix{number}"] = _flags(fix.edit)
-            tables[f"fix{number}.scale"] = _scales(fix.edit)
+    for number, fix in enumerate(diagnosis.plan):
+        edit = contents.edit_in(diagnosis, fix)
+        if edit is not None:
+            tables[f"fix{number}"] = _flags(edit)
+            tables[f"fix{number}.scale"] = _scales(edit)
     return tables
 
 

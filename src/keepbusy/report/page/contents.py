@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from keepbusy import __version__
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, Rare, Where
+from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, PlannedFix, Rare, Where
+from keepbusy.explain.edit import Edit
 from keepbusy.report import run_report, whole_run, words
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import look
@@ -99,22 +100,33 @@ def _cause(one: Cause) -> dict[str, Any]:
 def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
     saved = 0
     for number, one in enumerate(diagnosis.plan):
-        saved += run_report.saved_of_run(diagnosis, one)
+        before, saved = saved, saved + max(0, one.run_gain)
+        late = [run_report.lateness(late, diagnosis.ranks) for late in one.late]
         yield {
             "number": number,
             "fix": text(one.fix),
             "where": [place(where) for where in one.where[:6]],
             "causes": list(one.causes),
-            "gain": one.gain,
-            "alone": one.alone,
+            "before": one.predicted.step + one.gain,
             "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
-            "run": saved if diagnosis.run is not None and saved else None,
+            "turns": text(run_report.turns_meant(one)),
+            "run": [before, saved] if diagnosis.run is not None and saved else None,
+            "alone": one.alone,
             "needs": [text(other) for other in dict.fromkeys(one.needs)],
             "instead": [text(other) for other in one.instead],
-            "advice": text(one.advice),
+            "says": [text(said) for said in (one.reason, *late, one.advice) if said],
             "code": text(one.code),
-            "replayed": one.edit is not None,
+            "loop": text(one.loop),
+            "replayed": edit_in(diagnosis, one) is not None,
         }
+
+
+def edit_in(diagnosis: Diagnosis, fix: PlannedFix) -> Edit | None:
+    """What the fix changes in the turns of this diagnosis: nothing, where it is a fix of other turns."""
+    turns, edit = diagnosis.turns, fix.edit
+    if turns is None or edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
+        return None
+    return edit
 
 
 def _harmless(one: Harmless) -> dict[str, Any]:
@@ -176,4 +188,6 @@ def _spoken_of(diagnosis: Diagnosis) -> Iterator[Where]:
 
 def _around(lines: list[str], wanted: Iterable[int]) -> list[list[Any]]:
     near = {line + step for line in wanted for step in range(-AROUND, AROUND + 1)}
-    return [[line, tame(lines[line - 1].expandtabs(4)[:LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)]
+    return [
+        [line, tame(lines[line - 1].expandtabs(4)[:LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)
+    ]

@@ -1,0 +1,59 @@
+"""Pages in a real browser: Debian's Chromium, without a screen. Where there is none, these tests are skipped by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--font-render-hinting=none", "--force-color-profile=srgb"),
+]
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="there is no Playwright: pip install playwright")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens a page from its text, as from a mail attachment. Whatever its console complains of fails the test."""
+    complaints: list[str] = []
+    contexts = []
+
+    def open_page(html: str, width: int = 1280, height: int = 900, scheme: str = "light", **more: Any) -> Any:
+        path = tmp_path / "run.html"
+        path.write_text(html, encoding="utf-8")
+        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: complaints.append(asked.url) if _is_fetched(asked.url, path) else None)
+        page.goto(path.as_uri())
+        page.wait_for_selector("main:not([aria-busy])")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def _is_fetched(url: str, path: Path) -> bool:
+    return not url.startswith(("data:", "blob:")) and url != path.as_uri()

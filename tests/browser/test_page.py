@@ -1,0 +1,171 @@
+"""The page in a browser: that it opens, and that zooming, selecting, searching and switching fixes do what they say."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keepbusy.explain import explain
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.report.page.page_file import render
+from keepbusy.timeline.busy_file import load
+
+TRUTH = Path(__file__).parents[1] / "gpu" / "truth"
+STATE = """() => {
+  const { from, to, spot, found, recorded } = keepbusy.panel.state;
+  return { from, to, found, recorded, kind: spot && spot.track.kind, part: spot && spot.part };
+}"""
+
+
+@functools.cache
+def told(path: str) -> Diagnosis:
+    return explain(load(TRUTH / path), turns=True)
+
+
+@functools.cache
+def html(path: str) -> str:
+    return render(told(path), Path(path).name)
+
+
+ITEM, COPY, LATE = "live/item_every_step.busy", "live/copy_in_line.busy", "live/late_rank.busy"
+
+
+@pytest.fixture
+def item(opened: Any) -> Any:
+    return opened(html(ITEM))
+
+
+def state(page: Any) -> dict[str, Any]:
+    return page.evaluate(STATE)
+
+
+def drawing(page: Any, number: int = 0) -> Any:
+    return page.locator("#turn .view canvas").nth(number)
+
+
+def test_it_says_what_a_step_takes_and_what_to_do(item: Any) -> None:
+    assert "A step takes 18.0 ms. Of it the GPU computes for 12.1 ms (67%)" in item.locator("#headline").inner_text()
+    assert "readback at stallbench/cases/item_every_step.py:25" in item.locator("#plan").inner_text()
+    assert item.title() == "item_every_step.busy · keepbusy"
+
+
+def test_the_ledger_sums_to_the_step(item: Any) -> None:
+    shares = item.locator("#ledger .bar .part").evaluate_all(
+        "parts => parts.map(part => parseFloat(part.style.flexBasis))"
+    )
+    assert sum(shares) == pytest.approx(100, abs=0.01)
+
+
+def test_a_fix_that_is_switched_on_shows_the_step_that_was_predicted(item: Any) -> None:
+    fix = told(ITEM).plan[0]
+    item.locator("#plan .flip").first.click()
+    assert f"takes {fix.predicted.step / 1e6:.1f} ms" in item.locator("#plan .result").inner_text()
+    assert drawing(item, 1).is_visible()
+    assert item.evaluate("() => keepbusy.choice.then.step") == fix.predicted.step
+    item.locator("#plan .flip").first.click()
+    assert not drawing(item, 1).is_visible()
+
+
+def test_a_gap_tells_its_line_and_what_ends_it(item: Any) -> None:
+    drawing(item).focus()
+    item.keyboard.press("n")
+    said = item.locator(".told .said").inner_text()
+    assert re.match(r"The GPU has nothing to do for [45]\.\d+ ms: host sync at .*item_every_step\.py:25", said)
+    assert "It ends when aten::to at stallbench/cases/item_every_step.py:18 launches" in said
+    assert item.locator(".source li.chosen").get_attribute("data-line") == "25"
+
+
+def test_keys_and_wheel_zoom_and_pan(item: Any) -> None:
+    before = state(item)
+    drawing(item).focus()
+    item.keyboard.press("+")
+    closer = state(item)
+    assert closer["to"] - closer["from"] == pytest.approx((before["to"] - before["from"]) / 1.6)
+    item.keyboard.press("ArrowRight")
+    assert state(item)["from"] > closer["from"]
+    item.keyboard.press("0")
+    assert state(item)["from"] < 0
+    drawing(item).hover()
+    item.mouse.wheel(0, -600)
+    item.wait_for_function(
+        "() => keepbusy.panel.state.to - keepbusy.panel.state.from < 0.6 * keepbusy.panel.state.scene.length"
+    )
+
+
+def test_a_drag_moves_what_is_seen(item: Any) -> None:
+    box, before = drawing(item).bounding_box(), state(item)
+    item.mouse.move(box["x"] + 500, box["y"] + 60)
+    item.mouse.down()
+    item.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
+    item.mouse.up()
+    after = state(item)
+    assert after["from"] > before["from"]
+    assert after["to"] - after["from"] == pytest.approx(before["to"] - before["from"])
+
+
+def test_a_search_counts_what_it_finds_and_goes_there(item: Any) -> None:
+    turns = told(ITEM).turns
+    item.locator("#search").fill("cudaStreamSynchronize")
+    names = np.array(["cudaStreamSynchronize" in name for name in turns.timeline.names])
+    assert state(item)["found"] == names[turns.timeline.spans.name].sum()
+    item.keyboard.press("Enter")
+    assert "Python stands here" in item.locator(".told .said").inner_text()
+
+
+def test_a_line_of_the_source_comes_into_view(item: Any) -> None:
+    item.locator('.source li[data-line="9"] button').click()
+    assert item.evaluate("() => keepbusy.choice.moment.places[keepbusy.panel.above.marked.place].line") == 9
+
+
+def test_what_was_recorded_is_shown_as_it_was(item: Any) -> None:
+    item.locator("#turn select").first.select_option("recorded")
+    timeline = told(ITEM).turns.timeline
+    assert item.evaluate("() => Array.from(keepbusy.panel.state.scene.end)") == (
+        (timeline.spans.end - timeline.spans.start[timeline.marks[0]]).tolist()
+    )
+
+
+def test_ranks_have_their_lanes_and_the_late_one_is_a_stripe(opened: Any) -> None:
+    page = opened(html(LATE))
+    assert page.evaluate("() => new Set(keepbusy.panel.state.scene.tracks.map(track => track.rank)).size") == 4
+    assert page.locator("#ranks").inner_text().count("arrives") >= 1
+
+
+def test_copies_are_told_with_their_bandwidth(opened: Any) -> None:
+    row = opened(html(COPY)).locator("#copies tbody tr").first.inner_text()
+    assert "host to device · pinned" in row
+    assert "copy in line" in row
+
+
+def test_dark_and_light_change_at_a_switch(item: Any) -> None:
+    paper = "() => getComputedStyle(document.body).backgroundColor"
+    light = item.evaluate(paper)
+    item.get_by_role("button", name="Dark").click()
+    assert item.evaluate(paper) != light
+    item.get_by_role("button", name="Light").click()
+    assert item.evaluate(paper) == light
+
+
+def test_the_tour_has_five_steps(item: Any) -> None:
+    item.get_by_role("button", name="Tour").click()
+    for number in range(1, 6):
+        assert f"{number} of 5" in item.locator("dialog.tour").inner_text()
+        item.locator("dialog.tour .primary").click()
+    assert item.locator("dialog.tour").count() == 0
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_screen(opened: Any, width: int) -> None:
+    page = opened(html(LATE), width=width)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_a_diagnosis_without_turns_is_a_page_as_well(opened: Any) -> None:
+    page = opened(render(explain(load(TRUTH / COPY)), "copy_in_line"))
+    assert page.locator("#ledger .bar").count() == 1
+    assert page.locator("#turn").count() == 0

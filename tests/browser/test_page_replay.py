@@ -1,0 +1,95 @@
+"""The replay in the page is ours: span by span, to the nanosecond, on every recording of a real GPU that is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keepbusy.explain.causes import findings
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction
+from keepbusy.explain.edit import Edit, apply
+from keepbusy.explain.ledger import busy
+from keepbusy.explain.scene import Scene
+from keepbusy.explain.turns import Turns
+from keepbusy.report.page.page_file import render
+from keepbusy.timeline.busy_file import load
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import NONE, Timeline
+from keepbusy.timeline.replay import Replayed, run, steady
+from keepbusy.timeline.steps import one_turn, sample, whole_steps
+
+TRUTH = Path(__file__).parents[1] / "gpu" / "truth"
+RECORDINGS = sorted(TRUTH.rglob("*.busy"))
+NEVER, NEVER_IN_THE_PAGE = -(1 << 62), -(1 << 52)
+EVERYTHING = "() => { const all = keepbusy.choice.moment.fixes; return keepbusy.replayed(all.map((_, fix) => fix)); }"
+
+
+def whole_of(path: Path) -> Timeline:
+    """Whole turns, few enough to be compared one by one."""
+    timeline = load(path)
+    try:
+        return sample(whole_steps(timeline), 12_000)
+    except BadInput:
+        return one_turn(timeline)
+
+
+def page_of(timeline: Timeline, edits: list[Edit]) -> str:
+    none, nowhere = Prediction(0, 0, 0), np.full(len(timeline), NONE)
+    plan = tuple(PlannedFix(str(number), (), (), 0, none, 0, edit=edit) for number, edit in enumerate(edits))
+    return render(
+        Diagnosis(
+            plain_step=1,
+            plain_given=True,
+            traced_step=1,
+            steps=1,
+            ledger={"computing": 1},
+            causes=(),
+            harmless=(),
+            predicted=none,
+            noise=0,
+            plan=plan,
+            turns=Turns(timeline, 1.0, (), *[nowhere] * 6),
+        )
+    )
+
+
+def expected(timeline: Timeline, edits: list[Edit]) -> tuple[Timeline, np.ndarray, Replayed]:
+    """Every row has its times here; `steady` joins those that nothing waits for."""
+    together = Edit.nothing(timeline)
+    for edit in edits:
+        together = together | edit
+    changed = apply(timeline, together)
+    return changed, np.flatnonzero(~together.drop), steady(changed)
+
+
+def times(values: list[float], origin: int) -> np.ndarray:
+    """On our clock: a page counts from its first span. What never was is as far away for both."""
+    told = np.array(values, np.int64)
+    return np.where(told < NEVER_IN_THE_PAGE // 2, told - NEVER_IN_THE_PAGE + NEVER, told + origin)
+
+
+def assert_same(said: dict[str, Any], timeline: Timeline, edits: list[Edit]) -> None:
+    changed, rows, paced = expected(timeline, edits)
+    done = run(changed, 1 if timeline.facts.one_turn else paced.rounds)
+    assert said["row"] == rows.tolist()
+    origin = int(timeline.spans.start.min())
+    np.testing.assert_array_equal(times(said["start"], origin), done.start)
+    np.testing.assert_array_equal(times(said["end"], origin), done.end)
+    assert said["pace"] == paced.pace
+    if (done.start[changed.on_device] < NEVER // 2).any():
+        return  # what never begins lies anywhere on the circle
+    spent = busy(changed, paced)
+    shares = [said["busy"][name] for name in ("computing", "copying", "wire")]
+    np.testing.assert_allclose(shares, [spent.computing, spent.copying, spent.wire], atol=2)
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_page_replays_a_recording_as_it_is_and_with_everything_fixed(path: Path, opened: Any) -> None:
+    timeline = whole_of(path)
+    edits = [finding.edit for finding in findings(Scene(timeline)).values()]
+    page = opened(page_of(timeline, edits))
+    assert_same(page.evaluate("() => keepbusy.replayed([])"), timeline, [])
+    assert_same(page.evaluate(EVERYTHING), timeline, edits)
