@@ -1,4 +1,4 @@
-"""Pages in a real browser: Debian's Chromium, without a screen. Where there is none, these tests are skipped by name."""
+"""Pages in a real browser: Chromium, without a screen. Where there is none, these tests are skipped by name."""
 
 from __future__ import annotations
 

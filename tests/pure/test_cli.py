@@ -72,13 +72,37 @@ FLAGS = {
         "--workers": ("N", None, 8),
         "--json": (None, 0, False),
         "--save": ("RUN.busy", None, None),
+        "--quiet": (None, 0, False),
+        "--page": ("OUT.html", None, None),
         "--live": (None, 0, False),
         "-m": (None, 0, False),
         "program": ("SCRIPT", "A...", None),
     },
+    "show": {
+        "files": ("FILE", "+", None),
+        "--plain-step": ("MS", None, None),
+        "--workers": ("N", None, 8),
+        "-o --output": ("OUT.html", None, None),
+        "--no-open": (None, 0, False),
+        "--quiet": (None, 0, False),
+    },
+    "check": {
+        "--max-syncs": ("N", None, None),
+        "--max-blocking-copies": ("N", None, None),
+        "--allow": ("'PLACE: REASON'", None, []),
+        "--junit": ("FILE.xml", None, None),
+        "--github": (None, 0, False),
+        "--on": ("DEVICE", None, "h200"),
+        "--gpus": ("N", None, "1"),
+        "--ranks": ("N", None, "1"),
+        "--values": (None, None, "real"),
+        "-m": (None, 0, False),
+        "program": ("PROGRAM", "A...", None),
+    },
     "compare": {
         "before": ("A", None, None),
         "after": ("B", None, None),
+        "--fail-on": ("WHAT", None, ()),
         "--json": (None, 0, False),
         "--quiet": (None, 0, False),
     },
@@ -154,7 +178,7 @@ def test_bare_the_command_says_how_to_begin(capsys: pytest.CaptureFixture[str]) 
         assert command in out.split("to begin with:")[1]
 
 
-@pytest.mark.parametrize("verb", ["", "run", "explain", "compare", "export", "doctor"])
+@pytest.mark.parametrize("verb", ["", "run", "explain", "show", "compare", "export", "doctor"])
 def test_the_help_cites_nothing_that_is_not_installed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([*filter(None, [verb]), "--help"])

@@ -29,7 +29,7 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 <style>{style}</style>
 </head>
 <body>
-<noscript>This page draws a run with JavaScript, which this browser does not run. keepbusy explain shows it as text.</noscript>
+<noscript>This page draws a run with JavaScript, which is switched off. keepbusy explain shows it as text.</noscript>
 <main id="page" aria-busy="true"></main>
 <script type="application/octet-stream" id="run">{block}</script>
 <script>{script}</script>
@@ -39,7 +39,7 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 
 
 def render(diagnosis: Diagnosis, source: str = "") -> str:
-    """The page of what was explained; the turns are drawn where the diagnosis holds them. `source`: how it is called."""
+    """The page of what was explained, with its turns where the diagnosis holds them; `source` is the name of the run."""
     script, style = bundled("page.js"), bundled("page.css")
     return _PAGE.format(
         script_hash=_hash(script),
