@@ -39,7 +39,7 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 
 
 def render(diagnosis: Diagnosis, source: str = "") -> str:
-    """The page of what was explained, with its turns where the diagnosis holds them; `source` is the name of the run."""
+    """The page of what was explained, with its turns where the diagnosis holds them. `source` names the run."""
     script, style = bundled("page.js"), bundled("page.css")
     return _PAGE.format(
         script_hash=_hash(script),
