@@ -1,6 +1,6 @@
 """Times the programs of this set on this machine, stalled and fixed in turn, each run in processes of its own.
 
-    python measure_third.py --set one|ranks --out FILE.json [--seconds 540] [--pairs 2] [--only NAME...] [--scale 1.0]
+    python measure_third.py --set one|ranks --out FILE.json [--folder ../fourth] [--seconds 540] [--pairs 2] [--only NAME...] [--scale 1.0]
 
 Of each run: `whole_s`, from the first line of `main` to the device's last work, and `turn_ms`, the mean time between two
 turns of the main loop after the first tenth of them. Where a program has two faults that hide each other, each is also
@@ -123,6 +123,7 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--set", required=True, choices=["one", "ranks"])
     arguments.add_argument("--out", required=True, type=Path)
+    arguments.add_argument("--folder", type=Path, default=HERE, help="where planted.json and the programs are")
     arguments.add_argument("--seconds", type=float, default=540, help="no run starts that may not end before")
     arguments.add_argument("--pairs", type=int, default=2)
     arguments.add_argument("--only", nargs="*", default=[])
@@ -130,14 +131,15 @@ if __name__ == "__main__":
     arguments.add_argument("--world", type=int, default=2)
     arguments.add_argument("--limit", type=float, default=90, help="seconds that one run may take")
     options = arguments.parse_args()
+    folder = options.folder.resolve()
     begin, log, port = time.time(), Path(f"{options.out}.log"), 29600
     os.environ["THIRD_SCALE"] = options.scale
-    sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / options.set)]
+    sys.path[:0] = [str(HERE.parent), str(HERE), str(folder / options.set)]
     import torch
     import torch.distributed.fsdp
     import torch.utils.data
 
-    planted = json.loads((HERE / "planted.json").read_text())[options.set]
+    planted = json.loads((folder / "planted.json").read_text())[options.set]
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in options.only or planted:
         if name in results and "failed" not in results[name]:
@@ -151,7 +153,7 @@ if __name__ == "__main__":
                     break
                 port, before = port + 1, time.time()
                 world = options.world if options.set == "ranks" else 0
-                pair[form] = once(HERE / options.set / f"{name}.py", fixed, world, port, log, options.limit)
+                pair[form] = once(folder / options.set / f"{name}.py", fixed, world, port, log, options.limit)
                 longest = max(longest, time.time() - before)
                 if "failed" in pair[form]:
                     break
