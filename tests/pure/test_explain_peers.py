@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
 import pytest
 from build import MB, WIRE, Run, loop
 from told import cause, explained, names, near, told
@@ -142,20 +145,81 @@ def test_a_collective_after_the_compute_is_exposed() -> None:
     assert found.ledger["exposed_collective"] == near(3_000)
 
 
-@pytest.mark.parametrize(
-    ("passes", "api"), [(1, "torch.nn.parallel.DistributedDataParallel"), (3, "keepbusy.accumulate")]
-)
-def test_gradients_that_travel_several_times_a_step_are_to_be_accumulated(passes: int, api: str) -> None:
-    def body(run: Run) -> None:
-        for _ in range(passes):
+GRADIENTS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+
+
+@contextmanager
+def inside(run: Run, *names: str) -> Iterator[None]:
+    """All ranks within these calls."""
+    with ExitStack() as calls:
+        for rank in run.ranks:
+            calls.enter_context(run.on(rank).inside(*names))
+        yield
+
+
+def passes_of(run: Run, passes: int, average: Callable[[Run], None] = lambda run: None, wire: float = 0) -> None:
+    """So many micro-batches of 4 ms before the optimizer, whose gradients travel as they are done, or by hand."""
+    for _ in range(passes):
+        for rank in run.ranks:
+            run.on(rank).launch([2_000] * 2)
+        with inside(run, GRADIENTS):
             for rank in run.ranks:
-                run.on(rank).launch([1_000] * 4).order(7, WIRE)
-            for size in (100 * MB, 30 * MB):
-                run.collective(2_000, size, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+                run.on(rank).launch([1_000] * 2).order(7, WIRE)
+            for size in (100 * MB, 30 * MB) if wire else ():
+                run.collective(wire / 2, size, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL")
             for rank in run.ranks:
                 run.on(rank).order(WIRE, 7)
+        average(run)
+    with inside(run, "Optimizer.step#SGD.step"):
+        for rank in run.ranks:
+            run.on(rank).launch(10)
 
-    assert cause(told(body, ranks=2), "exposed_collective").api == api
+
+@pytest.mark.parametrize(
+    ("passes", "api", "fixed"),
+    [(1, "torch.nn.parallel.DistributedDataParallel", 6_000), (3, "keepbusy.accumulate", 22_000)],
+)
+def test_gradients_that_travel_several_times_a_step_are_to_be_accumulated(passes: int, api: str, fixed: float) -> None:
+    """Those of the last micro-batch still travel as they did."""
+    found = told(lambda run: passes_of(run, passes, wire=4_000), ranks=2)
+    assert found.plain_step == near(passes * 10_000, 0.02)
+    assert cause(found, "exposed_collective").api == api
+    assert cause(found, "exposed_collective").predicted.step == near(fixed, 0.02)
+
+
+def test_what_the_program_averages_by_hand_leaves_with_all_that_is_called_for_it() -> None:
+    """5 ms of launching copies beside each collective, which the host of a launch-bound step pays, too."""
+
+    def average(run: Run) -> None:
+        with inside(run, "train.py(31): average"):
+            for rank in run.ranks:
+                run.on(rank).launch(500, host=2_500)
+            run.collective(1_000, 100 * MB, stream=7)
+            for rank in run.ranks:
+                run.on(rank).launch(500, host=2_500)
+
+    found = told(lambda run: passes_of(run, 4, average), ranks=2)
+    fix = next(one for one in found.plan if one.fix == "average_once")
+    assert found.plain_step == near(4 * 8_000, 0.03)
+    assert fix.predicted.step == near(4 * 6_000 + 2_000, 0.03)
+    assert "3 times a step too often" in cause(found, "exposed_collective").what
+
+
+def test_collectives_within_a_forward_pass_are_no_gradients() -> None:
+    """Tensor parallel: each micro-batch needs them."""
+
+    def body(run: Run) -> None:
+        for _ in range(3):
+            with inside(run, "train.py(12): forward"):
+                run.collective(2_000, 100 * MB, stream=7)
+            for rank in run.ranks:
+                with run.on(rank).inside(GRADIENTS):
+                    run.on(rank).launch([1_000] * 4)
+        with inside(run, "Optimizer.step#SGD.step"):
+            for rank in run.ranks:
+                run.on(rank).launch(10)
+
+    assert cause(told(body, ranks=2), "exposed_collective").api == "torch.nn.parallel.DistributedDataParallel"
 
 
 def test_no_collective_is_faster_than_its_wire() -> None:

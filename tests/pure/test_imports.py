@@ -122,12 +122,12 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 1982,
+    "timeline": 1988,
     "traces": 2077,
     "instrument": 948,
     "recording": 3810,
     "virtual": 8650,
-    "explain": 3346,
+    "explain": 3484,
     "report": 2406,
     "runtime": 3560,
     "cli": 1792,

@@ -157,6 +157,14 @@ SEND_ONCE = Remedy(
 )
 
 
+AVERAGE_ONCE = Remedy(
+    "average_once",
+    "Add up the gradients of all micro-batches, and average them over the ranks once, after the last one.",
+    "if last_micro_batch: average(gradients)  # in place of once for each",
+    "torch.distributed.all_reduce",
+)
+
+
 LATE_LOADER = Remedy(
     "prepare_in_workers",
     "Only this rank waits for its loader, and the others wait for it: more workers there, or the same data for all.",
@@ -228,8 +236,8 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
             return COMPILED_AMONG_RANKS
         case "launch_bound" if why := _no_graph_because(scene):
             return COMPILED._replace(advice=COMPILED.advice.format(why=why))
-        case "exposed_collective" if _travels_again(scene, finding):
-            return SEND_ONCE
+        case "exposed_collective" if edit.drop[finding.culprit != NONE].any():
+            return _sent_early(scene, finding, where)
         case "input_late" if "_MultiProcessing" in where.operator:
             return MORE_WORKERS
         case "blocking_copy" if spans.work[back].sum() > spans.work[copies & ~back].sum():
@@ -269,13 +277,12 @@ def _no_graph_because(scene: Scene) -> str:
     return "its steps differ in their launches" if len(np.unique(np.diff(launches[steps]))) > 1 else ""
 
 
-def _travels_again(scene: Scene, finding: Finding) -> bool:
-    """Each of several buckets of gradients travels more than once a step. Of a single one that could not be told."""
-    spans, rank = scene.timeline.spans, scene.timeline.rank_of_rows
-    rows = np.flatnonzero((finding.edit.lane == SideLane.WIRE) & (rank == scene.timeline.ranks[0]))
-    reducing = np.array(["AllReduce" in name or "ReduceScatter" in name for name in scene.timeline.names], bool)
-    times_a_step = np.unique(spans.size[rows[reducing[spans.name[rows]]]], return_counts=True)[1] / scene.steps
-    return len(times_a_step) > 1 and bool(times_a_step.min() > 1.5)
+def _sent_early(scene: Scene, finding: Finding, where: Where) -> Remedy:
+    """At a place where gradients travel after every micro-batch; elsewhere collectives are only exposed."""
+    rows = by_place(scene, finding.rows)[where]
+    if not finding.edit.drop[rows].any():
+        return REMEDIES["exposed_collective"]
+    return SEND_ONCE if scene.hands_over_gradients[rows].any() else AVERAGE_ONCE
 
 
 def what_happened(scene: Scene, finding: Finding) -> str:
@@ -314,6 +321,8 @@ def what_happened(scene: Scene, finding: Finding) -> str:
             )
             comes = f"Rank {late[0]} comes" if len(late) == 1 else f"{several} come"
             return f"{comes} late to the collectives, and the others wait there."
+        case "exposed_collective" if finding.edit.drop.any():
+            return f"The gradients travel after every micro-batch, though only their sum is used ({count} too often)."
     return f"Collectives ({count}) run after the computation instead of beside it."
 
 

@@ -12,6 +12,7 @@ from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import (
     NONE,
     WORKERS,
+    FrameKind,
     Ints,
     Kind,
     LinkKind,
@@ -157,6 +158,32 @@ class Scene:
         np.minimum.at(first, which, ranks)
         np.maximum.at(last, which, ranks)
         return self.outermost(first[which] == last[which])
+
+    @cached_property
+    def hands_over_gradients(self) -> Mask:
+        """Which rows stand where gradients are done; of a whole pass all that no Python is called for, as by DDP."""
+        frames = self.timeline.frames
+        result = self.within(self.frames_with(Role.GRADIENTS))
+        whole_pass = self.frames_with(Role.BACKWARD) & (frames.kind == FrameKind.ANNOTATION)
+        around = self.outermost(whole_pass)
+        inner = self.innermost_line
+        called = np.where(around == NONE, NONE, np.append(frames.parent, NONE)[around])
+        name = np.append(frames.name, NONE)
+        return result | ((around != NONE) & (name[inner] == name[called]))
+
+    @cached_property
+    def scales(self) -> Mask:
+        return self.within(self.frames_with(Role.SCALES))
+
+    @cached_property
+    def innermost_line(self) -> Ints:
+        """Of each row, the innermost Python frame around it, or NONE."""
+        frames, frame = self.timeline.frames, self.timeline.spans.frame.astype(np.int64)
+        python = np.append((frames.kind == FrameKind.LINE) | (frames.kind == FrameKind.PYTHON), True)
+        parent = np.append(frames.parent, NONE)
+        while not python[frame].all():
+            frame = np.where(python[frame], frame, parent[frame])
+        return frame
 
     @cached_property
     def launch_free(self) -> Mask:

@@ -43,6 +43,8 @@ class Role(IntFlag):
     MOVES = 1024  # an operator that may copy between host and device
     MESSAGE = 2048  # a send to one other rank, or its receive
     INTERNAL = 4096  # an annotation that PyTorch makes for itself: no place of the user's
+    GRADIENTS = 8192  # gradients are done: what travels within it is theirs
+    SCALES = 16384  # an operator that divides or multiplies: of gradients, for their mean over the ranks
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -57,6 +59,9 @@ _BEGINNINGS = (
     (("enumerate(DataLoader)#_MultiProcessing",), Role.LOADER_WORKERS),
     (("nn.Module",), Role.MODULE),
     (("autograd::",), Role.BACKWARD | Role.INTERNAL),
+    (("backward",), Role.BACKWARD),  # a whole pass, as a virtual run calls it
+    (("FSDP::post_backward", "FSDP::root_post_backward"), Role.GRADIENTS),
+    (("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",), Role.GRADIENTS),
     (("nccl:send", "nccl:recv"), Role.MESSAGE),
     (("nccl:", "DistributedDataParallel."), Role.INTERNAL),
 )
@@ -64,6 +69,7 @@ _OPERATORS = (
     (_SCALARS, Role.READS | Role.READS_SCALAR),
     (("nonzero", "equal", "unique2", "_unique2"), Role.READS),
     (("_to_copy", "copy_"), Role.MOVES),
+    (("div_", "div", "mul_", "mul"), Role.SCALES),
 )
 _MAKES = re.compile(
     r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"

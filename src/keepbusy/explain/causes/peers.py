@@ -6,7 +6,8 @@ beyond the others in every step is lateness.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,113 @@ UNEQUAL, UNEQUAL_TIMES = 500_000, 1.1
 
 
 def find_exposed(scene: Scene) -> Finding:
+    """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute."""
     draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
     paired = np.array(["SendRecv" in name for name in scene.timeline.names], bool)[spans.name]
-    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired)
+    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired
+    early, all_of_them = _sent_early(scene, travels)
+    for launch, rows in early.items():
+        draft.edit.drop[rows] = True
+        draft.blame(rows, launch)
+    rows = np.flatnonzero(travels & ~all_of_them)
     draft.edit.lane[rows] = SideLane.WIRE
     draft.blame(rows, np.where(scene.launch[rows] == NONE, rows, scene.launch[rows]))
     return draft.finding()
+
+
+def _sent_early(scene: Scene, travels: Mask) -> tuple[dict[int, Ints], Mask]:
+    """Of each collective of gradients that more gradients are added to before the optimizer uses them: its launch, and
+    what leaves if they travel with the last ones. And which collectives are of such gradients, the last ones included.
+    """
+    timeline, early = scene.timeline, dict[int, Ints]()
+    of_gradients = np.zeros(len(timeline), bool)
+    for passes in accumulated(scene):
+        collectives = np.concatenate([one.gradients_of(scene, travels) for one in passes])
+        if not len(passes[-1].gradients_of(scene, travels)):
+            continue
+        of_gradients[collectives] = True
+        for one in passes[:-1]:
+            rows = one.gradients_of(scene, travels)
+            leaves = [one.call_of(scene, row) for row in rows.tolist()]
+            leaves[:1] = [np.concatenate([first, one.scaled(scene)]) for first in leaves[:1]]
+            early |= dict(zip(scene.launch[rows].tolist(), leaves, strict=True))
+    return early, of_gradients
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """The rows of one backward pass, and of what follows until the next one or the optimizer."""
+
+    first: int
+    last: int
+    end: int
+    main: int  # the lane of the thread that called it
+    later: frozenset[int] = frozenset()  # paths of what launches after the last pass, before the optimizer does
+
+    def gradients_of(self, scene: Scene, travels: Mask) -> Ints:
+        """Its collectives: those that PyTorch launches as gradients are done, and those of the program afterwards."""
+        launch, rank = scene.launch, scene.timeline.rank_of_rows
+        rows = np.flatnonzero(travels & (launch >= self.first) & (launch < self.end))
+        rows = rows[rank[rows] == scene.timeline.lanes[self.main].rank]
+        after = launch[rows] > self.last
+        frame = scene.timeline.spans.frame[launch[rows]]
+        known = np.isin(scene.path[frame], list(self.later)) & (frame != NONE)
+        return rows[np.where(after, known, scene.hands_over_gradients[launch[rows]])]
+
+    def scaled(self, scene: Scene) -> Ints:
+        """What PyTorch launches beside its collectives, for the mean over the ranks."""
+        rows = np.arange(self.first, self.last + 1)
+        mine = scene.timeline.rank_of_rows[rows] == scene.timeline.lanes[self.main].rank
+        inside = rows[mine & scene.hands_over_gradients[rows] & scene.scales[rows]]
+        return np.concatenate([inside, np.flatnonzero(np.isin(scene.launch, inside))])
+
+    def call_of(self, scene: Scene, row: int) -> Ints:
+        """The rows that leave with a collective: of one that the program makes, all that is called for it."""
+        launch, frames = int(scene.launch[row]), scene.timeline.frames
+        if launch <= self.last:
+            return np.array([launch, row], np.int64)
+        begins, frame, call = int(scene.timeline.spans.end[self.last]), int(scene.timeline.spans.frame[launch]), NONE
+        while frame != NONE and frames.start[frame] >= begins:
+            frame, call = int(frames.parent[frame]), frame
+        if call == NONE:
+            return np.array([launch, row], np.int64)
+        spans, rows = scene.timeline.spans, np.arange(self.last, self.end)
+        inside = rows[(spans.lane[rows] == frames.lane[call]) & (spans.start[rows] >= frames.start[call])]
+        inside = inside[spans.end[inside] <= frames.end[call]]
+        commands = np.flatnonzero(np.isin(scene.launch, inside))
+        return np.concatenate([inside, commands])
+
+
+def accumulated(scene: Scene) -> Iterator[list[BackwardPass]]:
+    """Backward passes in a row, whose gradients the optimizer uses together; two or more."""
+    timeline, rank = scene.timeline, scene.timeline.rank_of_rows
+    optimizer = scene.within(scene.frames_with(Role.OPTIMIZER))
+    backward = scene.within(scene.frames_with(Role.BACKWARD))
+    launches = (scene.command != NONE) | optimizer
+    for one in timeline.ranks:
+        rows = np.flatnonzero(launches & (rank == one))
+        main = int(timeline.spans.lane[timeline.marks_of(one)[0]])
+        kind = np.where(optimizer[rows], 2, np.where(backward[rows], 1, 0))
+        changes = np.flatnonzero(np.diff(kind, prepend=-1))
+        group: list[BackwardPass] = []
+        for place, begin in enumerate(changes.tolist()):
+            end = changes[place + 1] if place + 1 < len(changes) else len(rows)
+            if kind[begin] == 1:
+                group.append(BackwardPass(int(rows[begin]), int(rows[end - 1]), int(rows[end - 1]) + 1, main))
+            elif group and kind[begin] == 0:
+                group[-1] = replace(group[-1], end=int(rows[end - 1]) + 1)
+            elif group:
+                yield from _whole(scene, group)
+                group = []
+        yield from _whole(scene, group)
+
+
+def _whole(scene: Scene, group: Sequence[BackwardPass]) -> Iterator[list[BackwardPass]]:
+    if len(group) > 1:
+        rows = np.arange(group[-1].last + 1, group[-1].end)
+        frame = scene.timeline.spans.frame[rows[(scene.command[rows] != NONE)]]
+        later = frozenset(scene.path[frame[frame != NONE]].tolist())
+        yield [replace(one, later=later) for one in group]
 
 
 def without_messages(scene: Scene) -> Edit:
