@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import shlex
 import sys
@@ -37,6 +38,7 @@ The program runs as it is: its arguments, its output and its exit code are its o
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
+    _add_of_the_fixes(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
     parser.add_argument(
         "program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program to run, unchanged, and its own arguments"
@@ -97,6 +99,25 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
+    """What is done to the program while it runs."""
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="apply the fixes that are safe while the program runs, and say what they gain",
+    )
+    parser.add_argument(
+        "--without", type=_names, metavar="FIXES", default=(), help="of these, not: copies,late_numbers,cache,garbage"
+    )
+    parser.add_argument(
+        "--also", type=_names, metavar="FIXES", default=(), help="and those whose values differ by rounding: fused"
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to 64")
@@ -122,6 +143,10 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         options.page_at = options.page.absolute()
     if not options.module:
         script.find(options.script)
+    if options.fix or options.without or options.also:
+        from keepbusy.fix.live.live_fixes import chosen
+
+        options.fixes = chosen(options.without, options.also)
     real = options.on == "auto" and supervised_run.is_possible()
     if options.live and not real:
         raise BadInput(
@@ -134,21 +159,41 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         supervised_run.run(
             options,
             streams,
-            lambda: _program(options),
+            lambda: _program(options, streams),
             lambda timeline: _report(timeline, options, streams),
             lambda timeline: explained(timeline, None, options.what_if, options.workers),
         )
     return _virtual(options, streams)
 
 
-def _program(options: argparse.Namespace) -> int:
+def _program(options: argparse.Namespace, streams: StandardStreams) -> int:
     """Where the result is JSON, standard output is the result's alone, also for children and native code."""
     from keepbusy.instrument import script
 
     if options.json:
         with suppress(OSError):
             os.dup2(2, 1)
+    if options.fix:
+        _fix(options, streams)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
+
+
+def _fix(options: argparse.Namespace, streams: StandardStreams) -> None:
+    """From here on. What was done is told once the program has ended, before the report."""
+    from keepbusy.fix.live.live_fixes import LiveFixes
+
+    fixes = LiveFixes(options.fixes)
+    fixes.begin()
+
+    def tell() -> None:
+        flush(sys.stdout, sys.stderr)
+        told = fixes.told()
+        if options.json:
+            sys.stderr.write(f"{told}\n")
+        elif told:
+            streams.show("\n", told, "\n")
+
+    atexit.register(tell)
 
 
 def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
@@ -176,7 +221,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     asked = Options(device, launch.devices(options.gpus), measured, real, clocks)
     timeline = start(asked, launch.rank(), left)
-    code = _program(options)
+    code = _program(options, streams)
     if code < 0:
         ending.by(-code)
     sys.exit(code if code >= 0 else 128 - code)
@@ -193,6 +238,9 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += [] if options.workers == 8 else ["--workers", str(options.workers)]
     given += ["--json"] if options.json else []
     given += ["--live"] if options.live else []
+    given += ["--fix"] if options.fix else []
+    given += ["--without", ",".join(options.without)] if options.without else []
+    given += ["--also", ",".join(options.also)] if options.also else []
     given += ["--quiet"] if options.quiet else []
     given += ["--save", str(options.save)] if options.save else []
     given += ["--page", str(options.page)] if options.page else []

@@ -44,6 +44,17 @@ class Patches:
             self._undo.pop()()
 
 
+def admit_lazy_parameters(patches: Patches) -> None:
+    """Parameters without a shape know the methods that they may be asked for by identity, so they are told the new."""
+    from torch import Tensor
+    from torch.nn import parameter
+
+    lazy: Any = vars(parameter)["UninitializedTensorMixin"]
+    known = lazy._allowed_methods
+    lazy._allowed_methods = known + [getattr(Tensor, one.__name__, one) for one in known]
+    patches.later(lambda: setattr(lazy, "_allowed_methods", known))
+
+
 def _put_back(owner: Any, name: str, ours: Function, own: Any) -> None:
     if vars(owner).get(name) is not ours:
         return

@@ -7,16 +7,20 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import TextIO
 
 from keepbusy.timeline.errors import BadInput
 
+COMPILE: list[Callable[[bytes, str], CodeType]] = [
+    lambda source, path: compile(source, path, "exec", dont_inherit=True)
+]
+"""How a script becomes code; the last one counts."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _RECORDING = str(Path(__file__).parents[1] / "recording") + os.sep
 
@@ -84,10 +88,7 @@ def _execute(path: str, main: ModuleType) -> None:
     loader = SourcelessFileLoader("__main__", path) if compiled else SourceFileLoader("__main__", path)
     own = {"__file__": path, "__cached__": None}
     main.__dict__.update(own, __loader__=loader)
-    if compiled:
-        code = loader.get_code("__main__")
-    else:
-        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    code = loader.get_code("__main__") if compiled else COMPILE[-1](Path(path).read_bytes(), path)
     try:
         exec(code, main.__dict__)  # type: ignore[arg-type]
     finally:

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
-from keepbusy.instrument.patches import Function, Patches, left_alone
+from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 SYNC, BLOCKING_COPY = "sync", "blocking copy"
 STAGED = 65_536
@@ -117,12 +118,14 @@ class WaitWatch:
         return leave
 
     def _set_up(self) -> None:
+        _device_constructors()  # which keeps functions by identity, and is to keep PyTorch's own
         self._mode = torch.cuda.get_sync_debug_mode()
         self._hear_warnings()
         torch.cuda.set_sync_debug_mode("warn")
         self._patches.later(lambda: torch.cuda.set_sync_debug_mode(self._mode))
         for owner, name in _timed():
             self._patches.replace(owner, name, self._timing(f"{owner.__name__}.{name}".removeprefix("torch.")))
+        admit_lazy_parameters(self._patches)
         for owner, name in _unseen():
             self._patches.replace(owner, name, self._counting(f"{owner.__name__}.{name}".removeprefix("torch.")))
         self._patches.replace(torch.autograd.graph, "_engine_run_backward", self._listening_to_backward)

@@ -1,0 +1,251 @@
+"""Copies to the device that Python does not wait for.
+
+A copy that blocks makes Python wait for all that the stream has to do, and then for the bus. Here the values are
+taken down into pinned memory at the call, so that the program may do with its tensor what it likes afterwards, and
+travel from there: small ones on the current stream, large ones on a stream of their own, beside the computation.
+
+What could tell the difference, and what is done about it:
+- the program changes its tensor after the call: it was copied at the call, or the call waits for its bytes to be gone;
+- another stream uses the tensor without waiting, as it may after a copy that blocks: at the first sight of a stream of
+  the program's own everything is waited for once, and from then on all copies are the plain ones;
+- pinned memory may still be written by the device: once the program brings anything home without waiting, its pinned
+  tensors are copied the plain way;
+- memory of a tensor that goes is not given out before its last reader is done: it is marked as the stream's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+from keepbusy.fix.live.switch import FixSwitch
+from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
+
+_SMALL = 1 << 16
+"""Bytes up to which the bus is no matter: a stream of its own would cost more than it saves."""
+_IN_FLIGHT = 4
+"""Large copies that may be under way at once; who is further ahead waits for the oldest."""
+_CHECKED = 3
+"""So many copies of each kind are made both ways and compared."""
+
+
+class DeferredCopies:
+    """`Tensor.to`, `.cuda`, `.copy_` and `torch.tensor(..., device=...)`, from the host to a device."""
+
+    def __init__(self) -> None:
+        self.switch = FixSwitch("copies", "copies to the GPU that Python does not wait for")
+        self._side: dict[int, Any] = {}
+        self._flying: deque[Any] = deque()
+        self._brings_home = False
+        self._busy = False
+
+    def patch(self, patches: Patches) -> None:
+        patches.replace(Tensor, "to", self._to)
+        patches.replace(Tensor, "cuda", self._cuda)
+        patches.replace(Tensor, "copy_", self._copy_)
+        admit_lazy_parameters(patches)
+        _device_constructors()  # which keeps functions by identity, and is to keep PyTorch's own
+        patches.replace(torch, "tensor", self._tensor)
+        patches.replace(torch, "_foreach_copy_", self._bringing_home)
+        patches.replace(torch.cuda.StreamContext, "__enter__", self._entering)
+        patches.replace(torch.cuda, "set_stream", self._setting)
+
+    # what the program calls
+
+    def _to(self, plain: Function) -> Function:
+        @left_alone
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._busy or not self.switch.on:
+                return plain(tensor, *args, **kwargs)
+            if tensor.is_cuda:
+                self._note_home(args, kwargs)
+                return plain(tensor, *args, **kwargs)
+            with suppress(TypeError, RuntimeError):
+                device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+                if device is not None and device.type == "cuda" and layout is None:
+                    sent = self._send(tensor, device, dtype or tensor.dtype, non_blocking)
+                    if sent is not None:
+                        return self._compared(sent, lambda: plain(tensor, *args, **kwargs))
+            return plain(tensor, *args, **kwargs)
+
+        return to
+
+    def _cuda(self, plain: Function) -> Function:
+        @left_alone
+        def cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._busy or not self.switch.on or tensor.is_cuda or kwargs.get("memory_format") is not None:
+                return plain(tensor, *args, **kwargs)
+            device = args[0] if args else kwargs.get("device")
+            non_blocking = bool(args[1]) if len(args) > 1 else bool(kwargs.get("non_blocking"))
+            chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+            sent = self._send(tensor, chosen, tensor.dtype, non_blocking)
+            if sent is None:
+                return plain(tensor, *args, **kwargs)
+            return self._compared(sent, lambda: plain(tensor, *args, **kwargs))
+
+        return cuda
+
+    def _copy_(self, plain: Function) -> Function:
+        @left_alone
+        def copy_(target: Tensor, source: Any, non_blocking: bool = False) -> Any:
+            if self._busy or not self.switch.on or not isinstance(source, Tensor):
+                return plain(target, source, non_blocking)
+            if source.is_cuda and not target.is_cuda and non_blocking:
+                self._brings_home = True
+            fits = target.is_cuda and not non_blocking and self._may(source) and not source.is_pinned()
+            if not fits or target.requires_grad or type(target) is not Tensor:
+                return plain(target, source, non_blocking)
+            staged = torch.empty(source.shape, dtype=target.dtype, pin_memory=True)
+            plain(staged, source)
+            self.switch.count()
+            return plain(target, staged, True)
+
+        return copy_
+
+    def _tensor(self, plain: Function) -> Function:
+        @left_alone
+        def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if self._busy or not self.switch.on or device is None or not isinstance(data, list | tuple | int | float):
+                return plain(data, *args, **kwargs)
+            with suppress(RuntimeError, TypeError):
+                device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+                if device.type == "cuda" and not _holds_tensor(data) and not kwargs.get("pin_memory"):
+                    wants = kwargs.pop("requires_grad", False)
+                    made = plain(data, *args, **{**kwargs, "device": "cpu"})
+                    sent = self._send(made, device, made.dtype, False)
+                    return (made.to(device) if sent is None else sent).requires_grad_(wants)
+            return plain(data, *args, **kwargs)
+
+        return tensor
+
+    def _bringing_home(self, plain: Function) -> Function:
+        def foreach_copy_(targets: Any, sources: Any, non_blocking: bool = False) -> Any:
+            if non_blocking:
+                self._brings_home = True
+            return plain(targets, sources, non_blocking)
+
+        return foreach_copy_
+
+    def _note_home(self, args: Any, kwargs: Any) -> None:
+        if kwargs.get("non_blocking") or True in args[1:]:
+            self._brings_home = True
+
+    # streams of the program's own
+
+    def _entering(self, plain: Function) -> Function:
+        def enter(context: Any) -> Any:
+            self._see(getattr(context, "stream", None))
+            return plain(context)
+
+        return enter
+
+    def _setting(self, plain: Function) -> Function:
+        def set_stream(stream: Any) -> Any:
+            self._see(stream)
+            return plain(stream)
+
+        return set_stream
+
+    def _see(self, stream: Any) -> None:
+        if self._busy or not self.switch.on or stream is None:
+            return
+        if stream != torch.cuda.default_stream(stream.device):
+            self.switch.stop("the program has streams of its own, which might not wait for them")
+            torch.cuda.synchronize()
+
+    # the copy itself
+
+    def _may(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+            and not torch.compiler.is_compiling()
+            and not torch.cuda.is_current_stream_capturing()
+            and torch._C._len_torch_dispatch_stack() == 0
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def _send(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor | None:
+        if not self._may(tensor):
+            return None
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        pinned = tensor.is_pinned()
+        if pinned and (self._brings_home or dtype != tensor.dtype):
+            return None
+        small = tensor.numel() * dtype.itemsize <= _SMALL
+        if small and pinned and non_blocking:
+            return None  # that is what the plain copy does
+        self._busy = True
+        try:
+            source = tensor if pinned and not small else _staged(tensor, dtype)
+            sent = self._beside(source, device, pinned and not non_blocking) if not small else _in_order(source, device)
+        finally:
+            self._busy = False
+        self.switch.count()
+        return sent
+
+    def _beside(self, source: Tensor, device: torch.device, wait: bool) -> Tensor:
+        """On a stream of its own; the current one waits for it, on the device."""
+        side = self._side.get(device.index)
+        if side is None:
+            side = self._side[device.index] = torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        with torch.cuda.stream(side):
+            sent = torch.empty_like(source, device=device)
+            sent.copy_(source, non_blocking=True)
+            copied = side.record_event()
+        current.wait_event(copied)
+        sent.record_stream(current)
+        self._flying.append(copied)
+        if len(self._flying) > _IN_FLIGHT:
+            self._flying.popleft().synchronize()
+        if wait:  # the program may change its own pinned memory from here on
+            copied.synchronize()
+        return sent
+
+    def _compared(self, sent: Tensor, plain: Any) -> Tensor:
+        if self.switch.checked >= _CHECKED:
+            return sent
+        self.switch.checked += 1
+        self._busy = True
+        try:
+            other = plain()
+        finally:
+            self._busy = False
+        if sent.stride() == other.stride() and sent.dtype == other.dtype and _same_bits(sent, other):
+            return sent
+        self.switch.stop("a copy came out different")
+        return other
+
+
+def _staged(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values as they are now, in pinned memory; cast on the host, as the plain copy does."""
+    staged = torch.empty_like(tensor, dtype=dtype, pin_memory=True)
+    staged.copy_(tensor)
+    return staged
+
+
+def _in_order(source: Tensor, device: torch.device) -> Tensor:
+    sent = torch.empty_like(source, device=device)
+    sent.copy_(source, non_blocking=True)
+    return sent
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also where both are not a number."""
+    return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _holds_tensor(data: Any) -> bool:
+    return isinstance(data, Tensor) or (isinstance(data, list | tuple) and any(map(_holds_tensor, data)))

@@ -1,0 +1,181 @@
+"""All fixes of a running program: begun before it, reported after it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Sequence
+from importlib.machinery import SourceFileLoader
+from statistics import median
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from keepbusy.fix.live.rewriting import NAME, rewritten
+from keepbusy.instrument import script
+from keepbusy.instrument.children import when_imported
+from keepbusy.instrument.lines import USER, kind_of
+from keepbusy.instrument.patches import Function, Patches
+from keepbusy.report.words import duration, share, transition
+from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.fix.live.switch import FixSwitch
+
+SAFE = ("copies", "late_numbers", "cache", "garbage")
+ASKED = ("fused",)
+"""Those that are not done unless they are named: their values differ, within a stated tolerance."""
+NOISE = 0.02
+"""Of a turn: who gains less is switched off."""
+_SHOWN = 4
+
+
+def chosen(without: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[str, ...]:
+    """The fixes to be done."""
+    for name in (*without, *also):
+        if name not in (*SAFE, *ASKED):
+            raise BadInput(f"{name!r} is no fix; the fixes are {', '.join((*SAFE, *ASKED))}.")
+    return tuple(name for name in (*SAFE, *also) if name not in without)
+
+
+class LiveFixes:
+    """What `keepbusy run --fix` does to a program."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._patches = Patches()
+        self.switches: list[FixSwitch] = []
+        self._trial: Any = None
+
+    def begin(self) -> None:
+        """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
+        if "late_numbers" in self._names:
+            script.COMPILE.append(self.compile)
+            self._patches.later(script.COMPILE.pop)
+            self._patches.replace(SourceFileLoader, "get_code", self._reading)
+        when_imported("torch", self._meet_torch)
+
+    def end(self) -> None:
+        """Everything is put back; what was done is remembered."""
+        self._patches.undo()
+
+    def compile(self, source: bytes, path: str, is_script: bool = True) -> CodeType:
+        """The program as it is to run."""
+        try:
+            tree, lines = rewritten(ast.parse(source), is_script)
+        except (SyntaxError, ValueError, RecursionError):
+            return script.COMPILE[0](source, path)  # which says what is wrong with it
+        return compile(tree, path, "exec", dont_inherit=True) if lines else script.COMPILE[0](source, path)
+
+    def _reading(self, plain: Function) -> Function:
+        """Modules of the user's own are compiled anew; what Python has kept of them was not rewritten."""
+
+        def get_code(loader: Any, name: str) -> CodeType | None:
+            path = loader.get_filename(name)
+            if kind_of(path) != USER:
+                return plain(loader, name)
+            return self.compile(loader.get_data(path), path, name == "__main__")
+
+        return get_code
+
+    def _meet_torch(self) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        if not torch.cuda.is_available():
+            self._offer(_Plain())
+            return
+        from keepbusy.fix.live.calls import KeptCache, QuickCollection
+        from keepbusy.fix.live.copies import DeferredCopies
+        from keepbusy.fix.live.late_numbers import LateNumbers
+        from keepbusy.fix.live.optimizers import FusedOptimizers
+        from keepbusy.fix.live.trial import FixTrial
+
+        self._trial = FixTrial(self._switch, self._judge)
+        late = LateNumbers()
+        self._offer(late)
+        fixes = {
+            "copies": DeferredCopies(),
+            "late_numbers": late,
+            "cache": KeptCache(lambda: self._trial.turns),
+            "garbage": QuickCollection(lambda: self._trial.turns),
+            "fused": FusedOptimizers(),
+        }
+        for name in self._names:
+            fix: Any = fixes[name]
+            self.switches.append(fix.switch)
+            if name != "late_numbers":
+                fix.patch(self._patches)
+        hook = register_optimizer_step_post_hook(lambda *_: self._trial.turn())
+        self._patches.later(hook.remove)
+        self._switch(True)
+
+    def _offer(self, late: Any) -> None:
+        setattr(builtins, NAME, late)
+        self._patches.later(lambda: delattr(builtins, NAME))
+
+    def _switch(self, on: bool) -> None:
+        for one in self.switches:
+            one.on = on and not one.off_because
+
+    def _judge(self, result: Any) -> None:
+        """What gains nothing here is left to the program as it is."""
+        if result.gain < NOISE:
+            for one in self.switches:
+                one.stop("it gained nothing here")
+
+    def told(self) -> str:
+        """What was done, how often, and what it gained."""
+        if self._trial is None:
+            return ""
+        lines = ["keepbusy --fix", ""]
+        for one in self.switches:
+            lines += _about(one)
+        lines += ["", *self._measured()]
+        return "\n".join(lines)
+
+    def _measured(self) -> Iterator[str]:
+        result = self._trial.result
+        if result is None:
+            yield f"gain          not measured: the program took {self._trial.turns} turns, too few to compare"
+            return
+        plain, fixed = round(median(result.plain)), round(median(result.fixed))
+        saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
+        yield f"gain          {transition(plain, fixed)} a turn, {saved}"
+        yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, in turns"
+
+
+def _range(times: Sequence[int]) -> str:
+    return f"{duration(min(times))} to {duration(max(times))}"
+
+
+def _about(switch: FixSwitch) -> Iterator[str]:
+    times = switch.done.total()
+    checked = f"; {switch.checked} done both ways, all the same" if switch.checked and not switch.off_because else ""
+    yield f"{switch.name:<13} {times} {switch.about}{checked}" if times else f"{switch.name:<13} nothing to do"
+    for place, count in switch.done.most_common(_SHOWN):
+        yield f"              {count} at {place}"
+    if switch.tolerance and times:
+        yield f"              {switch.tolerance}"
+    if switch.off_because:
+        yield f"              switched off: {switch.off_because}"
+
+
+class _Plain:
+    """What rewritten lines call where there is no GPU."""
+
+    @staticmethod
+    def add(total: Any, formula: Any, values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+        total += formula(*(one.item() for one in values), *others)
+        return total
+
+    @staticmethod
+    def keep(formula: Any, values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+        return formula(*(one.item() for one in values), *others)
+
+    @staticmethod
+    def append(held: Any, formula: Any, values: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+        held.append(formula(*(one.item() for one in values), *others))
+
+    @staticmethod
+    def value(name: Any) -> Any:
+        return name

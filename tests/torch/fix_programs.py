@@ -1,0 +1,518 @@
+"""Programs that would notice a fix that takes a liberty. Each leaves what it found in `found`."""
+
+from __future__ import annotations
+
+HEAD = """\
+import copy, gc, itertools, random, sys, weakref
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+found = []
+torch.manual_seed(0); random.seed(0); np.random.seed(0)
+LARGE = (64, 513)
+
+class Rows(Dataset):
+    def __init__(self, count=6):
+        self.x = torch.arange(count * 513, dtype=torch.float32).reshape(count, 513) / 1000
+    def __len__(self): return len(self.x)
+    def __getitem__(self, at): return self.x[at], at % 3
+
+def model(width=513):
+    torch.manual_seed(1)
+    return nn.Linear(width, 3).cuda()
+
+def train(net, x, y, optimizer):
+    loss = nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    return loss
+
+def sgd(net, **options): return torch.optim.SGD(net.parameters(), lr=0.1, **options)
+"""
+
+COPIES = {
+    "changed after the copy": """
+x = torch.ones(LARGE); sent = x.to("cuda"); x.zero_()
+found.append(sent.sum().item())
+""",
+    "changed after a copy that was not to block": """
+x = torch.ones(LARGE).pin_memory(); sent = x.to("cuda"); x.fill_(3)
+found.append(sent.sum().item())
+""",
+    "changed through numpy": """
+a = np.ones(LARGE, np.float32); sent = torch.from_numpy(a).cuda(); a[:] = 5
+found.append(sent.sum().item())
+""",
+    "one buffer for all batches": """
+buffer, kept = torch.zeros(LARGE), []
+for step in range(5):
+    buffer.fill_(step); kept.append(buffer.to("cuda"))
+found += [one.mean().item() for one in kept]
+""",
+    "batches kept in a list": """
+kept = [x.to("cuda") for x, _ in DataLoader(Rows(), batch_size=2)]
+for one in kept: one.mul_(2)
+found += [one.sum().item() for one in kept]
+""",
+    "a batch changed in place before it is moved": """
+for x, y in DataLoader(Rows(), batch_size=2):
+    x.mul_(2); found.append(x.to("cuda").sum().item()); x.add_(1); found.append(x.cuda().sum().item())
+""",
+    "a batch moved twice": """
+for x, y in DataLoader(Rows(), batch_size=2):
+    a, b = x.cuda(), x.cuda(); a.zero_()
+    found.append((a.sum().item(), b.sum().item(), a.data_ptr() != b.data_ptr()))
+""",
+    "the host's tensor stays what it is": """
+x = torch.ones(LARGE); x.to("cuda").zero_()
+found += [x.sum().item(), x.is_pinned(), x.device.type]
+""",
+    "strides stay": """
+x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last)
+for one in (x, x.transpose(1, 2), x[:, ::2], x.expand(2, 8, 3, 32, 32), x[0, 0].T):
+    sent = one.to("cuda"); found.append((sent.stride(), sent.shape, sent.sum().item()))
+""",
+    "types are cast as before": """
+x = torch.tensor([1.9, -2.9, 300.7, 65504.0, 1e30] * 5000)
+for dtype in (torch.float16, torch.bfloat16, torch.int32, torch.float64, torch.bool):
+    found.append(x.to("cuda", dtype).cpu().tolist()[:5])
+found.append(x.to(dtype=torch.float16, device="cuda")[3].item())
+""",
+    "to what another tensor is": """
+other = torch.ones(1, dtype=torch.float64, device="cuda")
+found.append((torch.ones(3).to(other).dtype, torch.ones(LARGE).to(other).sum().item()))
+""",
+    "a gradient flows through the copy": """
+x = torch.ones(LARGE, requires_grad=True); (x.to("cuda") * 2).sum().backward()
+found.append(x.grad.sum().item())
+""",
+    "parameters stay parameters": """
+net = nn.Linear(513, 300).cuda(); found.append([type(p).__name__ for p in net.parameters()])
+found.append([p.is_leaf for p in net.parameters()])
+""",
+    "lazy layers": """
+net = nn.Sequential(nn.LazyLinear(4)).cuda(); found.append(net(torch.ones(LARGE).cuda()).shape)
+""",
+    "special tensors": """
+x = torch.randn(200, 200, dtype=torch.complex64)
+for one in (x.conj(), x.imag, x.conj().imag, torch._neg_view(torch.ones(300, 300))):
+    found.append(one.to("cuda").cpu().sum().item())
+""",
+    "subclasses stay subclasses": """
+class Mine(torch.Tensor): pass
+found.append(type(torch.ones(LARGE).as_subclass(Mine).to("cuda")).__name__)
+""",
+    "empty and zero-dimensional": """
+found += [torch.ones(0, 5).to("cuda").shape, torch.tensor(3.5).to("cuda").item(), torch.ones(()).cuda().shape]
+""",
+    "another stream uses it without waiting": """
+x = torch.ones(1 << 20); side = torch.cuda.Stream()
+sent = x.to("cuda")
+with torch.cuda.stream(side):
+    twice = sent * 2
+side.synchronize(); found.append(twice.sum().item())
+again = torch.full((1 << 20,), 3.0).to("cuda")
+with torch.cuda.stream(side):
+    found.append((again * 2).sum().item())
+""",
+    "home without waiting, and there again": """
+g = torch.arange(1 << 18, device="cuda", dtype=torch.float32)
+for _ in range(30): g = g + 1
+home = g.to("cpu", non_blocking=True); back = home.to("cuda", non_blocking=True)
+torch.cuda.synchronize(); found.append((back == g).all().item())
+pinned = torch.empty(1 << 18, pin_memory=True); pinned.copy_(g * 2, non_blocking=True)
+found.append((pinned.to("cuda") == g * 2).all().item())
+""",
+    "copy_ into what is in use": """
+target = torch.zeros(LARGE, device="cuda"); source = torch.ones(LARGE)
+for step in range(4):
+    target.copy_(source); source.add_(1); found.append(target.sum().item())
+target.copy_(torch.arange(513)); found.append(target.sum().item())
+target[:, :3].copy_(torch.ones(64, 3, dtype=torch.float64)); found.append(target.sum().item())
+""",
+    "new tensors from lists": """
+found.append(torch.tensor([1, 2, 3], device="cuda").sum().item())
+found.append(torch.tensor([1.5, True], device="cuda", dtype=torch.float16).tolist())
+t = torch.tensor([[1.0, 2.0]], device="cuda", requires_grad=True); (t * t).sum().backward()
+found.append(t.grad.tolist())
+found.append((t.is_leaf, torch.tensor(7, device="cuda").dtype, torch.tensor([], device="cuda").dtype))
+with torch.device("cuda"):
+    found.append(torch.tensor([1.0]).device.type)
+""",
+    "wrong arguments fail as before": """
+for wrong in (lambda: torch.ones(3).to("nowhere"), lambda: torch.ones(3).to("cuda", 5, 7, 8, 9),
+              lambda: torch.ones(3).cuda("cpu"), lambda: torch.tensor([[1], [1, 2]], device="cuda"),
+              lambda: torch.ones(3).to("cuda:99")):
+    try: wrong(); found.append("fine")
+    except Exception as error: found.append(type(error).__name__)
+""",
+    "freed and taken again": """
+total = torch.zeros((), device="cuda")
+for step in range(40):
+    total += torch.full((1 << 17,), float(step)).to("cuda").sum()
+    junk = torch.full((1 << 17,), -1.0, device="cuda"); del junk
+found.append(total.item())
+""",
+    "inference mode": """
+with torch.inference_mode():
+    x = torch.ones(LARGE).to("cuda"); found.append((x.is_inference(), x.sum().item()))
+""",
+    "under autocast": """
+net, x = model(), torch.randn(LARGE)
+with torch.autocast("cuda", dtype=torch.bfloat16): found.append(net(x.to("cuda")).float().sum().item())
+""",
+    "a dictionary, a named tuple, an object": """
+from collections import namedtuple
+Pair = namedtuple("Pair", "x y")
+class Batch:
+    def __init__(self, x): self.x = x
+    def to(self, device): return Batch(self.x.to(device))
+found.append(Batch(torch.ones(LARGE)).to("cuda").x.sum().item())
+found.append([v.cuda().sum().item() for v in {"a": torch.ones(LARGE), "b": torch.ones(2)}.values()])
+found.append(Pair(*(t.to("cuda") for t in Pair(torch.ones(LARGE), torch.ones(3)))).x.sum().item())
+""",
+}
+
+LOADERS = {
+    "several loaders at once": """
+net = model(); optimizer = sgd(net)
+for (a, y), (b, _) in zip(DataLoader(Rows(), batch_size=2), DataLoader(Rows(), batch_size=3)):
+    found.append(train(net, a.cuda(), y.cuda(), optimizer).item()); found.append(b.cuda().sum().item())
+""",
+    "a generator as a loader": """
+def batches():
+    try:
+        for step in range(4): yield torch.full(LARGE, float(step))
+    finally: found.append("closed")
+for x in batches():
+    if x.to("cuda").mean().item() > 1.5: break
+gc.collect()
+""",
+    "a subclass of DataLoader": """
+class Doubled(DataLoader):
+    def __iter__(self): return ((2 * x, y) for x, y in super().__iter__())
+for x, y in Doubled(Rows(), batch_size=2): found.append(x.to("cuda").sum().item())
+found.append(len(Doubled(Rows(), batch_size=2)))
+""",
+    "random numbers in the loop and in the data": """
+class Noisy(Rows):
+    def __getitem__(self, at): return self.x[at] + torch.randn(513), at
+for x, y in DataLoader(Noisy(), batch_size=2, shuffle=True):
+    found.append((x.cuda().sum().item(), torch.randn(1).item(), random.random(), y.tolist()))
+""",
+    "a data set that the loop changes": """
+data = Rows()
+for x, y in DataLoader(data, batch_size=1):
+    found.append(x.cuda().sum().item()); data.x += 1
+""",
+    "an iterable data set": """
+class Stream(IterableDataset):
+    def __iter__(self): return iter(torch.full((513,), float(n)) for n in range(5))
+for x in DataLoader(Stream(), batch_size=2): found.append(x.cuda().mean().item())
+""",
+    "leaving early and beginning again": """
+loader = DataLoader(Rows(), batch_size=2, shuffle=True)
+for _ in range(2):
+    for at, (x, y) in enumerate(loader):
+        found.append(x.cuda().sum().item())
+        if at == 1: break
+""",
+    "an error in the loop": """
+try:
+    for x, y in DataLoader(Rows(), batch_size=2):
+        found.append(x.cuda().sum().item())
+        if len(found) == 2: raise KeyError("stop")
+except KeyError as error: found.append(str(error))
+""",
+    "a pinned loader": """
+for x, y in DataLoader(Rows(300), batch_size=100, pin_memory=True):
+    sent = x.to("cuda", non_blocking=True); found.append((sent.sum().item(), x.is_pinned()))
+""",
+}
+
+NUMBERS = {
+    "summed": """
+net = model(); optimizer = sgd(net); total = 0.0; seen = 0
+for x, y in DataLoader(Rows(), batch_size=2):
+    loss = train(net, x.cuda(), y.cuda(), optimizer)
+    total += loss.item() * len(x); seen += len(x)
+found += [total, total / seen, type(total).__name__, isinstance(total, float), f"{total:.3f}"]
+""",
+    "kept in a list": """
+def run():
+    net = model(); optimizer = sgd(net); losses, steps = [], []
+    for x, y in DataLoader(Rows(), batch_size=2):
+        losses.append(train(net, x.cuda(), y.cuda(), optimizer).item())
+    return losses
+losses = run()
+found += [losses, [type(one).__name__ for one in losses], sum(losses), max(losses), np.mean(losses)]
+""",
+    "the tensor changes after it was read": """
+def run():
+    value, values, total = torch.zeros((), device="cuda"), [], 0
+    for step in range(5):
+        value += 1; values.append(value.item()); total += value.item()
+        value *= 2
+    return values, total
+found.append(run())
+""",
+    "decides what happens next": """
+def run():
+    x = torch.tensor(1.0, device="cuda"); steps = 0
+    while True:
+        x = x * 1.5; value = x.item(); steps += 1
+        if value > 10: break
+    return steps, value
+found.append(run())
+""",
+    "decides now and then": """
+def run():
+    x, best, total = torch.tensor(1.0, device="cuda"), 0.0, 0.0
+    for step in range(20):
+        x = x * 1.1; value = x.item(); total += x.item()
+        if step % 5 == 4:
+            if value > best: best = value
+            found.append((best, total))
+    return best, total, value
+found.append(run())
+""",
+    "whole numbers and truths": """
+def run():
+    right, flags, last = 0, [], None
+    for step in range(4):
+        x = torch.arange(6, device="cuda") + step
+        right += (x > 3).sum().item(); flags.append((x.sum() > 20).item()); last = (x.sum() * 10 ** 15).item()
+    return right, flags, last, type(right).__name__, type(flags[0]).__name__
+found.append(run())
+""",
+    "types of all kinds": """
+def run():
+    out = []
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.complex64):
+        one = torch.full((1, 1), 3, device="cuda").to(dtype)
+        if dtype.is_floating_point: one = one / 7
+        out.append(one.item())
+    return out
+found.append(run())
+""",
+    "a sum that is a tensor": """
+def run():
+    total = torch.zeros(2); alias = total
+    for step in range(3): total += torch.full((), float(step), device="cuda").item()
+    return total.tolist(), alias.tolist()
+found.append(run())
+""",
+    "not a number, and infinite": """
+def run():
+    values, total = [], 0.0
+    for step in range(4):
+        x = torch.tensor(0.0, device="cuda") / (step - 1); values.append(x.item()); total += x.item()
+    return values, total
+found.append(repr(run()))
+""",
+    "closures and inner functions see it": """
+def run():
+    total, calls = 0.0, []
+    def look(): calls.append(total)
+    for step in range(3):
+        total += torch.full((), float(step), device="cuda").item(); look()
+    return total, calls
+found.append(run())
+""",
+    "a global name that a function reads": """
+total = 0.0
+def look(): return total
+for step in range(3):
+    total += torch.full((), 1.0, device="cuda").item(); found.append(look())
+""",
+    "locals and eval look": """
+def run():
+    total = 0.0
+    for step in range(3): total += torch.full((), 2.0, device="cuda").item()
+    return locals()["total"], eval("total + 1")
+found.append(run())
+""",
+    "a list that others hold": """
+class Log:
+    def __init__(self): self.values = []
+log = Log()
+def run():
+    values = []; log.values = values
+    for step in range(3):
+        values.append(torch.full((), float(step), device="cuda").item()); found.append(list(log.values))
+    return values
+found.append(run())
+""",
+    "a list handed over while the loop runs": """
+def show(values): found.append(tuple(values))
+def run():
+    values = []
+    for step in range(3):
+        values.append(torch.full((), float(step), device="cuda").item())
+        if step == 1: show(values); kept = values
+    return values, kept
+found.append(run())
+""",
+    "a list that was there before": """
+def run(values):
+    for step in range(3): values.append(torch.full((), float(step), device="cuda").item())
+mine = [9.0]; run(mine); found.append(mine)
+""",
+    "other changes of the name": """
+def run():
+    total = 10.0
+    for step in range(4):
+        total += torch.full((), float(step), device="cuda").item()
+        if step == 2: total *= 2; total -= 1
+    total **= 2
+    del step
+    return total
+found.append(run())
+""",
+    "an error in the middle": """
+def run():
+    total = 0.0
+    try:
+        for step in range(5):
+            total += torch.full((), 1.0, device="cuda").item()
+            if step == 3: raise ValueError("stop")
+    except ValueError: found.append(total)
+    finally: found.append(total + 1)
+    return total
+found.append(run())
+""",
+    "more than one value": """
+def run():
+    total = 0.0
+    for step in range(2): total += torch.ones(2, device="cuda").item()
+try: run()
+except RuntimeError as error: found.append("more than one")
+""",
+    "a tuple of values": """
+def run():
+    history = []
+    for step in range(3):
+        a = torch.full((), float(step), device="cuda"); history.append((a.item(), (a * 2).item() + 1, step))
+    return history
+found.append(run())
+""",
+    "not a tensor of PyTorch": """
+def run():
+    total, values = 0.0, []
+    for step in range(3):
+        total += np.float64(step).item(); values.append(np.ones(1).item()); total += torch.ones(()).item()
+    return total, values
+found.append(run())
+""",
+    "a generator": """
+def run():
+    total = 0.0
+    for step in range(3):
+        total += torch.full((), 1.0, device="cuda").item()
+        if step % 2: yield total
+    yield total
+found.append(list(run()))
+""",
+    "gradient norms by hand": """
+net = model(); optimizer = sgd(net)
+for x, y in DataLoader(Rows(), batch_size=2):
+    loss = nn.functional.cross_entropy(net(x.cuda()), y.cuda()); optimizer.zero_grad(); loss.backward()
+    total = 0.0
+    for parameter in net.parameters(): total += parameter.grad.norm().item() ** 2
+    scale = min(1.0, 1.0 / (total ** 0.5 + 1e-6))
+    for parameter in net.parameters(): parameter.grad.mul_(scale)
+    optimizer.step(); found.append((total, loss.item()))
+""",
+    "a loss per class": """
+def run():
+    scores, count = [0.0] * 3, 0
+    for step in range(6):
+        scores[step % 3] += torch.full((), float(step), device="cuda").item(); count += 1
+    return scores, count
+found.append(run())
+""",
+}
+
+LIVES = {
+    "a schedule": """
+net = model(); optimizer = sgd(net, momentum=0.9); schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+for epoch in range(3):
+    total = 0.0
+    for x, y in DataLoader(Rows(), batch_size=2): total += train(net, x.cuda(), y.cuda(), optimizer).item()
+    schedule.step(); found.append((total, schedule.get_last_lr()))
+""",
+    "a schedule by the loss": """
+net = model(); optimizer = sgd(net); schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+for epoch in range(4):
+    total = 0.0
+    for x, y in DataLoader(Rows(), batch_size=2): total += train(net, x.cuda(), y.cuda(), optimizer).item()
+    schedule.step(total); found.append((total, optimizer.param_groups[0]["lr"]))
+""",
+    "a checkpoint restored in the middle": """
+net = model(); optimizer = torch.optim.Adam(net.parameters()); kept = None
+for turn, (x, y) in enumerate(itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 9)):
+    found.append(train(net, x.cuda(), y.cuda(), optimizer).item())
+    if turn == 3: kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    if turn == 6: net.load_state_dict(kept[0]); optimizer.load_state_dict(kept[1])
+""",
+    "a closure for the optimizer": """
+net = model(); optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+for x, y in DataLoader(Rows(), batch_size=3):
+    x, y = x.cuda(), y.cuda()
+    def closure():
+        optimizer.zero_grad(); loss = nn.functional.cross_entropy(net(x), y); loss.backward(); return loss
+    found.append(optimizer.step(closure).item())
+""",
+    "hooks": """
+net = model(); optimizer = sgd(net); norms = []
+net.register_forward_hook(lambda module, given, made: norms.append(made.sum().item()))
+net.weight.register_hook(lambda gradient: gradient * 0.5)
+for x, y in DataLoader(Rows(), batch_size=2): found.append(train(net, x.cuda(), y.cuda(), optimizer).item())
+found.append(norms)
+""",
+    "memory given back in the loop": """
+net = model(); optimizer = sgd(net)
+for x, y in DataLoader(Rows(), batch_size=2):
+    found.append(train(net, x.cuda(), y.cuda(), optimizer).item()); torch.cuda.empty_cache(); gc.collect()
+""",
+    "garbage is collected at the call": """
+net = model(); optimizer = sgd(net)
+class Node: pass
+for x, y in DataLoader(Rows(), batch_size=2):
+    train(net, x.cuda(), y.cuda(), optimizer)
+    a, b = Node(), Node(); a.other, b.other = b, a; seen = weakref.ref(a); del a, b
+    gc.collect(); found.append(seen() is None)
+""",
+    "two optimizers": """
+one, two = model(), model(3); a, b = sgd(one), torch.optim.Adam(two.parameters())
+for x, y in DataLoader(Rows(), batch_size=2):
+    hidden = one(x.cuda()); loss = nn.functional.cross_entropy(two(hidden), y.cuda())
+    a.zero_grad(); b.zero_grad(); loss.backward(); a.step(); b.step(); found.append(loss.item())
+""",
+    "accumulated gradients": """
+net = model(); optimizer = sgd(net); total = 0.0
+for turn, (x, y) in enumerate(DataLoader(Rows(), batch_size=1)):
+    loss = nn.functional.cross_entropy(net(x.cuda()), y.cuda()) / 2; loss.backward(); total += loss.item()
+    if turn % 2: optimizer.step(); optimizer.zero_grad(); found.append(total); total = 0.0
+""",
+    "a captured graph": """
+x, y = torch.zeros(513, device="cuda"), torch.zeros(513, device="cuda")
+side = torch.cuda.Stream()
+with torch.cuda.stream(side): y.copy_(x * 2)
+torch.cuda.current_stream().wait_stream(side)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph): y.copy_(x * 2)
+for step in range(3):
+    x.copy_(torch.full((513,), float(step))); graph.replay(); found.append(y.sum().item())
+""",
+    "many turns, with a trial in between": """
+net = model(); optimizer = sgd(net); total, losses = 0.0, []
+for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 60):
+    loss = train(net, x.to("cuda"), y.cuda(), optimizer); total += loss.item(); losses.append(loss.item())
+    torch.cuda.empty_cache()
+    if len(losses) % 20 == 0: found.append(total)
+found += [total, losses]
+""",
+}
+
+PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **LIVES}

@@ -1,0 +1,126 @@
+"""A program with its fixes finds what it finds without them, to the last bit; and the fixes were at work."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fix_programs
+import pytest
+import torch
+
+from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen
+from keepbusy.timeline.errors import BadInput
+
+
+def found_by(source: str, path: str, compiled: Callable[[bytes, str], Any]) -> str:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compiled(source.encode(), path), names)
+    return repr(names["found"])
+
+
+def plain(source: bytes, path: str) -> Any:
+    return compile(source, path, "exec")
+
+
+def fixed(source: str, path: str, *also: str) -> tuple[str, LiveFixes]:
+    fixes = LiveFixes(chosen(also=also))
+    fixes.begin()
+    try:
+        return found_by(source, path, fixes.compile), fixes
+    finally:
+        fixes.end()
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("name", fix_programs.PROGRAMS)
+def test_the_result_is_the_same(name: str, tmp_path: Path) -> None:
+    source, path = fix_programs.HEAD + fix_programs.PROGRAMS[name], str(tmp_path / "train.py")
+    Path(path).write_text(source)
+    expected = found_by(source, path, plain)
+    assert expected != "[]"
+    found, fixes = fixed(source, path)
+    assert found == expected
+    assert not any(one.off_because.startswith("a ") for one in fixes.switches)
+
+
+def done(name: str, tmp_path: Path) -> dict[str, int]:
+    source = fix_programs.HEAD + fix_programs.PROGRAMS[name]
+    return {one.name: one.done.total() for one in fixed(source, str(tmp_path / "train.py"))[1].switches}
+
+
+@pytest.mark.parametrize(
+    ("name", "fix", "times"),
+    [
+        ("one buffer for all batches", "copies", 5),
+        ("batches kept in a list", "copies", 3),
+        ("copy_ into what is in use", "copies", 6),
+        ("new tensors from lists", "copies", 5),
+        ("summed", "late_numbers", 3),
+        ("kept in a list", "late_numbers", 3),
+        ("the tensor changes after it was read", "late_numbers", 10),
+        ("decides now and then", "late_numbers", 40),
+        ("decides what happens next", "late_numbers", 0),
+        ("closures and inner functions see it", "late_numbers", 0),
+        ("a global name that a function reads", "late_numbers", 0),
+        ("locals and eval look", "late_numbers", 0),
+        ("a list that others hold", "late_numbers", 0),
+        ("a list handed over while the loop runs", "late_numbers", 0),
+        ("gradient norms by hand", "late_numbers", 9),
+        ("memory given back in the loop", "cache", 3),
+        ("memory given back in the loop", "garbage", 2),
+    ],
+)
+def test_what_is_done_and_what_is_left(name: str, fix: str, times: int, tmp_path: Path) -> None:
+    assert done(name, tmp_path)[fix] == times
+
+
+def test_a_fix_can_be_left_out() -> None:
+    assert "copies" not in chosen(without=["copies"])
+    assert not set(ASKED) & set(chosen())
+    with pytest.raises(BadInput, match="is no fix; the fixes are copies"):
+        chosen(without=["speed"])
+
+
+def test_everything_is_put_back(tmp_path: Path) -> None:
+    before = torch.Tensor.to, torch.Tensor.copy_, torch.tensor, torch.cuda.empty_cache, gc.collect
+    fixed("found = [1]", str(tmp_path / "train.py"))
+    assert (torch.Tensor.to, torch.Tensor.copy_, torch.tensor, torch.cuda.empty_cache, gc.collect) == before
+    assert not hasattr(builtins, "__keepbusy_late__")
+
+
+def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> None:
+    source = fix_programs.HEAD + fix_programs.PROGRAMS["many turns, with a trial in between"]
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    told = fixed(source, str(path))[1].told()
+    assert "copies" in told
+    assert "done both ways, all the same" in told
+    assert "ms a turn" in told or "µs a turn" in told
+    assert "in turns" in told
+
+
+def test_fused_optimizers_stay_within_their_tolerance(tmp_path: Path) -> None:
+    source = (
+        fix_programs.HEAD
+        + """
+net = model(); optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+for x, y in DataLoader(Rows(), batch_size=2): found.append(train(net, x.cuda(), y.cuda(), optimizer).item())
+found = torch.tensor(found)
+"""
+    )
+    names: list[Any] = []
+    for also in ((), ("fused",)):
+        held: dict[str, Any] = {"__name__": "__main__"}
+        fixes = LiveFixes(chosen(also=also))
+        fixes.begin()
+        try:
+            exec(fixes.compile(source.encode(), str(tmp_path / "train.py")), held)
+        finally:
+            fixes.end()
+        names.append(held)
+    assert names[1]["optimizer"].defaults["fused"]
+    assert torch.allclose(names[0]["found"], names[1]["found"], rtol=1e-5)
