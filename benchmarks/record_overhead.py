@@ -30,7 +30,7 @@ from forked import forked
 from models import TextClassifier, resnet
 
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.recorder import Options, Run
+from keepbusy.recording.recorder import Run, RunOptions
 
 WARM, LOOKED_AT = 3, 12
 """Steps before the window opens, and so many more that it has closed and CUPTI has let go."""
@@ -131,7 +131,7 @@ def error(values: list[float]) -> float:
 
 
 def window(step: Step) -> Found:
-    run = Run(Options(after=WARM))
+    run = Run(RunOptions(after=WARM))
     run.begin()
     try:
         milliseconds(step, WARM + LOOKED_AT)

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from keepbusy.recording.plain_steps import plain_run
-from keepbusy.recording.step_clock import Steps
-from keepbusy.recording.watch import Seen
+from keepbusy.recording.turn_times import StepLooks, Steps, plain_run
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun
 
@@ -35,8 +33,19 @@ def steps(
         input=_pauses(len(took), waited),
         collector=_pauses(len(took), collector),
         lead=np.full(len(took), NONE if lead is None else round(lead * MS)),
-        host=took if host is None else (np.asarray(host, float) * MS).astype(np.int64),
+        host=(on_host := took if host is None else (np.asarray(host, float) * MS).astype(np.int64)),
+        ended=np.cumsum(on_host),
     )
+
+
+def looks(steps: Steps, seen: Mapping[int, tuple[str, ...]] | None, every: int = 2 * MS) -> StepLooks:
+    """At the loop's own line, but in the steps where the program was seen elsewhere."""
+    chains = list(dict.fromkeys([IN_LOOP, *(seen or {}).values()]))
+    rows = np.repeat(np.arange(len(steps)), np.maximum(1, steps.host // every))
+    first = np.searchsorted(rows, rows)
+    times = (steps.ended - steps.host)[rows] + 1 + (np.arange(len(rows)) - first) * every
+    chain = np.array([chains.index((seen or {}).get(row, IN_LOOP)) for row in range(len(steps))], np.int64)
+    return StepLooks(times, np.full(len(rows), every), chain[rows], chains, [""] * len(chains))
 
 
 def _pauses(count: int, given: Mapping[int, float] | None) -> np.ndarray:
@@ -57,7 +66,6 @@ def run(
         steps,
         "optimizer",
         saves={step + 1: round(time * MS) for step, time in (saves or {}).items()},
-        seen={step + 1: Seen(lines) for step, lines in (seen or {}).items()},
-        loop=IN_LOOP,
+        looks=looks(steps, seen) if len(steps) else None,
         delayed=delayed,
     )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepbusy.recording.interruptions import Pauses
-from keepbusy.recording.step_clock import DRIFT, RING, DeviceMarks, Marked, leads, steps_of
+from keepbusy.recording.marks import CLOCK_DRIFT, EVENTS_IN_FLIGHT, DeviceMarks, MarkTable, leads, steps_of
 from keepbusy.recording.step_detector import ENDS
 from keepbusy.timeline.model import NONE
 
@@ -53,7 +53,7 @@ def test_the_steps_are_the_devices_though_it_has_not_done_the_last_ones() -> Non
     """A short run whose host is far ahead: its own steps are those of a queue that fills."""
     device = PaperDevice()
     marks, times = loop(device, 40, host=2 * MS, work=10 * MS)
-    marked = Marked()
+    marked = MarkTable()
     for time in times:
         marked.add(time, ENDS, Pauses(lambda: 0))
     steps = steps_of(marked, marks)
@@ -71,14 +71,14 @@ def test_no_event_is_made_a_step_and_none_is_waited_for() -> None:
 
 def test_a_device_that_falls_far_behind_costs_marks_and_not_memory() -> None:
     device = PaperDevice()
-    marks, times = loop(device, 2 * RING, host=1 * MS, work=100 * MS)
-    assert device.made == RING
+    marks, times = loop(device, 2 * EVENTS_IN_FLIGHT, host=1 * MS, work=100 * MS)
+    assert device.made == EVENTS_IN_FLIGHT
     device.now = device.done + LAUNCH
     marks.read_all()
     marks.read_all()
     lead = told(marks, times)
-    assert (lead[:RING] != NONE).all()
-    assert (lead[RING + 10 : -10] == NONE).mean() > 0.9  # but for those set as one came free
+    assert (lead[:EVENTS_IN_FLIGHT] != NONE).all()
+    assert (lead[EVENTS_IN_FLIGHT + 10 : -10] == NONE).mean() > 0.9  # but for those set as one came free
 
 
 def test_nothing_gets_into_a_graph_that_is_captured() -> None:
@@ -99,7 +99,7 @@ def test_a_device_that_sleeps_is_not_woken() -> None:
     work=st.integers(1, 30),
     sync_every=st.integers(0, 5),
     ahead=st.integers(-(10**15), 10**15),
-    drift=st.floats(-0.5 * DRIFT, 0.5 * DRIFT),
+    drift=st.floats(-0.5 * CLOCK_DRIFT, 0.5 * CLOCK_DRIFT),
 )
 def test_the_lead_is_what_it_was(host: int, work: int, sync_every: int, ahead: int, drift: float) -> None:
     """But for the time from setting a mark to the device that is idle, and a tenth of a step where it never is."""
@@ -109,7 +109,7 @@ def test_the_lead_is_what_it_was(host: int, work: int, sync_every: int, ahead: i
     marks.read_all()
     lead, true = told(marks, times), np.array(device.true_lead)
     assert (lead >= 0).all()
-    within = 2 * DRIFT * (times[-1] - times[0]) + 2 * LAUNCH + max(0, true.min())
+    within = 2 * CLOCK_DRIFT * (times[-1] - times[0]) + 2 * LAUNCH + max(0, true.min())
     assert np.abs(lead - true).max() <= within
 
 

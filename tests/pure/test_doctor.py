@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from keepbusy.recording.settings import harms
+from keepbusy.cli.doctor import harms
 from keepbusy.virtual.costs.device import read as read_device
 
 MACHINE = SimpleNamespace(
@@ -75,7 +75,7 @@ def test_a_machine_becomes_a_device_that_reaches_what_was_measured(tmp_path: Pat
 def test_the_ranks_times_become_a_bandwidth() -> None:
     pytest.importorskip("torch")
     from keepbusy.cli.doctor import written
-    from keepbusy.recording.machine import LARGE, read
+    from keepbusy.recording.machine_figures import LARGE, read
 
     said = "W: a warning\n" + json.dumps({"small": 30_000.0, "large": 30_000.0 + 1.5 * LARGE / 350}) + "\n"
     met = read(said, 4, True)

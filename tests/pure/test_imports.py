@@ -114,23 +114,22 @@ def test_there_is_no_import_cycle() -> None:
 
 
 MOST_FILES = 12
-"""In a folder, besides __init__. Two rooms are still being put in order, and may only shrink."""
-STILL_MORE_FILES = {"recording": 16}
+"""In a folder, besides __init__."""
 STILL_TWICE = {
-    *("Device", "Machine", "Options", "Reading", "Screen", "Seen", "Source", "Stream"),
-    *("copies", "machine", "values"),
+    *("Reading", "Screen", "Stream"),
+    *("copies", "values"),
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 1988,
+    "timeline": 1998,
     "traces": 2077,
-    "instrument": 960,
-    "recording": 3810,
+    "instrument": 973,
+    "recording": 3625,
     "virtual": 8650,
     "explain": 3484,
-    "report": 2406,
+    "report": 2408,
     "runtime": 3560,
-    "cli": 1840,
+    "cli": 1908,
     "fix": 2019,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
@@ -147,7 +146,7 @@ def _classes() -> list[tuple[str, ast.ClassDef]]:
 
 def test_a_folder_holds_few_files() -> None:
     held = Counter(str(path.parent.relative_to(SOURCES)) for path in FILES if path.name != "__init__.py")
-    assert {name: files for name, files in held.items() if files > STILL_MORE_FILES.get(name, MOST_FILES)} == {}
+    assert {name: files for name, files in held.items() if files > MOST_FILES} == {}
 
 
 def test_no_class_and_no_module_has_the_name_of_another() -> None:

@@ -86,7 +86,7 @@ def test_the_tree_of_a_training_run(train: Watched) -> None:
         (f"train.py:{STEP}", 1_600 * MS),
         (f"train.py:{LOG}", 400 * MS),
     ]
-    assert (batches.low, batches.high, batches.slow, batches.warm_up) == (100 * MS, 100 * MS, None, 0)
+    assert (batches.low, batches.high, batches.kinds, batches.warm_up) == (100 * MS, 100 * MS, (), 0)
 
 
 def test_nobody_counted_the_turns(train: Watched) -> None:
@@ -199,33 +199,49 @@ def slow_turns(train: Watched, slow: list[int], count: int = 30) -> Part:
 
 def test_every_third_turn_is_slow_at_its_line(train: Watched) -> None:
     loop = slow_turns(train, list(range(2, 30, 3)))
-    assert loop.slow is not None
-    assert (loop.slow.regular, loop.slow.every, loop.slow.place) == (True, 3, f"train.py:{LOG}")
-    assert (loop.slow.longer, loop.slow.total) == (200 * MS, loop.slow.count * 200 * MS)
-    assert loop.slow.count in (9, 10)  # the first turns may be warm-up
+    (slow,) = loop.kinds
+    assert (slow.regular, slow.every, slow.place) == (True, 3, f"train.py:{LOG}")
+    assert (slow.longer, slow.total) == (200 * MS, slow.count * 200 * MS)
+    assert slow.count in (9, 10)  # the first turns may be warm-up
+
+
+def test_turns_that_are_slow_at_different_lines_are_kinds_of_their_own(train: Watched) -> None:
+    """Every fifth turn logs, every seventh saves; where the two meet it is the longer one's."""
+    ends = list[float]()
+    for turn in range(1, 71):
+        train.at(40, ("train", STEP))
+        train.at(200 if turn % 5 == 0 else 0, ("train", LOG))
+        train.at(400 if turn % 7 == 0 else 0, ("train", POLL - 2))
+        ends.append(train.now)
+    train.turned("train", 3, ends)
+    kinds = part(held_together(tree_of(train.looks)), "train.py:3").kinds
+    assert [(one.place, one.every, one.regular, one.longer) for one in kinds] == [
+        (f"train.py:{SAVE}", 7, True, 400 * MS),
+        (f"train.py:{LOG}", 5, True, 200 * MS),
+    ]
 
 
 def test_a_turn_that_is_slow_once_is_one(train: Watched) -> None:
     loop = slow_turns(train, [17])
-    assert loop.slow is not None
-    assert (loop.slow.count, loop.slow.longer, loop.slow.place) == (1, 200 * MS, f"train.py:{LOG}")
+    (slow,) = loop.kinds
+    assert (slow.count, slow.longer, slow.place) == (1, 200 * MS, f"train.py:{LOG}")
 
 
 def test_even_turns_are_not_slow(train: Watched) -> None:
-    assert slow_turns(train, []).slow is None
+    assert slow_turns(train, []).kinds == ()
 
 
 def test_the_first_turn_is_warm_up(train: Watched) -> None:
     loop = slow_turns(train, [0])
     assert (loop.warm_up, loop.warm_up_time) == (1, 200 * MS)
-    assert loop.slow is None
+    assert loop.kinds == ()
 
 
 def test_the_time_between_two_runs_of_a_loop_is_no_turn(train: Watched) -> None:
     """Two epochs, and 200 ms between the batches of the first one and of the second."""
     batches = part(tree_of(two_epochs(train).looks), "train.py:4")
     assert (batches.low, batches.high) == (100 * MS, 100 * MS)
-    assert batches.slow is None
+    assert batches.kinds == ()
 
 
 def test_the_last_turn_of_a_while_does_not_jump_back(train: Watched) -> None:

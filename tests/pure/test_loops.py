@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import CodeType
@@ -12,7 +11,16 @@ from typing import Any
 import pytest
 from watched import codes_of, loops_of_jumps, targets
 
-from keepbusy.instrument.loops import DEEPEST, STAYED, Line, Looks, LoopWatch, SourceLoops
+from keepbusy.instrument.loops import (
+    DEEPEST,
+    ENTRIES_IN_A_ROW,
+    STAYED,
+    TURNS_IN_A_ROW,
+    Line,
+    Looks,
+    LoopWatch,
+    SourceLoops,
+)
 
 COUNTS = sys.version_info >= (3, 12)
 counting = pytest.mark.skipif(not COUNTS, reason="turns are counted from Python 3.12 on")
@@ -150,6 +158,10 @@ class Frame:
     f_lineno: int
     f_back: Frame | None = None
 
+    @property
+    def f_lasti(self) -> int:
+        return self.f_lineno
+
 
 class Clock:
     now = 0
@@ -238,6 +250,14 @@ def test_what_is_imported_is_importing(program: Program) -> None:
         Frame(code("build", "/home/user/deep.py"), 7),
     )
     assert program.chain() == [("<module>", 1), ("_find_and_load", 5)]
+
+
+@counting
+def test_a_module_that_is_imported_is_not_counted(program: Program) -> None:
+    imports = code("_find_and_load", "<frozen importlib._bootstrap>")
+    frames = Frame(module(), 1), Frame(imports, 5), Frame(module("/home/user/lib.py"), 2)
+    looks = program.look(*frames, times=STAYED)
+    assert {looks.codes[one].co_filename for one in looks.entries} == {"/home/user/train.py"}
 
 
 def test_of_a_deep_recursion_the_outer_frames_are_kept(program: Program) -> None:
@@ -367,26 +387,29 @@ def test_where_every_place_for_a_tool_is_taken_nothing_is_counted() -> None:
 
 @counting
 def test_a_loop_that_computes_in_python_is_left_alone() -> None:
-    """After the next look its turns are counted no further."""
+    """By the clock of this test a turn takes ten nanoseconds."""
     text = "def spin(n, each):\n    for i in range(n):\n        each(i)\n"
-    looked: list[Callable[[], object]] = []
+    looks, _, watch = counted(text, "spin", 2_000, nothing)
+    watch.end()
+    [ends] = looks.turns.values()
+    assert len(ends) == TURNS_IN_A_ROW
+    assert looks.uncounted == set(looks.turns)
 
-    def each(turn: int) -> None:
-        if turn == 500:
-            looked[0]()
 
+@counting
+def test_a_function_that_is_called_again_and_again_is_left_alone() -> None:
+    text = "def each(n):\n    pass\n\ndef run(n):\n    for i in range(n):\n        each(i)\n"
     globe: dict[str, Any] = {}
     exec(compile(text, "/home/user/train.py", "exec"), globe)
-    held = Frame(globe["spin"].__code__, 3)
-    watch = LoopWatch(Clock(), lambda: held)  # type: ignore[arg-type,return-value]
-    looked.append(watch.look)
+    held, ticks = Frame(globe["each"].__code__, 2), iter(range(0, 1_000_000, 10))
+    watch = LoopWatch(lambda: next(ticks), lambda: held)  # type: ignore[arg-type,return-value]
     for _ in range(STAYED):
         watch.look()
-    globe["spin"](2_000, each)
+    globe["run"](300)
     watch.end()
-    [ends] = watch.looks.turns.values()
-    assert len(ends) == 500
-    assert watch.looks.uncounted == set(watch.looks.turns)
+    [entered] = watch.looks.entries.values()
+    assert len(entered) == ENTRIES_IN_A_ROW
+    assert watch.looks.fleeting == {0}
 
 
 @counting

@@ -336,7 +336,7 @@ TREE = Part(
             high=251 * MS,
             warm_up=2,
             warm_up_time=700 * MS,
-            slow=SlowTurns(33, 3.0, True, 195 * MS, 6_435 * MS, "train.py:64"),
+            kinds=(SlowTurns(33, 3.0, True, 195 * MS, 6_435 * MS, "train.py:64"),),
             lines=(LineTime("train.py:64", 10_000 * MS, 9_000 * MS, "__next__"),),
             parts=(Part(LINE, place="train.py:70", time=1),),
         ),
@@ -351,7 +351,7 @@ def test_the_tree_as_json() -> None:
     assert (first["kind"], first["where"]) == ("first use of the GPU", "")
     assert (batches["turns"], batches["turn"], batches["low"], batches["high"]) == (100, 240.0, 84.0, 251.0)
     assert batches["warm_up"] == {"turns": 2, "time": 0.7}
-    assert batches["slow"]["every"] == 3.0
+    assert batches["kinds"][0]["every"] == 3.0
     assert batches["lines"] == [{"where": "train.py:64", "time": 10.0, "idle": 9.0, "call": "__next__"}]
     assert (batches["parts"][0]["busy"], batches["parts"][0]["turns"]) == (None, None)
     assert run_as_json(None) is None

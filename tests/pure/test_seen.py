@@ -16,12 +16,12 @@ from keepbusy.recording.line_log import (
     LINE,
     LINES,
     NOTHING,
+    LineRecord,
     Log,
-    Seen,
     Tick,
     follower,
-    offset,
     placed,
+    trace_offset,
 )
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.traces.event_columns import Events, Thread, Trace
@@ -31,13 +31,13 @@ MAIN, HELPER, LIBRARY = 0, 1, 2
 CODES = (("train.py", "main", 0), ("train.py", "helper", 0), ("torch/nn/utils/clip_grad.py", "clip", 35))
 
 
-def seen(*entries: tuple[int, int, int, int], until: int = 1000, thread: int = 7) -> Seen:
+def seen(*entries: tuple[int, int, int, int], until: int = 1000, thread: int = 7) -> LineRecord:
     """Entries of one thread: time, what, code, line."""
     rows = [(time, thread, what, code, line) for time, what, code, line in entries]
-    return Seen(np.array(rows, np.int64).reshape(-1, 5).T, CODES, until)
+    return LineRecord(np.array(rows, np.int64).reshape(-1, 5).T, CODES, until)
 
 
-def told(one: Seen) -> list[tuple[str, int, int]]:
+def told(one: LineRecord) -> list[tuple[str, int, int]]:
     return sorted((one.written(each.code, each.line), each.start, each.end) for each in one.stretches())
 
 
@@ -82,7 +82,7 @@ def test_of_pytorchs_own_code_the_function_is_told() -> None:
 def test_a_log_comes_back_as_it_was_kept(tmp_path: Path) -> None:
     log = seen((0, ENTER, MAIN, 0), (0, LINE, MAIN, 3), (10, LEAVE, MAIN, 0))
     log.save(tmp_path / "lines.npz")
-    assert told(Seen.load(tmp_path / "lines.npz")) == told(log)
+    assert told(LineRecord.load(tmp_path / "lines.npz")) == told(log)
 
 
 def trace(*rows: tuple[str, int, int]) -> Trace:
@@ -115,7 +115,7 @@ def test_the_clocks_are_aligned_where_no_line_begins_within_an_operator(shift: i
     begins = np.arange(1_000, 60_000, 1_000)
     rows = [(f"{OWN_STEP}1", shift + 500, shift + 600)]
     rows += [("aten::add", shift + begin + 200, shift + begin + 900) for begin in begins.tolist()]
-    found = offset(trace(*rows), [Tick(1, 500 - 2_000, 500 + 2_000)], {0: begins})
+    found = trace_offset(trace(*rows), [Tick(1, 500 - 2_000, 500 + 2_000)], {0: begins})
     assert abs(found - shift) % 1_000 in range(901) or abs(found - shift) <= 200
 
 
@@ -139,10 +139,12 @@ def test_the_interpreter_tells_each_line_once_it_begins() -> None:
         pytest.skip("somebody else traces this process")
     log = Log(count().__next__)
     program(log, 3)
-    mine = [line for _, _, what, code, line in log.entries if code.co_name == "main" and what == LINE]
+    mine = [
+        line for _, _, what, code, line in log.rows().tolist() if log.codes[code].co_name == "main" and what == LINE
+    ]
     assert mine == [2, 3, 4, 5, 4, 5, 4, 5, 4, 6, 7]
     assert sys.gettrace() is None
-    assert log.threads[threading.get_ident()] == threading.get_native_id()
+    assert set(log.rows()[:, 1].tolist()) == {threading.get_native_id()}
 
 
 def test_a_loop_in_pure_python_does_not_fill_the_log() -> None:
@@ -150,11 +152,12 @@ def test_a_loop_in_pure_python_does_not_fill_the_log() -> None:
         pytest.skip("somebody else traces this process")
     log = Log(count().__next__)  # a clock under which everything is quick
     program(log, 50_000)
-    inner = sum(code.co_name == "<genexpr>" for _, _, _, code, _ in log.entries)
+    rows = [(log.codes[code].co_name, what, line) for _, _, what, code, line in log.rows().tolist()]
+    inner = sum(name == "<genexpr>" for name, _, _ in rows)
     assert inner < 10_000
     if sys.version_info >= (3, 12):
-        assert len(log.entries) < 20_000
-    assert [line for _, _, what, code, line in log.entries if code.co_name == "main" and what == LINE][-1] == 7
+        assert len(log) < 20_000
+    assert [line for name, what, line in rows if name == "main" and what == LINE][-1] == 7
 
 
 def test_the_users_code_and_packages_are_followed_by_line_and_python_not_at_all() -> None:

@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torch import nn
 
 import keepbusy
 from keepbusy.recording.interruptions import without_processor
-from keepbusy.recording.marks import SETTLING, Marks
+from keepbusy.recording.marks import SETTLING_MARKS, Marks
 from keepbusy.recording.step_detector import SILENCE
 from keepbusy.timeline.plain_run import FiguresFile, PlainRun
 
@@ -37,7 +36,7 @@ class Program:
         self.marks = Marks(self.told.append, clock=self.program.now)
 
     def __enter__(self) -> Program:
-        self.marks.begin(watch=False)
+        self.marks.begin()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -176,7 +175,7 @@ def test_the_lead_is_what_the_timeline_says(machine: object) -> None:
         torch.cuda.synchronize()
         keepbusy.step()
     true = [since + 1e6 * began.elapsed_time(end) for since, end in zip(true, ends, strict=True)]
-    lead = program.marks._steps().lead
+    lead = program.marks.steps().lead
     assert lead[:-1] == pytest.approx(true[1:], abs=10_000)
     assert lead[-1] < 10_000  # the last one found the device idle
     assert true[-1] > 300_000
@@ -329,7 +328,7 @@ def test_what_goes_wrong_in_a_mark_does_not_reach_the_program(machine: object) -
             raise RuntimeError("out of order")
 
     marks = Marks(device=Broken())  # type: ignore[arg-type]
-    marks.begin(watch=False)
+    marks.begin()
     _, step = trainer()
     for _ in range(3):
         step()
@@ -342,7 +341,7 @@ def test_what_goes_wrong_in_who_is_told_does_not_either(machine: object) -> None
         raise ValueError("mine")
 
     marks = Marks(bad)
-    marks.begin(watch=False)
+    marks.begin()
     _, step = trainer()
     for _ in range(3):
         step()
@@ -356,7 +355,7 @@ def test_an_interrupt_is_the_programs_own(machine: object) -> None:
         raise KeyboardInterrupt
 
     marks = Marks(interrupted)
-    marks.begin(watch=False)
+    marks.begin()
     _, step = trainer()
     with pytest.raises(KeyboardInterrupt):
         step()
@@ -367,7 +366,7 @@ def test_steps_looked_at_closely_are_no_plain_ones(program: Program) -> None:
     for step in range(120):
         program.works(25 * MS if 50 <= step < 60 else 10 * MS)
         keepbusy.step()
-        if step in (49, 59 - SETTLING):  # as who looks does, once a step has ended; it takes a while to be over
+        if step in (49, 59 - SETTLING_MARKS):  # as who looks does, once a step has ended; it takes a while to be over
             program.marks.look_closely(step == 49)
     run = program.ended()
     assert program.marks.plain_step() == pytest.approx(10 * MS, rel=0.01)
@@ -375,30 +374,15 @@ def test_steps_looked_at_closely_are_no_plain_ones(program: Program) -> None:
 
 
 def test_a_run_is_steady_or_it_is_not(program: Program) -> None:
-    assert not program.marks.steady()
+    assert not program.marks.are_steady()
     for _ in range(20):
         program.works(10 * MS)
         keepbusy.step()
-    assert program.marks.steady()
+    assert program.marks.are_steady()
     for work in (40 * MS, 10 * MS):  # the device tells of a step once the next one has ended
         program.works(work)
         keepbusy.step()
-    assert not program.marks.steady()
-
-
-def test_a_stall_is_seen_by_a_thread_of_its_own(machine: object) -> None:
-    marks = Marks()
-    marks.begin()
-    for _ in range(40):
-        keepbusy.step()
-    until = time.monotonic() + 10
-    while not marks.watch._looks and time.monotonic() < until:
-        pass  # the program stalls here
-    keepbusy.step()
-    marks.end()
-    (seen,) = (one for mark, one in marks.watch.seen.items() if mark == 40)
-    assert "test_a_stall_is_seen_by_a_thread_of_its_own" in seen.lines[-1]
-    assert "keepbusy" not in {one.name for one in threading.enumerate()}
+    assert not program.marks.are_steady()
 
 
 def test_a_processor_that_others_take_is_counted(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,11 +405,10 @@ def test_linux_counts_how_long_a_thread_had_no_processor() -> None:
 def test_whoever_looks_on_finds_the_latest_figures(machine: object, tmp_path: Path) -> None:
     clock = iter(range(0, 10**12, MS))
     marks = Marks(clock=lambda: next(clock), live=tmp_path / "live")
-    marks.begin(watch=False)
+    marks.begin()
     for _ in range(100):
         keepbusy.step()
-    for _ in range(3):
-        marks.watch.turn()
+    marks.leave_figures()
     marks.end()
     figures = FiguresFile(tmp_path / "live").read()
     assert figures is not None
@@ -495,7 +478,7 @@ def test_an_error_of_the_programs_shows_nothing_of_ours(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from keepbusy.instrument import script; "
         "from keepbusy.recording.marks import Marks; "
-        "Marks().begin(watch=False); sys.exit(script.run_file(Path(sys.argv[1]), []))"
+        "Marks().begin(); sys.exit(script.run_file(Path(sys.argv[1]), []))"
     )
     done = python("-c", code, str(tmp_path / "train.py"))
     assert done.returncode == 1

@@ -262,8 +262,9 @@ def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_p
 
 
 LOOKS_OFTEN = """\
-import keepbusy.recording.occasions as occasions
-occasions.SELDOM_ASKED = 0
+import keepbusy.recording.recorder as recorder
+import keepbusy.recording.window_plan as plan
+plan.SELDOM_ASKED, plan.GRANTED, recorder._THINKS_EVERY = 0, 1.0, 200_000_000
 """
 """To look for what is rare takes time, and only a share of the run's is granted: too little of a run of seconds."""
 RARE = (

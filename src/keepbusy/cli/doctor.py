@@ -9,10 +9,11 @@ import argparse
 import os
 import platform
 import re
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from keepbusy.cli.console.output import replacing
 from keepbusy.report.words import duration
@@ -20,8 +21,7 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.virtual.costs import device
 
 if TYPE_CHECKING:
-    from keepbusy.recording.machine import Machine, Wires
-    from keepbusy.recording.settings import Harm
+    from keepbusy.recording.machine_figures import MachineFigures, Wires
 
 
 # A measured machine as a device file, which the virtual GPU takes.
@@ -30,12 +30,12 @@ _MEASURED = device.read("h200")
 _REACHED = _MEASURED.efficiency
 
 
-def written(machine: Machine, met: Wires | None) -> str:
+def written(machine: MachineFigures, met: Wires | None) -> str:
     """The file's text. Peaks follow from what was reached, by the shares that an H200 reaches of its own."""
     return "\n".join(_lines(machine, met)) + "\n"
 
 
-def _lines(machine: Machine, met: Wires | None) -> Iterator[str]:
+def _lines(machine: MachineFigures, met: Wires | None) -> Iterator[str]:
     yield f"# {machine.name}, as `keepbusy doctor` measured it. Rates and bandwidth are peaks: what was reached,"
     yield "# divided by the share that an H200 reaches of its own. What is not here is as on that H200."
     yield f'name = "{machine.name}"'
@@ -61,7 +61,7 @@ def _peak(dtype: str, rate: float) -> str:
     return f"{rate / share / 1e3:.3g} TFLOP/s"
 
 
-def _memory(machine: Machine) -> dict[str, str]:
+def _memory(machine: MachineFigures) -> dict[str, str]:
     return {
         "size": f"{machine.memory / 2**30:.1f} GiB",
         "bandwidth": f"{machine.bandwidth / _REACHED.streaming:.4g} GB/s",
@@ -71,13 +71,13 @@ def _memory(machine: Machine) -> dict[str, str]:
     }
 
 
-def _host(machine: Machine) -> dict[str, str]:
+def _host(machine: MachineFigures) -> dict[str, str]:
     """An operator that launches is dispatched and launched; each takes half of what both took."""
     half = _time(machine.launch // 2)
     return {"operator": half, "backward": half, "view": _time(machine.view), "launch": half}
 
 
-def _copies(machine: Machine) -> dict[str, str]:
+def _copies(machine: MachineFigures) -> dict[str, str]:
     return {
         "pinned": f"{(machine.to_device + machine.to_host) / 2:.3g} GB/s",
         "to_device": f"{machine.pageable_to_device:.3g} GB/s",
@@ -109,11 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterable[str]:
-    from keepbusy.recording import settings
-
     if options.save and options.save.suffix != ".toml":
         raise BadInput(f"{options.save} is no name for a device file; it ends in .toml.")
-    found = settings.harms(os.environ, len(os.sched_getaffinity(0)), settings.ask_driver())
+    found = harms(os.environ, len(os.sched_getaffinity(0)), ask_driver())
     missing = _missing()
     if missing and options.save:
         raise BadInput(f"there is nothing to write into {options.save}: {missing}")
@@ -140,12 +138,12 @@ def _missing() -> str:
 def _examined(found: list[Harm], path: Path | None) -> Iterator[str]:
     import torch
 
-    from keepbusy.recording import machine
+    from keepbusy.recording import machine_figures
 
     count = torch.cuda.device_count()
     yield f"keepbusy doctor · {torch.cuda.get_device_name()} · {_software()}\n\n"
-    measured = machine.measure()
-    met = machine.measure_all_reduces(count) if count > 1 else None
+    measured = machine_figures.measure()
+    met = machine_figures.measure_all_reduces(count) if count > 1 else None
     yield "".join(f"  {name:<26}{value}\n" for name, value in _figures(measured, met, count))
     yield "\n" + "\n".join([*_told([*found, *_slow(measured)]), ""])
     if path:
@@ -174,7 +172,7 @@ def _driver() -> list[str]:
     return [f"driver {version[1]}"] if version else []
 
 
-def _figures(machine: Machine, met: Wires | None, count: int) -> Iterator[tuple[str, str]]:
+def _figures(machine: MachineFigures, met: Wires | None, count: int) -> Iterator[tuple[str, str]]:
     yield "launching one kernel", f"{duration(machine.launch)} of the host"
     yield ".item() on an idle GPU", duration(machine.read)
     yield "copies, pinned", _ways(machine.to_device, machine.to_host)
@@ -204,9 +202,7 @@ def _rate(bytes_a_nanosecond: float) -> str:
     return f"{bytes_a_nanosecond:.0f} GB/s" if bytes_a_nanosecond >= 10 else f"{bytes_a_nanosecond:.1f} GB/s"
 
 
-def _slow(machine: Machine) -> Iterator[Harm]:
-    from keepbusy.recording.settings import Harm
-
+def _slow(machine: MachineFigures) -> Iterator[Harm]:
     if machine.launch > _SLOW_HOST:
         yield Harm(
             f"a launch takes {duration(machine.launch)}, three times what is common",
@@ -218,3 +214,75 @@ def _told(found: list[Harm]) -> list[str]:
     if not found:
         return ["Nothing is set here that makes a GPU wait."]
     return [f"!  {harm.what}: {harm.remedy}." for harm in found]
+
+
+# What is set on this machine that makes a GPU wait, or that hides it: debug flags, too few cores, clocks held down.
+
+
+class Harm(NamedTuple):
+    """A setting that costs time, and what to do."""
+
+    what: str
+    remedy: str
+
+
+_FLAGS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
+    ("CUDA_LAUNCH_BLOCKING", lambda value: value not in ("", "0"), "makes the host wait for every kernel"),
+    ("TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", "checks every collective with another one"),
+    ("NCCL_DEBUG", lambda value: value.upper() in ("TRACE", "INFO"), "writes a log from every rank"),
+    ("NCCL_P2P_DISABLE", lambda value: value == "1", "keeps GPUs from reaching each other's memory"),
+    ("NCCL_BLOCKING_WAIT", lambda value: value == "1", "makes the host wait for every collective"),
+    ("TORCH_NCCL_BLOCKING_WAIT", lambda value: value == "1", "makes the host wait for every collective"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", lambda value: value == "1", "asks the driver for every tensor's memory"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", lambda value: value == "1", "lets streams wait for one another"),
+    ("NVIDIA_TF32_OVERRIDE", lambda value: value == "0", "keeps matrix products in float32 from the tensor cores"),
+    ("PYTHONTRACEMALLOC", lambda value: value not in ("", "0"), "slows every allocation of Python's"),
+    ("PYTHONDEVMODE", lambda value: value not in ("", "0"), "makes Python check itself all the time"),
+)
+
+
+def harms(environment: Mapping[str, str], cores: int, driver: str) -> list[Harm]:
+    """All that is found, in what `ask_driver` says too."""
+    return [*_flags(environment), *_cores(cores), *_clocks(driver)]
+
+
+def _flags(environment: Mapping[str, str]) -> Iterator[Harm]:
+    for name, is_harmful, why in _FLAGS:
+        value = environment.get(name)
+        if value is not None and is_harmful(value):
+            yield Harm(f"{name}={value} {why}", f"unset {name}, unless you are hunting a bug with it")
+
+
+def _cores(count: int) -> Iterator[Harm]:
+    if count < 4:
+        yield Harm(
+            f"this process may use {count} {'core' if count == 1 else 'cores'} only",
+            "give it a core for the loop, and one for each of the loader's workers",
+        )
+
+
+_ASKED = "clocks_throttle_reasons.sw_thermal_slowdown,clocks_throttle_reasons.hw_slowdown,utilization.gpu,memory.used"
+
+
+def ask_driver() -> str:
+    """A line a GPU, or nothing where there is no driver to ask."""
+    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _clocks(answer: str) -> Iterator[Harm]:
+    for number, line in enumerate(answer.splitlines()):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != 4:
+            continue
+        hot, slowed, busy, used = words
+        if "Active" in (hot, slowed):
+            yield Harm(f"GPU {number} has lowered its clocks", "look after its cooling and power")
+        if busy.isdecimal() and int(busy) > 5:
+            yield Harm(
+                f"GPU {number} is {busy}% busy with something else ({used} MiB in use)",
+                "stop that, or read the figures below with it in mind",
+            )

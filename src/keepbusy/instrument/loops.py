@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType
@@ -24,16 +23,16 @@ from keepbusy.instrument.lines import HIDDEN, OUTSIDE, kind_of
 
 EVERY = 20_000_000
 """From look to look, at first."""
-TOO_OFTEN = 100
-"""Entries a second: what is entered more often holds no loop of the run, but was met again and again at one address."""
 KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
 STAYED = 3
 """Looks in a row that find the same frame of a code: it may hold a loop, and is counted from then on."""
+ENTRIES_A_SECOND, ENTRIES_IN_A_ROW = 100, 16
+"""What is entered more often, so many times in a row, holds no loop of the run: its frames met at one address."""
+TURNS_A_SECOND, TURNS_IN_A_ROW = 10_000, 512
+"""A loop that turns more often computes in Python: it is counted no further, for counting would slow it down."""
 KEPT_TURNS = 1 << 19
-"""Turns of one loop whose times are kept. The others are counted."""
-TOO_MANY = 10_000
-"""Turns a second beyond which a loop is counted no further: it computes in Python, and counting would slow it down."""
+"""Turns of one loop whose times are kept."""
 DEEPEST = 64
 """Frames of a chain, from the outside in."""
 IMPORT_SYSTEM = "<frozen importlib"
@@ -84,17 +83,20 @@ class LoopWatch:
         self.looks = Looks(began=clock())
         self.fault = ""
         self.meanwhile: Callable[[], object] | None = None
-        """Called in the looking thread, about once a second."""
+        """Called in the looking thread after each look."""
         self._clock = clock
         thread = threading.get_ident()
         self._frame = frame or (lambda: sys._current_frames().get(thread))
         self._every = EVERY
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
         self._kinds: list[int] = []
+        self._lines: dict[tuple[int, int], Line] = {}  # of each code, by instruction
         self._chains: dict[tuple[Line, ...], int] = {}
         self._last: dict[int, tuple[int, int]] = {}  # of each frame at the last look, its code and how long it stays
-        self._turned: Counter[tuple[int, int]] = Counter()
-        self._stop = threading.Event()
+        self._stop = (
+            threading.Lock()
+        )  # free once nothing is to be looked at any more; cheaper to wait for than an event
+        self._stop.acquire()
         self._thread: threading.Thread | None = None
         self._counters = _Counters(self.looks, clock) if sys.version_info >= (3, 12) else None
 
@@ -108,7 +110,7 @@ class LoopWatch:
         self._thread.start()
 
     def end(self) -> None:
-        self._stop.set()
+        self._let_go()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(1.0)
         if self._counters is not None:
@@ -117,61 +119,75 @@ class LoopWatch:
 
     def forget(self) -> None:
         """In a child that was forked: what is counted here is the parent's."""
-        self._stop.set()
+        self._let_go()
         self._thread = None
         if self._counters is not None:
             self._counters.end()
 
+    def _let_go(self) -> None:
+        if self._stop.locked():
+            self._stop.release()
+
     def _look_on(self) -> None:
         try:
-            since = self._clock()
-            while not self._stop.wait(self._every / 1e9):
+            while not self._stop.acquire(timeout=self._every / 1e9):
                 self.look()
-                if self.meanwhile is not None and self._clock() - since > 1_000_000_000:
-                    since = self._clock()
+                if self.meanwhile is not None:
                     self.meanwhile()
         except Exception as error:  # it would be told on the program's standard error
             self.fault = f"{type(error).__name__}: {error}"
 
     def look(self) -> None:
-        """Note where the program is now."""
+        """Note where the program is now.
+
+        The program waits meanwhile, so a frame's line is asked for once an instruction: finding it takes a walk
+        through the code's table.
+        """
         frame, now = self._frame(), self._clock()
+        numbers, kinds, known, before = self._numbers, self._kinds, self._lines, self._last
         chain: list[Line] = []
         stays: dict[int, tuple[int, int]] = {}
         while frame is not None:
-            code = self._number_of(frame.f_code)
-            kind = self._kinds[code]
+            code = numbers.get(id(frame.f_code))
+            if code is None:
+                code = self._number_of(frame.f_code)
+            kind = kinds[code]
             if kind == OUTSIDE:
                 break
             if kind == IMPORTING:
-                chain.clear()  # what a module does while it is imported is importing
+                chain.clear()  # what a module does while it is imported is importing, and no loop of the run
+                stays.clear()
             if kind != HIDDEN or not chain:
-                chain.append(Line(code, frame.f_lineno or 0))
-            if kind not in (HIDDEN, IMPORTING):
-                before = self._last.get(id(frame))
-                stays[id(frame)] = (code, before[1] + 1 if before is not None and before[0] == code else 1)
+                at = code, frame.f_lasti
+                line = known.get(at)
+                if line is None:
+                    line = known[at] = Line(code, frame.f_lineno or 0)
+                chain.append(line)
+                if kind >= 0 and kind != HIDDEN:
+                    last = before.get(id(frame))
+                    stays[id(frame)] = code, last[1] + 1 if last is not None and last[0] == code else 1
             frame = frame.f_back
         self._last = stays
-        looks = self.looks
+        self._note(now, tuple(chain[: -DEEPEST - 1 : -1]), stays)
+
+    def _note(self, now: int, chain: tuple[Line, ...], stays: Mapping[int, tuple[int, int]]) -> None:
+        looks, counters = self.looks, self._counters
         looks.times.append(now)
-        looks.chains.append(self._number_of_chain(tuple(chain[: -DEEPEST - 1 : -1])))
+        looks.chains.append(self._number_of_chain(chain))
         for code, count in stays.values():
-            looks.longest_stay[code] = max(count, looks.longest_stay.get(code, 0))
-            if count == STAYED and self._counters is not None:
-                self._counters.count(code, looks.codes[code])
-        if self._counters is not None:
-            self._counters.leave_hot_ones(self._every)
+            if count > looks.longest_stay.get(code, 0):
+                looks.longest_stay[code] = count
+            if count == STAYED and counters is not None:
+                counters.count(code, looks.codes[code])
         if len(looks.times) > KEPT_LOOKS:
             del looks.times[1::2]
             del looks.chains[1::2]
             self._every *= 2
 
     def _number_of(self, code: CodeType) -> int:
-        number = self._numbers.get(id(code))
-        if number is None:
-            number = self._numbers[id(code)] = len(self.looks.codes)
-            self.looks.codes.append(code)
-            self._kinds.append(IMPORTING if code.co_filename.startswith(IMPORT_SYSTEM) else kind_of(code.co_filename))
+        number = self._numbers[id(code)] = len(self.looks.codes)
+        self.looks.codes.append(code)
+        self._kinds.append(IMPORTING if code.co_filename.startswith(IMPORT_SYSTEM) else kind_of(code.co_filename))
         return number
 
     def _number_of_chain(self, chain: tuple[Line, ...]) -> int:
@@ -182,8 +198,13 @@ class LoopWatch:
         return number
 
 
+def _rate(times: array[int], count: int) -> float:
+    """How often a second the last of these came."""
+    return 1e9 * count / max(1, times[-1] - times[-count])
+
+
 class _Counters:
-    """Turns and entries of chosen codes, by `sys.monitoring`."""
+    """Turns and entries of chosen codes, by `sys.monitoring`. What turns or is entered too often is let go of."""
 
     def __init__(self, looks: Looks, clock: Callable[[], int]) -> None:
         self._looks, self._clock = looks, clock
@@ -192,8 +213,6 @@ class _Counters:
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
         self.followed: frozenset[tuple[int, int]] = frozenset()
         self.on_turn: Callable[[], object] | None = None
-        self._seen: dict[tuple[int, int], int] = {}
-        self._entered_before: dict[int, int] = {}
 
     def count(self, number: int, code: CodeType) -> None:
         if id(code) in self._counted or not self._has_place():
@@ -223,6 +242,11 @@ class _Counters:
         if loop in self._looks.uncounted:
             return self._api.DISABLE
         turns.append(self._clock())
+        if not len(turns) % TURNS_IN_A_ROW and (
+            _rate(turns, TURNS_IN_A_ROW) > TURNS_A_SECOND or len(turns) >= KEPT_TURNS
+        ):
+            self._looks.uncounted.add(loop)
+            return self._api.DISABLE
         if self.on_turn is not None and loop in self.followed:
             self.on_turn()
         return None
@@ -230,24 +254,13 @@ class _Counters:
     def _entered(self, code: CodeType, _: int) -> Any:
         number = self._counted[id(code)][0]
         entries = self._looks.entries[number]
-        if len(entries) >= KEPT_TURNS:
-            return self._api.DISABLE
         entries.append(self._clock())
-        return None
-
-    def leave_hot_ones(self, passed: int) -> None:
-        """At each look: loops that turn too often to be counted, or for too long to keep each turn."""
-        for loop, turns in list(self._looks.turns.items()):
-            count = len(turns)
-            if (count - self._seen.get(loop, 0)) * 1e9 > TOO_MANY * passed or count >= KEPT_TURNS:
-                self._looks.uncounted.add(loop)
-            self._seen[loop] = count
-        for number, code in list(self._counted.values()):
-            count = len(self._looks.entries[number])
-            if (count - self._entered_before.get(number, 0)) * 1e9 > TOO_OFTEN * passed:
-                self._looks.fleeting.add(number)
-                self._api.set_local_events(self._tool, code, 0)
-            self._entered_before[number] = count
+        if len(entries) % ENTRIES_IN_A_ROW:
+            return None
+        if _rate(entries, ENTRIES_IN_A_ROW) > ENTRIES_A_SECOND:
+            self._looks.fleeting.add(number)
+            self._api.set_local_events(self._tool, code, 0)
+        return self._api.DISABLE if len(entries) >= KEPT_TURNS else None
 
     def end(self) -> None:
         if self._tool is None:

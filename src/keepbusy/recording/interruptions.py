@@ -1,18 +1,27 @@
-"""How long a thread was ready to go on and had no processor. Linux counts it; elsewhere nobody knows."""
+"""What holds the program up and needs no profiler to be seen: its input, the garbage collector, checkpoints, the
+allocator, and other work on its processor."""
 
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from keepbusy.instrument.children import when_imported
+from keepbusy.instrument.lines import USER, kind_of, shown
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.timeline.model import NONE
-
-# What holds up the host between two marks, seen without a profiler: input, the garbage collector, checkpoints.
+from keepbusy.timeline.run_tree import LoaderUse
 
 INPUT, COLLECTOR, CHECKPOINT = "input", "garbage collection", "checkpoint"
 
@@ -89,12 +98,12 @@ class Pauses:
 # In the steady state an allocator asks for nothing more. Where it does, each request (`cudaMalloc`) holds up the host,
 # and a retry (memory was full, all that is cached was given back first) holds up the device as well.
 
-INTERVAL = 1_000_000_000
-MOST = 2048
+BETWEEN_READINGS = 1_000_000_000
+KEPT_READINGS = 2048
 """Readings that are kept; of more, every other one goes."""
 
 
-class Reading(NamedTuple):
+class AllocatorReading(NamedTuple):
     """What the allocator had counted by the mark of this number."""
 
     mark: int
@@ -106,7 +115,7 @@ class Allocations:
     """Readings of the allocator's counters, the oldest first."""
 
     def __init__(self, counters: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[AllocatorReading] = []
         self._counters = counters or _of_cuda
         self._next = 0
 
@@ -114,11 +123,13 @@ class Allocations:
         """At a mark. Most of them come too early to read anything."""
         if now < self._next:
             return
-        self._next = now + INTERVAL
+        self._next = now + BETWEEN_READINGS
         counted = self._counters()
         if "num_alloc_retries" in counted:
-            self.readings.append(Reading(mark, counted.get("num_device_alloc", 0), counted["num_alloc_retries"]))
-        if len(self.readings) > MOST:
+            self.readings.append(
+                AllocatorReading(mark, counted.get("num_device_alloc", 0), counted["num_alloc_retries"])
+            )
+        if len(self.readings) > KEPT_READINGS:
             del self.readings[1::2]
 
 
@@ -135,3 +146,130 @@ def without_processor(thread: int) -> int:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         return NONE
+
+
+# What the program's loaders do: how long it waits for each batch, and how long a batch takes where it is prepared.
+
+_SLOTS, _SLOT = 4096, struct.Struct("<qqq")
+
+
+@dataclass
+class _Loader:
+    """One loader while the program runs; times as in `LoaderUse`."""
+
+    place: str
+    workers: int = 0
+    prefetch: int = 0
+    batches: int = 0
+    waited: int = 0
+    began: int = 0
+    looped: int = 0
+
+
+class Loaders:
+    """Watches the loaders of one thread. What workers take they write down themselves, in memory that they share."""
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._made: dict[int, str] = {}  # where each data set's loader was made
+        self._known: dict[int, _Loader] = {}  # by data set
+        self._passes: dict[int, int] = {}  # of each iterator, when its first batch came
+        self._patches = Patches()
+        self._shared = mmap.mmap(-1, _SLOTS * _SLOT.size)
+
+    def begin(self) -> None:
+        from torch.utils.data import dataloader
+        from torch.utils.data._utils import fetch
+
+        self._patches.replace(dataloader.DataLoader, "__init__", self._noting_where)
+        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._waiting)
+        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            self._patches.replace(kind, "fetch", self._fetching)
+
+    def end(self) -> None:
+        """Leave everything as it was."""
+        self._patches.undo()
+
+    def used(self) -> list[LoaderUse]:
+        """The one that was waited for longest comes first."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        prepared = self._prepared()
+        found = []
+        for dataset, one in self._known.items():
+            count, took = prepared.get(dataset, (0, 0))
+            in_worker = took // count if count else NONE
+            seen = (one.place, one.workers, one.prefetch, one.batches, one.waited, one.began, in_worker, one.looped)
+            found.append(LoaderUse(*seen, cores))
+        return sorted(found, key=lambda one: -one.waited)
+
+    def _prepared(self) -> dict[int, tuple[int, int]]:
+        """Of each data set, how many batches were fetched and how long that took, in whichever process."""
+        found: dict[int, tuple[int, int]] = {}
+        for slot in range(_SLOTS):
+            dataset, count, took = _SLOT.unpack_from(self._shared, slot * _SLOT.size)
+            before = found.get(dataset, (0, 0))
+            found[dataset] = before[0] + count, before[1] + took
+        return found
+
+    def _noting_where(self, original: Function) -> Function:
+        def made(loader: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+            original(loader, dataset, *args, **kwargs)
+            self._made[id(dataset)] = _user_line(sys._getframe(1))
+
+        return made
+
+    def _waiting(self, original: Function) -> Function:
+        def waiting(iterator: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(iterator)
+            before = self._clock()
+            batch = original(iterator)
+            with suppress(Exception):  # whatever goes wrong here is ours, and no business of the program's
+                self._note(iterator, before, self._clock())
+            return batch
+
+        return waiting
+
+    def _note(self, iterator: Any, before: int, after: int) -> None:
+        dataset = id(iterator._dataset)
+        one = self._known.get(dataset)
+        if one is None:
+            one = self._known[dataset] = _Loader(self._made.get(dataset, ""))
+        one.workers, one.prefetch = iterator._num_workers, getattr(iterator, "_prefetch_factor", None) or 0
+        one.batches += 1
+        one.waited += after - before
+        first = self._passes.get(id(iterator))
+        if first is None or iterator._num_yielded <= 1:  # an earlier pass's iterator may have lain there
+            one.began += after - before
+        else:
+            one.looped += after - first
+        self._passes[id(iterator)] = after
+
+    def _fetching(self, original: Function) -> Function:
+        """Runs in the workers, which were forked with it; in the program itself where there are none."""
+
+        def fetching(fetcher: Any, index: Any) -> Any:
+            before = self._clock()
+            result = original(fetcher, index)
+            with suppress(Exception):
+                self._add(id(fetcher.dataset), self._clock() - before)
+            return result
+
+        return fetching
+
+    def _add(self, dataset: int, took: int) -> None:
+        """A worker that was forked knows its data set by the same number; each writes to a row of its own."""
+        at = (31 * os.getpid() + (dataset >> 4)) % _SLOTS * _SLOT.size
+        known, count, total = _SLOT.unpack_from(self._shared, at)
+        if known != dataset:
+            count = total = 0  # of a process that is gone, and that had the same place
+        _SLOT.pack_into(self._shared, at, dataset, count + 1, total + took)
+
+
+def _user_line(frame: FrameType | None) -> str:
+    while frame is not None:
+        if kind_of(frame.f_code.co_filename) == USER:
+            return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,9 +1,9 @@
 """A log of the lines that run while a window is open: the program's own and its libraries'.
 
-A profiler names functions; which of their lines called is told by the interpreter itself: see
-`monitored.py` and `traced.py`. Lines rather than calls are logged, since `a + b`, `x[mask]` and
-`if loss:` are no calls. Of PyTorch's optimizers and the like the functions will do: a step runs
-thousands of their lines, and each costs a microsecond.
+A profiler names functions; which of their lines called is told by the interpreter itself, by `sys.monitoring` since
+Python 3.12 and by `sys.settrace` before it. Lines rather than calls are logged, since `a + b`, `x[mask]` and
+`if loss:` are no calls. Of PyTorch's optimizers and the like the functions will do: a step runs thousands of their
+lines, and each costs a microsecond.
 """
 
 from __future__ import annotations
@@ -12,22 +12,100 @@ import json
 import sys
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of
+from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of, shown
 from keepbusy.timeline.frame_roles import OWN_STEP
-from keepbusy.timeline.model import Ints
+from keepbusy.timeline.model import Ints, Mask
 from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.kineto_names import Category
 
-# The log of lines as it is kept: five columns, and the names of the code they speak of.
+LINE, ENTER, LEAVE = 0, 1, 2
+NOTHING, FUNCTIONS, LINES = 0, 1, 2
+_DETAIL = {USER: LINES, LIBRARY: LINES, TORCH: FUNCTIONS}
+KEPT_ENTRIES = 100_000
+"""Of one window, which closes when there are so many: what comes later would have no lines."""
+_COLUMNS = 5
+
+
+class Log:
+    """What was seen, in the order in which it was: time, the system's number of the thread, what (LINE, ENTER or
+    LEAVE), the number of the code, and the line. Numbers alone, for objects would be the garbage collector's work."""
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock = clock
+        self.entries = array("q")
+        self.codes: list[CodeType] = []
+        self._numbers: dict[int, int] = {}  # by identity: the same words in two files are equal
+        self._detail: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.entries) // _COLUMNS
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.entries) >= _COLUMNS * KEPT_ENTRIES
+
+    def number(self, code: CodeType) -> int:
+        known = self._numbers.get(id(code))
+        if known is None:
+            known = self._numbers[id(code)] = len(self.codes)
+            self.codes.append(code)
+            self._detail.append(_DETAIL.get(kind_of(code.co_filename), NOTHING))
+        return known
+
+    def detail(self, code: CodeType) -> int:
+        """How closely this code is followed."""
+        return self._detail[self.number(code)]
+
+    def add(self, what: int, code: CodeType, line: int = 0) -> int:
+        """Returns when that was. A row is written in one call, so that threads do not get into each other's."""
+        now = self.clock()
+        self.entries.extend((now, threading.get_native_id(), what, self.number(code), line))
+        return now
+
+    def rows(self, since: int = 0) -> Ints:
+        """From so many entries on, a row each."""
+        return np.array(self.entries[since * _COLUMNS :], np.int64).reshape(-1, _COLUMNS)
+
+    def open_frames(self) -> dict[int, list[FrameType]]:
+        """Where every thread stands, from the outside in; noted as if it had just come there."""
+        threads = {one.ident: one.native_id for one in threading.enumerate() if one.native_id}
+        threads[threading.get_ident()] = threading.get_native_id()  # a child that was forked has another number
+        found = {}
+        for ident, top in sys._current_frames().items():
+            found[ident] = [frame for frame in _outwards(top) if self.detail(frame.f_code)][::-1]
+            for frame in found[ident] if ident in threads else ():
+                now, code = self.clock(), self.number(frame.f_code)
+                self.entries.extend((now, threads[ident] or 0, ENTER, code, 0))
+                if self._detail[code] == LINES:
+                    self.entries.extend((now, threads[ident] or 0, LINE, code, frame.f_lineno or 0))
+        return found
+
+    def record(self) -> LineRecord:
+        """What stands in it by now."""
+        codes = tuple((shown(one.co_filename), one.co_name, self._first_line(one)) for one in self.codes)
+        return LineRecord(self.rows().T.copy(), codes, self.clock())
+
+    def _first_line(self, code: CodeType) -> int:
+        return 0 if self.detail(code) == LINES else code.co_firstlineno
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+# The log once it is closed, as it is kept in a file.
 
 
 class Stretch(NamedTuple):
@@ -41,39 +119,27 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What a log holds. Threads bear the system's numbers; a code is an index into `codes`."""
+class LineRecord:
+    """What a log held. Threads bear the system's numbers; a code is an index into `codes`."""
 
     columns: Ints  # time, thread, what, code, line: a row each
     codes: tuple[tuple[str, str, int], ...]  # file, function and first line, or 0 where each line is told
     until: int = 0  # when the profiler had stopped: what was open then, was so until then
 
     @staticmethod
-    def of(log: Log) -> Seen:
-        """What stands in a log that is closed; threads that nobody can name are left out."""
-        codes = {id(entry[3]): entry[3] for entry in log.entries}
-        number = {one: index for index, one in enumerate(codes)}
-        rows = [(time, thread, what, number[id(code)], line) for time, thread, what, code, line in log.entries]
-        columns = np.array(rows, np.int64).reshape(-1, 5)
-        known = np.isin(columns[:, 1], list(log.threads))
-        columns = columns[known]
-        columns[:, 1] = [log.threads[one] for one in columns[:, 1].tolist()]
-        return Seen(columns.T.copy(), tuple(_about(code, log) for code in codes.values()), log.clock())
-
-    @staticmethod
-    def nothing() -> Seen:
-        return Seen(np.zeros((5, 0), np.int64), ())
+    def nothing() -> LineRecord:
+        return LineRecord(np.zeros((_COLUMNS, 0), np.int64), ())
 
     def save(self, path: Path) -> None:
         names = np.frombuffer(json.dumps(self.codes).encode(), np.uint8)
         np.savez(path, columns=self.columns, codes=names, until=self.until)
 
     @staticmethod
-    def load(path: Path) -> Seen:
+    def load(path: Path) -> LineRecord:
         """Holds no pickle, so nothing in the file is ever executed."""
         with np.load(path, allow_pickle=False) as kept:
             codes = json.loads(kept["codes"].tobytes())
-            return Seen(
+            return LineRecord(
                 kept["columns"], tuple((file, function, first) for file, function, first in codes), int(kept["until"])
             )
 
@@ -92,14 +158,7 @@ class Seen:
                     yield one
 
 
-def _about(code: CodeType, log: Log) -> tuple[str, str, int]:
-    from keepbusy.instrument.lines import shown
-
-    first = 0 if log.detail(code) == LINES else code.co_firstlineno
-    return shown(code.co_filename), code.co_name, first
-
-
-class _Open(NamedTuple):
+class _OpenFunction(NamedTuple):
     """A function that runs: which, at which line, since when; 0 before its first line."""
 
     code: int
@@ -109,20 +168,20 @@ class _Open(NamedTuple):
 
 def _stretches(thread: int, entries: list[list[int]], last: int) -> Iterator[Stretch]:
     """Functions stand within functions. One that an exception ended is closed by the next line outside of it."""
-    stack: list[_Open] = []
+    stack: list[_OpenFunction] = []
     for at, _, what, code, line in entries:
         if what == ENTER:
-            stack.append(_Open(code, 0, at))
+            stack.append(_OpenFunction(code, 0, at))
             continue
         for _ in range(_ended(stack, code)):
             yield Stretch(thread, *stack.pop(), at)
         if what != LEAVE:
-            stack.append(_Open(code, line, at))
+            stack.append(_OpenFunction(code, line, at))
     for one in stack:
         yield Stretch(thread, *one, last)
 
 
-def _ended(stack: list[_Open], code: int) -> int:
+def _ended(stack: list[_OpenFunction], code: int) -> int:
     """How many of the innermost functions end, or change their line, when this code speaks."""
     for depth, one in enumerate(reversed(stack)):
         if one.code == code:
@@ -134,6 +193,8 @@ def _ended(stack: list[_Open], code: int) -> int:
 
 _CLOSE = 100
 _TRIALS = 64
+TELLING = 20_000
+"""A shorter line that called nothing of PyTorch's tells nothing: pure Python has a hundred thousand of them."""
 
 
 class Tick(NamedTuple):
@@ -144,24 +205,38 @@ class Tick(NamedTuple):
     after: int
 
 
-def placed(trace: Trace, seen: Seen, ticks: Sequence[Tick]) -> Trace:
+def placed(trace: Trace, record: LineRecord, ticks: Sequence[Tick]) -> Trace:
     """The trace with the lines seen, and with our marks as what they are: the profiler takes them for operators."""
     ours = _marked(trace)
     category = np.where(ours, Category.ANNOTATION, trace.events.category)
     trace = replace(trace, events=trace.events.change(category=category))
     number = {thread.number: index for index, thread in enumerate(trace.threads)}
-    stretches = [one for one in seen.stretches() if str(one.thread) in number]
+    stretches = [one for one in record.stretches() if str(one.thread) in number]
     if not stretches or not ours.any():
         return trace
     thread = np.array([number[str(one.thread)] for one in stretches], np.int64)
-    start = np.array([one.start for one in stretches], np.int64)
-    shift = offset(trace, ticks, {one: start[thread == one] for one in np.unique(thread).tolist()})
-    return _with_lines(trace, seen, stretches, thread, shift)
+    start, end = (
+        np.array(column, np.int64) for column in zip(*((one.start, one.end) for one in stretches), strict=True)
+    )
+    shift = trace_offset(trace, ticks, {one: start[thread == one] for one in np.unique(thread).tolist()})
+    tells = (end - start >= TELLING) | _holds_something(trace, thread, start + shift, end + shift)
+    told = [one for one, kept in zip(stretches, tells.tolist(), strict=True) if kept]
+    return _with_lines(trace, record, told, thread[tells], shift)
 
 
-def _with_lines(trace: Trace, seen: Seen, stretches: Sequence[Stretch], thread: Ints, shift: int) -> Trace:
+def _holds_something(trace: Trace, thread: Ints, start: Ints, end: Ints) -> Mask:
+    """Whether anything that the profiler saw of the thread began meanwhile."""
+    found = np.zeros(len(thread), bool)
+    for one in np.unique(thread).tolist():
+        mine = thread == one
+        begins = np.sort(trace.events.start[trace.events.thread == one])
+        found[mine] = np.searchsorted(begins, start[mine]) < np.searchsorted(begins, end[mine])
+    return found
+
+
+def _with_lines(trace: Trace, record: LineRecord, stretches: Sequence[Stretch], thread: Ints, shift: int) -> Trace:
     number: dict[str, int] = {}
-    names = [seen.written(one.code, one.line) for one in stretches]
+    names = [record.written(one.code, one.line) for one in stretches]
     lines = Events.of(
         len(stretches),
         category=np.array([Category.LINE if one.line else Category.PYTHON for one in stretches], np.int64),
@@ -178,13 +253,13 @@ def _marked(trace: Trace) -> np.ndarray:
     return trace.begins(OWN_STEP)
 
 
-def offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
+def trace_offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
     """From the host's clock to the trace's: as the marks allow, and such that lines begin between operators."""
     rows = np.flatnonzero(_marked(trace))
     noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
     pairs = [(noted[f"{OWN_STEP}{tick.number}"], tick) for tick in ticks if f"{OWN_STEP}{tick.number}" in noted]
-    least, most = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
-    trials = np.linspace(least, most, 1 + min(_TRIALS, (most - least) // _CLOSE)).astype(np.int64)
+    low, high = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
+    trials = np.linspace(low, high, 1 + min(_TRIALS, (high - low) // _CLOSE)).astype(np.int64)
     within = sum(_begun_within(trace, thread, times, trials) for thread, times in begins.items())
     best = trials[within == np.min(within)]
     return int(best[len(best) // 2])
@@ -205,22 +280,29 @@ def _begun_within(trace: Trace, thread: int, times: Ints, trials: Ints) -> Ints:
 
 _TOOLS = (4, 3, 5, 2, 1, 0)
 """Places for tools; the ones without a meaning of their own first."""
-CHUNK = 1024
-_HOT = 32
-"""What is seen so often within a chunk is in a loop."""
-QUICK = 1_800
+CHUNK, HOT_IN_CHUNK = 1024, 32
+"""What is seen so often within so many entries is in a loop."""
+LAUNCHES_NOTHING = 1_800
 """Nanoseconds between entries on average; where they follow each other as quickly, nothing is launched."""
 
 
-class Monitored:
+@dataclass
+class Ask:
+    """When a line begins at that time or later, the program's window is asked whether it closes there."""
+
+    at: int
+    whether: Callable[[], object]
+
+
+class MonitoringFollower:
     """Follows all threads. A loop in pure Python falls silent soon: following it would cost more than it tells.
 
     Each line of such a loop is then told once, and not again before the program has left the loop. A
     function or generator that is called as often is no longer told apart from the line that calls it.
     """
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    def __init__(self, log: Log, ask: Ask) -> None:
+        self.log, self.ask = log, ask
         self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
         self._tool: int | None = None
         self._codes: dict[int, CodeType] = {}  # by identity: the same words in two files are equal
@@ -240,7 +322,7 @@ class Monitored:
         for frames in self.log.open_frames().values():
             for frame in frames:
                 self._follow(frame.f_code)
-        self._looked = len(self.log.entries)
+        self._looked = len(self.log)
         self._api.restart_events()  # what an earlier window disabled
         self._api.set_events(self._tool, self._api.events.PY_START | self._api.events.PY_RESUME)
         return ""
@@ -277,15 +359,18 @@ class Monitored:
             return self._api.DISABLE
         if id(code) not in self._codes and self._tool is not None:
             self._follow(code)
-        self.log.meet()
-        self._add(ENTER, code, 0)
+        self.log.add(ENTER, code)
         return None
 
     def _leave(self, code: CodeType, _: int, __: object) -> None:
-        self._add(LEAVE, code, 0)
+        self.log.add(LEAVE, code)
 
     def _line(self, code: CodeType, line: int) -> Any:
-        self._add(LINE, code, line)
+        now = self.log.add(LINE, code, line)
+        if len(self.log) - self._looked >= CHUNK:
+            self._look()
+        if now >= self.ask.at or self.log.is_full:
+            self.ask.whether()
         if not self._hot:
             return None
         if (id(code), line) in self._hot:
@@ -295,23 +380,17 @@ class Monitored:
             self._wake(code)
         return None
 
-    def _add(self, what: int, code: CodeType, line: int) -> None:
-        entries = self.log.entries
-        entries.append((self.log.clock(), threading.get_ident(), what, code, line))
-        if len(entries) - self._looked >= CHUNK:
-            self._look()
-
     def _look(self) -> None:
         """Find the loops among what came last."""
-        last = self.log.entries[self._looked :]
-        self._looked = len(self.log.entries)
-        if self._looked > MOST:
-            self.end()
-        elif last[-1][0] - last[0][0] < QUICK * len(last):
-            counts = Counter((id(code), what, line) for _, _, what, code, line in last)
-            often = [place for place, count in counts.items() if count > _HOT]
-            self._hot |= {(code, line) for code, what, line in often if what == LINE}
-            self._leave_out({code for code, what, _ in often if what == ENTER})
+        last = self.log.rows(self._looked)
+        self._looked = len(self.log)
+        if last[-1, 0] - last[0, 0] < LAUNCHES_NOTHING * len(last):
+            places, counts = np.unique(last[:, 2:], axis=0, return_counts=True)
+            often = [
+                (what, id(self.log.codes[code]), line) for what, code, line in places[counts > HOT_IN_CHUNK].tolist()
+            ]
+            self._hot |= {(code, line) for what, code, line in often if what == LINE}
+            self._leave_out({code for what, code, _ in often if what == ENTER})
 
     def _leave_out(self, codes: set[int]) -> None:
         self._left_out |= codes
@@ -328,15 +407,15 @@ class Monitored:
 
 # Lines by `sys.settrace`, before Python 3.12: of the thread that takes the steps alone, and dearer.
 
-OFTEN = 2_000
+CALLS_TOLD_APART = 2_000
 """Calls of one function, or turns of a generator, beyond which it is no longer told apart from who calls it."""
 
 
-class Traced:
+class TraceFollower:
     """Follows the thread in which it began."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    def __init__(self, log: Log, ask: Ask) -> None:
+        self.log, self.ask = log, ask
         self._frames: list[FrameType] = []
         self._follows = False
         self._calls: Counter[int] = Counter()
@@ -363,33 +442,24 @@ class Traced:
         self._frames = []
 
     def _entered(self, frame: FrameType, _: str, __: object) -> Any:
-        if not self._follows or len(self.log.entries) > MOST or not self.log.detail(frame.f_code):
+        if not self._follows or not self.log.detail(frame.f_code):
             return None
         self._calls[id(frame.f_code)] += 1
-        if self._calls[id(frame.f_code)] > OFTEN:
+        if self._calls[id(frame.f_code)] > CALLS_TOLD_APART:
             return None
         self.log.add(ENTER, frame.f_code)
         frame.f_trace_lines = self.log.detail(frame.f_code) == LINES
         return self._within
 
     def _within(self, frame: FrameType, event: str, _: object) -> Any:
-        if self._calls[id(frame.f_code)] > OFTEN:
+        if self._calls[id(frame.f_code)] > CALLS_TOLD_APART:
             return self._within
         if event == "line":
-            self.log.add(LINE, frame.f_code, frame.f_lineno)
+            if self.log.add(LINE, frame.f_code, frame.f_lineno) >= self.ask.at or self.log.is_full:
+                self.ask.whether()
         elif event == "return":
             self.log.add(LEAVE, frame.f_code)
-        return self._within
-
-
-LINE, ENTER, LEAVE = 0, 1, 2
-MOST = 200_000
-"""Entries of one window; what comes later has no lines."""
-NOTHING, FUNCTIONS, LINES = 0, 1, 2
-_DETAIL = {USER: LINES, LIBRARY: LINES, TORCH: FUNCTIONS}
-
-Entry: TypeAlias = "tuple[int, int, int, CodeType, int]"
-"""When, in which thread, what (LINE, ENTER or LEAVE), of which code, and the line."""
+        return self._within if self._follows else None
 
 
 class Follower(Protocol):
@@ -401,58 +471,7 @@ class Follower(Protocol):
     def end(self) -> None: ...
 
 
-class Log:
-    """What was seen, in the order in which it was."""
-
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.clock = clock
-        self.entries: list[Entry] = []
-        self.threads: dict[int, int] = {}
-        """The system's number of each thread, by Python's own."""
-        self._detail: dict[int, tuple[int, CodeType]] = {}  # by identity: the same words in two files are equal
-
-    def detail(self, code: CodeType) -> int:
-        """How closely this code is followed."""
-        known = self._detail.get(id(code))
-        if known is None:
-            known = self._detail[id(code)] = _DETAIL.get(kind_of(code.co_filename), NOTHING), code
-        return known[0]
-
-    def add(self, what: int, code: CodeType, line: int = 0) -> None:
-        self.entries.append((self.clock(), threading.get_ident(), what, code, line))
-
-    def meet(self) -> None:
-        """Remember the calling thread's number."""
-        ident = threading.get_ident()
-        if ident not in self.threads:
-            self.threads[ident] = threading.get_native_id()
-
-    def open_frames(self) -> dict[int, list[FrameType]]:
-        """Where every thread stands, from the outside in; noted as if it had just come there."""
-        self.threads.update({one.ident: one.native_id for one in threading.enumerate() if one.ident and one.native_id})
-        self.threads[threading.get_ident()] = threading.get_native_id()  # a child that was forked has another number
-        found = {thread: self._followed_of(top) for thread, top in sys._current_frames().items()}
-        for thread, frames in found.items():
-            for frame in frames:
-                now = self.clock()
-                self.entries.append((now, thread, ENTER, frame.f_code, 0))
-                if self.detail(frame.f_code) == LINES:
-                    self.entries.append((now, thread, LINE, frame.f_code, frame.f_lineno or 0))
-        return found
-
-    def _followed_of(self, top: FrameType) -> list[FrameType]:
-        return [frame for frame in outwards(top) if self.detail(frame.f_code)][::-1]
-
-
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def follower(log: Log) -> Follower:
+def follower(log: Log, ask: Ask | None = None) -> Follower:
     """The way that this Python offers."""
-    if sys.version_info >= (3, 12):
-        return Monitored(log)
-
-    return Traced(log)
+    ask = ask or Ask(1 << 62, lambda: None)
+    return MonitoringFollower(log, ask) if sys.version_info >= (3, 12) else TraceFollower(log, ask)

@@ -9,17 +9,16 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import USER, kind_of, shown
+from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
 from keepbusy.instrument.loops import IMPORT_SYSTEM, STAYED, Line, Looks, SourceLoop, SourceLoops
-from keepbusy.recording.plain_steps import rhythm_of
-from keepbusy.recording.step_clock import stalled, warm_up
+from keepbusy.recording.turn_times import LookTable, StepLooks, beat_of, slow_kinds, warm_up
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 
@@ -29,15 +28,44 @@ WORTH_A_PART = 0.005
 """Of the run: a shorter loop stands among the lines of what it is in."""
 WORTH_TELLING = 0.02
 """Of a loop: what its slow turns take longer."""
-KEPT_LINES = 8
+KEPT_LINES, KEPT_KINDS = 8, 3
 
 BusyUntil = Callable[[Ints], npt.NDArray[np.float64]]
 """How long the GPU has been at work until each of these moments."""
 
 
-def tree_of(looks: Looks, busy_until: BusyUntil | None = None, source: str = "") -> Part:
-    """`source`: what the run is called."""
-    return _Tree(looks, busy_until, source).root()
+def read_source(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8")
+
+
+def tree_of(
+    looks: Looks, busy_until: BusyUntil | None = None, source: str = "", sources: SourceLoops | None = None
+) -> Part:
+    """`source`: what the run is called; `sources`: files that were read already."""
+    return _Tree(looks, busy_until, source, sources).root()
+
+
+def step_looks(looks: Looks) -> StepLooks:
+    """Looks by the user's lines. Whoever asks for them knows when steps began and ended."""
+    count = len(looks.known_chains)
+    times = np.array(looks.times, np.int64)
+    weight = np.diff(times, append=max(looks.ended, *times[-1:], looks.began)) if len(times) else times
+    chain = np.minimum(np.array(looks.chains, np.int64), count - 1)  # the program goes on meanwhile
+    known = [_written_chain(looks, lines) for lines in looks.known_chains[:count]]
+    return StepLooks(times, weight, chain[: len(times)], [chain for chain, _ in known], [inside for _, inside in known])
+
+
+def _written_chain(looks: Looks, lines: Sequence[Line]) -> tuple[tuple[str, ...], str]:
+    """The user's lines, and the library's that the last of them called."""
+
+    def written(line: Line) -> str:
+        code = looks.codes[line.code]
+        return f"{shown(code.co_filename)}({line.line}): {code.co_name}"
+
+    kinds = [kind_of(looks.codes[line.code].co_filename) for line in lines]
+    users = [line for line, kind in zip(lines, kinds, strict=True) if kind == USER]
+    called = lines[-1] if lines and kinds[-1] in (LIBRARY, TORCH, PYTHON) else None
+    return tuple(written(line) for line in users), written(called) if called and users else ""
 
 
 class BusyLoop(NamedTuple):
@@ -50,9 +78,9 @@ class BusyLoop(NamedTuple):
     ends: Ints
 
 
-def innermost_loops(looks: Looks, busy_until: BusyUntil | None) -> list[BusyLoop]:
+def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceLoops | None = None) -> list[BusyLoop]:
     """Loops that turn, each without those within it, the one in which the GPU waits longest first."""
-    tree = _Tree(looks, busy_until, "")
+    tree = _Tree(looks, busy_until, "", sources)
     found: list[BusyLoop] = []
 
     def visit(node: _Node) -> None:
@@ -99,7 +127,9 @@ class _Node:
 
 
 class _Tree:
-    def __init__(self, looks: Looks, busy_until: BusyUntil | None, source: str) -> None:
+    def __init__(
+        self, looks: Looks, busy_until: BusyUntil | None, source: str, sources: SourceLoops | None = None
+    ) -> None:
         self.looks, self.name = looks, source
         self.times = np.array(looks.times, np.int64)
         self.chain = np.array(looks.chains, np.int64)
@@ -112,7 +142,7 @@ class _Tree:
         self.busy_of = np.bincount(self.chain, self.busy, count)
         self.first_of = np.full(count, np.iinfo(np.int64).max)
         np.minimum.at(self.first_of, self.chain, edges[:-1])
-        self.sources = SourceLoops(lambda file: Path(file).read_text(encoding="utf-8"))
+        self.sources = sources or SourceLoops(read_source)
         self.staying = self._staying()
         self.turns = self._turns()
         self.whole = max(1, int(self.weight.sum()))
@@ -137,6 +167,8 @@ class _Tree:
         """Of each loop, by its code and first line, when its turns ended."""
         found: dict[tuple[int, int], list[Ints]] = {}
         for (code, target), ends in list(self.looks.turns.items()):
+            if code not in self.staying:
+                continue
             loop = self.sources.of_jump(self.looks.codes[code], target)
             if loop is not None:
                 found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
@@ -274,31 +306,44 @@ class _Tree:
         rest = took[cold:]
         low, high = np.percentile(rest, [20, 80])
         usual = int(np.median(rest))
-        slow, near = stalled(rest)
-        told = None
-        longer = (rest - near)[slow]
-        if longer.sum() >= WORTH_TELLING * part.time:
-            rhythm = rhythm_of(np.flatnonzero(slow), np.arange(len(rest)))
-            told = SlowTurns(
-                count=int(slow.sum()),
-                every=rhythm.every or len(rest) / int(slow.sum()),
-                regular=rhythm.regular,
-                longer=int(np.median(longer)),
-                total=int(longer.sum()),
-                place=self._where_slow(node, began[cold:], over[cold:], slow),
-            )
         first = int(began[0]) - self.looks.began - part.began  # the turn that was under way when counting began
         cold_time = max(0, first - usual) + int(took[:cold].sum()) - cold * usual
-        return Part(
-            **{
-                **{name: getattr(part, name) for name in Part.__dataclass_fields__},
-                "low": round(float(low)),
-                "high": round(float(high)),
-                "warm_up": cold + (first > 2 * usual),
-                "warm_up_time": max(0, cold_time) if cold or first > 2 * usual else 0,
-                "slow": told,
-            }
+        return replace(
+            part,
+            low=round(float(low)),
+            high=round(float(high)),
+            warm_up=cold + (first > 2 * usual),
+            warm_up_time=max(0, cold_time) if cold or first > 2 * usual else 0,
+            kinds=self._slow_kinds(node, began[cold:], over[cold:], part.time),
         )
+
+    def _slow_kinds(self, node: _Node, began: Ints, over: Ints, whole: int) -> tuple[SlowTurns, ...]:
+        """Turns that take far longer than the others, by the line of the loop's own at which looks found them."""
+        lines = dict(self._lines_within(node))
+        known = list(dict.fromkeys(lines.values()))
+        place_of = np.full(len(self.looks.known_chains), NONE, np.int64)
+        for chain, line in lines.items():
+            place_of[chain] = known.index(line)
+        place = place_of[self.chain]
+        inside = place != NONE
+        looks = LookTable(self.times[inside], self.weight[inside], place[inside])
+        turns = np.arange(len(over))
+        told = []
+        for kind in slow_kinds(over - began, began, over, looks):
+            if kind.total < WORTH_TELLING * whole:
+                break
+            beat = beat_of(kind.rows, turns)
+            told.append(
+                SlowTurns(
+                    count=len(kind.rows),
+                    every=beat.every if beat.regular else len(turns) / len(kind.rows),
+                    regular=beat.regular,
+                    longer=int(np.median(kind.longer)),
+                    total=kind.total,
+                    place=self._written(known[kind.place]) if kind.place != NONE else "",
+                )
+            )
+        return tuple(told[:KEPT_KINDS])
 
     def _turns_of_while(self, node: _Node, above: _Node, ends: Ints) -> int:
         """The last turn of a `while` does not jump back."""
@@ -315,20 +360,6 @@ class _Tree:
         breaks, begun, ended = self._begun_anew(node, above), ends[:-1], ends[1:]
         whole = np.searchsorted(breaks, begun) == np.searchsorted(breaks, ended)
         return begun[whole], ended[whole]
-
-    def _where_slow(self, node: _Node, began: Ints, over: Ints, slow: npt.NDArray[np.bool_]) -> str:
-        """The line on which slow turns spend most beyond what the others do."""
-        spent: dict[bool, defaultdict[Line, float]] = {True: defaultdict(float), False: defaultdict(float)}
-        line_of = dict(self._lines_within(node))
-        turn = np.searchsorted(over, self.times)
-        inside = (turn < len(over)) & (self.times >= began[np.minimum(turn, len(over) - 1)])
-        for look in np.flatnonzero(inside).tolist():
-            line = line_of.get(int(self.chain[look]))
-            if line is not None:
-                spent[bool(slow[turn[look]])][line] += float(self.weight[look])
-        count = max(1, int(slow.sum())), max(1, int((~slow).sum()))
-        extra = {line: time / count[0] - spent[False].get(line, 0.0) / count[1] for line, time in spent[True].items()}
-        return self._written(max(extra, key=lambda line: extra[line])) if extra else ""
 
     def _lines_within(self, node: _Node) -> list[tuple[int, Line]]:
         """Of each look in this loop, the line of the loop's own turn that it stood at, whatever loops are within."""

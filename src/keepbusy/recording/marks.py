@@ -10,25 +10,275 @@ import os
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from keepbusy.recording.interruptions import Allocations, Pauses, without_processor
-from keepbusy.recording.plain_steps import plain_run, plain_step
-from keepbusy.recording.step_clock import ASIDE, Cuda, Device, DeviceMarks, Marked, Steps, alike, steps_of
-from keepbusy.recording.step_detector import BEGINS, StepEnds
-from keepbusy.recording.watch import Watch, main_frame
+from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
+from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds
+from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step, slow_from, steady
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
 
-NEAR = 256
+# The lead: how far the host is ahead of the device at each mark, from two clocks that know nothing of each other.
+#
+# Of each mark it is known how much the host's clock is ahead of the device's: at least so much, and at most so much.
+# Where the device waits for the host, the first of these is exact to the few microseconds of a launch: the device
+# passes the mark as soon as it is set. The clocks drift apart by some microseconds a second, so what one mark says of
+# another holds the less, the further apart they are.
+
+CLOCK_DRIFT = 5e-6
+"""The clocks of one machine do not drift apart faster than this; on an H200's host it was 0.85 µs a second."""
+
+
+def clock_offset(times: Ints, earliest: Ints, latest: Ints) -> Ints:
+    """How much the host's clock is ahead of the device's at each of these times: the most that any mark demands.
+
+    What a mark demands decays with the distance, and no mark may contradict that the host has seen it passed.
+    """
+    decay = CLOCK_DRIFT * (times - times[0])
+    after = np.maximum.accumulate(earliest + decay) - decay
+    before = np.maximum.accumulate((earliest - decay)[::-1])[::-1] + decay
+    return np.minimum(np.maximum(after, before), latest).astype(np.int64)
+
+
+def leads(host: Ints, times: Ints, earliest: Ints, latest: Ints) -> Ints:
+    """At each mark, how long after the host the device passes it; NONE where nobody knows when it did."""
+    lead = np.full(len(host), NONE, np.int64)
+    known = np.flatnonzero(times != NONE)
+    if len(known):
+        ahead = clock_offset(times[known], earliest[known], latest[known])
+        lead[known] = np.maximum(0, times[known] + ahead - host[known])
+    return lead
+
+
+# Marks on the device: events in its current stream, read back once it has passed them. Nobody waits for one.
+#
+# The two clocks are aligned by what is known of each mark without waiting: the device passes it after the host has set
+# it and after the host has last seen it pending, and before the host sees it passed.
+
+EVENTS_IN_FLIGHT = 256
+"""Events in flight. Should the device ever be further behind, marks go without one."""
+READ_AT_A_TIME = 4
+"""More than are set, so that a backlog shrinks."""
+
+
+class EventClock(Protocol):
+    """What marks ask of the device that the program uses."""
+
+    def ready(self) -> bool:
+        """Whether an event may be set or asked for now."""
+
+    def new_event(self) -> Any:
+        """One that can tell time: `query()`, `elapsed_time(later)` in milliseconds."""
+
+    def set(self, event: Any) -> None:
+        """Put it behind what has been launched so far."""
+
+
+class Cuda:
+    """The device that the program uses by the time of its first mark. It is never the marks that wake it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._number: int | None = None
+
+    def ready(self) -> bool:
+        """While a graph is captured, nothing of ours may get into it."""
+        if self._number is None:
+            if not self._cuda.is_initialized():
+                return False
+            self._number = self._cuda.current_device()
+        return not self._cuda.is_current_stream_capturing()
+
+    def new_event(self) -> Any:
+        return self._cuda.Event(enable_timing=True)
+
+    def set(self, event: Any) -> None:
+        event.record(self._cuda.current_stream(self._number))
+
+
+class _Pending(NamedTuple):
+    event: Any
+    mark: int
+    set: int  # by the host's clock
+
+
+class DeviceMarks:
+    """`times[mark - first]` is when the device passed a mark, by its own clock; NONE where nobody knows."""
+
+    def __init__(self, device: EventClock, clock: Callable[[], int]) -> None:
+        self.first = 0
+        self.times = array("q")
+        self.earliest = array("q")  # how much the host's clock is ahead of the device's: at least so much
+        self.latest = array("q")  # and at most so much
+        self._device = device
+        self._clock = clock
+        self._free: list[Any] = []
+        self._made = 0
+        self._pending: deque[_Pending] = deque()
+        self._seen_pending = 0
+        self._last: Any = None
+        self._now = 0.0
+
+    def set(self, mark: int, now: int) -> None:
+        """The host is here at `now`; when will the device be? Every mark is told, in order."""
+        for column in self.columns():
+            column.append(NONE)
+        if not self._device.ready():
+            return
+        event = self._event()
+        if event is not None:
+            self._device.set(event)
+            self._pending.append(_Pending(event, mark, now))
+        self.read()
+
+    def read(self, most: int = READ_AT_A_TIME) -> None:
+        """See which marks the device has passed."""
+        for _ in range(most):
+            if not self._pending or not self._passed(self._pending[0]):
+                return
+
+    def read_all(self) -> None:
+        """Once the program has ended; what the device has not done by then stays unknown."""
+        if self._device.ready():
+            self.read(EVENTS_IN_FLIGHT)
+
+    def drop(self, count: int) -> None:
+        """Forget the oldest ones."""
+        if not count:
+            return
+        self.first += count
+        for column in self.columns():
+            del column[:count]
+
+    def columns(self) -> tuple[array[int], array[int], array[int]]:
+        """A row a mark."""
+        return self.times, self.earliest, self.latest
+
+    def _event(self) -> Any:
+        if self._free:
+            return self._free.pop()
+        if self._made == EVENTS_IN_FLIGHT:
+            return None
+        self._made += 1
+        return self._device.new_event()
+
+    def _passed(self, pending: _Pending) -> bool:
+        before = self._clock()
+        if not pending.event.query():
+            self._seen_pending = before
+            return False
+        self._pending.popleft()
+        if self._last is not None:
+            self._now += self._last.elapsed_time(pending.event) * 1e6
+            self._free.append(self._last)
+        self._last = pending.event
+        self._note(pending, round(self._now), self._clock())
+        return True
+
+    def _note(self, pending: _Pending, time: int, seen: int) -> None:
+        row = pending.mark - self.first
+        if row >= 0:
+            self.times[row] = time
+            self.earliest[row] = max(pending.set, self._seen_pending) - time
+            self.latest[row] = seen - time
+        self._seen_pending = 0
+
+
+KEPT_MARKS = 1 << 20
+"""Marks that are kept; of a longer run the older half goes."""
+KNOWN_ON_DEVICE = 0.8
+"""Where so many of the steps that are over are known on the device, those that are not are passed over."""
+WATCHED_CLOSELY = 3
+"""What a mark says, beside the verdicts of `Rounds`: a step ends that was looked at closely."""
+
+
+class MarkTable:
+    """Row by row: when the host set a mark, what it says of the step before it, and that step's pauses."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.host = array("q")
+        self.says = array("b")
+        self.input = array("q")
+        self.collector = array("q")
+        self.saves: dict[int, int] = {}  # what checkpoints took, by mark: they are rare
+
+    @property
+    def count(self) -> int:
+        """Marks so far, with those that are not kept any more."""
+        return self.first + len(self.host)
+
+    @property
+    def last(self) -> int:
+        return self.host[-1] if self.host else 0
+
+    def add(self, now: int, says: int, pauses: Pauses) -> None:
+        saved = pauses.take(CHECKPOINT)
+        if saved:
+            self.saves[self.count] = saved
+        self.says.append(says)
+        self.input.append(pauses.take(INPUT))
+        self.collector.append(pauses.take(COLLECTOR))
+        self.host.append(now)
+
+    def columns(self) -> tuple[array[int], ...]:
+        """A row a mark: when it was set, what it says, the input and the collector before it."""
+        return self.host, self.says, self.input, self.collector
+
+    def halve(self) -> int:
+        """Forget the older half, once there are too many; returns how many."""
+        if len(self.host) < KEPT_MARKS:
+            return 0
+        count = KEPT_MARKS // 2
+        for column in self.columns():
+            del column[:count]
+        self.first += count
+        return count
+
+
+def steps_of(marked: MarkTable, device: DeviceMarks | None, last: int = 0) -> Steps:
+    """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end.
+
+    Any thread may ask: only copies are looked at, and a mark that is being set meanwhile is left out.
+    """
+    on_device = device.columns() if device is not None else ()
+    end = min(len(column) for column in (*marked.columns(), *on_device))
+    part = slice(max(0, end - last) if last else 0, end)
+    host, says, waited, collector = (np.array(column[part], np.int64) for column in marked.columns())
+    times = lead = np.full(len(host), NONE, np.int64)
+    if on_device:
+        times, earliest, latest = (np.array(column[part], np.int64) for column in on_device)
+        lead = leads(host, times, earliest, latest)
+    rows = np.flatnonzero((says == ENDS) | (says == WATCHED_CLOSELY))
+    rows = rows[rows > 0]
+    known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
+    over = np.count_nonzero(rows <= known[-1]) if len(known) else 0  # the device is still busy with those after it
+    passed, rows = (times, known) if over and len(known) >= KNOWN_ON_DEVICE * over else (host, rows)
+    return Steps(
+        mark=rows + marked.first + part.start,
+        took=passed[rows] - passed[rows - 1],
+        plain=says[rows] == ENDS,
+        input=waited[rows],
+        collector=collector[rows],
+        lead=lead[rows],
+        host=host[rows] - host[rows - 1],
+        ended=host[rows],
+    )
+
+
+STEPS_AROUND = 256
 """Plain steps on either side of a close look: enough to say what it is to be compared with."""
-SETTLING = 3
+SETTLING_MARKS = 3
 """On an H200 the third step after a profiler has ended is as long as any."""
-RECENT, NOW, FEW = 16, 64, 1024
+STEADY_STEPS, SHOWN_STEPS, LATEST_MARKS = 16, 64, 1024
+"""So many of the last steps must be alike, so many are shown live, and so many marks are looked through for them."""
 
 
 class Marks:
@@ -41,34 +291,30 @@ class Marks:
         self,
         on_step: Callable[[int], object] | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
-        device: Device | None = None,
-        frame: Callable[[], FrameType | None] = main_frame,
+        device: EventClock | None = None,
         live: Path | None = None,
     ) -> None:
         """`live` names a file for those who look on while the program runs."""
         self.fault = ""
-        self.marked = Marked()
-        self._live = FiguresFile(live) if live is not None else None
-        self.watch = Watch(self.marked, clock, frame, self._leave_figures if live is not None else None)
+        self.table = MarkTable()
         self.pauses = Pauses(clock)
+        self._live = FiguresFile(live) if live is not None else None
         self._on_step, self._clock, self._device = on_step, clock, device
         self._ends = StepEnds(self._ended)
         self._allocations = Allocations()
         self._on_device: DeviceMarks | None = None
         self._thread = self._waited = self._began = NONE
-        self._aside = False
-        self._aside_still = 0  # so many marks, once nobody looks closely any more
+        self._is_closely_watched = False
+        self._settling = 0  # so many marks, once nobody looks closely any more
         self._running = False
 
-    def begin(self, watch: bool = True) -> None:
+    def begin(self) -> None:
         """Call it in the program's main thread, once torch can be imported. The device is left asleep."""
         self._on_device = DeviceMarks(self._device or Cuda(), self._clock)
         self._running = True
         self._ends.begin()
         self.pauses.begin()
         os.register_at_fork(after_in_child=self._forked)
-        if watch:
-            self.watch.begin()
 
     def end(self) -> None:
         """Leave the program alone from now on; to do it twice does nothing."""
@@ -77,98 +323,74 @@ class Marks:
         self._running = False
         self._ends.end()
         self.pauses.end()
-        self.watch.end()
         if self._on_device is not None and not self.fault:
             self._guarded(self._on_device.read_all)
-        self._leave_figures(over=True)
+        self.leave_figures(over=True)
 
     def look_closely(self, now: bool) -> None:
         """While somebody looks closely at the program, its steps are counted, but they are not plain ones.
 
         Neither are the next few once the look has ended: to end it takes a while, and so does CUPTI to let go.
         """
-        self._aside_still = SETTLING if self._aside and not now else 0
-        self._aside = now
-        self.watch.paused = now
+        self._settling = SETTLING_MARKS if self._is_closely_watched and not now else 0
+        self._is_closely_watched = now
 
     @property
     def count(self) -> int:
         """Marks so far: the first one begins a step, each further one ends one, too."""
-        return self.marked.count
-
-    def times(self) -> array[int]:
-        """When the marks were set, by the host's clock."""
-        return self.marked.host
-
-    def steady(self, count: int = RECENT) -> bool:
-        """Whether the last plain steps are alike."""
-        steps = steps_of(self.marked, self._on_device, FEW)
-        took = steps.took[steps.plain][-count:]
-        return len(took) == count and alike(took)
-
-    def plain_step(self, near: int = NONE, since: int = 0, until: int | None = None) -> int | None:
-        """Nanoseconds; of the steps between these two, and of them those around the one that is `near`.
-
-        Without one, around the last close look, where there was one. None if there are too few.
-        """
-        steps = self._steps()
-        closely = steps.mark[~steps.plain]
-        near = int(closely[-1]) if near == NONE and len(closely) else near
-        steps = steps.take(steps.plain & (steps.mark >= since) & (steps.mark < (until or self.count)))
-        if near != NONE:
-            nearest = np.argsort(np.abs(steps.mark - near), kind="stable")[: 2 * NEAR]
-            steps = steps.take(np.sort(nearest))
-        return plain_step(steps)
-
-    def lately(self, count: int) -> Steps:
-        """The steps between the last marks, so many of these."""
-        return steps_of(self.marked, self._on_device, count)
-
-    def recent(self, count: int) -> Ints:
-        """How long the last plain steps took on the host: that is known at once."""
-        return self.marked.recent(count)
-
-    @property
-    def overdue(self) -> int:
-        """A step that takes longer is a stall; as long as nobody knows, none is."""
-        return self.watch.limit or 1 << 62
+        return self.table.count
 
     @property
     def replays_graphs(self) -> bool:
         """Whether the program has replayed a CUDA graph."""
         return self._ends.replayed
 
-    def run(self, last: int = 0) -> PlainRun:
-        """What the marks tell so far, or of so many marks at the end."""
-        steps = steps_of(self.marked, self._on_device, last)
+    def steps(self, last: int = 0) -> Steps:
+        """Whole steps so far, or between so many marks at the end."""
+        return steps_of(self.table, self._on_device, last)
+
+    def are_steady(self, count: int = STEADY_STEPS) -> bool:
+        """Whether the last plain steps are alike."""
+        steps = self.steps(LATEST_MARKS)
+        took = steps.took[steps.plain][-count:]
+        return len(took) == count and steady(took)
+
+    def plain_step(self, near: int = NONE, since: int = 0, until: int | None = None) -> int | None:
+        """Nanoseconds; of the steps between these two, and of them those around the one that is `near`.
+
+        Without one, around the last close look, where there was one. None if there are too few.
+        """
+        steps = self.steps()
+        closely = steps.mark[~steps.plain]
+        near = int(closely[-1]) if near == NONE and len(closely) else near
+        steps = steps.take(steps.plain & (steps.mark >= since) & (steps.mark < (until or self.count)))
+        if near != NONE:
+            nearest = np.argsort(np.abs(steps.mark - near), kind="stable")[: 2 * STEPS_AROUND]
+            steps = steps.take(np.sort(nearest))
+        return plain_step(steps)
+
+    def run(self, looks: StepLooks | None = None) -> PlainRun:
+        """What the marks tell so far; `looks` tell where slow steps were."""
         return plain_run(
-            steps,
+            self.steps(),
             marked_by=self._ends.source.name.lower(),
-            saves=dict(self.marked.saves),
-            seen=dict(self.watch.seen),
-            loop=self.watch.loop,
+            saves=dict(self.table.saves),
+            looks=looks,
             readings=tuple(self._allocations.readings),
             delayed=self.delayed(),
-            fault=self.fault or self.watch.fault,
+            fault=self.fault,
         )
 
     def delayed(self) -> float:
         """Share of the run in which the program's thread was ready and had no processor."""
-        passed, now = self.marked.last - self._began, without_processor(self._thread)
+        passed, now = self.table.last - self._began, without_processor(self._thread)
         known = passed > 0 and NONE not in (now, self._waited)
         return min(1.0, (now - self._waited) / passed) if known else 0.0
 
-    def facts(self) -> dict[str, object]:
-        """The same, for a timeline's facts."""
-        return self.run().as_fact()
-
-    def _steps(self) -> Steps:
-        return steps_of(self.marked, self._on_device)
-
     def figures(self) -> Figures:
         """How the program is doing: of its last steps."""
-        steps = steps_of(self.marked, self._on_device, FEW)
-        took, lead = steps.took[-NOW:], steps.lead[-NOW:]
+        steps = self.steps(LATEST_MARKS)
+        took, lead = steps.took[-SHOWN_STEPS:], steps.lead[-SHOWN_STEPS:]
         known = lead[lead != NONE]
         low, step, high = np.percentile(took, [10, 50, 90]) if len(took) else (0, 0, 0)
         return Figures(
@@ -177,13 +399,13 @@ class Marks:
             low=round(low),
             high=round(high),
             lead=round(float(np.median(known))) if len(known) else NONE,
-            ended=self.marked.last,
-            limit=self.watch.limit,
+            ended=self.table.last,
+            limit=slow_from(took) if len(took) >= STEADY_STEPS else 0,
         )
 
-    def _leave_figures(self, over: bool = False) -> None:
-        """In the watch's thread, and a last time when it has ended: no step is overdue any more."""
-        if self._live is not None:
+    def leave_figures(self, over: bool = False) -> None:
+        """For whoever looks on; a last time when the program has ended, and no step is overdue any more."""
+        if self._live is not None and self.count:
             figures = self.figures()
             self._live.write(figures._replace(limit=0) if over else figures)
 
@@ -201,20 +423,18 @@ class Marks:
             self.end()
 
     def _mark(self, verdict: int) -> None:
-        marked, now = self.marked, self._clock()
-        if not marked.count:
+        table, now = self.table, self._clock()
+        if not table.count:
             self._thread, self._began = threading.get_native_id(), now
             self._waited = without_processor(self._thread)
-        aside = verdict != BEGINS and (self._aside or self._aside_still > 0)
-        self._aside_still -= self._aside_still > 0
-        marked.add(now, ASIDE if aside else verdict, self.pauses)
-        number = marked.count - 1
+        closely = verdict != BEGINS and (self._is_closely_watched or self._settling > 0)
+        self._settling -= self._settling > 0
+        table.add(now, WATCHED_CLOSELY if closely else verdict, self.pauses)
+        number = table.count - 1
         if self._on_device is not None:
             self._on_device.set(number, now)
-            self._on_device.drop(marked.halve())
+            self._on_device.drop(table.halve())
         self._allocations.read(number, now)
-        if number == RECENT:
-            self.watch.find_loop()
         if self._on_step is not None:
             self._tell(number + 1)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.recording.line_log import Seen, Tick, placed
+from keepbusy.recording.line_log import LineRecord, Tick, placed
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing, typed
 from keepbusy.timeline.model import Timeline
@@ -47,7 +47,7 @@ def facts_in(folder: Path) -> dict[str, Any]:
 
 # What a recorded process left in its folder -> `Timeline`.
 
-RECORDED = "Recorded were"
+NOTE_OF_RECORDED = "Recorded were"
 """How the note on what was recorded begins."""
 
 
@@ -104,8 +104,8 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
     if not (trace.events.category <= Category.FILL).any():
         raise BadInput(_no_commands(trace, source))
     ticks = [Tick(*tick) for tick in left.get("ticks", ())]
-    seen = Seen.load(folder / LINES) if (folder / LINES).exists() else Seen.nothing()
-    return placed(trace, seen, ticks)
+    lines = LineRecord.load(folder / LINES) if (folder / LINES).exists() else LineRecord.nothing()
+    return placed(trace, lines, ticks)
 
 
 def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int) -> str:
     again = f", and again {' and '.join(further)}" if further else ""
     cost = sum(look["cost"] for look in looks) / 1e9
     return (
-        f"{RECORDED} steps {first} of {steps}{again}; opening and closing the recorder held the program up "
+        f"{NOTE_OF_RECORDED} steps {first} of {steps}{again}; opening and closing the recorder held the program up "
         f"for {cost:.1f} s{' in all' if further else ', once'}."
     )
 
@@ -188,7 +188,7 @@ def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
 def _notes_of_all(timeline: Timeline, first: bool) -> list[str]:
     """Which steps were recorded is said once."""
     notes = list(timeline.facts.notes)
-    return notes if first else [note for note in notes if not note.startswith(RECORDED)]
+    return notes if first else [note for note in notes if not note.startswith(NOTE_OF_RECORDED)]
 
 
 def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int]) -> Timeline:

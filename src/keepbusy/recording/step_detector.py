@@ -128,7 +128,7 @@ SILENCE = 64
 """So often another one is heard before who has fallen silent gives way."""
 
 
-class Source(IntEnum):
+class StepSource(IntEnum):
     """Who says that a step has ended, from the least to the most credible."""
 
     NOBODY = 0
@@ -142,7 +142,7 @@ class StepEnds:
     """Calls `ended(verdict)` in the program's thread, with one of the verdicts of `Rounds`."""
 
     def __init__(self, ended: Callable[[int], object]) -> None:
-        self.source = Source.NOBODY
+        self.source = StepSource.NOBODY
         self.replayed = False
         """Whether a captured graph was."""
         self._ended = ended
@@ -150,7 +150,7 @@ class StepEnds:
         self._passed_over = 0
         self._optimizer_steps = 0
         self._patches = Patches()
-        self._forward = ForwardPasses(lambda module: self._heard(Source.FORWARD, id(module)))
+        self._forward = ForwardPasses(lambda module: self._heard(StepSource.FORWARD, id(module)))
 
     def begin(self) -> None:
         """Listen to whatever may end a step."""
@@ -170,7 +170,7 @@ class StepEnds:
         self._patches.undo()
         self._forward.end()
 
-    def _heard(self, source: Source, who: int) -> None:
+    def _heard(self, source: StepSource, who: int) -> None:
         if source is not self.source and not self._turn_to(source):
             return
         self._passed_over = 0
@@ -178,23 +178,23 @@ class StepEnds:
         if verdict != GOES_ON:
             self._ended(verdict)
 
-    def _turn_to(self, source: Source) -> bool:
+    def _turn_to(self, source: StepSource) -> bool:
         self._passed_over += source < self.source
         if source < self.source and self._passed_over < SILENCE:
             return False
         self.source, self._rounds = source, Rounds()
-        if source >= Source.OPTIMIZER:
+        if source >= StepSource.OPTIMIZER:
             self._forward.end()
         return True
 
     @left_alone
     def _announced(self) -> None:
-        self._heard(Source.STEP, 0)
+        self._heard(StepSource.STEP, 0)
 
     @left_alone
     def _stepped(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         self._optimizer_steps += 1
-        self._heard(Source.OPTIMIZER, id(optimizer))
+        self._heard(StepSource.OPTIMIZER, id(optimizer))
 
     def _scaler_step(self, original: Function) -> Function:
         """A scaler that meets an infinity lets no optimizer step. The program's step has ended all the same."""
@@ -212,7 +212,7 @@ class StepEnds:
         def replay(graph: Any) -> None:
             original(graph)
             self.replayed = True
-            self._heard(Source.GRAPH, id(graph))
+            self._heard(StepSource.GRAPH, id(graph))
 
         return replay
 

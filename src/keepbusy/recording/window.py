@@ -1,14 +1,15 @@
-"""The window: a few steps under PyTorch's profiler, line by line; then everything is let go."""
+"""The window: a few turns under PyTorch's profiler, line by line; then everything is let go."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keepbusy.recording.line_log import Log, Seen, Tick, follower
+from keepbusy.recording.line_log import Ask, Log, Tick, follower
 from keepbusy.recording.recorded_run import LINES, TRACE
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.frame_roles import OWN_STEP
@@ -16,7 +17,7 @@ from keepbusy.timeline.frame_roles import OWN_STEP
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 
 
-class Others:
+class OtherProfilers:
     """Knows whether the program profiles itself, and says so before it begins."""
 
     def __init__(self, give_way: Callable[[], None]) -> None:
@@ -67,73 +68,100 @@ class Others:
         self.at_work = False
 
 
-SETTLING = 1
-"""A step that shows the recorder settling in: it is looked at, and not counted."""
-RECORDED = 5
-MOST_DISTORTED = 4.0
-"""Recorded steps that take so many times as long as usual ones are others."""
-SPENT = 100_000_000
-"""A window that has been open for so long closes with the second whole step: closing takes several times as long."""
+SETTLING_TURNS, RECORDED_TURNS = 1, 5
+"""A turn that shows the recorder settling in is looked at, and not counted; so many are recorded after it."""
+SETTLES_WITHIN = 30_000_000
+"""In longer turns the recorder settles within a part of the first one: none is lost to it."""
+FAR_LONGER = 4.0
+"""Recorded turns that take so many times as long as usual ones are others."""
+ENOUGH_OPEN, LONGEST_OPEN = 100_000_000, 300_000_000
+"""A window that has been open for so long closes with its second whole turn, and at last wherever a line begins:
+closing takes longer than all that was seen, and holds the program up."""
 
 
 class Window:
-    """Opens at a step's end and closes some steps later; what it saw lies in the folder then."""
+    """Opens at a turn's end and closes some turns later, or within a long one; what it saw lies in the folder then."""
 
     def __init__(
         self,
         folder: Path,
-        steps: int = RECORDED,
+        turns: int = RECORDED_TURNS,
         clock: Callable[[], int] = time.perf_counter_ns,
         brief: bool = False,
+        closed: Callable[[], object] | None = None,
     ) -> None:
-        """`brief`: two whole steps are enough where they take long, as one is like the other."""
+        """`brief`: two whole turns are enough where they take long, as one is like the other. `closed` is called where
+        it has closed within a turn."""
         self.folder, self.clock = folder, clock
-        self.brief = brief
+        self.is_brief = brief
         self.usual = 0
-        """What a step takes when nobody looks, where that is known."""
+        """What a turn takes when nobody looks, where that is known."""
         self.is_open = False
         self.ticks: list[Tick] = []
+        self.is_cut = False
+        """Whether it has seen one turn alone, or a part of it."""
         self.cost = 0
         """Nanoseconds for which opening and closing held up the program."""
         self.no_lines = ""
-        self._left = SETTLING + steps
-        self._settling = SETTLING
+        self._turns = turns
+        self._settling = 0
         self._log = Log(clock)
-        self._follower = follower(self._log)
+        self._ask = Ask(1 << 62, self._is_asked)
+        self._follower = follower(self._log, self._ask)
+        self._closed = closed
         self._profile: Any = None
-        self._opened = 0
+        self._opened = self._thread = self._count = 0
 
-    def open(self) -> None:
+    def open(self, count: int = 0) -> None:
+        """`count` turns have ended."""
         import torch
         from torch.autograd import profiler
 
         began = self._opened = self.clock()
+        self._thread, self._count = threading.get_ident(), count
+        self._settling = SETTLING_TURNS if self.usual < SETTLES_WITHIN else 0
+        self._ask.at = began + LONGEST_OPEN
         device = "cuda" if torch.cuda.is_available() else None
         self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True)
         self._profile.__enter__()
         self.is_open = True
         self.no_lines = self._follower.begin()
+        if not self._settling:
+            self.ticks.append(_tick(count, self.clock))
         self.cost += self.clock() - began
 
     def step(self, count: int) -> None:
-        """A step has ended: the `count`-th of the program."""
+        """A turn has ended: the `count`-th."""
+        self._count = count
         if self._settling:
             self._settling -= 1
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
-        self._left -= 1
-        if not self._left or self._has_seen_enough():
+        if len(self.ticks) > self._turns or self._has_seen_enough():
             self.close()
 
     def _has_seen_enough(self) -> bool:
-        """Two whole steps, and no rare ones."""
-        if not self.brief or len(self.ticks) < 3 or self.clock() - self._opened < SPENT:
+        """Two whole turns, and no rare ones."""
+        if not self.is_brief or len(self.ticks) < 3 or self.clock() - self._opened < ENOUGH_OPEN:
             return False
         first, _, last = self.ticks[-3:]
-        return not self.usual or last.after - first.after < 2 * MOST_DISTORTED * self.usual
+        return not self.usual or last.after - first.after < 2 * FAR_LONGER * self.usual
+
+    def _is_asked(self) -> None:
+        """Where a line begins, and the window has been open for long or has seen as much as it can keep."""
+        if not self.is_open or threading.get_ident() != self._thread or not self.ticks:
+            return
+        self.is_cut = len(self.ticks) < 3
+        if len(self.ticks) == 1:
+            self.ticks.append(_tick(self._count + 1, self.clock))
+        self.close()
+        if self._closed is not None:
+            self._closed()
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""
+        if not self.is_open:
+            return
         began = self.clock()
         self.is_open = False
         self._follower.end()
@@ -141,7 +169,7 @@ class Window:
         results, self._profile = self._profile.kineto_results, None
         with replacing(self.folder / TRACE, durable=False) as part:
             results.save(str(part))
-            Seen.of(self._log).save(self.folder / LINES)
+            self._log.record().save(self.folder / LINES)
             self._log = Log(self.clock)
         self.cost += self.clock() - began
 

@@ -90,8 +90,9 @@ def _about(part: Part) -> str:
 def _sentences(part: Part) -> Iterator[str]:
     if part.kind != LOOP:
         return
-    slow = part.slow
-    if slow is not None and slow.total > (WORTH_A_LINE if slow.regular else 0.1) * part.time:
+    for slow in part.kinds:
+        if slow.total <= (WORTH_A_LINE if slow.regular else 0.1) * part.time:
+            continue
         often = "one turn" if slow.count == 1 else f"{slow.count} turns"
         if slow.regular and slow.every >= 1.5:
             often = f"every {_ordinal(round(slow.every))} turn"
@@ -236,16 +237,17 @@ def run_as_json(run: Part | None) -> dict[str, object] | None:
         "low": _milliseconds(run.low),
         "high": _milliseconds(run.high),
         "warm_up": {"turns": run.warm_up, "time": round(run.warm_up_time / 1e9, 6)},
-        "slow": None
-        if run.slow is None
-        else {
-            "count": run.slow.count,
-            "every": run.slow.every,
-            "regular": run.slow.regular,
-            "longer": _milliseconds(run.slow.longer),
-            "total": round(run.slow.total / 1e9, 6),
-            "where": run.slow.place,
-        },
+        "kinds": [
+            {
+                "count": one.count,
+                "every": one.every,
+                "regular": one.regular,
+                "longer": _milliseconds(one.longer),
+                "total": round(one.total / 1e9, 6),
+                "where": one.place,
+            }
+            for one in run.kinds
+        ],
         "lines": [
             {
                 "where": one.place,

@@ -77,6 +77,16 @@ def _renamed(old: dict[str, Any], rank: int) -> dict[str, Any]:
     if marks := {str(rank): old.get("marks"), **(old.get("marks_of_ranks") or {})}:
         known = {number: run for number, run in marks.items() if PlainRun.of_fact(run) is not None}
         new.setdefault("plain_runs", known)
+    if isinstance(old.get("run"), dict):
+        new["run"] = _with_kinds(old["run"])
     if "why" in old:
         new.setdefault("reason", {**old.get("about", {}), "why": old["why"]})
     return new
+
+
+def _with_kinds(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of the run's tree as it was written when it told of one kind of slow turn: `slow`."""
+    kinds = [part["slow"]] if isinstance(part.get("slow"), dict) else part.get("kinds", ())
+    parts = part.get("parts", ())
+    parts = [_with_kinds(one) if isinstance(one, dict) else one for one in parts] if isinstance(parts, list) else parts
+    return {**part, "kinds": kinds, "parts": parts}

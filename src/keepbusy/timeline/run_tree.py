@@ -29,7 +29,7 @@ class LineTime:
 
 @dataclass(frozen=True)
 class SlowTurns:
-    """Turns that take far longer than the others: every so many of them, so much longer, on that line."""
+    """A kind of turn that takes far longer than the others: every so many of them, so much longer, on that line."""
 
     count: int
     every: float
@@ -57,7 +57,7 @@ class Part:
     high: int = NONE
     warm_up: int = 0  # turns at the beginning that are not like those that follow
     warm_up_time: int = 0
-    slow: SlowTurns | None = None
+    kinds: tuple[SlowTurns, ...] = ()  # of turns that take far longer than the others, the largest first
     lines: tuple[LineTime, ...] = ()  # the longest first
     parts: tuple[Part, ...] = ()  # in the order of the run
 

@@ -135,11 +135,11 @@ def _is_seen(options: argparse.Namespace) -> bool:
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace) -> int:
     from keepbusy.instrument.ending import Ending
-    from keepbusy.recording.recorder import Options, start
+    from keepbusy.recording.recorder import RunOptions, start
 
     # its exit handler is registered first, and so runs last
     ending = Ending(lambda: watched.end())  # noqa: PLW0108
-    watched = start(Options(str(folder), options.after, _is_seen(options)))
+    watched = start(RunOptions(str(folder), options.after, _is_seen(options)))
     code = program()
     if code < 0:
         ending.by(-code)

@@ -143,7 +143,7 @@ def _rare(one: Rare) -> dict[str, Any]:
 
 def _part(part: Part) -> dict[str, Any]:
     """A part of the run, with all that it contains."""
-    slow = part.slow
+    slow = next(iter(part.kinds), None)
     return {
         "kind": part.kind,
         "place": text(part.place),

@@ -1,4 +1,8 @@
-"""What an all-reduce among the GPUs of this host takes: a process a GPU, started by torchrun's own agent."""
+"""What a GPU and its host can do, measured in a few seconds: launches, copies, products, memory, all-reduces.
+
+Every figure is the median of several rounds. Host times are read from `now`, device times from events, so that the
+virtual GPU can be measured like a real one.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What a GPU and its host can do, measured in a few seconds: what launches, copies, products and memory cost here.
-#
-# Every figure is the median of several rounds. Host times are read from `now`, device times from
-# events, so that the virtual GPU can be measured like a real one.
-
 ROUNDS = 5
 CALLS = 200
 """Launches in a row: fewer than a stream's queue holds, so none of them waits."""
@@ -29,7 +28,7 @@ DTYPES = ("bfloat16", "float16", "tfloat32", "float32")
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFigures:
     """A GPU and its host. Times are nanoseconds, bandwidths bytes and rates operations a nanosecond."""
 
     name: str
@@ -63,7 +62,7 @@ def measure(
     sizes: Sizes | None = None,
     now: Callable[[], int] = time.perf_counter_ns,
     on_progress: Callable[[str], object] = lambda _what: None,
-) -> Machine:
+) -> MachineFigures:
     """Measure the current device. It should be idle, and so should its host."""
     sizes = sizes or Sizes()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -78,7 +77,7 @@ def measure(
     pinning = _pinning(sizes.copied, now)
     inward, home = _copies(sizes.copied)
     on_progress("matrix products")
-    return Machine(
+    return MachineFigures(
         name=properties.name,
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
@@ -199,6 +198,8 @@ def _product(dtype: str, size: int) -> float:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
+
+# What an all-reduce among the GPUs of this host takes: a process a GPU, started by torchrun's own agent.
 
 SMALL, LARGE = 1_000, 256_000_000
 """Bytes: one is all latency, the other all bandwidth."""

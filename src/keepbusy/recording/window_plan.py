@@ -1,0 +1,172 @@
+"""Which turns to look at closely once the first window has closed.
+
+What is left unexplained is ranked by its time: the waits of a loop in which no window was open, what a kind of rare
+step takes beyond the others, and what steps take since they have changed for good. The largest comes first, as long as
+all windows together hold the program up for no more than a hundredth of its run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keepbusy.recording.interruptions import COLLECTOR
+from keepbusy.recording.loop_tree import BusyLoop
+from keepbusy.recording.marks import Marks
+from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls, slow_from
+from keepbusy.recording.window import ENOUGH_OPEN, RECORDED_TURNS, SETTLING_TURNS
+from keepbusy.timeline.plain_run import RareStall
+from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL
+
+GRANTED = 0.01
+"""Of the run: for so long windows may hold it up."""
+KEPT_WINDOWS = 6
+"""Beside the first one: each goes with the run as a timeline of its own."""
+STALL_IS_WORTH, LOOP_IS_WORTH = 0.01, 0.1
+"""Of the run: what takes less is not looked at."""
+SELDOM, LONGEST_STALL = 8, 2_000_000_000
+"""What comes more often is seen by the first window; what takes longer would leave a trace too large."""
+TURNS_BEFORE, TURNS_AFTER = 1, 1
+"""Ordinary steps that are recorded around a rare one, since it may come a step early or late."""
+THOUGHT_OUT = 200_000_000
+"""Until a plan is made the program has gone on for so long."""
+BEATS_AHEAD = 8
+"""So many of its occurrences ahead are looked through for one at which nothing else happens."""
+LOOKED_THROUGH = 4096
+"""Marks: what was before is known by then."""
+SELDOM_ASKED = 200
+"""To find out takes time, too: it is asked again after so many times as long."""
+STARVED = 0.05
+"""Where other work has had the processors for so much of the run, a change is no change of the program's."""
+AT_ONCE = 0
+RECORDED_AT_MOST = 64
+"""Turns of a loop whose turns are short."""
+TURNS_KNOWN, LONGEST_TURN = 16, 10_000_000_000
+"""So many turns of a loop are known before it is looked at, and none takes too long to wait for."""
+
+
+class Occasion(NamedTuple):
+    """Why to look closely, from which mark on and at how many turns; of a loop, which one."""
+
+    why: str
+    time: int
+    """What it takes of the run, which says what to look at first."""
+    turns: int
+    about: dict[str, Any]
+    opens: int = AT_ONCE
+    loop: BusyLoop | None = None
+
+
+@dataclass
+class WindowPlan:
+    """Asked in a thread of its own now and then; the program's own thread finds the next occasion in `planned`."""
+
+    marks: Marks
+    clock: Callable[[], int]
+    looks: Callable[[], StepLooks]
+    loops: Callable[[], Sequence[BusyLoop]]
+    """Loops that turn, the innermost, with what the GPU waits in each."""
+    planned: Occasion | None = None
+    taken: list[Occasion] = field(default_factory=list)
+    """Those for which a window was opened."""
+    first: int = 0
+    """What a plain step takes when the first window has closed."""
+    not_before: int = 0
+
+    def think(self, passed: int, spent: int, expected: int, loops: bool = True) -> None:
+        """The run has gone on for `passed`; windows have held it up for `spent`, the next one may for `expected`."""
+        began = self.clock()
+        granted = spent + expected <= GRANTED * passed
+        if began < self.not_before or not granted or self.planned is not None or len(self.taken) >= KEPT_WINDOWS:
+            return
+        found = [*self._loops(passed)] if loops else []
+        if self.marks.count > LASTING_TURNS // 2:
+            steps = self.marks.steps(LOOKED_THROUGH)
+            found += [*self._stalls(steps), *self._change(steps)]
+        self.planned = max(found, key=lambda one: one.time, default=None)
+        ended = self.clock()
+        self.not_before = ended + SELDOM_ASKED * (ended - began)
+
+    def due(self, count: int) -> Occasion | None:
+        """The occasion for which a window opens at this mark, if there is one."""
+        planned = self.planned
+        if planned is None or planned.loop is not None or planned.opens > count:
+            return None
+        self.planned = None
+        if AT_ONCE < planned.opens < count:  # it was planned too late
+            return None
+        self.taken.append(planned)
+        return planned
+
+    def take_loop(self) -> Occasion | None:
+        """The occasion of a loop; its turns are followed from now on."""
+        planned = self.planned
+        if planned is None or planned.loop is None:
+            return None
+        self.planned = None
+        self.taken.append(planned)
+        return planned
+
+    def _loops(self, passed: int) -> Iterator[Occasion]:
+        known = {one.about.get("place") for one in self.taken}
+        for one in self.loops():
+            if one.waits < LOOP_IS_WORTH * passed or len(one.ends) < TURNS_KNOWN or one.place in known:
+                continue
+            turn = int(np.median(np.diff(one.ends[-TURNS_KNOWN:])))
+            if turn <= LONGEST_TURN:
+                turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, ENOUGH_OPEN // max(1, turn)))
+                yield Occasion(LOOP, one.waits, turns, {"place": one.place}, loop=one)
+
+    def _stalls(self, steps: Steps) -> Iterator[Occasion]:
+        took = steps.took[steps.plain]
+        if len(took) < LASTING_TURNS // 2 or not (took > slow_from(took)).any():
+            return
+        rest = steps.take(steps.plain)
+        stalls = [one for one in rare_stalls(rest, dict(self.marks.table.saves), self.looks()) if one.punctual]
+        looked_at = [one.about["step"] for one in self.taken if one.why == STALL]
+        for one in stalls:
+            if is_worth_a_window(one) and not any(one.comes_in(step) for step in looked_at):
+                others = [other for other in stalls if other is not one]
+                soon = 2 + round(THOUGHT_OUT / max(1.0, float(np.median(took))))
+                step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1, others)
+                opens = step - SETTLING_TURNS - TURNS_BEFORE - 1
+                about = {"step": step, "stall": asdict(one)}
+                yield Occasion(STALL, one.total, TURNS_BEFORE + 1 + TURNS_AFTER, about, opens)
+
+    def _change(self, steps: Steps) -> Iterator[Occasion]:
+        """Steps have changed for good, and no window has seen them since."""
+        rest = steps.take(steps.plain)
+        if not self.first:
+            self.first = int(np.median(rest.took[:LASTING_TURNS])) if len(rest) else 0
+        elif not any(one.why == DRIFT for one in self.taken) and self.marks.delayed() < STARVED:
+            row = changed_at(rest.took, self.first)
+            if row is not None:
+                about = {"began": int(rest.mark[row]) + 1, "before": self.first}
+                more = abs(int(np.median(rest.took[row:])) - self.first) * (len(rest) - row)
+                yield Occasion(DRIFT, more, RECORDED_TURNS, about)
+
+    def still_holds(self, occasion: Occasion) -> bool:
+        """Whether steps are still as they were when they seemed to have changed."""
+        if occasion.why != DRIFT:
+            return True
+        steps = self.marks.steps()
+        since = steps.took[steps.plain & (steps.mark >= occasion.about["began"])]
+        return not len(since) or differs(since, occasion.about["before"]) != 0
+
+
+def is_worth_a_window(stall: RareStall) -> bool:
+    """Of the collector the marks know all. Any two keep a beat, so without a reason it takes a third."""
+    known = stall.count > 2 or bool(stall.what)
+    rare = stall.every >= SELDOM and stall.time <= LONGEST_STALL and stall.share >= STALL_IS_WORTH
+    return known and rare and stall.what != COLLECTOR
+
+
+def foreseen(stall: RareStall, earliest: int, others: Sequence[RareStall]) -> int:
+    """The step in which it comes again: the first one in which no other does, if there is one soon."""
+    every = round(stall.every)
+    first = stall.last + max(1, -(-(earliest - stall.last) // every)) * every
+    beats = range(first, first + BEATS_AHEAD * every, every)
+    return next((step for step in beats if not any(other.comes_in(step) for other in others)), first)
