@@ -8,11 +8,14 @@ from build import MB, US, WIRE, Run
 from hypothesis import given, settings
 from strategies import loops
 
+from keepbusy.explain import explain
+from keepbusy.explain.plain import plain_run
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.replay import replay, settle
+from keepbusy.timeline.replay import pace, replay, settle
 from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.steps import whole_steps
 
 SECOND = 10**9
 
@@ -21,7 +24,9 @@ def alone(timeline: Timeline, rank: int, clock: int = 0, steps: slice = slice(No
     """What this rank's own recorder saw of the run: by its own clock, and in its own window of steps."""
     marks = np.append(timeline.marks_of(rank), len(timeline))[steps]
     row = np.arange(len(timeline))
-    seen = timeline.keep((timeline.rank_of_rows == rank) & (row >= marks[0]) & (row < marks[-1]))
+    seen = timeline.change(marks=timeline.marks_of(rank)).keep(
+        (timeline.rank_of_rows == rank) & (row >= marks[0]) & (row < marks[-1])
+    )
     lanes = [index for index, lane in enumerate(timeline.lanes) if lane.rank == rank]
     new = np.full(len(timeline.lanes) + 2, NONE, np.int64)
     new[lanes] = np.arange(len(lanes))
@@ -273,3 +278,28 @@ def test_peers_that_were_not_recorded_are_counted() -> None:
     merged = merge(parts)
     assert set(merged.meetings.members.tolist()) == {4}
     assert set(merged.meetings.present.tolist()) == {2}
+
+
+def test_what_was_waited_for_ranks_that_are_not_here_was_recorded_too() -> None:
+    """Recording doubled the 5 ms of the late rank's host, so the wait of the other one shrinks with it."""
+    run = Run.of(ranks=2)
+    for _ in range(6):
+        for rank in run.ranks:
+            work = 2_000 + 8_000 * rank
+            run.on(rank).step().work(work, recording=work // 2 * US).launch(kernel=500).order(7, WIRE)
+        run.collective(wire=200).collective(wire=200)
+        for rank in run.ranks:
+            run.on(rank).order(WIRE, 7).sync(WIRE)
+    first = whole_steps(alone(run.timeline(), 0).change_facts(world=4))
+    assert pace(first) == pytest.approx(10_900_000, rel=0.02)
+    plain = plain_run(first, 6_000_000)
+    assert pace(plain.timeline) == pytest.approx(6_000_000, rel=0.01)
+    wire = plain.timeline.spans.work[plain.timeline.spans.kind == Kind.COLLECTIVE]
+    assert wire.min() == pytest.approx(200_000, rel=0.1)
+    assert "Peers of this rank are not in the recording" in explain(first, 6_000_000).notes[0]
+
+
+def test_of_some_ranks_it_is_said_what_cannot_be_known() -> None:
+    found = explain(steps_of_two(late=2_000).timeline(world=64))
+    assert found.late[0].rank == 1
+    assert any("Of the run's 64 ranks 2 are here" in note for note in found.notes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepbusy.explain.causes.peers import even_hosts
+from keepbusy.explain.edit import Floats
 from keepbusy.explain.rules import rule
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
@@ -53,7 +54,29 @@ def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
     result = np.where(host & (factor > 0), own / (1.0 + factor * spans.recording / own), work)
     result = np.where((spans.kind == Kind.RECORDING) & (factor > 0), 0, result)
     result = np.where(host & (speed < 1.0), result * speed, result)
+    waits = waits_for_absent_peers(timeline)
+    if waits.any():
+        slower = 1.0 + factor * spans.recording[host].sum() / own[host].sum() if host.any() else 1.0
+        result -= waits * (1.0 - min(speed, 1.0) / slower)
     return timeline.change_spans(work=result.astype(np.int64))
+
+
+def waits_for_absent_peers(timeline: Timeline) -> Floats:
+    """Of each collective whose ranks are not all here, what it takes beyond what its bytes need; of other rows 0.
+
+    Those ranks were recorded, too, so what is waited for them is longer than in the plain run, as our own host work is.
+    """
+    spans, waits = timeline.spans, np.zeros(len(timeline))
+    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.work > 0))
+    of_rank = np.unique(np.stack([spans.group[rows], timeline.rank_of_rows[rows]]), axis=1)
+    groups, here = np.unique(of_rank[0], return_counts=True)
+    members = np.array([timeline.facts.groups.get(group, 2) for group in groups.tolist()], np.int64)
+    rows = rows[np.isin(spans.group[rows], groups[members > here])]
+    if len(rows):
+        size, work = spans.size[rows], spans.work[rows]
+        needed = np.maximum(work.min(), size / max((size / work).max(), 1e-9))
+        waits[rows] = np.maximum(work - needed, 0.0)
+    return waits
 
 
 def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:

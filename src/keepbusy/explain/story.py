@@ -294,8 +294,13 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
     steps = len(whole.marks_of(whole.ranks[0]))
     if scene.steps < steps:
         notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")
-    met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
-    if any(facts.groups.get(group, 2) > len(whole.ranks) for group in met):
+    met, given = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist(), len(whole.ranks)
+    if given > 1 and (facts.world or 0) > given:
+        notes.append(
+            f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
+            "waiting for it counts as the wire."
+        )
+    elif any(facts.groups.get(group, 2) > given for group in met):
         notes.append("Peers of this rank are not in the recording, so waiting for them counts as the wire.")
     if plain_given and not 0.85 < plain.ratio < 1.15:
         # plain step and recording of one live run are of the same program: only that moment can have been another

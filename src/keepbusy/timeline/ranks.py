@@ -47,6 +47,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
     sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
     runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
     loaders = [replace(use, rank=one.ranks[0]) for one in timelines for use in one.facts.loaders]
+    groups = {group: members for one in timelines for group, members in one.facts.groups.items()}
     loaders.sort(key=lambda use: use.began - use.waited)
     return Timeline(
         lanes=tuple(lane for part in lanes for lane in part),
@@ -55,7 +56,9 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         links=Links.concatenate(links),
         frames=Frames.concatenate(frames),
         marks=np.concatenate(marks),
-        facts=replace(timelines[0].facts, sources=tuple(sources), plain_runs=runs, loaders=tuple(loaders)),
+        facts=replace(
+            timelines[0].facts, sources=tuple(sources), plain_runs=runs, groups=groups, loaders=tuple(loaders)
+        ),
     )
 
 

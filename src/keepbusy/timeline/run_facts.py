@@ -34,6 +34,7 @@ class RunFacts:
     sources: tuple[str, ...] = ()  # of ranks that came from several files
     device: str = ""
     torch: str = ""
+    world: int | None = None  # how many ranks the run has, where its traces say so
     groups: Mapping[int, int] = field(default_factory=dict)  # of each group of ranks: how many belong to it
     pending_limit: int | None = None  # commands that may be pending on a stream before a launch blocks
     virtual: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
 
-NAMED_RANKS = 8
 LARGEST_RANK = 1 << 30
 ONE_CLOCK = 3_600 * 10**9
 """Traces that begin further apart than an hour are of hosts with clocks of their own."""
@@ -36,7 +34,7 @@ def ranks_of(traces: Sequence[Trace]) -> list[int]:
             f"{len(set(known))} different ranks; give the traces of one run, each rank's once."
         )
     if len(traces) > 1:  # one file alone may be any rank of any run
-        _refuse_other_runs(traces, known)
+        _refuse_other_runs(traces)
     return known
 
 
@@ -50,8 +48,9 @@ def _object(fact: object) -> dict[str, Any]:
 
 
 def world_size(trace: Trace) -> int | None:
+    """How many ranks the run has, of which some may not be given."""
     size = _object(trace.facts.get("distributedInfo")).get(WORLD_SIZE)
-    return size if isinstance(size, int) else None
+    return size if isinstance(size, int) and 0 < size <= LARGEST_RANK else None
 
 
 def device_name(trace: Trace) -> str:
@@ -59,20 +58,12 @@ def device_name(trace: Trace) -> str:
     return str(_object(devices[0]).get("name", "")) if isinstance(devices, list) and devices else ""
 
 
-def _refuse_other_runs(traces: Sequence[Trace], ranks: Sequence[int]) -> None:
+def _refuse_other_runs(traces: Sequence[Trace]) -> None:
     sizes = {world_size(trace) for trace in traces}
     if len(sizes) > 1:
         raise BadInput(
             f"{traces[0].path} and the other traces are of runs with {sorted(map(str, sizes))} ranks; "
             "give the traces of one run."
-        )
-    size = sizes.pop()
-    missing = list(islice((rank for rank in range(size or 0) if rank not in ranks), NAMED_RANKS + 1))
-    if missing:
-        named = ", ".join(map(str, missing[:NAMED_RANKS])) + (" and more" if len(missing) > NAMED_RANKS else "")
-        raise BadInput(
-            f"{traces[0].path} is of a run with {size} ranks, and the traces of rank {named} "
-            "are missing; give them all, or one rank alone."
         )
     starts = [int(trace.events.start.min()) for trace in traces]
     ends = [int(trace.events.end.max()) for trace in traces]
