@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from build import LAUNCH, Run
-from told import cause, harmless, names, near, told
+from build import LAUNCH, MS, US, Run, loop
+from told import cause, explained, harmless, names, near, told
 
 from keepbusy.explain.edit import GRAPH_SAVES
+from keepbusy.explain.rules import without
+from keepbusy.timeline.plain_run import PlainRun
 
 SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 MANY = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
@@ -160,3 +162,39 @@ def test_four_times_as_many_workers_may_still_be_too_few() -> None:
 def test_waiting_for_a_batch_is_not_reading_from_the_device() -> None:
     found = told(lambda run: run.batch(5_000, at=[MANY]).launch([1_000] * 2))
     assert "host_sync" not in (*names(found), *harmless(found))
+
+
+def in_store(run: Run, rank: int = 0) -> None:
+    """Batches that took its workers 3 ms each, as far as a few recorded steps can tell."""
+    run.on(rank).batch(3_000, at=[MANY])
+    for one in run.ranks:
+        run.on(one).launch([1_000] * 2)
+
+
+def fed(waits: float, step: float) -> PlainRun:
+    return PlainRun("optimizer", 100, step=round(step * US), low=1, high=1 << 40, input=round(waits * US))
+
+
+def test_a_loader_that_had_batches_in_store_is_as_slow_as_all_plain_steps_show() -> None:
+    """A plain step takes 12 ms, 10 of which it waits for its input; the recorded ones took 3."""
+    timeline = loop(in_store, plain_step=12 * MS, plain_runs={0: fed(10_000, 12_000)})
+    found = explained(timeline)
+    assert found.plain_step == 12 * MS
+    assert names(found) == ["input_late"]
+    assert cause(found, "input_late").predicted.step == near(12_000 / 4, 0.05)
+    assert not [note for note in found.notes if "differ" in note]
+
+
+def test_without_the_word_of_the_marks_a_loader_is_as_it_was_recorded() -> None:
+    with without("fed_as_usual"):
+        found = explained(loop(in_store, plain_step=12 * MS, plain_runs={0: fed(10_000, 12_000)}))
+    assert found.plain_step == near(3_000)
+
+
+def test_the_rank_whose_loader_is_late_is_named() -> None:
+    def body(run: Run) -> None:
+        in_store(run, rank=1)
+        run.collective(100)
+
+    found = told(body, ranks=2)
+    assert cause(found, "input_late").what.startswith("Rank 1 waits for its loader's workers")

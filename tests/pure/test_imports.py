@@ -126,7 +126,7 @@ LINES = {
     "instrument": 973,
     "recording": 3625,
     "virtual": 8650,
-    "explain": 3512,
+    "explain": 3545,
     "report": 2408,
     "runtime": 3560,
     "cli": 1908,

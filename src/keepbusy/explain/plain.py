@@ -16,7 +16,7 @@ from keepbusy.explain.causes.peers import even_hosts
 from keepbusy.explain.edit import Floats
 from keepbusy.explain.rules import rule
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, Kind, Timeline
+from keepbusy.timeline.model import NONE, WORKERS, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace
 
 USUAL = 1.0
@@ -31,6 +31,8 @@ CLOSE = 0.002
 """Of the step: near enough, when the factor is sought."""
 LUCK = 2.0
 """A recording may catch a better moment of the machine, but not one twice as good."""
+LONGEST_QUEUE = 64.0
+"""So many times as long as it seemed a batch may take its workers, since they had prepared some before."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
 
@@ -50,7 +52,7 @@ def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
     spans = timeline.spans
     work = spans.work.astype(np.float64)
     own = np.maximum(work, 1.0)
-    host = ~timeline.on_device & (work > 0)
+    host = ~timeline.on_device & (work > 0) & ~by_workers(timeline)
     result = np.where(host & (factor > 0), own / (1.0 + factor * spans.recording / own), work)
     result = np.where((spans.kind == Kind.RECORDING) & (factor > 0), 0, result)
     result = np.where(host & (speed < 1.0), result * speed, result)
@@ -100,6 +102,32 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     return Plain(deflated, plain_step, plain_step / reached, factor)
 
 
+def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
+    """Loaders as slow as they are over the whole run, where those of the few recorded steps had batches in store.
+
+    What a step waits for its input is known of every plain step; so is what a plain step takes.
+    """
+    waits = max((run.input for run in timeline.facts.plain_runs.values()), default=0)
+    batches = by_workers(timeline)
+    if plain_step is None or not batches.any() or waits < BLIND * plain_step or not rule("fed_as_usual"):
+        return timeline
+
+    def stretched(times: float) -> Timeline:
+        work = timeline.spans.work * np.where(batches, times, 1.0)
+        return timeline.change_spans(work=work.astype(np.int64))
+
+    def step_at(times: float) -> float:
+        return pace(deflate(even_hosts(stretched(times)), USUAL))
+
+    wanted = min(plain_step, step_at(1.0) + waits)
+    return stretched(_sought(step_at, 1.0, LONGEST_QUEUE, wanted))
+
+
+def by_workers(timeline: Timeline) -> Mask:
+    """Batches that other processes prepare, which nothing here was recorded of."""
+    return np.array([lane.name == WORKERS for lane in timeline.lanes], bool)[timeline.spans.lane]
+
+
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
     """Without a plain step of its own, which does not fit what was recorded."""
     note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
@@ -146,7 +174,7 @@ def _no_slower_than_marks(timeline: Timeline, factor: float, speed: float) -> tu
 
 def on_an_idle_device(timeline: Timeline) -> Timeline:
     """As if all that the host ever waits for were done at once."""
-    return timeline.change_spans(work=np.where(timeline.on_device, 0, timeline.spans.work))
+    return timeline.change_spans(work=np.where(timeline.on_device | by_workers(timeline), 0, timeline.spans.work))
 
 
 def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: float) -> float:

@@ -302,6 +302,9 @@ def what_happened(scene: Scene, finding: Finding) -> str:
         case "copy_not_overlapped":
             return f"{moved} a step are copied before the kernels instead of beside them ({count})."
         case "input_late" if scene.by_workers.any():
+            waits = np.unique(scene.timeline.rank_of_rows[finding.rows]).tolist()
+            if len(waits) < len(scene.timeline.ranks):
+                return f"Rank {waits[0]} waits for its loader's workers, and the other ranks wait for it."
             return "The loop waits for the loader's workers, and the GPU waits for the loop."
         case "input_late":
             return "The training process prepares its own batches, and the GPU waits for them."

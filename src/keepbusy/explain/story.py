@@ -29,7 +29,7 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.edit import Edit, SideLane
 from keepbusy.explain.ledger import NOISE, Busy, Forecast, mean_over_orders
 from keepbusy.explain.places import by_place, late_ranks, sites_of
-from keepbusy.explain.plain import Plain, other_view, plain_run
+from keepbusy.explain.plain import Plain, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import CHECKPOINT, remedy_for, what_happened
 from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import Scene
@@ -71,6 +71,7 @@ class Story:
 
     @staticmethod
     def of(window: Timeline, plain_step: int | None, workers: int, what_if: Sequence[str] = ()) -> Story:
+        window = fed_as_usual(window, plain_step)
         plain = plain_run(window, plain_step)
         scene = Scene(plain.timeline, workers)
         return Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(what_if))

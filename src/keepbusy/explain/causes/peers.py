@@ -190,7 +190,7 @@ def host_stretches(scene: Scene) -> Stretches | None:
     if borders is None:
         return None
     spans, steps, per_step = timeline.spans, scene.steps, borders.per_step
-    counted = (spans.meeting == NONE) & (spans.kind != Kind.SYNC) & ~timeline.on_device
+    counted = (spans.meeting == NONE) & (spans.kind != Kind.SYNC) & ~timeline.on_device & ~scene.by_workers
     of_row, of_sync = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
     for index, rank in enumerate(timeline.ranks):
         mine = timeline.rank_of_rows == rank
