@@ -121,8 +121,8 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2002,
-    "traces": 2069,
+    "timeline": 2007,
+    "traces": 2086,
     "instrument": 973,
     "recording": 3625,
     "virtual": 8650,

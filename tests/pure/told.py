@@ -30,7 +30,12 @@ def told(
         with run.inside(TRAIN):
             body(run)
 
-    return explained(loop(within, steps, ranks, device=H200), what_if=what_if, plain_step=plain_step, workers=workers)
+    return explained(
+        loop(within, steps, ranks, device=H200, pinned_bandwidth=52.0),
+        what_if=what_if,
+        plain_step=plain_step,
+        workers=workers,
+    )
 
 
 def explained(timeline: Timeline, **options: Any) -> Diagnosis:

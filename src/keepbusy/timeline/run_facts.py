@@ -11,6 +11,8 @@ from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_tree import LoaderUse, Part
 
 STALL, DRIFT, LOOP = "stall", "drift", "loop"
+SLOWEST_LINK, FASTEST_LINK = 0.001, 1e6
+"""Bytes a nanosecond between which any link between host and device lies."""
 LARGEST_QUEUE = 1 << 20
 """No stream is known to take a thousandth part of so many commands before a launch blocks."""
 
@@ -33,6 +35,7 @@ class RunFacts:
     source: str = ""  # the script or the trace, as the user named it
     sources: tuple[str, ...] = ()  # of ranks that came from several files
     device: str = ""
+    pinned_bandwidth: float | None = None  # bytes a nanosecond that the device's link carries from pinned memory
     torch: str = ""
     world: int | None = None  # how many ranks the run has, where its traces say so
     groups: Mapping[int, int] = field(default_factory=dict)  # of each group of ranks: how many belong to it
@@ -69,6 +72,8 @@ class RunFacts:
         facts = typed(cls, _renamed(value, rank), "facts")
         if facts.pending_limit is not None and not 1 <= facts.pending_limit <= LARGEST_QUEUE:
             raise ValueError(f"facts.pending_limit is {facts.pending_limit}")
+        if facts.pinned_bandwidth is not None and not SLOWEST_LINK <= facts.pinned_bandwidth <= FASTEST_LINK:
+            raise ValueError(f"facts.pinned_bandwidth is {facts.pinned_bandwidth}")
         return facts
 
 

@@ -15,7 +15,7 @@ from keepbusy.traces.host_spans import IssuedSpans, host_spans
 from keepbusy.traces.kineto_names import ELEMENT_SIZES, NCCL_KERNEL
 from keepbusy.traces.links import links_of
 from keepbusy.traces.rank_trace import RankTrace
-from keepbusy.traces.trace_facts import device_name, world_size
+from keepbusy.traces.trace_facts import device_name, pinned_bandwidth, world_size
 
 LARGEST_MESSAGE = 1 << 50
 """No collective moves so many bytes; larger numbers are damaged, and their sums would leave 64 bits."""
@@ -35,6 +35,7 @@ def timeline_of(file: Trace, rank: int = 0) -> Timeline:
         frames=trace.frames.described(file.names),
         facts=RunFacts(
             device=device_name(file),
+            pinned_bandwidth=pinned_bandwidth(file),
             stacks=bool(file.facts.get("with_stack")),
             source=file.path,
             skipped=file.skipped,

@@ -9,11 +9,13 @@ from typing import Any
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
+from keepbusy.traces.kineto_names import CAPABILITY, RANK, WORLD_SIZE
 
 LARGEST_RANK = 1 << 30
 ONE_CLOCK = 3_600 * 10**9
 """Traces that begin further apart than an hour are of hosts with clocks of their own."""
+LINKS = ((9, 52.0), (8, 24.0), (1, 12.0))
+"""From which compute capability on a link carries so much: PCIe 5 as measured on an H200, 4 and 3 by their share."""
 _IN_NAME = re.compile(r"rank[-_.]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
@@ -53,9 +55,21 @@ def world_size(trace: Trace) -> int | None:
     return size if isinstance(size, int) and 0 < size <= LARGEST_RANK else None
 
 
-def device_name(trace: Trace) -> str:
+def _device(trace: Trace) -> dict[str, Any]:
     devices = trace.facts.get("deviceProperties")
-    return str(_object(devices[0]).get("name", "")) if isinstance(devices, list) and devices else ""
+    return _object(devices[0]) if isinstance(devices, list) and devices else {}
+
+
+def device_name(trace: Trace) -> str:
+    return str(_device(trace).get("name", ""))
+
+
+def pinned_bandwidth(trace: Trace) -> float | None:
+    """Bytes a nanosecond, by the device's compute capability; None where the trace does not tell."""
+    capability = _device(trace).get(CAPABILITY)
+    if not isinstance(capability, int):
+        return None
+    return next((bandwidth for since, bandwidth in LINKS if capability >= since), None)
 
 
 def _refuse_other_runs(traces: Sequence[Trace]) -> None:

@@ -598,6 +598,7 @@ class Clock:
             self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,
+                "pinned_bandwidth": float(self.device.copies.pinned),
                 "virtual": True,
                 "pending_limit": self.device.queue.pending,
                 "groups": dict(sorted(self._groups.items())),
