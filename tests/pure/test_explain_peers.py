@@ -205,6 +205,31 @@ def test_what_the_program_averages_by_hand_leaves_with_all_that_is_called_for_it
     assert "3 times a step too often" in cause(found, "exposed_collective").what
 
 
+OBJECTS = "torch/distributed/distributed_c10d.py(3237): all_gather_object"
+
+
+def test_objects_that_travel_leave_with_all_that_is_done_for_them() -> None:
+    """A length, then the bytes: 2 ms of pickling, two collectives and two waits, in a step of 10 ms of launches."""
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            for _ in range(100):
+                run.on(rank).work(90, at=["aten::add"]).launch(10, at=["aten::add"], host=10)
+        with inside(run, "train.py(49): main", OBJECTS):
+            for rank in run.ranks:
+                run.on(rank).work(2_000)
+            for _ in range(2):
+                run.collective(50, 16, stream=7)
+                for rank in run.ranks:
+                    run.on(rank).sync(7, at=ITEM)
+
+    found = told(body, ranks=2)
+    assert found.plain_step == near(10_000 + 2_000, 0.05)
+    fix = next(one for one in found.plan if one.fix == "send_tensors")
+    assert [str(place) for place in fix.where] == ["train.py:49"]
+    assert found.plain_step - cause(found, "host_sync").predicted.step == near(2_000, 0.2)
+
+
 def test_collectives_within_a_forward_pass_are_no_gradients() -> None:
     """Tensor parallel: each micro-batch needs them."""
 

@@ -121,12 +121,12 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2007,
+    "timeline": 2010,
     "traces": 2086,
     "instrument": 973,
     "recording": 3625,
     "virtual": 8650,
-    "explain": 3545,
+    "explain": 3573,
     "report": 2408,
     "runtime": 3560,
     "cli": 1908,

@@ -165,6 +165,14 @@ AVERAGE_ONCE = Remedy(
 )
 
 
+SEND_TENSORS = Remedy(
+    "send_tensors",
+    "Python objects travel pickled, as two collectives that Python waits for: send a tensor, and read it now and then.",
+    "dist.all_reduce(sums)  # a tensor; or let every rank draw the same by a common seed",
+    "torch.distributed.all_reduce",
+)
+
+
 LATE_LOADER = Remedy(
     "prepare_in_workers",
     "Only this rank waits for its loader, and the others wait for it: more workers there, or the same data for all.",
@@ -248,6 +256,8 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
             return PINNED
         case "copy_not_overlapped" if scene.timeline.facts.one_turn:
             return BESIDE
+        case "host_sync" if _sends_objects(scene, finding, where):
+            return SEND_TENSORS
         case "host_sync" if "grad_scaler" in where.library:
             return SCALER
         case "host_sync":
@@ -275,6 +285,10 @@ def _no_graph_because(scene: Scene) -> str:
         return "it reads values of the GPU in its middle"
     launches = np.concatenate([[0], np.cumsum(scene.command != NONE)])
     return "its steps differ in their launches" if len(np.unique(np.diff(launches[steps]))) > 1 else ""
+
+
+def _sends_objects(scene: Scene, finding: Finding, where: Where) -> bool:
+    return bool(finding.edit.drop.any()) and bool(finding.edit.drop[by_place(scene, finding.rows)[where]].any())
 
 
 def _sent_early(scene: Scene, finding: Finding, where: Where) -> Remedy:

@@ -45,6 +45,7 @@ class Role(IntFlag):
     INTERNAL = 4096  # an annotation that PyTorch makes for itself: no place of the user's
     GRADIENTS = 8192  # gradients are done: what travels within it is theirs
     SCALES = 16384  # an operator that divides or multiplies: of gradients, for their mean over the ranks
+    OBJECTS = 32768  # Python objects travel to other ranks, pickled
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -81,6 +82,7 @@ _SHAPES = re.compile(
     r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
 )
 _ATEN = "aten::"
+_OBJECTS = re.compile(r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list)$")
 
 _LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
 _ELSEWHERE = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
@@ -132,4 +134,5 @@ def _role(name: str) -> int:
     else:
         for beginnings, one in _BEGINNINGS:
             role |= one if name.startswith(beginnings) else 0
+        role |= Role.OBJECTS if _OBJECTS.match(name) else 0
     return int(role)

@@ -131,7 +131,7 @@ class Frames(Table):
     end: Ints = column(np.int64)
     sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
     owner: Ints = column(np.int8)  # an Owner
-    role: Ints = column(np.int16)  # flags of Role
+    role: Ints = column(np.int32)  # flags of Role
 
     def described(self, names: Sequence[str]) -> Frames:
         """With `owner` and `role` as the names tell them."""

@@ -118,7 +118,8 @@ def find_launches(scene: Scene) -> Finding:
     """Everything that a captured graph would not do again: launches, and the host work between them."""
     draft, spans = Draft("launch_bound", scene), scene.timeline.spans
     host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
-    rows = np.flatnonzero(host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE))
+    captured = host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE)
+    rows = np.flatnonzero(captured & ~scene.within(scene.frames_with(Role.OBJECTS)))  # no graph pickles
     draft.edit.work[rows] = 0
     draft.blame(rows, scene.last_launch[rows])
     # of a graph's launch there are many commands: those are captured already

@@ -29,8 +29,22 @@ def find(scene: Scene) -> Finding:
     if len(inside) and rule("reader_leaves"):
         draft.edit.work[inside] = 0
         draft.blame(inside, culprit)
+    _send_no_objects(scene, draft, syncs)
     _read_together(scene, draft, frame, syncs)
     return draft.finding(count=len(syncs))
+
+
+def _send_no_objects(scene: Scene, draft: Draft, syncs: Ints) -> None:
+    """Objects travel as their length and their bytes, each copied, sent and read: all of it leaves with the call."""
+    call = scene.outermost(scene.frames_with(Role.OBJECTS))
+    inside = np.flatnonzero(call != NONE)
+    first = _sync_of_frame(call, syncs)[call[inside]]
+    inside, first = inside[first != NONE], first[first != NONE]
+    draft.edit.drop[inside] = True
+    draft.blame(inside, first)
+    commands = np.flatnonzero((scene.launch != NONE) & draft.edit.drop[scene.launch])
+    draft.edit.drop[commands] = True
+    draft.blame(commands, draft.culprit[scene.launch[commands]])
 
 
 def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
