@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0
 TRACES := tests/snapshots/traces
 
-.PHONY: demo demo-trace page test operators builds bench lint format snapshots picture clean
+.PHONY: demo demo-trace page test operators builds bench lint format snapshots course picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
@@ -66,6 +66,11 @@ format: $(READY)
 snapshots: $(READY)
 	@KEEPBUSY_SNAPSHOTS=write $(BIN)/python -m pytest tests/snapshots
 	@git diff --stat -- tests/snapshots examples
+
+# what the programs of the course print, and the pictures of their timelines
+course: $(READY)
+	@$(BIN)/python docs/course/build.py
+	@git diff --stat -- docs/course
 
 picture: $(READY)
 	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg

@@ -99,6 +99,7 @@ FLAGS = {
         "--quiet": (None, 0, False),
     },
     "doctor": {"--save": ("GPU.toml", None, None)},
+    "learn": {"chapter": ("CHAPTER", "?", None), "--copy": ("FOLDER", None, None)},
 }
 
 
@@ -164,7 +165,7 @@ def test_bare_the_command_says_how_to_begin(capsys: pytest.CaptureFixture[str]) 
         assert command in out.split("to begin with:")[1]
 
 
-@pytest.mark.parametrize("verb", ["", "run", "explain", "show", "compare", "export", "doctor"])
+@pytest.mark.parametrize("verb", ["", "run", "explain", "show", "compare", "export", "doctor", "learn"])
 def test_the_help_cites_nothing_that_is_not_installed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([*filter(None, [verb]), "--help"])
