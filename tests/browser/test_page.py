@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,56 @@ def test_a_diagnosis_without_turns_is_a_page_as_well(opened: Any) -> None:
     page = opened(render(explain(load(TRUTH / COPY)), "copy_in_line"))
     assert page.locator("#ledger .bar").count() == 1
     assert page.locator("#turn").count() == 0
+
+
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    '"><img src=x onerror="window.hacked = 1">',
+    "'`${window.hacked = 1}`<!--<script>",
+    "javascript:window.hacked=1//\u2028\u202e\ud800\x00\x1b[2J{block}%s",
+)
+
+
+def hostile() -> Diagnosis:
+    """A real run whose every name and sentence is an attack, one of them very long."""
+    said = told(COPY)
+    names = tuple(f"{HOSTILE[index % 4]} {name}" for index, name in enumerate(said.turns.timeline.names))
+    names = (names[0] + HOSTILE[0] * 250_000, *names[1:])
+    lanes = tuple(lane._replace(name=HOSTILE[1] + lane.name) for lane in said.turns.timeline.lanes)
+    places = tuple(replace(one, file=HOSTILE[0] + one.file, function=HOSTILE[1]) for one in said.turns.places)
+    everywhere = tuple(replace(one, file=HOSTILE[0], around=HOSTILE[1]) for one in said.plan[0].where)
+    return replace(
+        said,
+        sources=(HOSTILE[2],),
+        device=HOSTILE[0],
+        notes=HOSTILE,
+        causes=tuple(replace(one, what=HOSTILE[0], advice=HOSTILE[1], remedy=HOSTILE[2]) for one in said.causes),
+        plan=tuple(replace(one, fix=HOSTILE[3], code=HOSTILE[0], where=everywhere, needs=HOSTILE) for one in said.plan),
+        turns=replace(said.turns, timeline=said.turns.timeline.change(names=names, lanes=lanes), places=places),
+    )
+
+
+def test_what_a_program_calls_itself_is_text_and_never_runs(opened: Any) -> None:
+    text = render(hostile(), HOSTILE[0])
+    assert len(text) < 2_000_000
+    page = opened(text)
+    drawing(page).focus()
+    page.keyboard.press("n")
+    page.locator("#plan .flip").first.click()
+    page.locator("#search").fill("<script>")
+    assert "</script><script>window.hacked = 1</script>" in page.locator("body").inner_text()
+    assert page.evaluate("() => [window.hacked, document.scripts.length, document.images.length]") == [None, 1, 0]
+
+
+def test_the_policy_lets_no_script_run_that_was_added(opened: Any, chromium: Any, tmp_path: Path) -> None:
+    """Even if markup got in: what is not known by its hash does not run, and nothing is fetched."""
+    added = "<script>window.hacked = 1</script><img src='https://example.org/x.png' onerror='window.hacked = 2'>"
+    path = tmp_path / "added.html"
+    path.write_text(html(COPY).replace("</body>", f"{added}</body>"))
+    page = chromium.new_page()
+    try:
+        page.goto(path.as_uri())
+        page.wait_for_selector("main:not([aria-busy])")
+        assert page.evaluate("() => window.hacked") is None
+    finally:
+        page.close()

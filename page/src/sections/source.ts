@@ -98,7 +98,7 @@ export class SourcePanel {
       ...this.files.map((one) => element("option", { value: one, text: one, selected: one === file })),
     );
     const missing = known ? null : element("p", { class: "faint", text: "The file was not at hand when this page was written: these are the lines that the recording names." });
-    this.element.replaceChildren(element("div", { class: "source-head" }, choose, element("span", { class: "faint", text: "wait a turn" })), list, ...(missing ? [missing] : []));
+    this.element.replaceChildren(element("div", { class: "source-head" }, element("span", { class: "faint", text: "wait a turn" }), choose), list, ...(missing ? [missing] : []));
   }
 
   private linesOf(file: string): [number, string][] {
@@ -117,20 +117,20 @@ export class SourcePanel {
     const blamed = this.waits.get(`${file}:${number}`);
     const [cause] = [...(blamed?.causes ?? [])].sort((one, other) => other[1] - one[1])[0] ?? [""];
     const { step } = this.choice.moment.told;
-    const margin = element("span", { class: "margin" });
+    const margin = element("span", { class: "margin", role: blamed ? "note" : undefined });
     if (blamed && blamed.wait > 0.0005 * step) {
       margin.append(
-        element("span", { class: `wait ${HATCHES[cause] ?? ""}`, look: { "--fill": `var(--${cause})`, width: `${Math.max(3, (100 * blamed.wait) / longest)}%` } }),
         element("span", { class: "wait-time", text: duration(blamed.wait) }),
+        element("span", { class: `wait ${HATCHES[cause] ?? ""}`, "aria-hidden": "true", look: { "--fill": `var(--${cause})`, width: `${Math.max(4, (100 * blamed.wait) / longest)}%` } }),
       );
       margin.dataset.says = `The GPU waits ${duration(blamed.wait)} a turn for this line, ${share(blamed.wait, step)}: ${[...blamed.causes].map(([one, wait]) => `${this.header.looks[one]?.name ?? one} ${duration(wait)}`).join(", ")}.`;
     }
     const code = element("span", { class: "text", text: text || " " });
     const numbered = element("span", { class: "line-number", text: String(number) });
     return element("li", { "data-line": String(number), class: spoken ? "spoken" : "" },
+      margin,
       spoken ? element("button", { type: "button", "aria-label": `Show line ${number} in the timeline`, on: { click: () => this.choice.line(file, number) } }, numbered) : numbered,
       code,
-      margin,
     );
   }
 }

@@ -11,8 +11,7 @@ const WORTH_A_BOX = 0.004;
 export function treeSection(header: Header, choice: Choice | null): HTMLElement | null {
   const { run } = header;
   if (!run) return null;
-  const depth = depthOf(run);
-  const flame = element("div", { class: "flame", look: { "--rows": String(depth + 1) } });
+  const flame = element("div", { class: "flame", look: { "--rows": String(depthOf(run, run)) } });
   box(flame, run, run, 0, 0, choice);
   const made = section(
     "run",
@@ -29,7 +28,8 @@ export function treeSection(header: Header, choice: Choice | null): HTMLElement 
   return made;
 }
 
-const depthOf = (part: Part): number => 1 + Math.max(0, ...part.parts.map(depthOf));
+const shown = (part: Part, run: Part): Part[] => part.parts.filter((one) => one.time / run.time >= WORTH_A_BOX);
+const depthOf = (part: Part, run: Part): number => 1 + Math.max(0, ...shown(part, run).map((one) => depthOf(one, run)));
 
 function box(flame: HTMLElement, part: Part, run: Part, left: number, row: number, choice: Choice | null): void {
   const wide = part.time / run.time;
@@ -46,7 +46,7 @@ function box(flame: HTMLElement, part: Part, run: Part, left: number, row: numbe
   }
   flame.append(made);
   let at = left;
-  const inside = part.parts.filter((one) => one.time / run.time >= WORTH_A_BOX);
+  const inside = shown(part, run);
   const slack = 1 - inside.reduce((sum, one) => sum + one.time, 0) / Math.max(1, part.time);
   for (const one of inside) {
     // a loop that was entered once stands where it began; what comes again and again stands in its order
@@ -87,19 +87,17 @@ function axis(length: number): HTMLElement {
 /** The same as text, for who cannot see or hover the boxes. */
 function list(run: Part, choice: Choice | null): HTMLElement {
   const rows = (part: Part): HTMLElement[] =>
-    part.parts
-      .filter((one) => one.time / run.time >= WORTH_A_BOX)
-      .map((one) => {
-        const [, file, line] = /^(.*):(\d+)$/.exec(one.place) ?? [];
-        const name = file && choice
-          ? element("button", { class: "place", type: "button", text: nameOf(one), on: { click: () => choice.line(file, Number(line)) } })
-          : element("span", { text: nameOf(one) });
-        const slow = one.slow && one.slow[3] > 0
-          ? element("span", { class: "faint", text: ` · ${plural(one.slow[0], "turn")} took ${duration(one.slow[3])} longer${one.slow[4] ? `, at ${one.slow[4]}` : ""}` })
-          : null;
-        const inner = rows(one);
-        return element("li", {}, name, element("span", { class: "faint", text: ` · ${sentence(one)}` }), slow, inner.length ? element("ul", {}, ...inner) : null);
-      });
+    shown(part, run).map((one) => {
+      const [, file, line] = /^(.*):(\d+)$/.exec(one.place) ?? [];
+      const name = file && choice
+        ? element("button", { class: "place", type: "button", text: nameOf(one), on: { click: () => choice.line(file, Number(line)) } })
+        : element("span", { text: nameOf(one) });
+      const slow = one.slow && one.slow[3] > 0
+        ? element("span", { class: "faint", text: ` · ${plural(one.slow[0], "turn")} took ${duration(one.slow[3])} longer${one.slow[4] ? `, at ${one.slow[4]}` : ""}` })
+        : null;
+      const inner = rows(one);
+      return element("li", {}, name, element("span", { class: "faint", text: ` · ${sentence(one)}` }), slow, inner.length ? element("ul", {}, ...inner) : null);
+    });
   return element("details", { class: "as-text" }, element("summary", { text: "The same as text" }), element("ul", {}, ...rows(run)));
 }
 

@@ -12,6 +12,7 @@ const RULER = 22;
 const GAP = 3;
 const GROUP = 10;
 const NARROW = 560;
+const FEW = 9;
 const LETTER = 5.7;
 const SHORT: Record<string, string> = { "your lines": "lines", "called from": "from", "backward thread": "backward", "loader workers": "workers" };
 const FONT = "11px system-ui, sans-serif";
@@ -73,7 +74,9 @@ export class Drawing {
 
   private lay(): void {
     let y = RULER;
+    const few = this.scene.tracks.length <= FEW;
     for (const track of this.scene.tracks) {
+      if (few) track.height = track.tall;
       if (track.heading) y += 16;
       track.y = y;
       y += track.height + (track.kind === "lines" ? 0 : GAP);

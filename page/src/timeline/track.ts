@@ -3,12 +3,14 @@
 import type { Parts } from "./scene";
 
 export type TrackKind = "lines" | "host" | "gpu" | "stream";
-export const HEIGHTS: Record<TrackKind, number> = { lines: 15, host: 18, gpu: 26, stream: 16 };
+const HEIGHTS: Record<TrackKind, number> = { lines: 15, host: 18, gpu: 26, stream: 16 };
+/** Where there are few. */
+const TALL: Record<TrackKind, number> = { lines: 19, host: 26, gpu: 40, stream: 22 };
 
 const NEARBY = 8;
 
 export class Track {
-  readonly height: number;
+  height: number;
   y = 0;
   readonly count: number;
   /** Of each tone that occurs, the time of all parts up to each. */
@@ -24,6 +26,10 @@ export class Track {
   ) {
     this.height = HEIGHTS[kind];
     this.count = parts.start.length;
+  }
+
+  get tall(): number {
+    return TALL[this.kind];
   }
 
   /** The first part that ends after this time. */
