@@ -68,33 +68,41 @@ function topBar(recolour: () => void): HTMLElement {
   );
 }
 
+/** What is said comes first; the turns, which may be a million spans, once they are read. */
 async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
   const { header } = run;
   const told = header.told[index];
   const drawn = run.drawn.includes(index);
-  const choice = drawn ? new Choice(await run.moment(index)) : null;
-  const source = choice ? new SourcePanel(header, choice) : null;
-  const panel = choice && source ? new TimelinePanel(header, choice, source.element) : null;
-  if (panel && source) panel.onPlace = (place) => source.showPlace(place);
-  const sections: (HTMLElement | null)[] = [
-    loops(run, index, page),
-    headline(header, told),
-    choice ? planSection(header, told, choice) : null,
-    treeSection(header, choice),
-    panel?.element ?? element("p", { class: "faint" }, "The turns themselves are not in this page: only what is said of them."),
-    ledgerSection(header, told, choice),
-    choice ? ranksSection(header, choice) : null,
-    choice ? copiesSection(header, choice) : null,
-    causesSection(header, told, choice),
-    notesSection(header, told, choice),
-    element("footer", {}, element("p", { class: "faint" }, `Written by keepbusy ${header.version}. Predictions are `, term("replay", "replays"), " of what was recorded: no line of the program was run again.")),
-  ];
-  page.replaceChildren(...sections.filter((one) => one !== null));
-  window.keepbusy = { run, choice, panel, replayed: (fixes) => plainNumbers(choice!.moment, fixes) };
-  choice?.fixes([]);
-  panel?.resize();
-  panel?.oneTurn();
-  for (const link of document.querySelectorAll<HTMLElement>("nav [data-to]")) link.hidden = !document.getElementById(link.dataset.to ?? "");
+  const put = (choice: Choice | null, turns: HTMLElement): void => {
+    const sections = [
+      loops(run, index, page),
+      headline(header, told),
+      planSection(header, told, choice),
+      treeSection(header, choice),
+      turns,
+      ledgerSection(header, told, choice),
+      choice && ranksSection(header, choice),
+      choice && copiesSection(header, choice),
+      causesSection(header, told, choice),
+      notesSection(header, told, choice),
+      element("footer", {}, element("p", { class: "faint" }, `Written by keepbusy ${header.version}. Predictions are `, term("replay", "replays"), " of what was recorded: no line of the program was run again.")),
+    ];
+    page.replaceChildren(...sections.filter((one) => one !== null));
+    for (const link of document.querySelectorAll<HTMLElement>("nav [data-to]")) link.hidden = !document.getElementById(link.dataset.to ?? "");
+  };
+  window.keepbusy = { run, choice: null, panel: null, replayed: () => ({}) };
+  put(null, element("p", { class: "faint", text: drawn ? "The turns are being read." : "The turns themselves are not in this page: only what is said of them." }));
+  if (!drawn) return;
+  await new Promise((shown) => setTimeout(shown, 30));
+  const choice = new Choice(await run.moment(index));
+  const source = new SourcePanel(header, choice);
+  const panel = new TimelinePanel(header, choice, source.element);
+  panel.onPlace = (place) => source.showPlace(place);
+  put(choice, panel.element);
+  window.keepbusy = { run, choice, panel, replayed: (fixes) => plainNumbers(choice.moment, fixes) };
+  choice.fixes([]);
+  panel.resize();
+  panel.oneTurn();
 }
 
 /** A replay with these fixes as it is, its rows by their number before the fixes. */

@@ -6,13 +6,13 @@ import type { Fix, Header, Told } from "../run/run";
 import { change, duration, range, transition } from "../words";
 import type { Choice } from "../choice";
 
-export function planSection(header: Header, told: Told, choice: Choice): HTMLElement | null {
+export function planSection(header: Header, told: Told, choice: Choice | null): HTMLElement | null {
   if (!told.plan.length) return null;
   const result = element("p", { class: "result", role: "status" });
   const list = element("ol", { class: "plan" });
   for (const fix of told.plan) list.append(entry(header, told, fix, choice));
   const turn = told.script ? "The script" : "A turn";
-  choice.onFixes((view) => {
+  choice?.onFixes((view) => {
     const on = view.fixed.map((fix) => fix + 1);
     const last = told.plan[view.fixed[view.fixed.length - 1]];
     // the plan's range is that of all fixes up to this one
@@ -22,9 +22,9 @@ export function planSection(header: Header, told: Told, choice: Choice): HTMLEle
       ? `With ${on.length > 1 ? "fixes" : "fix"} ${on.join(", ")}: ${turn.toLowerCase()} takes ${duration(view.step)}${among} instead of ${duration(told.step)}, ${change(told.step, view.step)}. The timeline below shows both.`
       : `Switch a fix on: the turns are replayed with it, alone or together with others.`;
   });
-  const every = (on: boolean) => () => choice.fixes(on ? told.plan.filter((fix) => fix.replayed).map((fix) => fix.number) : []);
+  const every = (on: boolean) => () => choice?.fixes(on ? told.plan.filter((fix) => fix.replayed).map((fix) => fix.number) : []);
   const buttons = element("div", { class: "buttons" });
-  if (told.plan.filter((fix) => fix.replayed).length > 1) {
+  if (choice && told.plan.filter((fix) => fix.replayed).length > 1) {
     buttons.append(element("button", { type: "button", text: "All on", on: { click: every(true) } }), element("button", { type: "button", text: "All off", on: { click: every(false) } }));
   }
   const made = section("plan", "What to do", "", list, element("div", { class: "after" }, result, buttons));
@@ -33,19 +33,19 @@ export function planSection(header: Header, told: Told, choice: Choice): HTMLEle
   return made;
 }
 
-function entry(header: Header, told: Told, fix: Fix, choice: Choice): HTMLElement {
+function entry(header: Header, told: Told, fix: Fix, choice: Choice | null): HTMLElement {
   const id = `fix-${fix.number}`;
   const flip = element("input", {
     type: "checkbox",
     role: "switch",
     id,
-    disabled: !fix.replayed,
-    on: { change: () => choice.toggle(fix.number) },
+    disabled: !fix.replayed || !choice,
+    on: { change: () => choice?.toggle(fix.number) },
   });
-  choice.onFixes((view) => (flip.checked = view.fixed.includes(fix.number)));
+  choice?.onFixes((view) => (flip.checked = view.fixed.includes(fix.number)));
   const [place, ...more] = fix.where;
   const where = place
-    ? element("button", { class: "place", type: "button", text: place.text, on: { click: () => choice.line(place.file, place.line) } })
+    ? element("button", { class: "place", type: "button", text: place.text, on: { click: () => choice?.line(place.file, place.line) } })
     : null;
   const others = more.length ? element("span", { class: "faint", text: ` and ${more.length} more` }) : null;
   const [step, low, high] = fix.predicted;

@@ -217,10 +217,9 @@ export class Drawing {
       // columns of pixels, up to the next part that is wide enough to be seen by itself
       const left = Math.max(Math.floor(x), gutter);
       const until = viewport.from + (left + 1 - gutter) * column;
-      this.column(track, left, until - column, until);
-      let next = track.at(until, part);
-      if (next === part) next++;
-      part = next;
+      const next = track.at(until, part);
+      this.column(track, left, until - column, until, part, next);
+      part = Math.max(next, part + 1);
     }
   }
 
@@ -249,9 +248,9 @@ export class Drawing {
   }
 
   /** One column of pixels: of the GPU its gaps above its work, of others as much ink as there is time in it. */
-  private column(track: Track, left: number, from: number, to: number): void {
+  private column(track: Track, left: number, from: number, to: number, first: number, last: number): void {
     const { context } = this;
-    const sums = track.within(from, to);
+    const sums = track.within(from, to, first, last);
     let y = track.y + track.height;
     let whole = 0;
     let longest = 0;

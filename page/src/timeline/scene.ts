@@ -1,6 +1,7 @@
 // One view of the turns: as recorded, without the recorder, or with fixes made; and the tracks that draw it.
 
 import { busy, type Busy } from "../run/busy";
+import { byLane } from "../run/block";
 import { apply, together } from "../run/edit";
 import { steady } from "../run/replay";
 import type { Moment } from "../run/run";
@@ -96,10 +97,20 @@ export function spanName(moment: Moment, row: number): string {
   return isCommand(moment.timeline.kind[row]) ? kernel(moment.names[moment.name[row]]) : moment.names[moment.name[row]];
 }
 
+function rowsOfLanes(timeline: Timeline): Int32Array[] {
+  const order = byLane(timeline.lane);
+  let at = 0;
+  return timeline.lanes.map((_, lane) => {
+    const first = at;
+    while (at < order.length && timeline.lane[order[at]] === lane) at++;
+    return order.subarray(first, at);
+  });
+}
+
 function tracksOf(view: Scene): Track[] {
   const { timeline } = view;
-  const rows = timeline.lanes.map((): number[] => []);
-  for (let row = 0; row < timeline.rows; row++) rows[timeline.lane[row]].push(row);
+  const rows = rowsOfLanes(timeline);
+  const marks = new Set(timeline.marks);
   const ranks = ranksOf(timeline);
   const tracks: Track[] = [];
   for (const rank of ranks) {
@@ -112,7 +123,7 @@ function tracksOf(view: Scene): Track[] {
     };
     for (const index of of(true)) {
       const lane = timeline.lanes[index];
-      const main = rows[index].some((row) => timeline.marks.includes(row));
+      const main = rows[index].some((row) => marks.has(row));
       if (!lane.name.startsWith("side lane") && lane.name !== "loader workers") {
         add("lines", main ? "your lines" : "called from", index, bands(view, rows[index], view.moment.place));
       }
@@ -147,54 +158,60 @@ export interface Parts {
   what: Int32Array;
 }
 
-/** A row at its time, and where the GPU is behind the host, once more at the beginning: the turns before were alike. */
-interface Occurrence {
-  row: number;
-  start: number;
-  end: number;
+/** Rows at their times, and where the GPU is behind the host, once more at the beginning: the turns before were alike. */
+interface Occurrences {
+  row: Int32Array;
+  start: Float64Array;
+  end: Float64Array;
 }
 
-function occurrences(view: Scene, rows: number[], begin = (row: number) => view.start[row]): Occurrence[] {
-  const found: Occurrence[] = [];
-  let ordered = true;
-  const add = (row: number, shift: number): void => {
-    const one = { row, start: begin(row) - shift, end: view.end[row] - shift };
-    if (found.length && one.start < found[found.length - 1].start) ordered = false;
-    found.push(one);
-  };
-  for (const row of rows) {
-    add(row, 0);
-    if (view.around > 0) for (let shift = view.around; view.end[row] - shift > 0 && shift < 4 * view.around; shift += view.around) add(row, shift);
+const MOST_AROUND = 4;
+
+function occurrences(view: Scene, rows: Int32Array, begin: Float64Array = view.start): Occurrences {
+  const { around, end } = view;
+  const again: [row: number, shift: number][] = [];
+  if (around > 0) {
+    for (const row of rows) for (let turn = 1; end[row] > turn * around && turn < MOST_AROUND; turn++) again.push([row, turn * around]);
   }
-  return ordered ? found : found.sort((one, other) => one.start - other.start || one.row - other.row);
+  const count = rows.length + again.length;
+  const row = new Int32Array(count);
+  const shift = new Float64Array(count);
+  again.forEach(([one, by], at) => ([row[at], shift[at]] = [one, by]));
+  row.set(rows, again.length);
+  const at = (index: number): number => begin[row[index]] - shift[index];
+  let ordered = true;
+  for (let index = 1; index < count && ordered; index++) ordered = at(index) >= at(index - 1);
+  const order = Int32Array.from(row.keys());
+  if (!ordered) order.sort((one, other) => at(one) - at(other) || row[one] - row[other]);
+  return {
+    row: order.map((index) => row[index]),
+    start: Float64Array.from(order, at),
+    end: Float64Array.from(order, (index) => end[row[index]] - shift[index]),
+  };
 }
 
-function spans(view: Scene, rows: number[]): Parts {
-  const found = occurrences(view, rows);
-  return {
-    start: Float64Array.from(found, (one) => one.start),
-    end: Float64Array.from(found, (one) => one.end),
-    tone: Uint8Array.from(found, (one) => view.timeline.kind[one.row]),
-    what: Int32Array.from(found, (one) => one.row),
-  };
+function spans(view: Scene, rows: Int32Array): Parts {
+  const { row, start, end } = occurrences(view, rows);
+  return { start, end, tone: Uint8Array.from(row, (one) => view.timeline.kind[one]), what: row };
 }
 
 /** Neighbouring rows of one value as one band. */
-function bands(view: Scene, rows: number[], values: Int32Array): Parts {
+function bands(view: Scene, rows: Int32Array, values: Int32Array): Parts {
   const start: number[] = [];
   const end: number[] = [];
   const what: number[] = [];
-  for (const one of occurrences(view, rows)) {
-    const value = values[view.base[one.row]];
-    if (value === NONE) continue;
+  const found = occurrences(view, rows);
+  found.row.forEach((row, at) => {
+    const value = values[view.base[row]];
+    if (value === NONE) return;
     const last = what.length - 1;
-    if (last >= 0 && what[last] === value && one.start - end[last] < 1) end[last] = Math.max(end[last], one.end);
+    if (last >= 0 && what[last] === value && found.start[at] - end[last] < 1) end[last] = Math.max(end[last], found.end[at]);
     else {
-      start.push(one.start);
-      end.push(one.end);
+      start.push(found.start[at]);
+      end.push(found.end[at]);
       what.push(value);
     }
-  }
+  });
   const tone = Uint8Array.from(what, (value) => value % 2);
   return { start: Float64Array.from(start), end: Float64Array.from(end), tone, what: Int32Array.from(what) };
 }
@@ -205,8 +222,11 @@ export const GPU = { COMPUTING: 0, COPYING: 1, WIRE: 2, GAP: 16 };
 function deviceAsOne(view: Scene, lanes: number[]): Parts {
   const { timeline, base, moment } = view;
   const mine = new Set(lanes);
-  const rows = Array.from(timeline.lane.keys()).filter((row) => mine.has(timeline.lane[row]) && isCommand(timeline.kind[row]));
-  const begin = (row: number) => (timeline.kind[row] === Kind.COLLECTIVE ? Math.max(view.start[row], view.end[row] - timeline.work[row] * moment.ratio) : view.start[row]);
+  const own = timeline.lanes.map((_, lane) => mine.has(lane));
+  const rows = timeline.lane.map((_, row) => row).filter((row) => own[timeline.lane[row]] && isCommand(timeline.kind[row]));
+  // of a collective only its end is the wire; before that it waits for its peers
+  const begin = view.start.slice();
+  for (const row of rows) if (timeline.kind[row] === Kind.COLLECTIVE) begin[row] = Math.max(begin[row], view.end[row] - timeline.work[row] * moment.ratio);
   const ordered = occurrences(view, rows, begin);
   const toneOf = (row: number) => {
     const kind = timeline.kind[row];
@@ -214,8 +234,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   };
   let taken: Interval[] = [];
   for (const tone of [GPU.COMPUTING, GPU.COPYING, GPU.WIRE]) {
-    const own = merged(ordered.filter(({ row }) => toneOf(row) === tone), tone);
-    taken = merge(taken, own);
+    taken = merge(taken, merged(ordered, (row) => toneOf(row) === tone, tone));
   }
   const causeOf = (row: number): number => {
     const one = base[row];
@@ -245,18 +264,22 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   return { start: Float64Array.from(start), end: Float64Array.from(end), tone: Uint8Array.from(tone), what: Int32Array.from(what) };
 }
 
-interface Interval extends Occurrence {
+interface Interval {
+  row: number;
+  start: number;
+  end: number;
   tone: number;
 }
 
 /** Those that touch are one. */
-function merged(ordered: Occurrence[], tone: number): Interval[] {
+function merged({ row, start, end }: Occurrences, counts: (row: number) => boolean, tone: number): Interval[] {
   const found: Interval[] = [];
-  for (const one of ordered) {
+  row.forEach((one, at) => {
+    if (!counts(one)) return;
     const last = found[found.length - 1];
-    if (last && one.start <= last.end) last.end = Math.max(last.end, one.end);
-    else found.push({ ...one, tone });
-  }
+    if (last && start[at] <= last.end) last.end = Math.max(last.end, end[at]);
+    else found.push({ row: one, start: start[at], end: end[at], tone });
+  });
   return found;
 }
 
@@ -273,5 +296,5 @@ function merge(first: Interval[], second: Interval[]): Interval[] {
       from = next < first.length ? Math.max(from, first[next].end) : Infinity;
     }
   }
-  return [...first, ...room].sort((one, other) => one.start - other.start);
+  return room.length ? [...first, ...room].sort((one, other) => one.start - other.start) : first;
 }

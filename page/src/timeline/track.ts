@@ -53,10 +53,9 @@ export class Track {
     return low;
   }
 
-  /** Of each tone, how long its parts last within this stretch; work before gaps. */
-  within(from: number, to: number): [tone: number, time: number][] {
+  /** Of each tone, how long its parts last within this stretch, whose ends `first` and `last` are still to end there. */
+  within(from: number, to: number, first = this.at(from), last = this.at(to)): [tone: number, time: number][] {
     this.sums ??= this.summed();
-    const [first, last] = [this.at(from), this.at(to)];
     const found: [number, number][] = [];
     for (const [tone, sum] of this.sums) {
       const time = this.upTo(to, last, tone, sum) - this.upTo(from, first, tone, sum);
