@@ -93,9 +93,8 @@ def main(wanted: int) -> None:
     text = page_of(timeline)
     took = time.perf_counter() - began
     print(f"{len(timeline):,} spans, {len(timeline.links):,} links, {len(timeline.marks)} turns")
-    print(
-        f"page       {len(text) / 1e6:.1f} MB, written in {took:.1f} s (a .busy file: {len(to_bytes(timeline)) / 1e6:.1f} MB)"
-    )
+    kept = len(to_bytes(timeline)) / 1e6
+    print(f"page       {len(text) / 1e6:.1f} MB, written in {took:.1f} s (a .busy file: {kept:.1f} MB)")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         path = Path(folder) / "run.html"
         path.write_text(text, encoding="utf-8")

@@ -56,6 +56,7 @@ FLAGS = {
         "--mend": (None, None, ()),
         "--workers": ("N", None, 8),
         "--json": (None, 0, False),
+        "--timeline": (None, 0, False),
         "--save": ("RUN.busy", None, None),
         "--quiet": (None, 0, False),
     },

@@ -145,7 +145,7 @@ const SIDE: Record<string, string> = {
 function hostName(name: string, main: boolean): string {
   if (SIDE[name]) return SIDE[name];
   if (name === "loader workers") return "loader workers";
-  return main ? "Python" : name.includes("autograd") ? "backward thread" : name.replace(/^thread \d+ \((.*)\)$/, "$1");
+  return main ? "Python" : name.includes("autograd") ? "backward thread" : "other thread";
 }
 
 const streamName = (name: string, number: number): string => SIDE[name] ?? (name || `stream ${number}`);

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, explained, rendered, save
+from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
 from keepbusy.cli.console.sources import matches, open_timeline, progress
 
 WORKERS = 8
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"loader workers that a prediction may count on (default {WORKERS})",
     )
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+    parser.add_argument("--timeline", action="store_true", help="draw one turn below the report, in characters")
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -55,11 +56,13 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         check_name(options.save)
     with progress(options.quiet) as on_progress:
         timeline = open_timeline(options.files, on_progress)
-        diagnosis = explained(timeline, options.plain_step, options.what_if, options.workers, on_progress)
+        diagnosis = explained(
+            timeline, options.plain_step, options.what_if, options.workers, on_progress, options.timeline
+        )
     text = rendered(diagnosis, options.json, _again(options))
     if options.save:
         save(timeline, options.plain_step, options.save)
-    return (text, "\n")
+    return (text, "\n", *(("\n", drawn(diagnosis)) if options.timeline and not options.json else ()))
 
 
 def _again(options: argparse.Namespace) -> str:

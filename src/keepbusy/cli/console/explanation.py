@@ -44,6 +44,14 @@ def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None 
     )
 
 
+def drawn(diagnosis: Diagnosis) -> str:
+    """One turn, in characters."""
+    from keepbusy.report import turn_drawing
+
+    shape = screen()
+    return turn_drawing.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode) + "\n"
+
+
 def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
     """Whole or not at all. `source`: what the reader knows the run by."""
     from keepbusy.report.page import page_file
