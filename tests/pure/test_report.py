@@ -15,7 +15,8 @@ import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
 
 from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
-from keepbusy.report import csv_table, perfetto, terminal, words
+from keepbusy.report import terminal, words
+from keepbusy.report.exports import csv_table, perfetto
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import LOOKS
 from keepbusy.report.source import source_of

@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> Iterable[str]:
 
 
 def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
-    from keepbusy.report import as_json, csv_table, perfetto
+    from keepbusy.report import as_json
+    from keepbusy.report.exports import csv_table, perfetto
 
     if kind == "perfetto":
         return perfetto.parts(timeline)
