@@ -20,6 +20,7 @@ from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch
+    from keepbusy.fix.live.trial import FixTrial, TrialResult
 
 SAFE = ("copies", "late_numbers", "cache", "garbage")
 ASKED = ("fused",)
@@ -40,11 +41,12 @@ def chosen(without: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[str, 
 class LiveFixes:
     """What `keepbusy run --fix` does to a program."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], tried: bool = True) -> None:
+        """`tried`: whether turns with and without them are compared; else they are simply done."""
+        self._names, self._tried = names, tried
         self._patches = Patches()
         self.switches: list[FixSwitch] = []
-        self._trial: Any = None
+        self.trial: FixTrial | None = None
 
     def begin(self) -> None:
         """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
@@ -90,14 +92,14 @@ class LiveFixes:
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial
 
-        self._trial = FixTrial(self._switch, self._judge)
+        trial = self.trial = FixTrial(self._switch, self._judge)
         late = LateNumbers()
         self._offer(late)
         fixes = {
             "copies": DeferredCopies(),
             "late_numbers": late,
-            "cache": KeptCache(lambda: self._trial.turns),
-            "garbage": QuickCollection(lambda: self._trial.turns),
+            "cache": KeptCache(lambda: trial.turns),
+            "garbage": QuickCollection(lambda: trial.turns),
             "fused": FusedOptimizers(),
         }
         for name in self._names:
@@ -105,7 +107,7 @@ class LiveFixes:
             self.switches.append(fix.switch)
             if name != "late_numbers":
                 fix.patch(self._patches)
-        hook = register_optimizer_step_post_hook(lambda *_: self._trial.turn())
+        hook = register_optimizer_step_post_hook(lambda *_: trial.turn(self._tried))
         self._patches.later(hook.remove)
         self._switch(True)
 
@@ -117,7 +119,7 @@ class LiveFixes:
         for one in self.switches:
             one.on = on and not one.off_because
 
-    def _judge(self, result: Any) -> None:
+    def _judge(self, result: TrialResult) -> None:
         """What gains nothing here is left to the program as it is."""
         if result.gain < NOISE:
             for one in self.switches:
@@ -125,23 +127,24 @@ class LiveFixes:
 
     def told(self) -> str:
         """What was done, how often, and what it gained."""
-        if self._trial is None:
+        if self.trial is None:
             return ""
         lines = ["keepbusy --fix", ""]
         for one in self.switches:
             lines += _about(one)
-        lines += ["", *self._measured()]
+        lines += ["", *_measured(self.trial)]
         return "\n".join(lines)
 
-    def _measured(self) -> Iterator[str]:
-        result = self._trial.result
-        if result is None:
-            yield f"gain          not measured: the program took {self._trial.turns} turns, too few to compare"
-            return
-        plain, fixed = round(median(result.plain)), round(median(result.fixed))
-        saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
-        yield f"gain          {transition(plain, fixed)} a turn, {saved}"
-        yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, in turns"
+
+def _measured(trial: FixTrial) -> Iterator[str]:
+    result = trial.result
+    if result is None:
+        yield f"gain          not measured: the program took {trial.turns} turns, too few to compare"
+        return
+    plain, fixed = round(median(result.plain)), round(median(result.fixed))
+    saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
+    yield f"gain          {transition(plain, fixed)} a turn, {saved}"
+    yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, in turns"
 
 
 def _range(times: Sequence[int]) -> str:

@@ -41,11 +41,11 @@ class FixTrial:
         self._marks: deque[tuple[bool, Any, Any]] = deque()
         self._began: Any = None
 
-    def turn(self) -> None:
+    def turn(self, tried: bool = True) -> None:
         """Another step of an optimizer."""
         self.turns += 1
         at = self.turns - _WARM_UP
-        if self.result is not None or at < 0:
+        if self.result is not None or at < 0 or not tried:
             return
         block, place = divmod(at, _BLOCK + _SETTLE)
         if place == 0 and self._began is not None:
