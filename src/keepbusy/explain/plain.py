@@ -33,6 +33,8 @@ LUCK = 2.0
 """A recording may catch a better moment of the machine, but not one twice as good."""
 LONGEST_QUEUE = 64.0
 """So many times as long as it seemed a batch may take its workers, since they had prepared some before."""
+READY = 0.03
+"""Of a step, as in the ledger: a loader that the run waits for no longer than this has its batches ready."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
 
@@ -83,7 +85,7 @@ def waits_for_absent_peers(timeline: Timeline) -> Floats:
 
 def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
-    timeline = timeline if plain_step is None else even_hosts(timeline)
+    timeline = timeline if plain_step is None else even_hosts(_with_ready_batches(timeline, plain_step))
     recorded = pace(timeline)
     if recorded < 1:
         raise BadInput(_damaged(timeline))
@@ -126,6 +128,23 @@ def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
 def by_workers(timeline: Timeline) -> Mask:
     """Batches that other processes prepare, which nothing here was recorded of."""
     return np.array([lane.name == WORKERS for lane in timeline.lanes], bool)[timeline.spans.lane]
+
+
+def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
+    """Without the workers of a loader that the whole run next to never waited for.
+
+    A window sees when a batch was taken, not when it was ready. Recording makes the loop slower, so batches seem to
+    come no faster than that slower loop took them, and would hold up the plain one.
+    """
+    ready = set(timeline.ranks)
+    for use in timeline.facts.loaders:
+        if use.waited - use.began > READY * plain_step * use.batches:
+            ready.discard(use.rank)
+    known = {use.rank for use in timeline.facts.loaders if use.workers}
+    batches = by_workers(timeline) & np.isin(timeline.rank_of_rows, list(ready & known))
+    if not batches.any() or not rule("ready_batches"):
+        return timeline
+    return timeline.change_spans(work=np.where(batches, 0, timeline.spans.work))
 
 
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:

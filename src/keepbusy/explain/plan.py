@@ -15,7 +15,16 @@ from operator import or_
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
-from keepbusy.explain.diagnosis import Diagnosis, Harmless, LoopDiagnosis, PlannedFix, Prediction, Rare, Where
+from keepbusy.explain.diagnosis import (
+    COMPUTING,
+    Diagnosis,
+    Harmless,
+    LoopDiagnosis,
+    PlannedFix,
+    Prediction,
+    Rare,
+    Where,
+)
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
@@ -40,7 +49,8 @@ GENERAL = {"host_work": 1, "launch_bound": 2}
 """Fixes that change the program more than others do: what is nearly as good without them comes first."""
 MIDDLE = 0.05
 """A value that is read with this share of a step's launches before it and after it is read in the step's middle."""
-ONE_FIX = ("prefetch", "accumulate")
+ONE_FIX = ("prefetch", "accumulate", "align_ranks")
+"""Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 """Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""
 
@@ -293,12 +303,13 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
         return tuple(known)
     rest = [one for one in known if one.fix != MORE_WORKERS.fix]
     in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
-    feeds = (
-        2 * use.batches >= steps > 0 and not told.loop_turns
-    )  # else the steps of this plan are others than those that it feeds
-    turn = max(1.0, use.turn - (sum(one.gain for one in rest) if feeds else 0))
+    # else the steps of this plan are others than those that it feeds
+    feeds = 2 * use.batches >= steps > 0 and not told.loop_turns
+    # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
+    least = told.ledger.get(COMPUTING, 0) if feeds else 1
+    turn = max(least, use.turn - (sum(one.gain for one in rest) if feeds else 0))
     enough = use.enough_for(turn)
-    saved = use.waited - use.began - use.waits_with(enough)
+    saved = min(use.waited - use.began - use.waits_with(enough), use.looped - use.batches * least)
     saved = min(saved, told.run.waits) if told.run.waits != NONE else saved
     held_up = turn + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
     if enough == use.workers or (saved < NOISE * told.run.time and not held_up):

@@ -329,9 +329,16 @@ def ordinary_steps(timeline: Timeline) -> Timeline:
 
 
 def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[Rare, ...]:
-    """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has."""
+    """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has.
+
+    Of windows on the same stall the one counts in which fixing gains most: what the stall is was seen best there.
+    """
     windows = [one for one in timeline.further if one.facts.reason and one.facts.reason.why == STALL]
-    return tuple(found for window in windows if (found := _rare(window, ordinary, workers)) is not None)
+    seen = [found for window in windows if (found := _rare(window, ordinary, workers)) is not None]
+    best: dict[RareStall, Rare] = {}
+    for one in sorted(seen, key=lambda one: one.predicted.step):
+        best.setdefault(one.stall, one)
+    return tuple(one for one in seen if best[one.stall] is one)
 
 
 def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
