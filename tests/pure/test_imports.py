@@ -126,7 +126,7 @@ LINES = {
     "instrument": 973,
     "recording": 3625,
     "virtual": 8650,
-    "explain": 3573,
+    "explain": 3611,
     "report": 2661,
     "runtime": 3560,
     "cli": 2001,
