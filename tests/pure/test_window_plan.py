@@ -53,7 +53,7 @@ class Program:
         for count in range(first, len(self.took) + 2):
             self.count = count
             if count > closed and count % THINKS_EVERY == 0:
-                plan.think(self.clock(), costs * (1 + len(found)), costs)
+                plan.think(self.clock(), costs * (1 + len(found)), costs, 2_000 * MS)
             occasion = plan.due(count) if count > closed else None
             if occasion is not None:
                 found.append(occasion._replace(opens=count))

@@ -25,7 +25,7 @@ from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.loop_tree import BusyLoop, innermost_loops, read_source, step_looks, tree_of
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.recorded_run import LIVE, write_facts
-from keepbusy.recording.window import OtherProfilers, Window
+from keepbusy.recording.window import LONGEST_OPEN, OtherProfilers, Window
 from keepbusy.recording.window_plan import Occasion, WindowPlan
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
@@ -138,7 +138,8 @@ class Run:
         if self._may_look_again():
             self.loops.looks.ended = now
             passed = now - self.loops.looks.began
-            self._plan.think(passed, self._spent(), self._first.cost, loops=self._may_follow_loops())
+            longest = self._first.open_for() if self._first.was_open else LONGEST_OPEN
+            self._plan.think(passed, self._spent(), self._first.cost, longest, self._may_follow_loops())
             if (occasion := self._plan.take_loop()) is not None and occasion.loop is not None:
                 self._followed = occasion
                 self.loops.follow(occasion.loop.jumps, self._on_turn)
@@ -177,7 +178,7 @@ class Run:
         if os.getpid() != self.process:
             return
         self._steps = count
-        if self._followed is None:
+        if not self._sees_a_loop():
             self._guarded(lambda: self._step(count))
 
     def _on_turn(self) -> None:
@@ -209,18 +210,23 @@ class Run:
 
     def _turn(self) -> None:
         self._turns += 1
-        if self.window.is_open:
-            if self._further and self._further[-1][0] is self._followed:
-                self._advance(self._turns)
-        elif self._followed is not None and not self.others.at_work:
+        if self._sees_a_loop():
+            self._advance(self._turns)
+        elif not self.window.is_open and self._followed is not None and not self.others.at_work:
             self._add_window(self._followed, brief=True)
             self._open(self._turns)
+
+    def _sees_a_loop(self) -> bool:
+        """Whether the turns in the open window are those of the loop that is followed."""
+        return self.window.is_open and bool(self._further) and self._further[-1][0] is self._followed
 
     def _add_window(self, occasion: Occasion, brief: bool) -> None:
         folder = self.folder / str(2 + len(self._further))
         folder.mkdir()
         self.window = Window(folder, occasion.turns, self.clock, brief, self._closed)
         self.window.usual = int(np.median(np.diff(occasion.loop.ends))) if occasion.loop is not None else 0
+        if self._first.was_open:
+            self.window.longest = self._first.open_for()
         self._further.append((occasion, self.window))
 
     def _open(self, count: int) -> None:
@@ -238,8 +244,9 @@ class Run:
 
     def _closed(self) -> None:
         self._open_spans.append((self._window_opened, self.clock()))
-        self.loops.follow(frozenset(), None)
-        self._followed = None
+        if self._further and self._further[-1][0] is self._followed:
+            self.loops.follow(frozenset(), None)
+            self._followed = None
         self.marks.look_closely(False)
         self.leave()
 

@@ -76,7 +76,10 @@ FAR_LONGER = 4.0
 """Recorded turns that take so many times as long as usual ones are others."""
 ENOUGH_OPEN, LONGEST_OPEN = 100_000_000, 300_000_000
 """A window that has been open for so long closes with its second whole turn, and at last wherever a line begins:
-closing takes longer than all that was seen, and holds the program up."""
+closing takes about as long as all that was seen, and holds the program up."""
+HELD_UP_AT_ONCE = 300_000_000
+"""Once it is known how long closing takes here, a window may be open for as long as that allows, but no longer than:"""
+OPEN_AT_MOST = 3_000_000_000
 
 
 class Window:
@@ -96,12 +99,15 @@ class Window:
         self.is_brief = brief
         self.usual = 0
         """What a turn takes when nobody looks, where that is known."""
+        self.longest = LONGEST_OPEN
         self.is_open = False
         self.ticks: list[Tick] = []
         self.is_cut = False
         """Whether it has seen one turn alone, or a part of it."""
         self.cost = 0
         """Nanoseconds for which opening and closing held up the program."""
+        self.was_open = 0
+        """For how long, beside that."""
         self.no_lines = ""
         self._turns = turns
         self._settling = 0
@@ -117,10 +123,10 @@ class Window:
         import torch
         from torch.autograd import profiler
 
-        began = self._opened = self.clock()
+        began = self.clock()
         self._thread, self._count = threading.get_ident(), count
         self._settling = SETTLING_TURNS if self.usual < SETTLES_WITHIN else 0
-        self._ask.at = began + LONGEST_OPEN
+        self._ask.at = began + self.longest
         device = "cuda" if torch.cuda.is_available() else None
         self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True)
         self._profile.__enter__()
@@ -128,7 +134,8 @@ class Window:
         self.no_lines = self._follower.begin()
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
-        self.cost += self.clock() - began
+        self._opened = self.clock()
+        self.cost += self._opened - began
 
     def step(self, count: int) -> None:
         """A turn has ended: the `count`-th."""
@@ -164,6 +171,7 @@ class Window:
             return
         began = self.clock()
         self.is_open = False
+        self.was_open = began - self._opened
         self._follower.end()
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
@@ -172,6 +180,11 @@ class Window:
             self._log.record().save(self.folder / LINES)
             self._log = Log(self.clock)
         self.cost += self.clock() - began
+
+    def open_for(self) -> int:
+        """For how long the next window may be open, after what closing this one took."""
+        allowed = HELD_UP_AT_ONCE * self.was_open / max(1, self.cost)
+        return max(ENOUGH_OPEN, min(OPEN_AT_MOST, round(allowed)))
 
     def forget(self) -> None:
         """In a child that was forked while the window was open: it is the parent's."""

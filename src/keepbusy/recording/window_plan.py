@@ -17,7 +17,7 @@ from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.loop_tree import BusyLoop
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls, slow_from
-from keepbusy.recording.window import ENOUGH_OPEN, RECORDED_TURNS, SETTLING_TURNS
+from keepbusy.recording.window import ENOUGH_OPEN, LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL
 
@@ -27,8 +27,8 @@ KEPT_WINDOWS = 6
 """Beside the first one: each goes with the run as a timeline of its own."""
 STALL_IS_WORTH, LOOP_IS_WORTH = 0.01, 0.1
 """Of the run: what takes less is not looked at."""
-SELDOM, LONGEST_STALL = 8, 2_000_000_000
-"""What comes more often is seen by the first window; what takes longer would leave a trace too large."""
+SELDOM = 8
+"""What comes more often is seen by the first window."""
 TURNS_BEFORE, TURNS_AFTER = 1, 1
 """Ordinary steps that are recorded around a rare one, since it may come a step early or late."""
 THOUGHT_OUT = 200_000_000
@@ -76,8 +76,9 @@ class WindowPlan:
     """What a plain step takes when the first window has closed."""
     not_before: int = 0
 
-    def think(self, passed: int, spent: int, expected: int, loops: bool = True) -> None:
-        """The run has gone on for `passed`; windows have held it up for `spent`, the next one may for `expected`."""
+    def think(self, passed: int, spent: int, expected: int, longest: int = LONGEST_OPEN, loops: bool = True) -> None:
+        """The run has gone on for `passed`; windows have held it up for `spent`, the next one may for `expected`, and
+        it may be open for `longest`."""
         began = self.clock()
         granted = spent + expected <= GRANTED * passed
         if began < self.not_before or not granted or self.planned is not None or len(self.taken) >= KEPT_WINDOWS:
@@ -85,7 +86,7 @@ class WindowPlan:
         found = [*self._loops(passed)] if loops else []
         if self.marks.count > LASTING_TURNS // 2:
             steps = self.marks.steps(LOOKED_THROUGH)
-            found += [*self._stalls(steps), *self._change(steps)]
+            found += [*self._stalls(steps, longest), *self._change(steps)]
         self.planned = max(found, key=lambda one: one.time, default=None)
         ended = self.clock()
         self.not_before = ended + SELDOM_ASKED * (ended - began)
@@ -120,7 +121,7 @@ class WindowPlan:
                 turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, ENOUGH_OPEN // max(1, turn)))
                 yield Occasion(LOOP, one.waits, turns, {"place": one.place}, loop=one)
 
-    def _stalls(self, steps: Steps) -> Iterator[Occasion]:
+    def _stalls(self, steps: Steps, longest: int) -> Iterator[Occasion]:
         took = steps.took[steps.plain]
         if len(took) < LASTING_TURNS // 2 or not (took > slow_from(took)).any():
             return
@@ -128,7 +129,7 @@ class WindowPlan:
         stalls = [one for one in rare_stalls(rest, dict(self.marks.table.saves), self.looks()) if one.punctual]
         looked_at = [one.about["step"] for one in self.taken if one.why == STALL]
         for one in stalls:
-            if is_worth_a_window(one) and not any(one.comes_in(step) for step in looked_at):
+            if is_worth_a_window(one, longest) and not any(one.comes_in(step) for step in looked_at):
                 others = [other for other in stalls if other is not one]
                 soon = 2 + round(THOUGHT_OUT / max(1.0, float(np.median(took))))
                 step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1, others)
@@ -157,10 +158,10 @@ class WindowPlan:
         return not len(since) or differs(since, occasion.about["before"]) != 0
 
 
-def is_worth_a_window(stall: RareStall) -> bool:
+def is_worth_a_window(stall: RareStall, longest: int) -> bool:
     """Of the collector the marks know all. Any two keep a beat, so without a reason it takes a third."""
     known = stall.count > 2 or bool(stall.what)
-    rare = stall.every >= SELDOM and stall.time <= LONGEST_STALL and stall.share >= STALL_IS_WORTH
+    rare = stall.every >= SELDOM and stall.time <= longest and stall.share >= STALL_IS_WORTH
     return known and rare and stall.what != COLLECTOR
 
 
