@@ -121,10 +121,10 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2010,
+    "timeline": 2011,
     "traces": 2086,
     "instrument": 973,
-    "recording": 3625,
+    "recording": 3697,
     "virtual": 8650,
     "explain": 3611,
     "report": 2661,

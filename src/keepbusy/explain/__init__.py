@@ -83,7 +83,7 @@ def _explained(
     ordinary = replace(
         ordinary,
         loop_turns=loop.turns if loop else 0,
-        one_turn=whole.facts.one_turn,
+        one_turn=whole.facts.one_turn and whole.facts.virtual,
         plan=plan_of(story.scene, story.forecast, story.found),
         run=run,
         loops=_loops(timeline, workers, run, turns),

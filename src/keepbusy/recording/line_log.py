@@ -46,6 +46,7 @@ class Log:
         self.codes: list[CodeType] = []
         self._numbers: dict[int, int] = {}  # by identity: the same words in two files are equal
         self._detail: list[int] = []
+        self._remembering = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.entries) // _COLUMNS
@@ -56,11 +57,18 @@ class Log:
 
     def number(self, code: CodeType) -> int:
         known = self._numbers.get(id(code))
-        if known is None:
-            known = self._numbers[id(code)] = len(self.codes)
-            self.codes.append(code)
-            self._detail.append(_DETAIL.get(kind_of(code.co_filename), NOTHING))
-        return known
+        return self._remember(code) if known is None else known
+
+    def _remember(self, code: CodeType) -> int:
+        """Whichever thread meets it first; the others find it once all is known of it."""
+        detail = _DETAIL.get(kind_of(code.co_filename), NOTHING)
+        with self._remembering:
+            number = self._numbers.get(id(code), len(self.codes))
+            if number == len(self.codes):
+                self.codes.append(code)
+                self._detail.append(detail)
+                self._numbers[id(code)] = number
+        return number
 
     def detail(self, code: CodeType) -> int:
         """How closely this code is followed."""

@@ -111,23 +111,38 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
 def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
     has_lines = bool((trace.events.category == Category.LINE).any())
     told = {"stacks": has_lines, "recorded": tuple(tick[0] for tick in left.get("ticks", ()))}
-    return told | ({"plain_step": left["plain_step"]} if left.get("plain_step") else {})
+    if left.get("cut"):
+        told |= {"one_turn": True, "recorded": None}
+    known = left.get("plain_step") and not left.get("part")
+    return told | ({"plain_step": left["plain_step"]} if known else {})
 
 
 def _notes(left: Mapping[str, Any]) -> tuple[str, ...]:
     notes = list(left.get("notes", ()))
     looks = [look for look in (left, *left.get("further", ())) if len(look.get("ticks", ())) > 1]
-    if looks:
-        notes.insert(0, _what_was_recorded(looks, left["steps"]))
+    if left.get("part"):
+        notes.insert(0, _part_of_a_turn(left))
+    elif looks:
+        notes.insert(0, _what_was_recorded(looks, left["steps"], left.get("held_up", 0)))
     if not left.get("plain_step"):
         notes.append("Too few steps were taken without the recorder to know what a plain step takes: let it take 20.")
     return tuple(notes)
 
 
-def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int) -> str:
+def _part_of_a_turn(left: Mapping[str, Any]) -> str:
+    """To close a window takes as long as all that it has seen, so a long step is not recorded to its end."""
+    (number, began, _), (_, _, ended) = left["ticks"]
+    takes = f" takes {left['plain_step'] / 1e9:.1f} s," if left.get("plain_step") else " is long,"
+    return (
+        f"{NOTE_OF_RECORDED} the first {(ended - began) / 1e9:.1f} s of step {number + 1}. A step{takes} "
+        "so what is said here of a step is said of that part alone."
+    )
+
+
+def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int, held_up: int) -> str:
     first, *further = [f"{look['ticks'][0][0] + 1} to {look['ticks'][-1][0]}" for look in looks]
     again = f", and again {' and '.join(further)}" if further else ""
-    cost = sum(look["cost"] for look in looks) / 1e9
+    cost = (held_up or sum(look["cost"] for look in looks)) / 1e9
     return (
         f"{NOTE_OF_RECORDED} steps {first} of {steps}{again}; opening and closing the recorder held the program up "
         f"for {cost:.1f} s{' in all' if further else ', once'}."

@@ -289,8 +289,9 @@ class Run:
             "further": [
                 {**self._about(window), "folder": window.folder.name, "why": one.why, "about": one.about}
                 for one, window in self._further
-                if self._plan.still_holds(one)
+                if self._plan.still_holds(one) and not window.is_cut
             ],
+            "held_up": self._spent(),
             "marks": self._marks_facts,
             "after": self._after,
             "notes": [*self.notes, *self._said()],
@@ -300,7 +301,13 @@ class Run:
     def _about(self, window: Window) -> dict[str, Any]:
         loop = next((one.loop for one, its in self._further if its is window), None)
         plain = self._plain_step(window) if loop is None else int(np.median(np.diff(loop.ends)))
-        return {"ticks": window.ticks, "cut": window.is_cut, "cost": window.cost, "plain_step": plain}
+        return {
+            "ticks": window.ticks,
+            "cut": window.is_cut,
+            "part": window.is_part,
+            "cost": window.cost,
+            "plain_step": plain,
+        }
 
     def _plain_step(self, window: Window) -> int | None:
         """Of the steps around the window, on its side of a lasting change."""

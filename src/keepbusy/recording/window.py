@@ -80,6 +80,9 @@ closing takes about as long as all that was seen, and holds the program up."""
 HELD_UP_AT_ONCE = 300_000_000
 """Once it is known how long closing takes here, a window may be open for as long as that allows, but no longer than:"""
 OPEN_AT_MOST = 3_000_000_000
+MANY_ALLOCATIONS = 6_000
+"""What takes long to close are the events, some ten for each tensor made; a turn that waits has few of them."""
+ASKED_AGAIN = 50_000_000
 
 
 class Window:
@@ -102,8 +105,8 @@ class Window:
         self.longest = LONGEST_OPEN
         self.is_open = False
         self.ticks: list[Tick] = []
-        self.is_cut = False
-        """Whether it has seen one turn alone, or a part of it."""
+        self.is_cut = self.is_part = False
+        """Whether it has seen one turn alone, and whether of that a part."""
         self.cost = 0
         """Nanoseconds for which opening and closing held up the program."""
         self.was_open = 0
@@ -116,7 +119,7 @@ class Window:
         self._follower = follower(self._log, self._ask)
         self._closed = closed
         self._profile: Any = None
-        self._opened = self._thread = self._count = 0
+        self._opened = self._thread = self._count = self._worked = self._allocated = 0
 
     def open(self, count: int = 0) -> None:
         """`count` turns have ended."""
@@ -134,6 +137,7 @@ class Window:
         self.no_lines = self._follower.begin()
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
+        self._worked, self._allocated = time.thread_time_ns(), allocations_so_far()
         self._opened = self.clock()
         self.cost += self._opened - began
 
@@ -158,12 +162,21 @@ class Window:
         """Where a line begins, and the window has been open for long or has seen as much as it can keep."""
         if not self.is_open or threading.get_ident() != self._thread or not self.ticks:
             return
-        self.is_cut = len(self.ticks) < 3
-        if len(self.ticks) == 1:
+        if len(self.ticks) < 3 and not self._has_much_to_close():
+            self._ask.at = self.clock() + ASKED_AGAIN
+            return
+        self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
+        if self.is_part:
             self.ticks.append(_tick(self._count + 1, self.clock))
         self.close()
         if self._closed is not None:
             self._closed()
+
+    def _has_much_to_close(self) -> bool:
+        if self._log.is_full or self.clock() - self._opened > OPEN_AT_MOST:
+            return True
+        worked, allocations = time.thread_time_ns() - self._worked, allocations_so_far() - self._allocated
+        return worked >= LONGEST_OPEN and (allocations >= MANY_ALLOCATIONS or not self._allocated)
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""
@@ -191,6 +204,14 @@ class Window:
         if self.is_open:
             self.is_open = False
             self._follower.end()
+
+
+def allocations_so_far() -> int:
+    """Tensors that were made on the device; 0 where that is not known."""
+    import torch
+
+    counted: Any = torch.cuda.memory_stats_as_nested_dict()
+    return int(counted.get("allocation", {}).get("all", {}).get("allocated", 0))
 
 
 def _tick(count: int, clock: Callable[[], int]) -> Tick:

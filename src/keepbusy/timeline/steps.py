@@ -27,8 +27,9 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
-    if count < 3 and timeline.facts.virtual and timeline.on_device.any():
-        return one_turn(timeline)
+    if count < 3 and (timeline.facts.virtual or timeline.facts.one_turn) and timeline.on_device.any():
+        recorded = count == 2 and not timeline.facts.virtual
+        return one_turn(_cut(timeline, count, np.array([0, 1])) if recorded else timeline)
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
         source = timeline.facts.source or "the recording"
         raise BadInput(f"{source} shows fewer than two whole steps; record at least three.")
