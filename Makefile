@@ -1,14 +1,19 @@
-# On a fresh machine: `make demo`, `make test`. They need Python 3.11 or newer; all else is set up in .venv, once.
-PYTHON ?= python3
+# On a fresh machine: `make demo`, `make test`. They need Python 3.11 or newer; all else is set up in .venv, once: with
+# the newest Python that there is a build of PyTorch for. `make test PYTHON=python3.12` takes that one, in .venv-python3.12.
+ifdef PYTHON
+VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+else
 VENV := .venv
+endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := -m pip --disable-pip-version-check
+SHARED := -n 2 --dist loadgroup
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0
 TRACES := tests/snapshots/traces
 
-.PHONY: demo demo-trace page test operators builds bench lint format snapshots course picture clean
+.PHONY: demo demo-trace page test test-pure operators builds bench lint format snapshots course picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
@@ -30,8 +35,13 @@ demo-trace: $(READY)
 	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --what-if blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
 
+# in two processes, each of which takes what is next
 test: $(READY)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(SHARED)
+
+# what needs no PyTorch, on a Python that there may be no build of it for: `make test-pure PYTHON=python3.13`
+test-pure: $(VENV)/.ready-pure
+	@$(BIN)/python -m pytest $(SHARED) tests/pure
 
 # all samples of PyTorch's own operator database on the virtual GPU; `make test` takes one of each operator
 operators: $(READY)
@@ -45,7 +55,7 @@ build-%: .venv-%/.ready
 	@.venv-$*/bin/python -m pytest tests/torch
 
 .venv-%/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -m venv .venv-$*
+	@$(or $(PYTHON),$$(.ci/pythons torch==$*)) -m venv .venv-$*
 	@.venv-$*/bin/python -m pip install -qq "torch===$*"
 	@grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
 	@.venv-$*/bin/python -m pip install -qq -c .venv-$*/constraints.txt -e '.[dev]'
@@ -80,13 +90,20 @@ page:
 	@cd page && npm ci --silent && npm run --silent check && npm run --silent build
 
 clean:
-	rm -rf $(VENV) $(CUDA_BUILDS:%=.venv-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # PyTorch comes first and pinned: after other packages pip might take a build with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("keepbusy needs Python 3.11 or newer; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	@echo "setting up $(VENV) (once)"
+	@python=$(or $(PYTHON),$$(.ci/pythons "$(TORCH)")); \
+	test -n "$$python" || { echo "keepbusy needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }; \
+	echo "setting up $(VENV) with $$($$python --version) (once)"; \
+	$$python -m venv $(VENV)
+	@$(BIN)/python $(PIP) install -qq "$(TORCH)"
+	@$(BIN)/python $(PIP) install -qq -c constraints.txt -e '.[torch,dev]'
+	@touch $@
+
+$(VENV)/.ready-pure: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -qq "$(TORCH)"
-	@$(PIP) install -qq -c constraints.txt -e '.[torch,dev]'
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python $(PIP) install -qq -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPython
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
@@ -24,29 +23,18 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_report_of_an_example(name: str) -> None:
+def test_the_report_of_an_example(name: str, warm_python: WarmPython) -> None:
     kept = EXAMPLES / f"{name}.out"
     command, _, expected = kept.read_text(encoding="utf-8").partition("\n")
-    said = _run(command.removeprefix("$ "))
-    if os.environ.get("KEEPBUSY_SNAPSHOTS") == "write":
-        kept.write_text(f"{command}\n{said}", encoding="utf-8")
-        expected = said
-    assert said == expected, "if this is meant, `make snapshots` and read `git diff`"
-
-
-def _run(command: str) -> str:
-    program, *arguments = shlex.split(command)
+    program, *arguments = shlex.split(command.removeprefix("$ "))
     assert program == "keepbusy"
-    done = subprocess.run(
-        [sys.executable, "-m", "keepbusy", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    done = warm_python.keepbusy(*arguments, cwd=ROOT, env=environment, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    if os.environ.get("KEEPBUSY_SNAPSHOTS") == "write":
+        kept.write_text(f"{command}\n{done.stdout}", encoding="utf-8")
+        expected = done.stdout
+    assert done.stdout == expected, "if this is meant, `make snapshots` and read `git diff`"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import snippets
+from warm_python import WarmPython
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.relative_to(ROOT) for path in ROOT.glob("examples/snippets/*.py"))
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 NAMED = {
     "all_reduce": "accuracy = (x @ x).mean()",
     "cpu_copy": "kept.append(y.cpu())",
@@ -26,20 +25,9 @@ NAMED = {
 """Of snippets with a fault the line that the report quotes first."""
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All of them, from one process."""
-    folder = tmp_path_factory.mktemp("reports")
-    done = subprocess.run(
-        [sys.executable, snippets.__file__, folder, *SCRIPTS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return folder
+def command(script: Path) -> list[str]:
+    ranks = ["--ranks", "2"] if "torch.distributed" in (ROOT / script).read_text(encoding="utf-8") else []
+    return ["run", *ranks, "--clock", "modelled", "--values", "none", str(script)]
 
 
 def test_there_are_twenty() -> None:
@@ -47,11 +35,11 @@ def test_there_are_twenty() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_report_of_a_snippet(script: Path, reports: Path) -> None:
+def test_the_report_of_a_snippet(script: Path, warm_python: WarmPython) -> None:
     kept = ROOT / script.with_suffix(".out")
-    told = (reports / kept.name).read_text(encoding="utf-8")
-    command = shlex.join(["keepbusy", *snippets.command(ROOT / script, str(script))])
-    whole = f"$ {command}\n{told}"
+    done = warm_python.keepbusy(*command(script), cwd=ROOT, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "")
+    whole = f"$ {shlex.join(['keepbusy', *command(script)])}\n{done.stdout}"
     if os.environ.get("KEEPBUSY_SNAPSHOTS") == "write":
         kept.write_text(whole, encoding="utf-8")
     assert whole == kept.read_text(encoding="utf-8"), "if this is meant, `make snapshots` and read `git diff`"

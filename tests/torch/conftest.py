@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm_python import SOURCES, WarmPython
 
 torch = pytest.importorskip("torch")
 
-SOURCES = Path(__file__).parents[2] / "src"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -37,20 +36,14 @@ def machine():
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Write a script and run it with `keepbusy run`, in a folder of its own."""
+def run(tmp_path: Path, warm_python: WarmPython) -> Run:
+    """Write a script and run it with `keepbusy run`, in a folder and a process of its own."""
 
     def run(
         source: str, *arguments: str, before: tuple[str, ...] = ("--clock", "modelled")
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(source)
-        return subprocess.run(
-            [sys.executable, "-m", "keepbusy", "run", *before, "train.py", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(tmp_path)])},
-        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(tmp_path)])}
+        return warm_python.keepbusy("run", *before, "train.py", *arguments, cwd=tmp_path, env=environment)
 
     return run

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from warm_python import SOURCES, WarmPython
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "src"
 
 PRETENCE = """\
 import sys
@@ -61,19 +61,22 @@ LONG, SHORT = LOOP.replace("STEPS", "40"), LOOP.replace("STEPS", "5")
 
 
 @pytest.fixture
-def record(tmp_path: Path):
+def record(tmp_path: Path, warm_python: WarmPython):
     """Run a script with `keepbusy run`, on a machine that seems to have a GPU."""
     (tmp_path / "sitecustomize.py").write_text(PRETENCE.replace("HERE", repr(str(HERE))))
+    path = os.pathsep.join([str(tmp_path), str(SOURCES)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def record(
-        source: str, *before: str, name: str = "train.py", after: Sequence[str] = (), **more
+        source: str, *before: str, name: str = "train.py", after: Sequence[str] = (), stderr: int | None = None
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / name).with_suffix(".py").write_text(source)
+        command = ["run", *before, name, *after]
+        if stderr is None:
+            return warm_python.keepbusy(*command, cwd=tmp_path, env=environment)
         return subprocess.run(
-            [sys.executable, "-m", "keepbusy", "run", *before, name, *after],
-            cwd=tmp_path, text=True, timeout=120,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCES)]), "OMP_NUM_THREADS": "1"},
-            **{"capture_output": True, **more},
+            [sys.executable, "-m", "keepbusy", *command], cwd=tmp_path, text=True, timeout=120, env=environment,
+            stderr=stderr,
         )  # fmt: skip
 
     return record
@@ -334,7 +337,7 @@ def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: P
     written: list[bytes] = []
     reading = threading.Thread(target=lambda: written.extend(iter(lambda: _read(ours), b"")))
     reading.start()
-    record("import sys, torch\n" + TALKS, "--live", stderr=theirs, capture_output=False)
+    record("import sys, torch\n" + TALKS, "--live", stderr=theirs)
     os.close(theirs)
     reading.join()
     screen, frames = PaperScreen(100, 10), set()
