@@ -224,3 +224,18 @@ def test_the_ranks_of_a_run_are_read_together(tmp_path: Path) -> None:
     assert timeline.ranks == [0, 1]
     assert timeline.facts.sources == (str(paths[1]), str(paths[0]))
     assert len(timeline.meetings) == 1
+
+
+def test_long_work_of_two_functions_is_told_apart(show: Show) -> None:
+    """Both launch something: what the first did after its launch is not what the second did before its own."""
+    rows = [
+        launched(0, 10, 5, 1),
+        frame("data.py(3): crop", 20, 3_000),
+        launched(30, 40, 5, 2),
+        frame("data.py(9): save", 3_020, 2_000),
+        launched(5_000, 5_010, 5, 3),
+    ]
+    timeline = show(frame("train.py(12): step", -10, 6_000), *rows)
+    work = timeline.spans.kind == Kind.WORK
+    names = [timeline.names[name] for name in timeline.spans.name[work & (timeline.spans.work > 1_000 * US)]]
+    assert names == ["data.py(3): crop", "data.py(9): save"]

@@ -92,3 +92,22 @@ def test_runs_of_different_times(tmp_path: Path) -> None:
 
 def test_hosts_with_other_clocks_may_seem_not_to_overlap(tmp_path: Path) -> None:
     assert ranks_of([trace(tmp_path, "a.json"), trace(tmp_path, "b.json", begin=8_000e6)]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "bandwidth"),
+    [
+        ([{"computeMajor": 12}], 52.0),
+        ([{"computeMajor": 9}], 52.0),
+        ([{"computeMajor": 8}, {"computeMajor": 9}], 24.0),
+        ([{"computeMajor": 7, "name": "NVIDIA H200"}], 12.0),
+        ([{"computeMajor": "9"}], None),
+        ([9], None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_the_link_is_known_by_the_capability_of_the_device(tmp_path: Path, devices: Any, bandwidth: float) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(trace_of(call("cudaLaunchKernel", 0, 5, 1), command(10, 9, 1), deviceProperties=devices))
+    assert timeline_of(read_trace(path)).facts.pinned_bandwidth == bandwidth

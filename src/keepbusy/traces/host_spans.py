@@ -12,6 +12,7 @@ import numpy as np
 
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Spans
+from keepbusy.timeline.replay import NEVER
 from keepbusy.traces.kineto_names import QUEUE_FULL, Category
 from keepbusy.traces.rank_trace import RankTrace
 
@@ -19,6 +20,8 @@ ENQUEUE = 5_000
 """What a blocking call spends before it waits: about one launch."""
 LONG_FRAME = 100_000
 """A frame that launches nothing is told apart from its surroundings when it lasts this long."""
+LONG_WORK = 1_000_000
+"""Of what is so long a reader wants to know whose work it is."""
 COST = {
     Category.OPERATOR: 1_200,
     Category.PYTHON: 800,
@@ -139,8 +142,7 @@ def _work_of(trace: RankTrace, thread: int) -> Spans:
     elsewhere = [np.stack([trace.calls.start[mine], trace.calls.end[mine]], axis=1)]
     if thread == trace.hosts.main:  # while another thread works for it, or it waits for a batch
         elsewhere += [trace.hosts.handoffs[:, 1:], trace.starved, trace.marks]
-    telling = _worth_telling_apart(trace, thread)
-    borders = [alive, recorder, *elsewhere, nest.start[telling], nest.end[telling]]
+    borders = [alive, recorder, *elsewhere, *_borders(trace, thread)]
     cuts = np.unique(np.concatenate([border.ravel() for border in borders]))
     middle = (cuts[:-1] + cuts[1:]) // 2
     free = _inside(middle, alive)
@@ -154,12 +156,21 @@ def _work_of(trace: RankTrace, thread: int) -> Spans:
     return Spans.of(len(start), lane=trace.lane_of_thread[thread], kind=kind, name=names[inner], start=start, end=end)
 
 
-def _worth_telling_apart(trace: RankTrace, thread: int) -> Mask:
-    """Frames whose borders cut host work: long ones that launch nothing, operators that wait, loaders."""
-    nest, calls = trace.nests[thread], trace.calls.start[trace.calls.thread == thread]
-    idle = np.searchsorted(calls, nest.end) == np.searchsorted(calls, nest.start)
-    long = nest.end - nest.start >= LONG_FRAME
-    return (idle & long) | (trace.role[nest.event] & (Role.READS | Role.MOVES | Role.LOADER) != 0)
+def _borders(trace: RankTrace, thread: int) -> tuple[Ints, Ints, Ints]:
+    """Where frames cut host work: long ones that launch nothing, operators that wait, and loaders, at both ends.
+
+    And any frame where it parts long work from long work: what a function did after its last launch is not what the
+    next one does before its first.
+    """
+    nest, calls = trace.nests[thread], trace.calls.thread == thread
+    start, end = trace.calls.start[calls], trace.calls.end[calls]
+    idle = np.searchsorted(start, nest.end) == np.searchsorted(start, nest.start)
+    telling = idle & (nest.end - nest.start >= LONG_FRAME)
+    telling |= trace.role[nest.event] & (Role.READS | Role.MOVES | Role.LOADER) != 0
+    parting = np.concatenate([nest.start[~idle], nest.end[~idle]])
+    after = parting - np.append(NEVER, end)[np.searchsorted(end, parting, side="right")]
+    before = np.append(start, -NEVER)[np.searchsorted(start, parting)] - parting
+    return nest.start[telling], nest.end[telling], parting[np.minimum(after, before) >= LONG_WORK]
 
 
 def _recorder(trace: RankTrace, thread: int) -> Ints:
