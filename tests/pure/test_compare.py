@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 
-from keepbusy.explain.comparison import compare
+from keepbusy.explain.comparison import Change, Comparison, compare
+from keepbusy.explain.diagnosis import PlannedFix, Where
 from keepbusy.report import compared
+from keepbusy.timeline.run_tree import RUN as RUN_KIND
+from keepbusy.timeline.run_tree import Part
 
 MENDED = replace(
     STALLED,
@@ -90,3 +93,54 @@ def test_the_text_fits_its_width(width: int) -> None:
         assert max(map(len, text.splitlines())) <= width
     assert compared.render(compare(STALLED, MENDED), width, unicode=False).isascii()
     assert "\x1b[" in compared.render(compare(STALLED, MENDED), width, colour=True)
+
+
+# what was foretold, and what came
+
+READ_LATER = PlannedFix(
+    "readback", (Where("train.py", 31, "main"),), ("host_sync",), ms(3.0), predicted(28.3, 28.0, 28.6), ms(2.0), 300
+)
+FETCH = PlannedFix(
+    "prefetch",
+    (Where("train.py", 20, "main"),),
+    ("blocking_copy",),
+    ms(17.9),
+    predicted(10.4, 10.0, 10.8),
+    ms(18.0),
+    1800,
+)
+RUN = Part(RUN_KIND, time=10_000, busy=2_000, turns=1)
+
+
+def held(after: tuple[PlannedFix, ...], step: float = 10.4, run: int = 7_950) -> Comparison:
+    before = replace(STALLED, plan=(READ_LATER, FETCH), run=RUN)
+    return compare(before, replace(MENDED, plan=after, plain_step=ms(step), run=replace(RUN, time=run)))
+
+
+def test_a_fix_is_made_once_the_plan_no_longer_asks_for_it() -> None:
+    """Its line has moved by three."""
+    still = replace(READ_LATER, where=(Where("train.py", 34, "main"),))
+    done = held((still,), step=13.3)
+    assert [(one.fix.fix, one.made) for one in done.plan] == [("readback", False), ("prefetch", True)]
+    assert done.foretold is not None
+    assert done.foretold.step == STALLED.plain_step - FETCH.alone  # alone, since the other one was not made
+    assert (done.run_foretold, done.run) == (8_200, Change(10_000, 7_950, 100))
+
+
+def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
+    done = held(())
+    assert done.foretold is not None
+    assert done.foretold.step == STALLED.plain_step - READ_LATER.gain - FETCH.gain
+    text = compared.render(done)
+    assert "made     readback at" in text
+    assert "as foretold" in text
+    assert "the run" in text
+
+
+@pytest.mark.parametrize(("step", "said"), [(4.0, "more than foretold"), (25.0, "less than foretold")])
+def test_what_did_not_come_as_foretold_is_said(step: float, said: str) -> None:
+    assert said in compared.render(held((), step))
+
+
+def test_without_a_plan_nothing_was_foretold() -> None:
+    assert "foretold" not in compared.render(compare(STALLED, MENDED))

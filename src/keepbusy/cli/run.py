@@ -21,6 +21,7 @@ from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
 
 
@@ -30,6 +31,7 @@ examples:
   keepbusy run --on a100 --save run.busy train.py
   keepbusy run --clock modelled -m package.train --steps 20
   keepbusy run --ranks 4 train.py
+  keepbusy run --against before.busy train.py
 
 The program runs as it is: its arguments, its output and its exit code are its own.
 """
@@ -92,6 +94,9 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
+    parser.add_argument(
+        "--against", metavar="BEFORE.busy", type=Path, help="after a fix: what that run foretold, and what came of it"
+    )
     parser.add_argument("--quiet", action="store_true", help="print no report: the run is kept by --save")
     parser.add_argument("--page", metavar="OUT.html", type=Path, help="draw the run on a page, to look at and to send")
     parser.add_argument(
@@ -138,6 +143,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.save:
         check_name(options.save)
         options.save_at = options.save.absolute()  # the program may go elsewhere
+    options.before = _before(options.against) if options.against else None
     if options.page:
         check_place(options.page)
         options.page_at = options.page.absolute()
@@ -242,6 +248,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     given += ["--without", ",".join(options.without)] if options.without else []
     given += ["--also", ",".join(options.also)] if options.also else []
     given += ["--quiet"] if options.quiet else []
+    given += ["--against", str(options.against)] if options.against else []
     given += ["--save", str(options.save)] if options.save else []
     given += ["--page", str(options.page)] if options.page else []
     given += ["-m"] if options.module else []
@@ -261,7 +268,29 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
         write_page(diagnosis, options.page_at, Path(options.script).name)
     flush(sys.__stdout__, sys.stdout if isinstance(sys.stdout, TextIOWrapper) else None)
     text = rendered(diagnosis, options.json, _again(options), streams.screen)
+    if options.before is not None:
+        text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
+
+
+def _before(path: Path) -> Timeline:
+    """Read before the program runs: a file that cannot be read is no reason to wait for its end."""
+    from keepbusy.timeline.busy_file import load
+
+    return load(path)
+
+
+def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: StandardStreams) -> str:
+    """The report, and below it what the run before foretold; as JSON the comparison alone."""
+    from keepbusy.explain.comparison import compare
+    from keepbusy.report import compared
+
+    done = compare(explained(options.before, None, (), options.workers), after)
+    if options.json:
+        return compared.render_json(done)
+    shape = streams.screen
+    told = compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal)
+    return f"{report}\n\n{told}"
 
 
 def _again(options: argparse.Namespace) -> str:

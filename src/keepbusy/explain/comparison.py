@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Prediction, Where
+from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, PlannedFix, Prediction, Where
 
 GONE, SMALLER, UNCHANGED, LARGER, NEW = "gone", "smaller", "unchanged", "larger", "new"
 _LEAST_NOISE = 0.01
@@ -42,6 +42,14 @@ class CauseChange:
 
 
 @dataclass(frozen=True)
+class Foretold:
+    """A fix of the plan before, and whether it was made: whether the plan after no longer asks for it there."""
+
+    fix: PlannedFix
+    made: bool
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What changed from one run to the other."""
 
@@ -52,6 +60,14 @@ class Comparison:
     causes: tuple[CauseChange, ...]  # the largest change first
     predicted: Prediction | None  # what the run before said of fixing exactly what is gone
     notes: tuple[str, ...]
+    plan: tuple[Foretold, ...] = ()
+    foretold: Prediction | None = None  # the step, by the fixes that were made
+    run: Change | None = None  # the whole run, where both were watched
+    run_foretold: int = 0
+
+    @property
+    def made(self) -> tuple[PlannedFix, ...]:
+        return tuple(one.fix for one in self.plan if one.made)
 
 
 def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
@@ -63,6 +79,12 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         if before.ledger.get(place) or after.ledger.get(place)
     }
     causes = _causes(before, after, ledger, noise)
+    plan = tuple(Foretold(fix, not _asked_for(fix, after)) for fix in before.plan)
+    run = None
+    if before.run is not None and after.run is not None:
+        longer = max(before.run.time, after.run.time)
+        run = Change(before.run.time, after.run.time, round(_LEAST_NOISE * longer))
+    saved = sum(max(0, one.fix.run_gain) for one in plan if one.made)
     return Comparison(
         before,
         after,
@@ -71,7 +93,31 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         causes,
         _predicted(before, {change.cause for change in causes if change.verdict == GONE}),
         tuple(_notes(before, after)),
+        plan,
+        _by_what_was_made(before, [one.fix for one in plan if one.made]),
+        run,
+        run.before - saved if run else 0,
     )
+
+
+def _asked_for(fix: PlannedFix, after: Diagnosis) -> bool:
+    """At one of its functions, since lines move when a program is changed."""
+    places = {(place.file, place.function) for place in fix.where}
+    causes = set(fix.causes)
+    return any(
+        causes & set(one.causes) and places & {(place.file, place.function) for place in one.where}
+        for one in after.plan
+    )
+
+
+def _by_what_was_made(before: Diagnosis, made: Sequence[PlannedFix]) -> Prediction | None:
+    """Of a single fix it is known what it gains alone; several of them build on each other, so their gains add up."""
+    mine = [one for one in made if not one.loop and not one.every]
+    if not mine:
+        return None
+    step = before.plain_step - (mine[0].alone if len(mine) == 1 else sum(one.gain for one in mine))
+    last = mine[-1].predicted
+    return Prediction(step, step - (last.step - last.low), step + (last.high - last.step))
 
 
 def _noise(before: Diagnosis, after: Diagnosis) -> int:

@@ -49,7 +49,7 @@ GENERAL = {"host_work": 1, "launch_bound": 2}
 """Fixes that change the program more than others do: what is nearly as good without them comes first."""
 MIDDLE = 0.05
 """A value that is read with this share of a step's launches before it and after it is read in the step's middle."""
-ONE_FIX = ("prefetch", "accumulate", "align_ranks")
+ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 """Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""

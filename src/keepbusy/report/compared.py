@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
+from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison, Foretold
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
 from keepbusy.report import words
 from keepbusy.report.as_json import VERSION, milliseconds, place
@@ -38,7 +38,8 @@ def parts(comparison: Comparison, width: int, colour: bool = False) -> Iterator[
     yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
     yield _BLANK
     yield _headline(comparison.step)
-    yield from _prediction(comparison)
+    yield from _prediction(comparison) if not comparison.foretold else ()
+    yield from _plan(comparison)
     yield _BLANK
     yield from _bars(comparison, width, colour)
     yield _BLANK
@@ -64,6 +65,36 @@ def _prediction(comparison: Comparison) -> Iterator[RenderableType]:
     if predicted is not None:
         span = words.span_of(predicted.low, predicted.high, step.before)
         yield line(f"Predicted was {words.transition(step.before, predicted.step)} ({span}).")
+
+
+def _plan(comparison: Comparison) -> Iterator[RenderableType]:
+    """Each fix that was foretold, whether it was made, and what came of those that were."""
+    if not comparison.plan:
+        return
+    yield _BLANK
+    for one in comparison.plan:
+        fix, verdict = one.fix, "made" if one.made else "not made"
+        where = f" at {words.spot(fix.where[0], 48)}" if fix.where else ""
+        turn = words.transition(fix.predicted.step + fix.gain, fix.predicted.step)
+        yield line((f"{verdict:9}", BETTER if one.made else FAINT), (fix.fix, STRONG), f"{where}   ", turn)
+    if comparison.foretold is not None:
+        step, foretold = comparison.step, comparison.foretold
+        span = words.span_of(foretold.low, foretold.high, step.before)
+        said = (
+            f"{words.transition(step.before, foretold.step)} a step ({span}), came {duration(step.after, step.before)}"
+        )
+        yield line(("foretold ", FAINT), said, f": {_how_it_came(foretold.low, foretold.high, step)}")
+    if comparison.run is not None and comparison.made:
+        run, foretold_run = comparison.run, comparison.run_foretold
+        said = f"the run {words.transition(run.before, foretold_run)}, came {duration(run.after, run.before)}"
+        yield line(("foretold ", FAINT), said)
+
+
+def _how_it_came(low: int, high: int, step: Change) -> str:
+    """Whether it came as foretold, as far as two runs can be told apart."""
+    if low - step.noise <= step.after <= high + step.noise:
+        return "as foretold"
+    return "more than foretold" if step.after < low else "less than foretold"
 
 
 def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -129,6 +160,26 @@ def as_object(comparison: Comparison) -> dict[str, Any]:
         "predicted_low": milliseconds(predicted.low) if predicted else None,
         "predicted_high": milliseconds(predicted.high) if predicted else None,
         "notes": list(comparison.notes),
+        "plan": [_foretold(one) for one in comparison.plan],
+        "foretold_step": milliseconds(comparison.foretold.step) if comparison.foretold else None,
+        "run": {
+            "before": round(comparison.run.before / 1e9, 3),
+            "after": round(comparison.run.after / 1e9, 3),
+            "foretold": round(comparison.run_foretold / 1e9, 3),
+        }
+        if comparison.run
+        else None,
+    }
+
+
+def _foretold(one: Foretold) -> dict[str, Any]:
+    fix = one.fix
+    return {
+        "fix": fix.fix,
+        "where": [str(where) for where in fix.where],
+        "gain": milliseconds(fix.gain),
+        "step": milliseconds(fix.predicted.step),
+        "made": one.made,
     }
 
 
