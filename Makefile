@@ -82,6 +82,9 @@ course: $(READY)
 	@$(BIN)/python docs/course/build.py
 	@git diff --stat -- docs/course
 
+pictures: picture
+	@$(BIN)/python docs/pictures.py
+
 picture: $(READY)
 	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg
 

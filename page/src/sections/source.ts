@@ -5,7 +5,8 @@ import { element } from "../element";
 import type { Header } from "../run/run";
 import { NONE } from "../run/timeline";
 import { HATCHES } from "../timeline/paint";
-import { GPU } from "../timeline/scene";
+import { launchRow } from "../timeline/releases";
+import { causeOf, isGap } from "../timeline/scene";
 import { duration, share } from "../words";
 
 interface Blamed {
@@ -41,8 +42,9 @@ export class SourcePanel {
       if (track.kind !== "gpu") continue;
       const { start, end, tone, what } = track.parts;
       for (let part = 0; part < track.count; part++) {
-        if (tone[part] < GPU.GAP) continue;
-        const culprit = moment.culprit[now.base[what[part]]];
+        if (causeOf(tone[part]) === NONE) continue;
+        const launch = launchRow(now, what[part]);
+        const culprit = isGap(tone[part]) ? moment.culprit[now.base[what[part]]] : launch === NONE ? NONE : now.base[launch];
         const place = culprit === NONE ? NONE : moment.place[culprit];
         if (place === NONE) continue;
         const { file, line } = moment.places[place];
@@ -50,7 +52,7 @@ export class SourcePanel {
         // what is drawn beyond the last turn is what the first one begins with
         const until = now.around > 0 ? Math.min(end[part], now.around) : end[part];
         const wait = Math.max(0, until - Math.max(0, start[part])) / turns;
-        const cause = moment.causes[tone[part] - GPU.GAP] ?? "unknown";
+        const cause = moment.causes[causeOf(tone[part])] ?? "unknown";
         known.wait += wait;
         known.causes.set(cause, (known.causes.get(cause) ?? 0) + wait);
         this.waits.set(`${file}:${line}`, known);

@@ -4,7 +4,8 @@
 import { NONE } from "../run/timeline";
 import { duration, kernel, shortened } from "../words";
 import { Paint } from "./paint";
-import { GPU, spanName, type Scene } from "./scene";
+import { launchRow } from "./releases";
+import { GPU, causeOf, isGap, spanName, type Scene } from "./scene";
 import type { Track } from "./track";
 import type { Viewport } from "./viewport";
 
@@ -307,10 +308,10 @@ export class Drawing {
     const row = base[what[part]];
     if (track.kind !== "gpu") return track.kind === "stream" ? kernel(moment.names[moment.name[row]]) : spanName(moment, row);
     if (tone[part] < GPU.GAP) return ["computing", "copying", "collective"][tone[part]];
-    const culprit = moment.culprit[row];
-    const place = culprit === NONE ? NONE : moment.place[culprit];
+    const culprit = isGap(tone[part]) ? moment.culprit[row] : launchRow(this.scene, what[part]);
+    const place = culprit === NONE ? NONE : moment.place[isGap(tone[part]) ? culprit : base[culprit]];
     const at = place === NONE ? "" : ` · ${moment.places[place].text.replace(/^.*\//, "")}`;
-    return `${this.causeName(tone[part] - GPU.GAP)}${at}`;
+    return `${this.causeName(causeOf(tone[part]))}${at}`;
   }
 
   /** Set by the page, which knows how reports call a cause. */
@@ -377,10 +378,13 @@ export class Drawing {
 function fitting(label: string, letters: number): string {
   if (label.length <= letters) return label;
   const [cause, place] = label.split(" · ");
-  if (place) return fitting(`${cause} ${/:\d+$/.exec(place)?.[0] ?? ""}`.trim(), letters) || (cause.length <= letters ? cause : "");
+  if (place) {
+    const brief = `${cause} ${/:\d+$/.exec(place)?.[0] ?? ""}`;
+    return [brief, cause].find((one) => one.length <= letters) ?? "";
+  }
   const line = /^[^ ]+(:\d+)$/.exec(label)?.[1];
   if (line) return letters >= 14 ? shortened(label, letters) : line.length <= letters ? line : "";
-  return letters < 6 ? "" : shortened(label, letters);
+  return letters < Math.min(8, label.length) ? "" : shortened(label, letters);
 }
 
 function niceStep(least: number): number {

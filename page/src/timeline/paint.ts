@@ -1,6 +1,6 @@
 // Colours and patterns of what is drawn, read from the style sheet, so that light and dark are told apart in one place.
 
-import { GPU } from "./scene";
+import { GPU, causeOf } from "./scene";
 import type { TrackKind } from "./track";
 
 export interface Ink {
@@ -53,7 +53,10 @@ export class Paint {
     if (kind === "host") return this.named(HOST_TONES[tone] ?? "work");
     if (kind === "stream") return this.named(DEVICE_TONES[tone] ?? "computing");
     if (tone < GPU.GAP) return this.named(["computing", "copying", "collective"][tone]);
-    return this.named(this.causes[tone - GPU.GAP] ?? "recorder");
+    const cause = this.causes[causeOf(tone)] ?? "recorder";
+    if (tone < GPU.ASIDE) return this.named(cause);
+    const work = this.named(cause === "exposed_collective" ? "collective" : "copying");
+    return { ...work, pattern: this.named(cause).pattern };
   }
 
   named(name: string): Ink {

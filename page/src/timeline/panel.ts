@@ -9,7 +9,7 @@ import { AT_WORK, swatch } from "../sections/ledger";
 import { bytes, duration, exactDuration, plural } from "../words";
 import { Drawing, type Arrow, type Spot } from "./drawing";
 import { gapStory, named, released, releases, story } from "./releases";
-import { GPU, type Scene } from "./scene";
+import { GPU, causeOf, isGap as hasNothingToDo, type Scene } from "./scene";
 import { Viewport } from "./viewport";
 
 const WHEEL = 0.0016;
@@ -133,7 +133,7 @@ export class TimelinePanel {
     const { told, causes } = this.choice.moment;
     const shown = new Set<string>([...told.ledger.map(([place]) => place)]);
     for (const track of this.above.scene.tracks) {
-      if (track.kind === "gpu") for (const tone of new Set(track.parts.tone)) if (tone >= GPU.GAP) shown.add(causes[tone - GPU.GAP] ?? "recorder");
+      if (track.kind === "gpu") for (const tone of new Set(track.parts.tone)) if (tone >= GPU.GAP) shown.add(causes[causeOf(tone)] ?? "recorder");
     }
     const looks = this.header.looks;
     const item = (place: string, name: string, says: string) => element("li", { "data-says": says, tabindex: "0" }, swatch(place), name);
@@ -188,9 +188,9 @@ export class TimelinePanel {
   }
 
   private showCause(cause: string): void {
-    const tone = GPU.GAP + this.choice.moment.causes.indexOf(cause);
+    const wanted = this.choice.moment.causes.indexOf(cause);
     document.getElementById("turn")?.scrollIntoView({ behavior: "smooth", block: "start" });
-    const best = this.gaps((one) => one === tone).sort((one, other) => lengthOf(other) - lengthOf(one))[0];
+    const best = this.gaps((tone) => causeOf(tone) === wanted).sort((one, other) => lengthOf(other) - lengthOf(one))[0];
     if (best) this.goTo(best);
   }
 
@@ -252,7 +252,7 @@ export class TimelinePanel {
   private select(spot: Spot | null, drawing: Drawing): void {
     for (const other of [this.above, this.below]) other.marked = { ...other.marked, spot: null, arrows: [] };
     const row = spot && spot.track.kind !== "lines" ? spot.track.parts.what[spot.part] : NONE;
-    const isGap = spot?.track.kind === "gpu" && spot.track.parts.tone[spot.part] >= GPU.GAP;
+    const isGap = spot?.track.kind === "gpu" && hasNothingToDo(spot.track.parts.tone[spot.part]);
     drawing.marked = { ...drawing.marked, spot, arrows: row === NONE || !spot ? [] : this.arrows(drawing.scene, row, Boolean(isGap), shiftOf(drawing.scene, spot)) };
     this.above.later();
     this.below.later();
@@ -265,7 +265,7 @@ export class TimelinePanel {
     const { moment } = this.choice;
     const what = spot.track.parts.what[spot.part];
     const base = scene.base[what];
-    const isGap = spot.track.kind === "gpu" && spot.track.parts.tone[spot.part] >= GPU.GAP;
+    const isGap = spot.track.kind === "gpu" && hasNothingToDo(spot.track.parts.tone[spot.part]);
     const launch = spot.track.kind === "lines" ? NONE : released(scene, what).find((one) => one.why === "launch")?.row ?? NONE;
     const culprit = isGap ? moment.culprit[base] : NONE;
     const row = culprit !== NONE ? culprit : launch !== NONE ? scene.base[launch] : base;
@@ -308,9 +308,11 @@ export class TimelinePanel {
     }
     const row = what[spot.part];
     const isGpu = spot.track.kind === "gpu";
-    const isGap = isGpu && tone[spot.part] >= GPU.GAP;
+    const isGap = isGpu && hasNothingToDo(tone[spot.part]);
     const said = isGap
-      ? gapStory(scene, row, to - from, this.causeSentence(tone[spot.part] - GPU.GAP), moment.culprit[scene.base[row]])
+      ? gapStory(scene, row, to - from, this.causeSentence(causeOf(tone[spot.part])), moment.culprit[scene.base[row]])
+      : isGpu && tone[spot.part] >= GPU.ASIDE
+        ? `The GPU computes nothing for ${exactDuration(to - from)}, for ${drawing.label(spot.track, spot.part).replace(" · ", " at ")}: it could run beside the compute. ${story(scene, row)}`
       : isGpu
         ? `The GPU is ${["computing", "copying", "exchanging data with other ranks"][tone[spot.part]]} for ${exactDuration(to - from)} on end, beginning with ${named(scene, row)}.`
         : story(scene, row);
@@ -474,7 +476,7 @@ export class TimelinePanel {
         let part = track.at(x / scale);
         let busy = 0;
         for (let looked = 0; part < track.count && track.parts.start[part] < (x + 1) / scale && looked < 64; part++, looked++) {
-          if (track.parts.tone[part] < GPU.GAP) busy += Math.min(track.parts.end[part], (x + 1) / scale) - Math.max(track.parts.start[part], x / scale);
+          if (!hasNothingToDo(track.parts.tone[part])) busy += Math.min(track.parts.end[part], (x + 1) / scale) - Math.max(track.parts.start[part], x / scale);
         }
         const height = (10 * Math.min(1, busy * scale)) / tracks.length;
         context.fillRect(gutter + x, 14 - height, 1, height);

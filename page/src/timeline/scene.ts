@@ -118,6 +118,7 @@ function tracksOf(view: Scene): Track[] {
     const of = (host: boolean) => lanes.filter((index) => (timeline.lanes[index].device === null) === host);
     const heading = ranks.length > 1 ? `rank ${rank}` : "";
     const add = (kind: TrackKind, label: string, lane: number, parts: Parts) => {
+      if (!parts.what.length) return;
       const first = heading && !tracks.some((track) => track.rank === rank);
       tracks.push(new Track(kind, rank, lane, label, first ? heading : "", parts));
     };
@@ -216,7 +217,12 @@ function bands(view: Scene, rows: Int32Array, values: Int32Array): Parts {
   return { start: Float64Array.from(start), end: Float64Array.from(end), tone, what: Int32Array.from(what) };
 }
 
-export const GPU = { COMPUTING: 0, COPYING: 1, WIRE: 2, GAP: 16 };
+/** Tones of a GPU: at work, gaps by their cause, and copies and collectives that a cause says should run beside. */
+export const GPU = { COMPUTING: 0, COPYING: 1, WIRE: 2, GAP: 16, ASIDE: 40 };
+
+export const isGap = (tone: number): boolean => tone >= GPU.GAP && tone < GPU.ASIDE;
+/** Which cause a tone speaks of, or NONE. */
+export const causeOf = (tone: number): number => (tone >= GPU.ASIDE ? tone - GPU.ASIDE : tone >= GPU.GAP ? tone - GPU.GAP : NONE);
 
 /** All lanes of a rank's device as one: computing before copying before the wire, and gaps by their cause between. */
 function deviceAsOne(view: Scene, lanes: number[]): Parts {
@@ -228,15 +234,20 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   const begin = view.start.slice();
   for (const row of rows) if (timeline.kind[row] === Kind.COLLECTIVE) begin[row] = Math.max(begin[row], view.end[row] - timeline.work[row] * moment.ratio);
   const ordered = occurrences(view, rows, begin);
+  const sideLane = timeline.lanes.map((lane) => lane.name.startsWith("side lane"));
   const toneOf = (row: number) => {
     const kind = timeline.kind[row];
-    return kind === Kind.COLLECTIVE ? GPU.WIRE : kind === Kind.COPY || kind === Kind.FILL ? GPU.COPYING : GPU.COMPUTING;
+    if (isComputing(kind)) return GPU.COMPUTING;
+    const aside = sideLane[timeline.lane[row]] ? NONE : moment.aside[base[row]];
+    return aside !== NONE ? GPU.ASIDE + aside : kind === Kind.COLLECTIVE ? GPU.WIRE : GPU.COPYING;
   };
   let taken: Interval[] = [];
-  for (const tone of [GPU.COMPUTING, GPU.COPYING, GPU.WIRE]) {
-    taken = merge(taken, merged(ordered, (row) => toneOf(row) === tone, tone));
+  for (const part of [isComputing, isCopying, isWire]) {
+    const tones = new Set<number>();
+    for (const row of rows) if (part(timeline.kind[row])) tones.add(toneOf(row));
+    for (const tone of tones) taken = merge(taken, merged(ordered, (row) => part(timeline.kind[row]) && toneOf(row) === tone, tone));
   }
-  const causeOf = (row: number): number => {
+  const reasonOf = (row: number): number => {
     const one = base[row];
     const cause = moment.cause[one];
     if (cause === NONE) return view.busy ? moment.causes.length - 1 : moment.causes.length;
@@ -252,7 +263,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
     if (one.start > reached) {
       start.push(reached);
       end.push(one.start);
-      tone.push(GPU.GAP + causeOf(one.row));
+      tone.push(GPU.GAP + reasonOf(one.row));
       what.push(one.row);
     }
     start.push(one.start);
@@ -263,6 +274,10 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   }
   return { start: Float64Array.from(start), end: Float64Array.from(end), tone: Uint8Array.from(tone), what: Int32Array.from(what) };
 }
+
+const isWire = (kind: number): boolean => kind === Kind.COLLECTIVE;
+const isCopying = (kind: number): boolean => kind === Kind.COPY || kind === Kind.FILL;
+const isComputing = (kind: number): boolean => !isWire(kind) && !isCopying(kind);
 
 interface Interval {
   row: number;

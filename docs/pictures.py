@@ -1,0 +1,66 @@
+"""Pictures of the page, of recordings of an H200 that the tests keep: `make pictures`. Needs Chromium and Playwright."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from keepbusy.explain import explain
+from keepbusy.report.page.page_file import render
+from keepbusy.timeline.busy_file import load
+
+ROOT = Path(__file__).parents[1]
+TRUTH, OUT = ROOT / "tests" / "gpu" / "truth", ROOT / "docs" / "pictures"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+def switch_on(page: Page) -> None:
+    page.locator("#plan .flip").first.click()
+
+
+def longest_gap(page: Page) -> None:
+    page.locator("#causes .card button", has_text="Show the longest").first.click()
+    page.evaluate("() => keepbusy.panel.oneTurn()")
+
+
+def gap_and_fix(page: Page) -> None:
+    longest_gap(page)
+    switch_on(page)
+
+
+PICTURES: dict[str, tuple[str, str, str, Callable[[Page], None]]] = {
+    "sync": ("live/item_every_step.busy", "light", "#turn", gap_and_fix),
+    "copies": ("live/copy_in_line.busy", "light", "#turn", gap_and_fix),
+    "late_rank": ("live/late_rank.busy", "dark", "#turn", longest_gap),
+    "two_ranks": ("second/average_gradients.stalled.busy", "light", "#turn", longest_gap),
+}
+"""Of each picture the recording, light or dark, what is shown of the page, and what is done before."""
+
+
+def main() -> None:
+    with sync_playwright() as started, tempfile.TemporaryDirectory() as folder:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        for name, (recording, scheme, part, act) in PICTURES.items():
+            path = Path(folder) / f"{name}.html"
+            path.write_text(render(explain(load(TRUTH / recording), turns=True)), encoding="utf-8")
+            draw(browser, path, scheme, part, act, OUT / f"{name}.png")
+        browser.close()
+
+
+def draw(browser: Browser, page_file: Path, scheme: str, part: str, act: Callable[[Page], None], out: Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 1400}, color_scheme=scheme)  # type: ignore[arg-type]
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("main:not([aria-busy])")
+    act(page)
+    page.evaluate("() => document.activeElement.blur()")
+    page.wait_for_timeout(400)
+    page.locator(part).screenshot(path=out)
+    page.close()
+
+
+if __name__ == "__main__":
+    main()
