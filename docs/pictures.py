@@ -1,4 +1,4 @@
-"""Pictures of the page, of recordings of an H200 that the tests keep: `make pictures`. Needs Chromium and Playwright."""
+"""The page in pictures, of recordings of an H200 that the tests keep: `make pictures`. Needs Chromium, Playwright."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ PICTURES: dict[str, tuple[str, str, str, Callable[[Page], None]]] = {
     "sync": ("live/item_every_step.busy", "light", "#turn", gap_and_fix),
     "copies": ("live/copy_in_line.busy", "light", "#turn", gap_and_fix),
     "late_rank": ("live/late_rank.busy", "dark", "#turn", longest_gap),
-    "two_ranks": ("second/average_gradients.stalled.busy", "light", "#turn", longest_gap),
 }
 """Of each picture the recording, light or dark, what is shown of the page, and what is done before."""
 

@@ -14,6 +14,7 @@ import { planSection } from "./sections/plan";
 import { ranksSection } from "./sections/ranks";
 import { SourcePanel } from "./sections/source";
 import { treeSection } from "./sections/tree";
+import { HATCHES } from "./timeline/paint";
 import { TimelinePanel } from "./timeline/panel";
 import { startTour } from "./tour";
 import { duration, plural, share } from "./words";
@@ -21,7 +22,7 @@ import { duration, plural, share } from "./words";
 declare global {
   interface Window {
     /** For the tests, and for who wants to compute with the run in the browser's console. */
-    keepbusy: { run: Run; choice: Choice | null; panel: TimelinePanel | null; replayed(fixes: number[]): object };
+    keepbusy: { run: Run; choice: Choice | null; panel: TimelinePanel | null; hatches: typeof HATCHES; replayed(fixes: number[]): object };
   }
 }
 
@@ -90,7 +91,7 @@ async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
     page.replaceChildren(...sections.filter((one) => one !== null));
     for (const link of document.querySelectorAll<HTMLElement>("nav [data-to]")) link.hidden = !document.getElementById(link.dataset.to ?? "");
   };
-  window.keepbusy = { run, choice: null, panel: null, replayed: () => ({}) };
+  window.keepbusy = { run, choice: null, panel: null, hatches: HATCHES, replayed: () => ({}) };
   put(null, element("p", { class: "faint", text: drawn ? "The turns are being read." : "The turns themselves are not in this page: only what is said of them." }));
   if (!drawn) return;
   await new Promise((shown) => setTimeout(shown, 30));
@@ -99,7 +100,7 @@ async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
   const panel = new TimelinePanel(header, choice, source.element);
   panel.onPlace = (place) => source.showPlace(place);
   put(choice, panel.element);
-  window.keepbusy = { run, choice, panel, replayed: (fixes) => plainNumbers(choice.moment, fixes) };
+  window.keepbusy = { run, choice, panel, hatches: HATCHES, replayed: (fixes) => plainNumbers(choice.moment, fixes) };
   choice.fixes([]);
   panel.resize();
   panel.oneTurn();

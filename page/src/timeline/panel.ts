@@ -59,7 +59,7 @@ export class TimelinePanel {
     if (turns.length < 2) return this.viewport.all();
     const ends = turns.map((_, index) => turns[index + 1]?.start ?? length);
     const { step } = this.choice.moment.told;
-    const off = turns.map(({ start }, index) => Math.abs(ends[index] - start - step) + (index ? 0 : step / 20));
+    const off = turns.map(({ start }, index) => Math.abs(ends[index] - start - step) + (index ? index : 3) * 0.02 * step);
     const best = off.indexOf(Math.min(...off));
     const long = ends[best] - turns[best].start;
     this.viewport.show(turns[best].start - 0.04 * long, ends[best] + 0.06 * long);

@@ -16,8 +16,9 @@ interface Known {
   into: { first: Int32Array; link: Int32Array };
   out: { first: Int32Array; link: Int32Array };
   before: Int32Array;
-  after: Int32Array;
   launch: Int32Array;
+  /** Of each lane, its last row. */
+  last: Int32Array;
 }
 
 const known = new WeakMap<Timeline, Known>();
@@ -26,9 +27,9 @@ function lookups(timeline: Timeline): Known {
   let found = known.get(timeline);
   if (!found) {
     const before = previousOnLane(timeline.lane, timeline.lanes.length);
-    const after = new Int32Array(timeline.rows).fill(NONE);
-    before.forEach((one, row) => one !== NONE && (after[one] = row));
-    found = { into: incoming(timeline), out: outgoing(timeline), before, after, launch: launchOf(timeline) };
+    const last = new Int32Array(timeline.lanes.length).fill(NONE);
+    timeline.lane.forEach((lane, row) => (last[lane] = row));
+    found = { into: incoming(timeline), out: outgoing(timeline), before, launch: launchOf(timeline), last };
     known.set(timeline, found);
   }
   return found;
@@ -36,26 +37,29 @@ function lookups(timeline: Timeline): Known {
 
 export const launchRow = (scene: Scene, row: number): number => lookups(scene.timeline).launch[row];
 
+/** A command whose launch is so long ago was there when the gap began. */
+const QUEUED = 20_000;
 const WHYS: Release["why"][] = ["launch", "order", "handoff"];
 
 /** All that had to happen before this row went on; the last of it first. */
 export function released(scene: Scene, row: number): Release[] {
-  const { timeline, start, end } = scene;
-  const { into, before } = lookups(timeline);
+  const { timeline, start, end, around } = scene;
+  const { into, before, last } = lookups(timeline);
   const found: Release[] = [];
   const add = (one: number, why: Release["why"], time: number): void => {
     if (one !== NONE && one < row) found.push({ row: one, why, time });
   };
   if (before[row] !== NONE) add(before[row], "lane", end[before[row]]);
+  else if (around > 0) found.push({ row: last[timeline.lane[row]], why: "lane", time: end[last[timeline.lane[row]]] - around });
   for (let at = into.first[row]; at < into.first[row + 1]; at++) {
     const source = timeline.links.source[into.link[at]];
     const kind = timeline.links.kind[into.link[at]];
     add(source, WHYS[kind], kind === LinkKind.LAUNCH ? start[source] : end[source]);
   }
   for (const lane of awaited(timeline, row)) {
-    let last = row - 1;
-    while (last >= 0 && timeline.lane[last] !== lane) last--;
-    if (last >= 0) add(last, "sync", end[last]);
+    let one = row - 1;
+    while (one >= 0 && timeline.lane[one] !== lane) one--;
+    if (one >= 0) add(one, "sync", end[one]);
   }
   if (timeline.kind[row] === Kind.COLLECTIVE && timeline.meeting[row] >= 0) {
     for (let part = 0; part < timeline.rows; part++) {
@@ -155,9 +159,11 @@ export function gapStory(scene: Scene, row: number, time: number, cause: string,
   const at = !place ? "" : place.text.startsWith("about") ? ` ${place.text}` : ` at ${place.text}`;
   const line = place?.source ? `: ${place.source}` : "";
   const last = released(scene, row)[0];
+  const queued = launch !== NONE && scene.start[launch] + QUEUED < scene.start[row] - time;
   const ends =
     timeline.kind[row] === Kind.COLLECTIVE && last?.why === "meeting"
       ? `It ends when rank ${timeline.lanes[timeline.lane[last.row]].rank} arrives`
-      : launch === NONE ? `It ends with ${named(scene, row)}` : `It ends when ${named(scene, launch)} launches ${named(scene, row)}`;
+      : launch === NONE ? `It ends with ${named(scene, row)}`
+      : queued ? `${named(scene, row)} had been launched before, by ${named(scene, launch)}: so long the GPU takes from one command to the next` : `It ends when ${named(scene, launch)} launches ${named(scene, row)}`;
   return `The GPU has nothing to do for ${exactDuration(time)}: ${cause}${at}${line}. ${ends}.`;
 }

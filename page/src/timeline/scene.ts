@@ -166,7 +166,7 @@ interface Occurrences {
   end: Float64Array;
 }
 
-const MOST_AROUND = 4;
+const MOST_AROUND = 12;
 
 function occurrences(view: Scene, rows: Int32Array, begin: Float64Array = view.start): Occurrences {
   const { around, end } = view;
