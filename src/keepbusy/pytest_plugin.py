@@ -1,0 +1,220 @@
+"""`pytest --keepbusy`: tests that say how often they may wait for the GPU, on a virtual one where there is none.
+
+    @pytest.mark.keepbusy(max_syncs=1, max_wait="2ms", min_overlap=0.9, max_memory="12GB")
+    def test_step(gpu): ...
+
+Without `--keepbusy` nothing is measured, and nothing is imported unless a test asks for `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from keepbusy.fix.gate.waits import Wait
+
+_LIMITS = ("max_syncs", "max_blocking_copies", "max_wait", "min_overlap", "max_memory", "allow")
+_MARK = (
+    f"keepbusy({', '.join(_LIMITS)}): how often the test may wait for the GPU, for how long, how much of its copies "
+    "runs beside the computation, and how much memory it takes"
+)
+_PROPERTY = "keepbusy"
+_UNITS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_MEASURE = re.compile(r"^\s*([0-9.]+)\s*([A-Za-zµ]+)\s*$")
+_MARGIN = 1.02
+"""Memory that a budget may be exceeded by: allocators of other versions round differently."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("keepbusy", "waiting for the GPU")
+    group.addoption("--keepbusy", action="store_true", help="hold tests to their keepbusy marks and budgets")
+    group.addoption(
+        "--keepbusy-update", action="store_true", help="write what was measured into the budgets file; means --keepbusy"
+    )
+    group.addoption(
+        "--keepbusy-budgets", metavar="FILE", default="keepbusy-budgets.json", help="default keepbusy-budgets.json"
+    )
+    group.addoption("--keepbusy-on", metavar="DEVICE", default="h200", help="the virtual GPU (default h200)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARK)
+    if config.getoption("--keepbusy") or config.getoption("--keepbusy-update"):
+        bring_up(config)
+        config.pluginmanager.register(Budgets(config), "keepbusy-budgets")
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Any:
+    """A CUDA device: the real one, or where there is none a virtual one, which then stays for the session."""
+    bring_up(request.config)
+    import torch
+
+    return torch.device("cuda")
+
+
+def bring_up(config: pytest.Config) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from keepbusy.virtual.virtual_run import Options, start
+
+    start(Options(on=config.getoption("--keepbusy-on"), measured=False, script_clocks=False))
+
+
+class Budgets:
+    """Measures each test that asks for it, and holds it to its mark and to what it took before."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._path = config.rootpath / config.getoption("--keepbusy-budgets")
+        self._updates = config.getoption("--keepbusy-update")
+        self._is_worker = hasattr(config, "workerinput")  # of xdist: what it measures travels with its reports
+        self._budgets: dict[str, dict[str, int]] = {}
+        if self._path.exists():
+            self._budgets = json.loads(self._path.read_text(encoding="utf-8"))
+        self._found: dict[str, dict[str, int]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        mark = item.get_closest_marker("keepbusy")
+        if mark is None and "gpu" not in getattr(item, "fixturenames", ()):
+            return (yield)
+        limits = _limits(mark, item)
+        measured = TestMeasure(limits.get("allow", ()))
+        with measured:
+            result = yield
+        found = measured.found()
+        item.user_properties.append((_PROPERTY, found))
+        failures = [*measured.over(limits)]
+        if not self._updates and item.nodeid in self._budgets:
+            failures += [*_over_budget(found, self._budgets[item.nodeid])]
+        if failures:
+            pytest.fail("\n".join(["keepbusy:", *failures, measured.told()]).rstrip(), pytrace=False)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            found: Any = dict(report.user_properties).get(_PROPERTY)
+            if found is not None:
+                self._found[report.nodeid] = found
+
+    def pytest_sessionfinish(self) -> None:
+        if self._updates and not self._is_worker:
+            kept = dict(sorted({**self._budgets, **self._found}.items()))
+            self._path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._found and not self._is_worker:
+            done = f"written to {self._path.name}" if self._updates else "held to their marks and budgets"
+            terminalreporter.write_line(f"keepbusy: {len(self._found)} tests {done}")
+
+
+class TestMeasure:
+    """Of one test: its waits, its memory and its copies."""
+
+    __test__ = False
+
+    def __init__(self, allow: Any) -> None:
+        import torch
+
+        from keepbusy.fix.gate.guard import guard
+        from keepbusy.fix.gate.waits import WATCH
+
+        self._torch = torch
+        self._machine = _virtual_machine()
+        if self._machine is not None:
+            WATCH.clock = self._machine.clock.now
+        self._guard = guard(syncs=None, blocking_copies=None, allow=allow)
+
+    def __enter__(self) -> None:
+        self._torch.cuda.synchronize()
+        self._torch.cuda.reset_peak_memory_stats()
+        self._memory = self._torch.cuda.memory_allocated()
+        self._began = self._machine.clock.now() if self._machine is not None else 0
+        self._stack = ExitStack()
+        self._stack.enter_context(self._guard)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._peak = self._torch.cuda.max_memory_allocated()
+
+    def found(self) -> dict[str, int]:
+        counts = {"syncs": self._count("sync"), "blocking_copies": self._count("blocking copy")}
+        return {**counts, "memory": max(0, self._peak - self._memory)}
+
+    def _count(self, kind: str) -> int:
+        return sum(one.kind == kind for one in self._guard.waits)
+
+    def over(self, limits: dict[str, Any]) -> Generator[str]:
+        found = self.found()
+        wait = sum(one.duration or 0 for one in self._guard.waits)
+        for name in ("syncs", "blocking_copies"):
+            limit = limits.get(f"max_{name}")
+            if limit is not None and found[name] > limit:
+                yield f"{found[name]} {name.replace('_', ' ')}, where max_{name}={limit}"
+        if "max_wait" in limits and wait > measure(limits["max_wait"], _UNITS):
+            yield f"Python waited for {wait / 1e6:.3g} ms, where max_wait={limits['max_wait']!r}"
+        if "max_memory" in limits and self._peak > measure(limits["max_memory"], _SIZES):
+            yield f"{self._peak / 1e9:.3g} GB of the GPU's memory, where max_memory={limits['max_memory']!r}"
+        if "min_overlap" in limits:
+            yield from self._exposed(limits["min_overlap"])
+
+    def _exposed(self, least: float) -> Generator[str]:
+        """Which share of the copies' time the GPU computed beside them. Only the virtual GPU knows."""
+        if self._machine is None:
+            yield "min_overlap cannot be measured on a real GPU; run this test where there is none"
+            return
+        from keepbusy.fix.gate.hidden_copies import hidden_share
+
+        share = hidden_share(self._machine.clock.timeline(), self._began)
+        if share is not None and share < least:
+            yield f"{share:.0%} of the copies ran beside the computation, where min_overlap={least}"
+
+    def told(self) -> str:
+        from keepbusy.fix.gate.guard import told
+
+        waits: list[Wait] = self._guard.waits
+        return told(waits) if waits else ""
+
+
+def _virtual_machine() -> Any:
+    module = sys.modules.get("keepbusy.virtual.machine")
+    machine = module.MACHINE if module is not None else None
+    return machine if hasattr(machine, "clock") else None
+
+
+def _limits(mark: pytest.Mark | None, item: pytest.Item) -> dict[str, Any]:
+    if mark is None:
+        return {}
+    if mark.args or not set(mark.kwargs) <= set(_LIMITS):
+        raise pytest.UsageError(f"{item.nodeid}: the keepbusy mark takes {', '.join(_LIMITS)}, each by its name")
+    for name, units in (("max_wait", _UNITS), ("max_memory", _SIZES)):
+        if name in mark.kwargs:
+            measure(mark.kwargs[name], units)
+    return dict(mark.kwargs)
+
+
+def measure(text: str, units: dict[str, int]) -> float:
+    """`2ms`, `12GB`."""
+    found = _MEASURE.match(str(text))
+    unit = units.get(found[2] if units is _UNITS else found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise pytest.UsageError(f"{text!r} has no unit that is known; write a number and one of {', '.join(units)}")
+    return float(found[1]) * unit
+
+
+def _over_budget(found: dict[str, int], budget: dict[str, int]) -> Generator[str]:
+    for name, value in found.items():
+        before = budget.get(name, value)
+        if value > before * (_MARGIN if name == "memory" else 1):
+            unit = " bytes of memory" if name == "memory" else f" {name.replace('_', ' ')}"
+            yield f"{value}{unit}, where the budget is {before}; --keepbusy-update writes a new one"

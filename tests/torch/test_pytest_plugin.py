@@ -1,0 +1,121 @@
+"""The pytest plugin, in a pytest of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
+TESTS = """\
+import pytest, torch
+
+@pytest.mark.keepbusy(max_syncs=1, max_blocking_copies=0, max_wait="2ms", max_memory="12GB")
+def test_within(gpu):
+    assert torch.ones(3, device=gpu).sum().item() == 3
+
+@pytest.mark.keepbusy(max_syncs=0)
+def test_reads(gpu):
+    x = torch.ones(3, device=gpu)
+    assert x.sum().item() == 3
+
+@pytest.mark.keepbusy(max_blocking_copies=0, max_memory="1MB")
+def test_copies(gpu):
+    torch.ones(1 << 20).to(gpu)
+
+@pytest.mark.keepbusy(max_wait="1us")
+def test_waits(gpu):
+    torch.cuda.synchronize()
+
+@pytest.mark.keepbusy(min_overlap=0.9)
+def test_copies_in_line(gpu):
+    torch.ones(1 << 20).pin_memory().to(gpu, non_blocking=True)
+
+@pytest.mark.keepbusy(max_syncs=0, allow=["test_them.py: on purpose"])
+def test_allowed(gpu):
+    torch.ones(3, device=gpu).sum().item()
+
+def test_fails_by_itself(gpu):
+    assert torch.ones(1, device=gpu).item() == 2
+
+def test_no_gpu():
+    pass
+"""
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    installed = any(one.name == "keepbusy" for one in entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "keepbusy.pytest_plugin"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    (tmp_path / "test_them.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_marks_are_held_and_the_report_names_the_line(folder: Path) -> None:
+    told = pytest_in(folder, "--keepbusy", "-rf").stdout
+    assert "5 failed, 3 passed" in told
+    for sentence in (
+        "1 syncs, where max_syncs=0",
+        "test_them.py:10 in test_reads: assert x.sum().item() == 3",
+        "1 blocking copies, where max_blocking_copies=0",
+        "0.00419 GB of the GPU's memory, where max_memory='1MB'",
+        "where max_wait='1us'",
+        "0% of the copies ran beside the computation, where min_overlap=0.9",
+        "assert 1.0 == 2",
+    ):
+        assert sentence in told
+
+
+def test_unasked_it_holds_nobody_to_anything(folder: Path) -> None:
+    assert "1 failed, 7 passed" in pytest_in(folder).stdout
+
+
+def test_unasked_it_imports_nothing(folder: Path) -> None:
+    (folder / "test_them.py").write_text(
+        "import sys\n"
+        "def test_light():\n"
+        "    assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+        "    assert [one for one in sys.modules if one.startswith('keepbusy.')] in ([], ['keepbusy.pytest_plugin'])\n"
+    )
+    assert "1 passed" in pytest_in(folder).stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_budgets_are_written_and_held(folder: Path, workers: tuple[str, ...]) -> None:
+    if workers:
+        pytest.importorskip("xdist")
+    source = "import torch\ndef test_step(gpu): torch.ones(3, device=gpu)\ndef test_other(gpu): pass\n"
+    (folder / "test_them.py").write_text(source)
+    assert "2 passed" in pytest_in(folder, "--keepbusy-update", *workers).stdout
+    budgets = json.loads((folder / "keepbusy-budgets.json").read_text())
+    assert budgets == {
+        "test_them.py::test_other": {"syncs": 0, "blocking_copies": 0, "memory": 0},
+        "test_them.py::test_step": {"syncs": 0, "blocking_copies": 0, "memory": 512},
+    }
+    (folder / "test_them.py").write_text(source.replace("device=gpu)", "device=gpu).sum().item()"))
+    told = pytest_in(folder, "--keepbusy", *workers).stdout
+    assert "1 failed, 1 passed" in told
+    assert "1 syncs, where the budget is 0; --keepbusy-update writes a new one" in told
+
+
+def test_a_wrong_mark_is_told_in_a_sentence(folder: Path) -> None:
+    (folder / "test_them.py").write_text(
+        "import pytest\n@pytest.mark.keepbusy(max_wait='2 hours')\ndef test_it(gpu): pass\n"
+    )
+    assert "'2 hours' has no unit that is known" in pytest_in(folder, "--keepbusy").stdout
