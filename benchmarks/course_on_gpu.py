@@ -13,8 +13,8 @@ import argparse
 import json
 import os
 import runpy
+import shutil
 import signal
-import socket
 import sys
 import tempfile
 import traceback
@@ -24,7 +24,7 @@ from typing import NoReturn
 
 COURSE = Path(__file__).resolve().parents[1] / "docs" / "course"
 sys.path.insert(0, str(COURSE))
-from build import MEASURED, Run, chapters, in_order, runs_of  # noqa: E402
+from build import MEASURED, Run, chapters, runs_of, variables_of  # noqa: E402
 
 LIMIT = 60
 """Seconds after which a program is ended: it hangs."""
@@ -39,18 +39,13 @@ class Started:
         self.folder = Path(tempfile.mkdtemp())
         self.script = self.folder / run.program.name
         self.script.write_text(run.text(), encoding="utf-8")
+        for data in run.program.parent.glob("*.json"):
+            shutil.copy(data, self.folder)
         self.children: list[int] = []
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        for rank in range(run.ranks):
-            named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
-            alone = {"CUDA_VISIBLE_DEVICES": str(gpu)}
-            together = {name: str(value) for name, value in named.items()}
-            together |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for rank, variables in enumerate(variables_of(run.ranks)):
             child = os.fork()
             if not child:
-                os.environ |= together if run.ranks > 1 else alone
+                os.environ |= variables or {"CUDA_VISIBLE_DEVICES": str(gpu)}
                 self._be(rank)
             self.children.append(child)
 
@@ -79,7 +74,7 @@ class Started:
             errors = [self.folder.joinpath(f"{rank}.err").read_text(encoding="utf-8") for rank in range(len(codes))]
             print(f"FAILED: {self.script.name}", *said, *(error[-1500:] for error in errors), sep="\n", flush=True)
             return None
-        return in_order([line for text in said for line in text.rstrip().splitlines()])
+        return [line for text in said for line in text.rstrip().splitlines()]
 
 
 def main() -> None:
@@ -92,6 +87,8 @@ def main() -> None:
     import torch
 
     count = torch.cuda.device_count()  # asks the driver's library, and begins nothing
+    if not count:
+        sys.exit("there is no GPU here")
     asked = {
         f"{page.name[0]} {name}": run
         for page in chapters()

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from importlib import import_module
@@ -35,6 +36,9 @@ COURSE = Path(__file__).resolve().parent
 BLOCK = re.compile(r"<!-- (source|output|report|picture|measured) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
 COMMAND = re.compile(r"(?m)^keepbusy run (.*) chapter\d/")
 """As the page tells its readers to run them: so they are run here."""
+REPORT = "\nkeepbusy · "
+OURS = re.compile(r"(?m)^keepbusy: .*\n")
+"""Said on standard error, of a program that has nothing to report: that is not the program's."""
 NEEDED = ("keepbusy.cli.run", "keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run", "sympy", "torch._dynamo")
 """What every fork would import."""
 MEASURED = COURSE / "h200.json"
@@ -57,7 +61,8 @@ def build(chapter: Path, pictures: Path) -> str:
         shown = compared(chapter, runs, pictures) if what == "measured" else runs[asked].shown(what, pictures)
         return f"<!-- {what} {asked} -->\n{shown}\n<!-- end -->"
 
-    for module in NEEDED:
+    programs = "".join(run.text() for run in runs.values())
+    for module in {*NEEDED, *re.findall(r"(?m)^from (torch[\w.]+) import", programs)}:
         import_module(module)
     gc.freeze()
     return BLOCK.sub(made, text)
@@ -70,10 +75,11 @@ def runs_of(chapter: Path) -> dict[str, Run]:
     command = COMMAND.search(text)
     if not command:
         raise SystemExit(f"{chapter.name} does not say how to run its programs")
+    options = re.sub(r"--ranks \d+", "", command[1]).split()  # a program says so itself
     runs = dict[str, Run]()
     for what, asked in BLOCK.findall(text):
         if what != "measured" and asked not in runs:
-            runs[asked] = Run(folder / f"{asked.split()[0]}.py", asked.split()[1:], command[1].split())
+            runs[asked] = Run(folder / f"{asked.split()[0]}.py", asked.split()[1:], options)
     return runs
 
 
@@ -85,7 +91,8 @@ def compared(chapter: Path, runs: dict[str, Run], pictures: Path) -> str:
     rows, same, missing = list[str](), list[str](), list[str]()
     for asked, run in runs.items():
         real = measured["runs"].get(f"{chapter.name[0]} {asked}")
-        virtual = run.printed(pictures).splitlines()
+        run.run(pictures)
+        virtual = run.printed.splitlines()
         told = f"`{run.program.name}`" + "".join(f", {change.replace('=', ' = ')}" for change in run.changes)
         if real is None:
             missing.append(told)
@@ -115,22 +122,17 @@ class Run:
 
     def __init__(self, program: Path, changes: list[str], options: list[str]) -> None:
         self.program, self.changes, self.options = program, changes, options
-        self.told, self.pictured = "", False
+        self.printed, self.report, self.pictured = "", "", False
 
     def shown(self, what: str, pictures: Path) -> str:
         if what == "source":
             return f"```python\n{self.text().rstrip()}\n```"
-        printed = self.printed(pictures)
-        if what == "output":
-            return f"```\n{printed}\n```"
-        if what == "report":
-            return f"```\n{printed}\n\nkeepbusy · {self.told.partition(REPORT)[2].rstrip()}\n```"
-        return f"![The timeline of {self.name}]({pictures.name}/{self.name}.svg)"
-
-    def printed(self, pictures: Path) -> str:
-        """By the program itself. Ranks print beside each other: their lines are put in order here."""
         self.run(pictures)
-        return "\n".join(in_order(self.told.partition(REPORT)[0].rstrip().splitlines()))
+        if what == "output":
+            return f"```\n{self.printed}\n```"
+        if what == "report":
+            return f"```\n{self.printed}\n{REPORT}{self.report.rstrip()}\n```"
+        return f"![The timeline of {self.name}]({pictures.name}/{self.name}.svg)"
 
     @property
     def name(self) -> str:
@@ -151,41 +153,49 @@ class Run:
         return source
 
     def run(self, pictures: Path) -> None:
-        """In a fork, which ends as a program does: the report comes with its end."""
-        if self.told:
+        """Each rank in a fork, which ends as a program does: the report comes with its end, on the first of them."""
+        if self.printed:
             return
         place = Path(tempfile.mkdtemp())  # not as a context: the child's end would take it away
-        script, kept, told = place / self.program.name, place / "run.busy", place / "told.txt"
+        script, kept = place / self.program.name, place / "run.busy"
         script.write_text(self.text(), encoding="utf-8")
-        ranks = ["--ranks", str(self.ranks)] if self.ranks > 1 and "--ranks" not in self.options else []
-        command = ["run", *ranks, *self.options, "--save", str(kept), script.name]
-        child = os.fork()
-        if not child:
-            _report(command, told)
-        code = os.waitpid(child, 0)[1]
-        self.told = told.read_text(encoding="utf-8").replace(f"{place}/", "").replace(" --save run.busy", "")
-        if code:
-            raise SystemExit(f"{self.program.name} failed:\n{self.told}")
+        for data in self.program.parent.glob("*.json"):
+            shutil.copy(data, place)
+        command = ["run", *self.options, "--save", str(kept), script.name]
+        told = [place / f"rank{rank}.txt" for rank in range(self.ranks)]
+        children = []
+        for out, variables in zip(told, variables_of(self.ranks), strict=True):
+            children.append(os.fork())
+            if not children[-1]:
+                _report(command, out, variables)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        texts = [OURS.sub("", out.read_text(encoding="utf-8").replace(f"{place}/", "")) for out in told]
+        if any(codes):
+            raise SystemExit("\n".join([f"{self.program.name} failed:", *texts]))
+        self.printed = "\n".join(filter(None, (text.partition(REPORT)[0].rstrip() for text in texts)))
+        self.report = texts[0].partition(REPORT)[2].replace(" --save run.busy", "")
         if self.pictured:
             pictures.mkdir(exist_ok=True)
             (pictures / f"{self.name}.svg").write_text(drawn(keepbusy.load(kept)), encoding="utf-8")
         shutil.rmtree(place)
 
 
-REPORT = "\nkeepbusy · "
+def variables_of(ranks: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank of a run, in its environment."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **size, **meeting} for rank in range(ranks)]
 
 
-def in_order(lines: list[str]) -> list[str]:
-    """Those of rank 0, then those of rank 1; others stay in front."""
-    found = {line: re.match(r"rank (\d+)", line) for line in lines}
-    return sorted(lines, key=lambda line: int(found[line][1]) if found[line] else -1)  # type: ignore[index]
-
-
-def _report(command: list[str], told: Path) -> NoReturn:
+def _report(command: list[str], told: Path, variables: dict[str, str]) -> NoReturn:
     from keepbusy.cli import main
 
     os.chdir(told.parent)
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **variables}
     with told.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -93,7 +93,10 @@ def in_sight(timeline: Timeline, lane: int, begin: int, end: int) -> bool:
 def name_of(timeline: Timeline, lane: int) -> str:
     one = timeline.lanes[lane]
     rank = f"rank {one.rank} " if len(timeline.ranks) > 1 else ""
-    return f"{rank}{'Python' if one.device is None else one.name or f'stream {one.number}'}"
+    if one.device is None:
+        return f"{rank}Python"
+    only_meets = (timeline.spans.kind[timeline.rows_of(lane)] == Kind.COLLECTIVE).all()
+    return f"{rank}NCCL" if only_meets else f"{rank}{one.name or f'stream {one.number}'}"
 
 
 def spans(timeline: Timeline, lane: int, begin: int, end: int, scale: float, top: int) -> Iterator[str]:
@@ -121,19 +124,19 @@ def label(timeline: Timeline, row: int) -> str:
         return "copy"
     names = {"gemm": "x @ x", "_sleep": "pause", "spin": "pause", "random_": "randn", "normal": "randn"}
     if span.kind in (Kind.KERNEL, Kind.COLLECTIVE):
-        return next(
-            (short for start, short in names.items() if span.name.startswith(start)), re.sub(r"_$", "", span.name)
-        )
+        name = span.name.removeprefix("ncclDevKernel_")
+        return next((short for start, short in names.items() if name.startswith(start)), name.removesuffix("_"))
     return f"line {line_of(timeline, row)}" if span.kind == Kind.WORK else ""
 
 
 def line_of(timeline: Timeline, row: int) -> str:
-    """The number of the line that the host was at."""
+    """The number of the line of the program that the host was at."""
     frames, span = timeline.frames, timeline[row]
     at = (frames.kind == FrameKind.LINE) & (frames.lane == timeline.spans.lane[row])
     at &= (frames.start <= span.start) & (frames.end >= min(span.end, span.start + 1))
-    found = [re.search(r"\((\d+)\)", timeline.names[frames.name[one]]) for one in np.flatnonzero(at)]
-    return found[-1][1] if found and found[-1] else "?"
+    names = [timeline.names[frames.name[one]] for one in np.flatnonzero(at)]
+    found = [line for name in names if (line := re.match(r"[^/(]+\.py\((\d+)\)", name))]
+    return found[-1][1] if found else "?"
 
 
 def axis(begin: int, end: int, scale: float, height: int) -> Iterator[str]:
