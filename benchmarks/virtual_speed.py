@@ -62,7 +62,7 @@ OPTIONS = [
     "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=60", "--lr_decay_iters=2000",
     "--dropout=0.0", "--dtype=float32",
 ]  # fmt: skip
-KEEPBUSY = [sys.executable, "-m", "keepbusy", "run", "--on", "h200"]
+KEEPBUSY = [sys.executable, "-m", "keepbusy", "run", "--on", "h200", "--clocks", "real"]
 TURNS = 3
 
 

@@ -312,7 +312,7 @@ class Watch:
 
 def test_measured_time_is_the_programs_and_not_ours() -> None:
     watch = Watch()
-    on = Clock(clock().device, real=watch)
+    on = Clock(clock().device, real=lambda: watch)
     stream = on.default_stream()
     watch.time += 100  # the program
     host = on.pause(7)  # the dispatcher's way to us

@@ -89,7 +89,7 @@ def test_stalls_are_found_on_their_lines(stall: dict[str, int], cause: str, line
 def test_waiting_for_the_workers_of_a_loader_is_no_work_of_the_loop() -> None:
     """40 ms a batch for 10 ms of kernels: four times the workers are enough."""
     time, loop = [0], Loop()
-    loop.on = Clock(H200, real=lambda: time[0])
+    loop.on = Clock(H200, real=lambda: lambda: time[0])
     loop.stream = loop.on.default_stream()
     batch = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
     for _ in range(10):

@@ -190,10 +190,27 @@ class Vtable:
         """Replace one method, where this version has it. `does` is called without `this`."""
         native = ctypes.CFUNCTYPE(result, ctypes.c_void_p, *arguments)(lambda _this, *given: does(*given))
         _ALIVE.append(native)
-        self.put_address(method, ctypes.cast(native, ctypes.c_void_p).value)
+        self._put_address(method, ctypes.cast(native, ctypes.c_void_p).value)
 
-    def put_address(self, method: str, function: int | None) -> None:
-        """The same, by a function's address."""
+    def put_constant(self, method: str, value: int) -> None:
+        """Replace one method by machine code that returns a small number, or that and a zero in a second register.
+
+        It calls no Python, which is quicker, and safe while an exception is on its way.
+        """
+        code = {
+            "x86_64": b"\xb8" + value.to_bytes(4, "little") + b"\x31\xd2\xc3",
+            "aarch64": b"".join(
+                word.to_bytes(4, "little") for word in (0x52800000 | value << 5, 0xD2800001, 0xD65F03C0)
+            ),
+        }.get(platform.machine())
+        if code is None:
+            raise Mismatch(f"the virtual GPU does not know processors of the kind {platform.machine()}")
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        page.write(code)
+        _ALIVE.append(page)
+        self._put_address(method, ctypes.addressof(ctypes.c_char.from_buffer(page)))
+
+    def _put_address(self, method: str, function: int | None) -> None:
         if method in self._slots:
             self._words[PREAMBLE + self._slots[method]] = function
 
@@ -245,12 +262,11 @@ def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], None]) ->
 
 def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> None:
     flag, byte, pointer = ctypes.c_bool, ctypes.c_int8, ctypes.c_void_p
-    for method in ("isBuilt", "isAvailable", "hasCUDA"):
-        vtable.put(method, flag, (), lambda: True)
-    vtable.put("hasPrimaryContext", flag, (byte,), lambda _device: True)
+    for method in ("isBuilt", "isAvailable", "hasCUDA", "hasPrimaryContext"):
+        vtable.put_constant(method, True)
     vtable.put("init", None, (), lambda: None)
-    vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
-    vtable.put("getNumGPUs", ctypes.c_int, (), lambda: CURRENT.count)
+    for method in ("deviceCount", "getNumGPUs"):
+        vtable.put_constant(method, CURRENT.count)
     vtable.put("setCurrentDevice", None, (byte,), lambda device: CURRENT.change(device) and None)
     for method in ("getCurrentDevice", "current_device"):
         vtable.put(method, byte, (), lambda: CURRENT.device)
@@ -278,9 +294,6 @@ def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], N
 # may be on its way, and Python called then would lose it.
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-_ONE_STREAM = {"x86_64": "b801000000 31d2 c3", "aarch64": "20008052 010080d2 c0035fd6"}
-"""Machine code that returns a `c10::Stream`, the default one of the first device: {{CUDA, 0}, 0} in two registers, of
-which a function of ctypes can return only one."""
 
 
 def replace_guard() -> Callable[[], None]:
@@ -291,13 +304,12 @@ def replace_guard() -> Callable[[], None]:
         raise Mismatch("there is no device guard for Meta tensors")
     vtable = Vtable(first_word(meta).value or 0, slots(GUARD))
     vtable.need("type", "getDevice", "deviceCount", "getStream")
-    byte, pair = ctypes.c_int8, ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
-    vtable.put("type", byte, (), lambda: DEVICE_TYPE)
+    vtable.put_constant("type", DEVICE_TYPE)
+    vtable.put_constant("deviceCount", CURRENT.count)
+    pair = ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
     vtable.put("getDevice", pair, (), lambda: DEVICE_TYPE | CURRENT.device << 8)
-    vtable.put("deviceCount", byte, (), lambda: CURRENT.count)
-    one_stream = _machine_code(_ONE_STREAM)
     for method in ("getStream", "getDefaultStream", "exchangeStream"):
-        vtable.put_address(method, one_stream)
+        vtable.put_constant(method, DEVICE_TYPE)  # {{CUDA, 0}, 0}
     ours = ctypes.c_void_p(vtable.address)
     keep_alive(ours)
     registry[DEVICE_TYPE] = ctypes.addressof(ours)
@@ -306,17 +318,6 @@ def replace_guard() -> Callable[[], None]:
         registry[DEVICE_TYPE] = meta  # late C++ destructors must not find a Python that is gone
 
     return undo
-
-
-def _machine_code(by_processor: Mapping[str, str]) -> int:
-    """The address of a function given as hexadecimal bytes."""
-    code = by_processor.get(platform.machine())
-    if code is None:
-        raise Mismatch(f"the virtual GPU does not know processors of the kind {platform.machine()}")
-    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    page.write(bytes.fromhex(code))
-    keep_alive(page)
-    return ctypes.addressof(ctypes.c_char.from_buffer(page))
 
 
 def _registry() -> ctypes.Array[ctypes.c_void_p]:

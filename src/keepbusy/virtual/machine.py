@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
-from keepbusy.virtual.pytorch.tensors import to_device
+from keepbusy.virtual.pytorch.tensors import to_device, to_host
 from keepbusy.virtual.pytorch.values import VALUES
 
 if TYPE_CHECKING:
@@ -59,18 +58,16 @@ def _accelerator_error(text: str, code: int) -> Exception:
     return error
 
 
-class _Streams(threading.local):
-    """Of each device, the stream that this thread has chosen."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[int, int] = {}
+Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Of a tensor its shape, strides and type."""
 
 
 class _DeviceMemory(weakref.ref["Tensor"]):
     """Memory of the device, given back when the host tensor behind it goes."""
 
-    __slots__ = ("address", "block", "return_to_graph")
+    __slots__ = ("address", "block", "layout", "return_to_graph")
     address: int
+    layout: Layout  # of that host tensor
     block: Block
     return_to_graph: Callable[[], None] | None
 
@@ -89,9 +86,8 @@ class Machine:
     """Whether the program asked for `torch.compile`, which runs as it is written here."""
 
     def __init__(self) -> None:
-        self._streams = _Streams()
-        self._memory: dict[int, _DeviceMemory] = {}  # all there is, by identity: a weak reference must be kept
-        self._at: dict[int, _DeviceMemory] = {}  # by address
+        self._memory: dict[int, _DeviceMemory] = {}  # all there is, by address
+        self._shadowed: dict[int, _DeviceMemory] = {}  # by identity, where other memory has got the same address
         self.recording: Recording | None = None  # of the capture under way, where values are computed
         self.notes: list[str] | None = []  # what the report must say; None, as in tests: a failure is raised instead
 
@@ -106,15 +102,13 @@ class Machine:
     def _begin(self) -> None:
         """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
         device, rank, devices, measured = self._options
-        self._host_time = HostTime() if measured else None
         self._onlooker: Onlooker | None = None
-        self.clock = Clock(device, rank, devices, self._host_time)
+        self.clock = Clock(device, rank, devices, HostTime if measured else None)
         self.memory = Memory(self.clock, devices)
         self.pages = Pages(device.copies.mapped)
         self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
         self.clock.raises = _accelerator_error
         self.places = Places(self.clock.place)
-        self._streams = _Streams()
         self.recording = None
 
     def calibrate(self) -> None:
@@ -152,16 +146,15 @@ class Machine:
     # streams
 
     def stream(self, device: int) -> int:
-        chosen = self._streams.chosen.get(device)
+        chosen = self.clock.host().chosen_streams.get(device)
         return self.clock.default_stream(device) if chosen is None else chosen
 
     def choose_stream(self, device: int, stream: int | None) -> int | None:
         """Make a stream the current one of a device (None: the default one); returns the one before."""
-        before = self._streams.chosen.get(device)
-        if stream is None:
-            self._streams.chosen.pop(device, None)
-        else:
-            self._streams.chosen[device] = stream
+        chosen = self.clock.host().chosen_streams
+        before = chosen.pop(device, None)
+        if stream is not None:
+            chosen[device] = stream
         return before
 
     # operators
@@ -175,9 +168,12 @@ class Machine:
 
     def pause_at(self) -> tuple[HostThread, int]:
         """The same, and the place of the call: see `place`."""
-        host = self.pause()
-        if self._onlooker is not None and self._onlooker.looks:
-            self._catch_up(self._onlooker)
+        self._calls += 1
+        host = self.clock.threads.get(get_ident()) or self.clock.host()
+        host.pause(self._call_overhead)
+        onlooker = self._onlooker
+        if onlooker is not None and onlooker.looks:
+            self._catch_up(onlooker)
         return host, self.places.here()
 
     def begin(self, name: str) -> None:
@@ -199,10 +195,11 @@ class Machine:
         return self.places.here()
 
     def _catch_up(self, onlooker: Onlooker) -> None:
-        if self._host_time is not None and onlooker.watches_caller():
-            self.clock.host().unwritten_time -= onlooker.take_cost()
+        host = self.clock.host()
+        if isinstance(host.real, HostTime) and onlooker.watches_caller():
+            host.unwritten_time -= onlooker.take_cost()
             for moment, place in onlooker.take():
-                self.clock.attribute(place, self._host_time.at(moment))
+                self.clock.attribute(place, host.real.at(moment))
 
     def end(self) -> None:
         self.clock.end()
@@ -270,24 +267,40 @@ class Machine:
                 "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
             )
 
-    def place_on(self, tensor: Tensor, device: int) -> Tensor:
+    def place_on(self, tensor: Tensor, device: int, stream: int | None = None) -> Tensor:
         """A new tensor of the device, over the host tensor's memory, or over a graph's while one is captured."""
-        size, recording = _size(tensor.untyped_storage()), self.records(device)
+        storage = tensor.untyped_storage()
+        size = _size(storage)
+        recording = None if self.recording is None else self.records(device)
         if recording is not None:
             # the graph holds the memory, and the program what it sees of it
             tensor = recording.keep(tensor).detach()
+            storage = tensor.untyped_storage()
         seen = to_device(tensor, device)
         try:
-            block = self.memory.allocate(device, size, self.stream(device))
+            block = self.memory.allocate(device, size, self.stream(device) if stream is None else stream)
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(str(error)) from None
         if block is not None:
             # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
             memory = _DeviceMemory(tensor, self._release)
-            memory.block, memory.address = block, tensor.untyped_storage().data_ptr()
+            memory.block, memory.address = block, storage.data_ptr()
+            memory.layout = tensor.shape, tensor.stride(), tensor.dtype
             memory.return_to_graph = None if recording is None else recording.returns(tensor)
-            self._memory[id(memory)] = self._at[memory.address] = memory
+            before = self._memory.get(memory.address)
+            if before is not None:
+                self._shadowed[id(before)] = before
+            self._memory[memory.address] = memory
         return seen
+
+    def seen_by_host(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """The memory of a device's tensor as a host tensor that nobody may reshape: often it is the one behind it."""
+        memory = self._memory.get(tensor.data_ptr())
+        if memory is not None and memory.layout == layout:
+            host = memory()
+            if host is not None:
+                return host
+        return to_host(tensor)
 
     def lacks_memory(self, error: RuntimeError, device: int) -> Exception | None:
         """What to raise where the host had no memory for a device's tensor: the device may have none either."""
@@ -304,17 +317,20 @@ class Machine:
         )
 
     def _release(self, memory: _DeviceMemory) -> None:
-        del self._memory[id(memory)]
-        if self._at.get(memory.address) is memory:
-            del self._at[memory.address]
-            VALUES.kept.discard(memory.address)
+        if self._memory.get(memory.address) is memory:
+            del self._memory[memory.address]
+            if VALUES.kept:
+                VALUES.kept.discard(memory.address)
+        else:
+            del self._shadowed[id(memory)]
         if memory.return_to_graph is not None:
             memory.return_to_graph()
         self.memory.free(memory.block)
-        self.clock.discount(self._release_overhead)
+        if self._release_overhead:
+            self.clock.discount(self._release_overhead)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        memory = self._at.get(tensor.untyped_storage().data_ptr())
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
         if memory is not None:
             self.memory.record_stream(memory.block, stream)
 
@@ -328,7 +344,7 @@ class Machine:
 
     def host_memory(self, tensor: Tensor) -> Any:
         """The host's storage behind a device tensor; None if another library made the tensor."""
-        memory = self._at.get(tensor.untyped_storage().data_ptr())
+        memory = self._memory.get(tensor.untyped_storage().data_ptr())
         host = None if memory is None else memory()
         return None if host is None else host.untyped_storage()
 

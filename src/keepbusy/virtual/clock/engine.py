@@ -36,7 +36,7 @@ from keepbusy.virtual.clock.captured_graphs import (
 from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
 from keepbusy.virtual.clock.rows import Rows
 from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Moment, Stream
-from keepbusy.virtual.costs.device import Device
+from keepbusy.virtual.costs.device import Device, HostCosts
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
 _KERNEL, _COLLECTIVE, _FILL, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.FILL), int(Kind.COPY)
@@ -51,11 +51,24 @@ _FIRST_STREAM = 7
 _PEER_COPY = "Memcpy PtoP (Device -> Device)"
 
 
+class _DispatchCosts(dict[str, int]):
+    """Of operators by name, once each has been asked for."""
+
+    def __init__(self, host: HostCosts, backward: bool) -> None:
+        super().__init__()
+        self._host, self._backward = host, backward
+
+    def __missing__(self, name: str) -> int:
+        return self.setdefault(name, self._host.dispatch(name, self._backward))
+
+
 class Clock:
     """One process's view of its devices, and the timeline that it writes of them."""
 
-    def __init__(self, device: Device, rank: int = 0, devices: int = 1, real: Callable[[], int] | None = None) -> None:
-        """`real`: nanoseconds of a steady clock, or None for modelled host time."""
+    def __init__(
+        self, device: Device, rank: int = 0, devices: int = 1, real: Callable[[], Callable[[], int]] | None = None
+    ) -> None:
+        """`real`: gives a thread its steady clock, in nanoseconds; None for modelled host time."""
         self.device, self.rank, self.devices = device, rank, devices
         self.raises: Callable[[str, int], Exception] = CaptureError
         """Makes what is raised where CUDA would return an error of this text and number."""
@@ -76,6 +89,7 @@ class Clock:
         self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
         self._groups: dict[int, int] = {}  # how many ranks are members
         self._captures: dict[int, Graph] = {}
+        self._dispatch_costs = _DispatchCosts(device.host, False), _DispatchCosts(device.host, True)
         self._branch_streams: dict[tuple[int, int], int] = {}  # of a stream, on which lanes its graphs' branches run
         self.host()
 
@@ -94,9 +108,11 @@ class Clock:
                 lane = self.rows.lane(Lane(self.rank, None, self._thread_count, threading.current_thread().name))
                 self._thread_count += 1
                 now = first.now if first else 0
-                self.threads[number] = HostThread(self.rows, lane, now, self._real, self._lines, self._mark_rows)
+                real = self._real() if self._real is not None else None
+                self.threads[number] = HostThread(self.rows, lane, now, real, self._lines, self._mark_rows)
             else:  # Python gave the number of a thread that has ended: this one goes on in its lane, not at its time
                 self.threads[number] = same
+                same.chosen_streams.clear()
                 if first is not None:
                     self.hand_over(first)
         at_end_of_thread(lambda: self._ended_threads.update({number: self.threads.pop(number)}))
@@ -155,7 +171,7 @@ class Clock:
         if number is None:
             with self.lock:
                 number = self._places[lines] = len(self._lines)
-                self._lines.append(tuple(self.rows.name(line) for line in lines))
+                self._lines.append(tuple(self.rows.names[line] for line in lines))
         return number
 
     # what encloses the program's calls
@@ -237,7 +253,7 @@ class Clock:
             return
         if place != host.place:
             host.go_to(place)
-        least = self.device.host.dispatch(name, backward=host.in_backward or host.lane > 0)
+        least = self._dispatch_costs[host.in_backward or host.lane > 0][name]
         host.work(host.take_dispatch_time((place, name), least))
 
     def await_others(self, name: str, last_arrival: Callable[[int], int]) -> None:
@@ -276,7 +292,7 @@ class Clock:
                 begun, self._last_batch = self._last_batch, until
                 self.rows.add(
                     (
-                        self._workers, _WORK, self.rows.name(name), NONE, begun, until, until - begun, 0, NONE, NONE,
+                        self._workers, _WORK, self.rows.names[name], NONE, begun, until, until - begun, 0, NONE, NONE,
                         0, 0, NONE, NONE, 0,
                     )
                 )  # fmt: skip
@@ -317,9 +333,10 @@ class Clock:
         """
         host, line, rows, cost = self.threads[get_ident()], self._streams[stream], self.rows, self.device.host.launch
         with self.lock:
-            self._dispatch(host, name, place)
+            if not host.depth:
+                self._dispatch(host, name, place)
             outer = host.frame
-            host.frame = frame = rows.open(host.lane, _OPERATOR, rows.name(name), outer, host.now)
+            host.frame = frame = rows.open(host.lane, _OPERATOR, rows.names[name], outer, host.now)
             try:
                 if host.modelled_time:
                     host.work(host.modelled_time)
@@ -677,7 +694,7 @@ class Clock:
         end, gap = start + work, queue.gap if gap is None else gap
         row = rows.add(
             (
-                line.lane, kind, rows.name(name), NONE, start, end, work, gap, NONE, group, size, direction,
+                line.lane, kind, rows.names[name], NONE, start, end, work, gap, NONE, group, size, direction,
                 pinned, launch, queue.latency,
             )
         )  # fmt: skip

@@ -33,12 +33,12 @@ _LONGEST = 1 << 62
 _WORK, _LINE = int(Kind.WORK), int(FrameKind.LINE)
 
 
-class HostTime(threading.local):
-    """Real time as the program would have it on a machine of its own: without waiting for a core that others use.
+class HostTime:
+    """Real time as a thread would have it on a machine of its own: without waiting for a core that others use.
 
-    Nanoseconds of a steady clock of the calling thread; of two looks the difference counts. Ranks that
-    share few cores, or a busy machine, preempt each other for milliseconds. Linux tells each thread how
-    long it stood ready and did not run.
+    Nanoseconds of a steady clock of the thread that made it; of two looks the difference counts. Ranks
+    that share few cores, or a busy machine, preempt each other for milliseconds. Linux tells each thread
+    how long it stood ready and did not run.
     """
 
     _SHORTEST_WAIT = 100_000
@@ -78,9 +78,10 @@ class HostThread:
     """
 
     __slots__ = (
-        "_lines", "_looked_after", "_open_lines", "_outer", "_real", "_recent", "_resume_time", "_rows",
-        "awaits_batch", "border_time", "depth", "frame", "in_backward", "in_library", "innermost", "lane", "last",
-        "mark_rows", "marks", "modelled_time", "now", "pauses", "place", "releases", "unwritten_time",
+        "_lines", "_looked_after", "_open_lines", "_outer", "_recent", "_resume_time", "_rows",
+        "awaits_batch", "border_time", "chosen_streams", "depth", "frame", "in_backward", "in_library", "innermost",
+        "lane", "last", "mark_rows", "marks", "modelled_time", "now", "pauses", "place", "real", "releases",
+        "unwritten_time",
     )  # fmt: skip
 
     def __init__(
@@ -97,7 +98,7 @@ class HostThread:
         `lines`: of each place its lines, from the outside in. `mark_rows`: of each kind of mark its rows. The clock's
         threads share both.
         """
-        self._rows, self._real = rows, real
+        self._rows, self.real = rows, real
         self._lines = [()] if lines is None else lines
         self.mark_rows = {} if mark_rows is None else mark_rows
         self.lane, self.now = lane, now
@@ -121,34 +122,35 @@ class HostThread:
         self.border_time = 0  # the same since the last operator, that a row shows already
         self.modelled_time = 0  # modelled time that no row shows yet
         self.awaits_batch = False
+        self.chosen_streams: dict[int, int] = {}  # of each device the one that this thread has chosen
         self._looked_after = NONE  # the row at whose end the program last looked at its clock
 
     # time
 
     def pause(self, overhead: int = 0) -> None:
         """The program has called something of ours. Until `resume` real time does not count; nor does `overhead`."""
-        if self._real is not None and not self.pauses:
-            self.unwritten_time += self._real() - self._resume_time - overhead
+        if not self.pauses and self.real is not None:
+            self.unwritten_time += self.real() - self._resume_time - overhead
         self.pauses += 1
 
     def resume(self) -> None:
         """Back to the program."""
         self.pauses -= 1
-        if self._real is not None and not self.pauses:
-            self._resume_time = self._real()
+        if not self.pauses and self.real is not None:
+            self._resume_time = self.real()
 
     def pause_length(self) -> int:
         """For how long real time has not counted."""
-        return self._real() - self._resume_time if self._real is not None else 0
+        return self.real() - self._resume_time if self.real is not None else 0
 
     def forget_real_time(self) -> None:
         """What passed until now belongs to somebody else."""
-        self._resume_time = self._real() if self._real is not None else 0
+        self._resume_time = self.real() if self.real is not None else 0
 
     def take_dispatch_time(self, point: object, least: int) -> int:
         """What to write down before an operator whose dispatch takes `least`; `point`: where the program is."""
         least += self.modelled_time - self.border_time
-        if self._real is not None:
+        if self.real is not None:
             real = self.unwritten_time
             if self.in_library:
                 real = real if real > HOOK_LIMIT else 0
@@ -162,7 +164,7 @@ class HostThread:
 
     def take_border_time(self) -> int:
         """What to write down at a border of the program's own: real time, or all of the modelled one."""
-        if self._real is None:
+        if self.real is None:
             modelled, self.modelled_time = self.modelled_time, 0
             return modelled
         if not self.pauses:
@@ -191,7 +193,23 @@ class HostThread:
         """A row from now to its end; returns its number."""
         rows = self._rows
         row = rows.add(
-            (self.lane, kind, rows.name(name), self.frame, self.now, end, work, 0, awaits, NONE, size, 0, NONE, NONE, 0)
+            (
+                self.lane,
+                kind,
+                rows.names[name],
+                self.frame,
+                self.now,
+                end,
+                work,
+                0,
+                awaits,
+                NONE,
+                size,
+                0,
+                NONE,
+                NONE,
+                0,
+            )
         )
         self.now, self.last = end, row
         if self.releases:
@@ -235,7 +253,7 @@ class HostThread:
 
     def open(self, kind: int, name: str) -> None:
         self._outer.append((self.innermost, self.place, self._open_lines, self.in_backward, self.in_library))
-        self.innermost = self.frame = self._rows.open(self.lane, kind, self._rows.name(name), self.frame, self.now)
+        self.innermost = self.frame = self._rows.open(self.lane, kind, self._rows.names[name], self.frame, self.now)
         self.place, self._open_lines = 0, ()
         self.in_backward |= name == BACKWARD_PASS
         self.in_library |= name.startswith(LIBRARY_FRAMES)

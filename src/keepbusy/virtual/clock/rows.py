@@ -8,7 +8,7 @@ the row itself, because nearly every command has one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -46,18 +46,19 @@ class Packed:
 
     def __init__(self, width: int) -> None:
         self.width = width
+        self.count = 0
         self.fresh: list[tuple[int, ...]] = []
-        self.before = 0
         self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
 
-    def __len__(self) -> int:
-        return self.before + len(self.fresh)
-
-    def pack(self) -> None:
-        """Called when `fresh` has grown; appending itself stays a plain `list.append`."""
-        self._blocks.append([_narrow(column) for column in self._unpacked()])
-        self.before += len(self.fresh)
-        self.fresh.clear()
+    def add(self, row: tuple[int, ...]) -> int:
+        """Its number."""
+        fresh, number = self.fresh, self.count
+        if len(fresh) >= PACKED:
+            self._blocks.append([_narrow(column) for column in self._unpacked()])
+            fresh.clear()
+        fresh.append(row)
+        self.count = number + 1
+        return number
 
     def columns(self) -> Ints:
         """A row a column: the transposed table."""
@@ -78,64 +79,49 @@ def _narrow(column: Ints) -> npt.NDArray[np.signedinteger[Any]]:
     return column.astype(next(fits, np.int64))
 
 
+class Names(dict[str, int]):
+    """A number for each text, in the order in which they come."""
+
+    def __missing__(self, text: str) -> int:
+        return self.setdefault(text, len(self))
+
+
 class Rows:
     """Spans, links, frames and names, as they come."""
 
     def __init__(self) -> None:
-        self.names: dict[str, int] = {"": 0}
+        self.names = Names({"": 0})
         self.lanes: list[Lane] = []
         self.marks: list[int] = []
         self.spans = Packed(len(COLUMNS) + 2)
         self._links = Packed(4)
         self.frames = Packed(len(_FRAME_COLUMNS))
         self.frame_ends = array("q")
-
-    def name(self, text: str) -> int:
-        number = self.names.get(text)
-        if number is None:
-            number = self.names[text] = len(self.names)
-        return number
+        self.add: Callable[[Row], int] = self.spans.add
 
     def lane(self, lane: Lane) -> int:
         self.lanes.append(lane)
         return len(self.lanes) - 1
 
-    def add(self, row: Row) -> int:
-        """Its number."""
-        spans = self.spans
-        if len(spans.fresh) >= PACKED:
-            spans.pack()
-        spans.fresh.append(row)
-        return spans.before + len(spans.fresh) - 1
-
     def lengthen(self, row: int, frame: int, duration: int) -> bool:
         """Let the work of a row go on, if it is the last of all and within that frame."""
         fresh = self.spans.fresh
-        if not fresh or row != len(self) - 1 or fresh[-1][1] != _WORK or fresh[-1][3] != frame:
+        if not fresh or row != self.spans.count - 1 or fresh[-1][1] != _WORK or fresh[-1][3] != frame:
             return False
         lane, kind, name, frame, start, end, work, *rest = fresh[-1]
         fresh[-1] = (lane, kind, name, frame, start, end + duration, work + duration, *rest)
         return True
 
     def link(self, source: int, target: int, kind: LinkKind, lag: int = 0) -> None:
-        if len(self._links.fresh) >= PACKED:
-            self._links.pack()
-        self._links.fresh.append((source, target, kind, lag))
+        self._links.add((source, target, kind, lag))
 
     def open(self, lane: int, kind: int, name: int, parent: int, start: int) -> int:
         """A frame; `close` it, or it lasts until the timeline is made."""
-        frames = self.frames
-        if len(frames.fresh) >= PACKED:
-            frames.pack()
-        frames.fresh.append((lane, kind, name, parent, start))
         self.frame_ends.append(NONE)
-        return len(self.frame_ends) - 1
+        return self.frames.add((lane, kind, name, parent, start))
 
     def close(self, frame: int, end: int) -> None:
         self.frame_ends[frame] = end
-
-    def __len__(self) -> int:
-        return len(self.spans)
 
     def timeline(self, now: Mapping[int, int], facts: RunFacts) -> Timeline:
         """All so far. Frames still open end `now`, at the time of their lane."""
@@ -171,4 +157,4 @@ class Rows:
 
     def _sound_marks(self) -> list[int]:
         """A mark stands at the next row of its thread; one at the very end has none yet."""
-        return sorted({row for row in self.marks if row < len(self)})
+        return sorted({row for row in self.marks if row < self.spans.count})

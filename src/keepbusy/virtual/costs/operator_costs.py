@@ -24,6 +24,11 @@ class Law(NamedTuple):
     needs: tuple[int, ...] = (0,)  # how many dimensions the first inputs have at least; without them it does not apply
     asks: tuple[str, ...] = ()  # the arguments that it depends on, beside the tensors
 
+    @property
+    def depends_on_precision(self) -> bool:
+        """Whether PyTorch's precision of float32 products is for these operators."""
+        return self.kernels is products.matrix_product
+
 
 _TABLE = (
     # what computes
@@ -140,8 +145,6 @@ _LISTS = Law(laws.multi_tensor, "", (), ("lists",))
 """Of all `_foreach_…` and `_fused_…` operators that are not listed. `lists`: how many lists of tensors were flattened
 into the inputs."""
 _ELEMENTWISE = Law(laws.elementwise, "", ())
-_TF32 = products.matrix_product
-"""The law of the operators that PyTorch's precision of float32 products is for."""
 
 
 def law_of(name: str) -> Law:
@@ -159,7 +162,9 @@ class OperatorCosts:
         so that the program goes on; without it, as in tests, the failure is raised.
         """
         self.device, self.notes = device, notes
-        self._allows_tf32 = allows_tf32
+        self.allows_tf32 = allows_tf32
+        self.by_call: dict[Any, tuple[Kernel, ...]] = {}
+        """The same by what the caller knows a call by, which is quicker to make."""
         self._known: dict[_Key, tuple[Kernel, ...]] = {}
 
     def kernels(
@@ -172,7 +177,7 @@ class OperatorCosts:
         """Name and work of each kernel. `name` without its namespace and overload; tensors in the schema's order."""
         law = law_of(name)
         given = tuple((one, _plain(arguments[one])) for one in law.asks if one in arguments) if arguments else ()
-        tf32 = law.kernels is _TF32 and self._allows_tf32()
+        tf32 = law.depends_on_precision and self.allows_tf32()
         key = (name, inputs, outputs, given, tf32)
         found = self._known.get(key)
         if found is None:

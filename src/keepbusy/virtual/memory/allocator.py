@@ -23,6 +23,7 @@ BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
 SMALL_LIMIT, LARGE_SEGMENT_LIMIT = 1 << 20, 10 << 20
 """Up to so many bytes a block lies in a small segment; up to so many in a large one, and beyond in one of its own."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
+_LONG_JOURNAL = 1 << 16
 CONTEXT = 600 << 20
 """What the driver and its libraries take for themselves; an H200's process has about this much."""
 PoolId: TypeAlias = tuple[int, int]
@@ -126,7 +127,6 @@ class _DeviceBlocks:
         self.reserved = 0
         self.address = 0x7F00_0000_0000
         self.tally = Tally()
-        self.used, self.used_in_all = self.tally.used, self.tally.used[2]
         self.in_use_elsewhere: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
 
     def waiting(self, block: Block) -> tuple[Totals, Totals]:
@@ -178,8 +178,7 @@ class Memory:
                 split(block, rounded)
             block.free = False
             block.requested = size
-            one.used[0 if small else 1].add(block.size, size)
-            one.used_in_all.add(block.size, size)
+            one.tally.journal.append((small, 1, block.size, size))
             return block
 
     def free(self, block: Block | None) -> None:
@@ -282,8 +281,9 @@ class Memory:
         while self._freed:
             block = self._freed.popleft()
             one = self._devices[block.device]
-            one.used[0 if block.small else 1].remove(block.size, block.requested)
-            one.used_in_all.remove(block.size, block.requested)
+            one.tally.journal.append((block.pool.small, -1, -block.size, -block.requested))
+            if len(one.tally.journal) > _LONG_JOURNAL:
+                one.tally.used  # noqa: B018  # which reads it
             if block.users:
                 for figures in one.waiting(block):
                     figures.add(block.size, 0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepbusy.timeline.model import NONE
 from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
@@ -37,6 +38,13 @@ _TAKE_HOST_TENSORS = frozenset([
 # They are marked as random, for what they may do on some device; on the host they draw nothing.
 _DRAW_NOTHING = frozenset(["scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"])
 _NUMBERS = (bool, int, float, complex)
+_NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]", "Tensor")
+_PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
+"""Arguments of these types are compared as they are."""
+_INTEGER = frozenset([int])
+_UNDONE = object()
+_ANYWHERE = -2
+_NOWHERE: tuple[int, list[Any], Any] = (NONE, [], None)
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -44,8 +52,8 @@ class Signature:
     """Of one overload what its schema says, read once: where tensors stand, what it writes, and what it returns."""
 
     __slots__ = (
-        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "name", "returned", "short",
-        "takes_host_tensors", "tensors", "writes", "written",
+        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "may_wait", "name", "returned", "shapes",
+        "short", "takes_host_tensors", "tensors", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, overload: torch._ops.OpOverload) -> None:
@@ -66,6 +74,9 @@ class Signature:
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
         known = {name: at for at, name in enumerate(self.arguments)}
         self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
+        self.may_wait = short in _WAITING or short in _INDEXING
+        self.shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
+        """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in _DRAW_NOTHING
 
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -184,15 +195,39 @@ def _on_two_devices(name: str, one: str, other: str) -> RuntimeError:
     )
 
 
+def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, list[Any]]:
+    """The device of a list in a plain call, and the list as the host sees it. `shapes`: whether its numbers may matter.
+
+    _ANYWHERE for one without tensors, NONE for one that is not plain.
+    """
+    if given and isinstance(given[0], Tensor):
+        devices = {one.get_device() if isinstance(one, Tensor) else NONE for one in given}
+        if len(devices) > 1 or devices == {NONE}:
+            return NONE, given
+        layouts = [(one.shape, one.stride(), one.dtype) for one in given]
+        key.append(tuple(layouts))
+        return devices.pop(), list(map(MACHINE.seen_by_host, given, layouts))
+    if shapes and not _INTEGER.issuperset(map(type, given)):
+        return NONE, given
+    key.append(tuple(given) if shapes else len(given))
+    return _ANYWHERE, given
+
+
+_ONE_NEW = (None,)
+"""What an operator returns that makes one tensor."""
+
+
 class Kernel:
     """One overload on the virtual device.
 
     `on_host`: how the host computes it, where PyTorch's own kernel for the host is none, or another one.
     """
 
-    __slots__ = ("native", "on_host", "overload", "scalar", "signature")
+    __slots__ = ("is_plain", "is_product", "native", "on_host", "overload", "scalar", "shapes", "signature")
 
-    def __init__(self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
+    ) -> None:
         self.overload, self.on_host = overload, on_host
         self.native = overload._op
         self.signature = Signature(overload)
@@ -200,13 +235,91 @@ class Kernel:
         packet = overload._overloadpacket
         has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
         self.scalar = packet.Scalar._op if has_scalar else None
+        signature = self.signature
+        self.is_plain = dense and not signature.may_wait
+        self.is_product = law_of(signature.short).depends_on_precision
+        self.shapes = tuple(signature.shapes.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host, place = MACHINE.pause_at()
         try:
+            if self.is_plain and MACHINE.recording is None and VALUES.real:
+                done = self._run_plainly(place, args, kwargs)
+                if done is not _UNDONE:
+                    return done
             return self._run(place, args, kwargs)
         finally:
             host.resume()
+
+    def _run_plainly(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call on tensors of one device, beside numbers and the like: what it launches is known by its key.
+
+        Nothing is done where it is more than that.
+        """
+        key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
+        device, host_args, call = self._read(args, kwargs, key)
+        if device < 0:
+            return _UNDONE
+        signature, by_call = self.signature, MACHINE.costs.by_call
+        try:
+            out = self.compute(device, host_args, kwargs) if signature.is_random else call(*host_args, **kwargs)
+        except RuntimeError:  # the other way knows what can be done about it, or raises it again
+            return _UNDONE
+        known = tuple(key)
+        kernels = by_call.get(known)
+        if kernels is None:
+            inputs: list[Tensor] = []
+            map_tensors(inputs.append, host_args)
+            kernels = by_call[known] = self._kernels(inputs, out, args, kwargs)
+        stream = MACHINE.stream(device)
+        if signature.is_list_operator:
+            listed = sum(len(one) for one in args if isinstance(one, list))
+            MACHINE.clock.spend(MACHINE.device.host.lists(listed))
+        MACHINE.clock.operator(signature.name, place, stream, kernels)
+        if signature.returned == _ONE_NEW and isinstance(out, Tensor) and out.layout is torch.strided:
+            return MACHINE.place_on(out, device, stream)
+        return self._on_device(device, out, args, kwargs)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any]) -> tuple[int, list[Any], Any]:
+        """The device of a plain call, or less than 0; the arguments as the host sees them, and what it calls.
+
+        Whatever the kernels may depend on joins the key.
+        """
+        device, host_args, call = -1, list(args), self.on_host or self.native
+        for at, one in enumerate(args):
+            kind = type(one)
+            if kind in _PLAIN:
+                is_number = kind in _NUMBERS and not self.shapes[at]
+                key.append(kind if is_number else one)
+                if is_number and at in self.signature.tensors:
+                    call = self.on_host or self._chosen(args)
+            elif isinstance(one, Tensor):
+                index = one.get_device()
+                if index != device:
+                    if index < 0 or device >= 0:
+                        return _NOWHERE
+                    device = index
+                layout = one.shape, one.stride(), one.dtype
+                key.append(layout)
+                host_args[at] = MACHINE.seen_by_host(one, layout)
+            elif kind is list:
+                index, host_args[at] = _read_list(one, key, self.shapes[at])
+                if index == NONE or (index >= 0 <= device != index):
+                    return _NOWHERE
+                device = max(device, index)
+            else:
+                return _NOWHERE
+        for name, one in kwargs.items():
+            if type(one) not in _PLAIN:
+                return _NOWHERE
+            key += (name, one if self.signature.shapes[name] else type(one))
+        return device, host_args, call
+
+    def _kernels(self, inputs: list[Tensor], out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a GPU would run, by name and time."""
+        signature = self.signature
+        asked = signature.asked(args, kwargs) if signature.asks or signature.is_list_operator else kwargs
+        return MACHINE.kernels(signature.short, inputs, _new_tensors(signature, out), asked)
 
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature, operands = self.signature, Operands(self.signature)
@@ -224,8 +337,7 @@ class Kernel:
         if recording is not None:
             recording.about_to_write(*signature.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
-        asked = signature.asked(args, kwargs) if signature.asks or signature.is_list_operator else kwargs
-        kernels = MACHINE.kernels(signature.short, operands.inputs, _new_tensors(signature, out), asked)
+        kernels = self._kernels(operands.inputs, out, args, kwargs)
         if signature.is_list_operator:
             MACHINE.clock.spend(MACHINE.device.host.lists(len(operands.inputs)))
         MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)

@@ -139,7 +139,7 @@ def _sparse_kernels() -> dict[str, Callable[..., Any]]:
     for name in _registered("SparseCPU"):
         overload = overload_named(name)
         if overload is not None and _layout_named(name) is None:
-            found[name] = _native(overload, SPARSE_KEYS) if name in _SPARSE_STRUCTURE else Kernel(overload)
+            found[name] = _native(overload, SPARSE_KEYS) if name in _SPARSE_STRUCTURE else Kernel(overload, dense=False)
     return found
 
 
