@@ -125,7 +125,7 @@ LINES = {
     "traces": 2097,
     "instrument": 973,
     "recording": 3697,
-    "virtual": 8831,
+    "virtual": 8832,
     "explain": 3657,
     "report": 2712,
     "runtime": 3560,

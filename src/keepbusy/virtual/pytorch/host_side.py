@@ -257,7 +257,7 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not MACHINE.clock.host().pauses:
+        if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
             _price(getattr(func, "__name__", ""), args, made)
         return made
 
