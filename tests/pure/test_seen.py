@@ -18,11 +18,10 @@ from keepbusy.recording.line_log import (
     NOTHING,
     LineRecord,
     Log,
-    Tick,
     follower,
-    placed,
-    trace_offset,
 )
+from keepbusy.recording.recorded_run import placed, trace_offset
+from keepbusy.recording.window import Tick
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.traces.event_columns import Events, Thread, Trace
 from keepbusy.traces.kineto_names import Category

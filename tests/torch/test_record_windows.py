@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepbusy.recording.recorded_run import TRACE, facts_in
+from keepbusy.recording.recorded_run import facts_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, Run, RunOptions
-from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, Window
+from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window
 from keepbusy.recording.window_plan import Occasion
 from keepbusy.timeline.run_facts import STALL
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, kind_of
 
-EVERY = 20_000_000
-"""From look to look, at first."""
+EVERY, TIMES_ITS_COST = 20_000_000, 400
+"""From look to look, at first, and so many times as long as a look takes: the program waits for each."""
 KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
 STAYED = 3
@@ -87,7 +87,7 @@ class LoopWatch:
         self._clock = clock
         thread = threading.get_ident()
         self._frame = frame or (lambda: sys._current_frames().get(thread))
-        self._every = EVERY
+        self._every, self._cost = EVERY, 0
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
         self._kinds: list[int] = []
         self._lines: dict[tuple[int, int], Line] = {}  # of each code, by instruction
@@ -130,8 +130,11 @@ class LoopWatch:
 
     def _look_on(self) -> None:
         try:
-            while not self._stop.acquire(timeout=self._every / 1e9):
+            while not self._stop.acquire(timeout=max(self._every, TIMES_ITS_COST * self._cost) / 1e9):
+                began = self._clock()
                 self.look()
+                took = self._clock() - began
+                self._cost = (7 * self._cost + min(took, 2 * self._cost or took)) // 8  # others may have had their turn
                 if self.meanwhile is not None:
                     self.meanwhile()
         except Exception as error:  # it would be told on the program's standard error

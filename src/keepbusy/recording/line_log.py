@@ -14,8 +14,8 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -23,10 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of, shown
-from keepbusy.timeline.frame_roles import OWN_STEP
-from keepbusy.timeline.model import Ints, Mask
-from keepbusy.traces.event_columns import Events, Trace
-from keepbusy.traces.kineto_names import Category
+from keepbusy.timeline.model import Ints
 
 LINE, ENTER, LEAVE = 0, 1, 2
 NOTHING, FUNCTIONS, LINES = 0, 1, 2
@@ -77,7 +74,8 @@ class Log:
     def add(self, what: int, code: CodeType, line: int = 0) -> int:
         """Returns when that was. A row is written in one call, so that threads do not get into each other's."""
         now = self.clock()
-        self.entries.extend((now, threading.get_native_id(), what, self.number(code), line))
+        if not self.is_full:
+            self.entries.extend((now, threading.get_native_id(), what, self.number(code), line))
         return now
 
     def rows(self, since: int = 0) -> Ints:
@@ -197,93 +195,6 @@ def _ended(stack: list[_OpenFunction], code: int) -> int:
     return 0
 
 
-# The lines seen, as events of the trace and in its own time, so that they enclose its operators.
-
-_CLOSE = 100
-_TRIALS = 64
-TELLING = 20_000
-"""A shorter line that called nothing of PyTorch's tells nothing: pure Python has a hundred thousand of them."""
-
-
-class Tick(NamedTuple):
-    """One of our marks: the profiler noted it between these two readings of the host's clock."""
-
-    number: int
-    before: int
-    after: int
-
-
-def placed(trace: Trace, record: LineRecord, ticks: Sequence[Tick]) -> Trace:
-    """The trace with the lines seen, and with our marks as what they are: the profiler takes them for operators."""
-    ours = _marked(trace)
-    category = np.where(ours, Category.ANNOTATION, trace.events.category)
-    trace = replace(trace, events=trace.events.change(category=category))
-    number = {thread.number: index for index, thread in enumerate(trace.threads)}
-    stretches = [one for one in record.stretches() if str(one.thread) in number]
-    if not stretches or not ours.any():
-        return trace
-    thread = np.array([number[str(one.thread)] for one in stretches], np.int64)
-    start, end = (
-        np.array(column, np.int64) for column in zip(*((one.start, one.end) for one in stretches), strict=True)
-    )
-    shift = trace_offset(trace, ticks, {one: start[thread == one] for one in np.unique(thread).tolist()})
-    tells = (end - start >= TELLING) | _holds_something(trace, thread, start + shift, end + shift)
-    told = [one for one, kept in zip(stretches, tells.tolist(), strict=True) if kept]
-    return _with_lines(trace, record, told, thread[tells], shift)
-
-
-def _holds_something(trace: Trace, thread: Ints, start: Ints, end: Ints) -> Mask:
-    """Whether anything that the profiler saw of the thread began meanwhile."""
-    found = np.zeros(len(thread), bool)
-    for one in np.unique(thread).tolist():
-        mine = thread == one
-        begins = np.sort(trace.events.start[trace.events.thread == one])
-        found[mine] = np.searchsorted(begins, start[mine]) < np.searchsorted(begins, end[mine])
-    return found
-
-
-def _with_lines(trace: Trace, record: LineRecord, stretches: Sequence[Stretch], thread: Ints, shift: int) -> Trace:
-    number: dict[str, int] = {}
-    names = [record.written(one.code, one.line) for one in stretches]
-    lines = Events.of(
-        len(stretches),
-        category=np.array([Category.LINE if one.line else Category.PYTHON for one in stretches], np.int64),
-        name=np.array([number.setdefault(name, len(trace.names) + len(number)) for name in names], np.int64),
-        thread=thread,
-        start=np.array([one.start for one in stretches], np.int64) + shift,
-        end=np.array([one.end for one in stretches], np.int64) + shift,
-    )
-    events = Events.concatenate([trace.events, lines])
-    return replace(trace, names=(*trace.names, *number), events=events)
-
-
-def _marked(trace: Trace) -> np.ndarray:
-    return trace.begins(OWN_STEP)
-
-
-def trace_offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
-    """From the host's clock to the trace's: as the marks allow, and such that lines begin between operators."""
-    rows = np.flatnonzero(_marked(trace))
-    noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
-    pairs = [(noted[f"{OWN_STEP}{tick.number}"], tick) for tick in ticks if f"{OWN_STEP}{tick.number}" in noted]
-    low, high = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
-    trials = np.linspace(low, high, 1 + min(_TRIALS, (high - low) // _CLOSE)).astype(np.int64)
-    within = sum(_begun_within(trace, thread, times, trials) for thread, times in begins.items())
-    best = trials[within == np.min(within)]
-    return int(best[len(best) // 2])
-
-
-def _begun_within(trace: Trace, thread: int, times: Ints, trials: Ints) -> Ints:
-    """Under each shift, how many lines begin within an operator of their thread."""
-    events = trace.events
-    rows = np.flatnonzero((events.category == Category.OPERATOR) & (events.thread == thread))
-    rows = rows[np.argsort(events.start[rows], kind="stable")]
-    start, end = events.start[rows], np.maximum.accumulate(events.end[rows])
-    found = [np.searchsorted(start, times + shift, side="right") for shift in trials.tolist()]
-    ends = np.concatenate([[np.iinfo(np.int64).min], end])
-    return np.array([(times + shift < ends[place]).sum() for place, shift in zip(found, trials.tolist(), strict=True)])
-
-
 # Lines by `sys.monitoring`, since Python 3.12: events of the code that is followed, and none elsewhere.
 
 _TOOLS = (4, 3, 5, 2, 1, 0)
@@ -367,16 +278,20 @@ class MonitoringFollower:
             return self._api.DISABLE
         if id(code) not in self._codes and self._tool is not None:
             self._follow(code)
-        self.log.add(ENTER, code)
+        self._add(ENTER, code, 0)
         return None
 
     def _leave(self, code: CodeType, _: int, __: object) -> None:
-        self.log.add(LEAVE, code)
+        self._add(LEAVE, code, 0)
 
-    def _line(self, code: CodeType, line: int) -> Any:
-        now = self.log.add(LINE, code, line)
+    def _add(self, what: int, code: CodeType, line: int) -> int:
+        now = self.log.add(what, code, line)
         if len(self.log) - self._looked >= CHUNK:
             self._look()
+        return now
+
+    def _line(self, code: CodeType, line: int) -> Any:
+        now = self._add(LINE, code, line)
         if now >= self.ask.at or self.log.is_full:
             self.ask.whether()
         if not self._hot:

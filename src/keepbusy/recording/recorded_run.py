@@ -5,35 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keepbusy.recording.line_log import LineRecord, Tick, placed
+from keepbusy.recording.line_log import LineRecord, Stretch
+from keepbusy.recording.recorder import FACTS
+from keepbusy.recording.window import LINES, TRACE, Tick
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import replacing, typed
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.files import typed
+from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.timeline.model import Ints, Mask, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import WindowReason
 from keepbusy.timeline.run_tree import LoaderUse, Part
-from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import Category
 from keepbusy.traces.trace_file import read_trace
-
-# The folder in which a process leaves what it saw: its facts, and of its window the profiler's trace and the lines.
-#
-# While it runs it may leave the figures of its last steps there, too.
-
-FACTS, TRACE, LINES, LIVE = "facts.json", "window.json", "lines.npz", "live"
-
-
-def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """They appear once they are whole."""
-    with replacing(folder / FACTS, durable=False) as part:
-        part.write_text(json.dumps(facts, default=str), encoding="utf-8")
 
 
 def facts_in(folder: Path) -> dict[str, Any]:
@@ -210,3 +202,82 @@ def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int
     if len(numbers) != len(timeline.marks) or len(wanted) < 3:
         return timeline
     return timeline.change(marks=timeline.marks[np.isin(numbers, wanted)])
+
+
+# The lines seen, as events of the trace and in its own time, so that they enclose its operators.
+
+_CLOSE = 100
+_TRIALS = 64
+TELLING = 20_000
+"""A shorter line that called nothing of PyTorch's tells nothing: pure Python has a hundred thousand of them."""
+
+
+def placed(trace: Trace, record: LineRecord, ticks: Sequence[Tick]) -> Trace:
+    """The trace with the lines seen, and with our marks as what they are: the profiler takes them for operators."""
+    ours = _marked(trace)
+    category = np.where(ours, Category.ANNOTATION, trace.events.category)
+    trace = replace(trace, events=trace.events.change(category=category))
+    number = {thread.number: index for index, thread in enumerate(trace.threads)}
+    stretches = [one for one in record.stretches() if str(one.thread) in number]
+    if not stretches or not ours.any():
+        return trace
+    thread = np.array([number[str(one.thread)] for one in stretches], np.int64)
+    start, end = (
+        np.array(column, np.int64) for column in zip(*((one.start, one.end) for one in stretches), strict=True)
+    )
+    shift = trace_offset(trace, ticks, {one: start[thread == one] for one in np.unique(thread).tolist()})
+    tells = (end - start >= TELLING) | _holds_something(trace, thread, start + shift, end + shift)
+    told = [one for one, kept in zip(stretches, tells.tolist(), strict=True) if kept]
+    return _with_lines(trace, record, told, thread[tells], shift)
+
+
+def _holds_something(trace: Trace, thread: Ints, start: Ints, end: Ints) -> Mask:
+    """Whether anything that the profiler saw of the thread began meanwhile."""
+    found = np.zeros(len(thread), bool)
+    for one in np.unique(thread).tolist():
+        mine = thread == one
+        begins = np.sort(trace.events.start[trace.events.thread == one])
+        found[mine] = np.searchsorted(begins, start[mine]) < np.searchsorted(begins, end[mine])
+    return found
+
+
+def _with_lines(trace: Trace, record: LineRecord, stretches: Sequence[Stretch], thread: Ints, shift: int) -> Trace:
+    number: dict[str, int] = {}
+    names = [record.written(one.code, one.line) for one in stretches]
+    lines = Events.of(
+        len(stretches),
+        category=np.array([Category.LINE if one.line else Category.PYTHON for one in stretches], np.int64),
+        name=np.array([number.setdefault(name, len(trace.names) + len(number)) for name in names], np.int64),
+        thread=thread,
+        start=np.array([one.start for one in stretches], np.int64) + shift,
+        end=np.array([one.end for one in stretches], np.int64) + shift,
+    )
+    events = Events.concatenate([trace.events, lines])
+    return replace(trace, names=(*trace.names, *number), events=events)
+
+
+def _marked(trace: Trace) -> np.ndarray:
+    return trace.begins(OWN_STEP)
+
+
+def trace_offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
+    """From the host's clock to the trace's: as the marks allow, and such that lines begin between operators."""
+    rows = np.flatnonzero(_marked(trace))
+    noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
+    pairs = [(noted[f"{OWN_STEP}{tick.number}"], tick) for tick in ticks if f"{OWN_STEP}{tick.number}" in noted]
+    low, high = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
+    trials = np.linspace(low, high, 1 + min(_TRIALS, (high - low) // _CLOSE)).astype(np.int64)
+    within = sum(_begun_within(trace, thread, times, trials) for thread, times in begins.items())
+    best = trials[within == np.min(within)]
+    return int(best[len(best) // 2])
+
+
+def _begun_within(trace: Trace, thread: int, times: Ints, trials: Ints) -> Ints:
+    """Under each shift, how many lines begin within an operator of their thread."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.OPERATOR) & (events.thread == thread))
+    rows = rows[np.argsort(events.start[rows], kind="stable")]
+    start, end = events.start[rows], np.maximum.accumulate(events.end[rows])
+    found = [np.searchsorted(start, times + shift, side="right") for shift in trials.tolist()]
+    ends = np.concatenate([[np.iinfo(np.int64).min], end])
+    return np.array([(times + shift < ends[place]).sum() for place, shift in zip(found, trials.tolist(), strict=True)])

@@ -6,6 +6,7 @@ windows (`window_plan.py`) and writes down what is known by now. `Session` does 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -24,13 +25,15 @@ from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.loop_tree import BusyLoop, innermost_loops, read_source, step_looks, tree_of
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.recorded_run import LIVE, write_facts
 from keepbusy.recording.window import LONGEST_OPEN, OtherProfilers, Window
 from keepbusy.recording.window_plan import Occasion, WindowPlan
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import replacing
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import DRIFT
 
+FACTS, LIVE = "facts.json", "live"
+"""What a process leaves in its folder, beside what its windows saw; the latter while somebody looks on."""
 STEPS_BEFORE_WINDOW, LATEST_BEGIN = 8, 16
 """Steps before the window opens: memory, kernels and states are made in the first ones. A run whose steps are not alike
 by the latter is looked at as it is."""
@@ -296,7 +299,8 @@ class Run:
             "after": self._after,
             "notes": [*self.notes, *self._said()],
         }
-        write_facts(self.folder, facts | more)
+        with replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
+            part.write_text(json.dumps(facts | more, default=str), encoding="utf-8")
 
     def _about(self, window: Window) -> dict[str, Any]:
         loop = next((one.loop for one, its in self._further if its is window), None)

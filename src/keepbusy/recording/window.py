@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from keepbusy.recording.line_log import Ask, Log, Tick, follower
-from keepbusy.recording.recorded_run import LINES, TRACE
+from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.frame_roles import OWN_STEP
 
@@ -83,6 +82,18 @@ OPEN_AT_MOST = 3_000_000_000
 MANY_ALLOCATIONS = 6_000
 """What takes long to close are the events, some ten for each tensor made; a turn that waits has few of them."""
 ASKED_AGAIN = 50_000_000
+
+
+TRACE, LINES = "window.json", "lines.npz"
+"""What a window leaves in its folder: the profiler's trace, and the lines."""
+
+
+class Tick(NamedTuple):
+    """One of our marks: the profiler noted it between these two readings of the host's clock."""
+
+    number: int
+    before: int
+    after: int
 
 
 class Window:

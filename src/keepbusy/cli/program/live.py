@@ -85,7 +85,7 @@ def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
 
 def latest(folder: Path) -> tuple[Path | None, Figures | None]:
     """Of all processes that leave figures, the one that has taken most steps."""
-    from keepbusy.recording.recorded_run import LIVE
+    from keepbusy.recording.recorder import LIVE
     from keepbusy.timeline.plain_run import FiguresFile
 
     found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{LIVE}")]
@@ -121,6 +121,7 @@ class _Window:
 
 
 def _has_closed(process: Path) -> bool:
-    from keepbusy.recording.recorded_run import TRACE, facts_in
+    from keepbusy.recording.recorded_run import facts_in
+    from keepbusy.recording.window import TRACE
 
     return (process / TRACE).exists() and bool(facts_in(process).get("closed"))
