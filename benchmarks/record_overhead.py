@@ -1,228 +1,246 @@
-"""What recording costs the program that is recorded: `python record_overhead.py [--out FILE]` (a GPU, three minutes).
+"""What recording costs the program that is recorded: `python record_overhead.py [--seconds 170] [--out FILE]`.
 
-Marks: in one process short blocks of steps alternate, left alone, with marks, left alone … on a step that is bound by
-its launches and on a healthy one. Each block is held against its neighbours, for the host of a virtual machine drifts.
+Three programs: one bound by its launches, a healthy one, and one that makes very many short calls in Python. Each is
+measured in two ways, and each way has a control in which nothing is recorded where something is elsewhere.
 
-The window, and PyTorch's own profilers beside it: what they leave behind can't be taken out of a process again, so each
-gets fresh ones, and in turn with them processes in which nothing is recorded between the steps before and those after.
+Beside: within one process, stretches of the program alone take turns with stretches in which everything runs that runs
+from a recorded program's first step to its last (marks, looks, counted turns, the driver's samples), but no window.
+
+Whole: the program in a fresh process, plain, under `keepbusy run`, and plain again. Told are the time from the start of
+the process to the program's own end, the rest of it (the report), and a step by the program's own stopwatch.
+
+Without a GPU it runs small on the CPU, which shows that it works and no more.
 """
 
+from __future__ import annotations
+
 import argparse
-import gc
 import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-os.environ["TEARDOWN_CUPTI"] = "1"  # read when a profiler ends: CUPTI lets go of the process
-
 import torch
-from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "stalls"))
 from forked import forked
-from models import TextClassifier, resnet
 
-from keepbusy.recording.marks import Marks
-from keepbusy.recording.recorder import Run, RunOptions
-
-WARM, LOOKED_AT = 3, 12
-"""Steps before the window opens, and so many more that it has closed and CUPTI has let go."""
-SETTLING, BLOCK, PAIRS = 2, 8, 80
-"""Steps before a block, in which marks find out what a step is; steps in it; and pairs of blocks."""
-AROUND, UNDER = 60, 12
-"""Steps before and after what is recorded in a fresh process, and steps that a profiler records."""
-CPU, CUDA = ProfilerActivity.CPU, ProfilerActivity.CUDA
-
+BLOCK, SETTLING = 0.4, 0.15
+"""Seconds of a stretch that is timed, and before it: loops are noticed in a tenth of a second."""
+WARM_UP = 30
+SHARE_BESIDE = 0.35
+"""Of the time that is given, for the first way."""
+LOOPED = 4.0
+"""Seconds that each whole program trains for."""
+ON_GPU = Path("/dev/nvidiactl").exists()  # asking PyTorch would wake the driver, which does not outlive a fork
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 Step = Callable[[], None]
-Found = dict[str, float]
 
 
 def launch_bound() -> Step:
     """Many small kernels: the GPU waits for the host all the time."""
-    model = TextClassifier(width=256, layers=6, heads=4).cuda()
-    return training(model, torch.randint(0, 8192, (16, 128), device="cuda"))
+    width, layers = (256, 6) if ON_GPU else (32, 2)
+    layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, device=DEVICE)
+    return training(torch.nn.TransformerEncoder(layer, layers), torch.randn(16, 64, width, device=DEVICE))
 
 
 def healthy() -> Step:
     """The GPU is what sets the pace."""
-    images = torch.randn(256, 3, 176, 176, device="cuda").to(memory_format=torch.channels_last)
-    return training(resnet(96), images)
+    width = 8192 if ON_GPU else 256
+    layers = [torch.nn.Linear(width, width, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    return training(torch.nn.Sequential(*layers), torch.randn(4096 if ON_GPU else 64, width, device=DEVICE).bfloat16())
+
+
+def short_calls() -> Step:
+    """Little to launch, and a host that calls small functions of its own thirty thousand times a step."""
+    small = training(torch.nn.Linear(64, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE))
+
+    def add(one: int, other: int) -> int:
+        return one + other
+
+    def step() -> None:
+        total = 0
+        for number in range(30_000):
+            total = add(total, number)
+        small()
+
+    return step
+
+
+PROGRAMS = {"launch-bound": launch_bound, "healthy": healthy, "short calls": short_calls}
 
 
 def training(model: torch.nn.Module, x: torch.Tensor) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    y = torch.randint(0, 20, (len(x),), device="cuda")
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = cross_entropy(model(x), y)
-        loss.backward()
+        model(x).float().pow(2).mean().backward()
         optimizer.step()
 
     return step
 
 
-CASES = {"launch-bound": (launch_bound, 4), "healthy": (healthy, 2)}
-"""How the step is made, and processes for each way to record it."""
+def wait_for_device() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
-def milliseconds(step: Step, count: int) -> float:
-    """A step of a block, the device's end of it included."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize()
+def milliseconds(step: Step, seconds: float) -> float:
+    """A step, over so many seconds, the device's end of it included."""
+    wait_for_device()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        for _ in range(4):
+            step()
+        wait_for_device()
+        count += 4
     return (time.perf_counter() - start) / count * 1e3
 
 
-# marks, in one process
+# Beside: in one process.
 
 
-def marks(make: Callable[[], Step]) -> Found:
+def beside(make: Callable[[], Step], seconds: float) -> dict[str, float]:
+    torch.set_num_threads(1)
     step = make()
-    milliseconds(step, AROUND)
-    plain, marked = [block(step)], []
-    for _ in range(PAIRS):
-        marked.append(with_marks(step))
-        plain.append(block(step))
-    added = [2 * took / (a + b) - 1 for took, (a, b) in zip(marked, pairwise(plain), strict=True)]
-    idle = [2 * took / (a + b) - 1 for a, took, b in zip(plain, plain[1:], plain[2:], strict=False)]
+    for _ in range(WARM_UP):
+        step()
+    until = time.perf_counter() + seconds
+    plain, recorded = [stretch(step)], list[float]()
+    while time.perf_counter() < until:
+        recorded.append(stretch_with_recorder(step))
+        plain.append(stretch(step))
+    added = [2 * took / (a + b) - 1 for took, (a, b) in zip(recorded, pairwise(plain), strict=True)]
+    control = [2 * b / (a + c) - 1 for a, b, c in zip(plain, plain[1:], plain[2:], strict=False)]
     return {
+        "pairs": len(added),
         "plain_ms": statistics.median(plain),
-        "recorded_ms": statistics.median(marked),
         "added": 100 * statistics.median(added),
-        "error": 100 * error(added),
-        "idle": 100 * statistics.median(idle),
-        "idle_error": 100 * error(idle),
+        "added_error": 100 * error(added),
+        "control": 100 * statistics.median(control),
+        "control_error": 100 * error(control),
     }
 
 
-def with_marks(step: Step) -> float:
-    marks = Marks()
-    marks.begin()
-    try:
-        return block(step)
-    finally:
-        marks.end()
-
-
-def block(step: Step) -> float:
+def stretch(step: Step) -> float:
     milliseconds(step, SETTLING)
     return milliseconds(step, BLOCK)
 
 
+def stretch_with_recorder(step: Step) -> float:
+    from keepbusy.recording.recorder import Run, RunOptions
+
+    run = Run(RunOptions(after=1 << 30))
+    run.begin()
+    try:
+        return stretch(step)
+    finally:
+        run.end()
+        shutil.rmtree(run.folder.parent)
+
+
 def error(values: list[float]) -> float:
     """Of their median: between which values two of three such medians lie, halved."""
+    if len(values) < 3:
+        return float("nan")
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return 1.25 * (high - low) / 1.349 / len(values) ** 0.5
 
 
-# everything else, in fresh processes
+# Whole: a fresh process each.
 
 
-def window(step: Step) -> Found:
-    run = Run(RunOptions(after=WARM))
-    run.begin()
-    try:
-        milliseconds(step, WARM + LOOKED_AT)
-        recorded = [(later.before - earlier.before) / 1e6 for earlier, later in pairwise(run.window.ticks)]
-        after = milliseconds(step, AROUND)  # with marks, as it goes on
-    finally:
-        run.end()
-        shutil.rmtree(run.folder.parent)
-    return {"recorded_ms": statistics.median(recorded), "held_up_ms": run.window.cost / 1e6, "after_ms": after}
+def be_program(name: str) -> None:
+    torch.set_num_threads(1)
+    step = PROGRAMS[name]()
+    took = list[float]()
+    until = time.perf_counter() + LOOPED
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        for _ in range(8):
+            step()
+        wait_for_device()
+        took.append((time.perf_counter() - began) / 8 * 1e3)
+    mean, middle = statistics.fmean(took[4:]), statistics.median(took[4:])
+    print(json.dumps({"mean_ms": mean, "median_ms": middle, "steps": 8 * len(took), "ended": time.time()}), flush=True)
 
 
-def profiler(**options: object) -> Callable[[Step], Found]:
-    def recorded(step: Step) -> Found:
-        with profile(**options):
-            took = milliseconds(step, UNDER)
-        gc.collect()
-        milliseconds(step, LOOKED_AT)
-        return {"recorded_ms": took, "after_ms": milliseconds(step, AROUND)}
-
-    return recorded
-
-
-def nothing(step: Step) -> Found:
-    took = milliseconds(step, WARM + LOOKED_AT)
-    return {"recorded_ms": took, "after_ms": milliseconds(step, AROUND)}
-
-
-RECORDERS = {
-    "nothing": (nothing, 1),
-    "window": (window, 1),
-    "Kineto, CPU and CUDA": (profiler(activities=[CPU, CUDA]), 2),
-    "Kineto, with stacks": (profiler(activities=[CPU, CUDA], with_stack=True), 2),
-}
-"""What records, and in how many times fewer processes."""
-
-
-def trial(make: Callable[[], Step], recorder: Callable[[Step], Found]) -> Found:
-    step = make()
-    milliseconds(step, AROUND)
-    plain = milliseconds(step, AROUND)
-    return {"plain_ms": plain, **recorder(step)}
-
-
-def trials(make: Callable[[], Step], count: int) -> dict[str, Found]:
-    found: dict[str, list[Found]] = {name: [] for name in RECORDERS}
-    for number in range(count):
-        for name, (recorder, fewer) in RECORDERS.items():
-            if number % fewer == 0:
-                found[name].append(forked(lambda recorder=recorder: trial(make, recorder)))
-    return {name: summed_up(rows) for name, rows in found.items()}
-
-
-def summed_up(rows: list[Found]) -> Found:
-    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    added = [100 * (row["recorded_ms"] / row["plain_ms"] - 1) for row in rows]
-    after = [100 * (row["after_ms"] / row["plain_ms"] - 1) for row in rows]
-    return middle | {
-        "added": statistics.median(added),
-        "after": statistics.median(after),
-        "after_low": min(after),
-        "after_high": max(after),
+def whole(name: str, recorded: bool) -> dict[str, float]:
+    before = ["-m", "keepbusy", "run"] if recorded else []
+    began = time.time()
+    command = [sys.executable, *before, __file__, "--program", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    took = time.time() - began
+    told = next((line for line in done.stdout.splitlines() if line.startswith('{"mean_ms"')), None)
+    if told is None:
+        raise RuntimeError(f"{name} did not end well:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    said = json.loads(told)
+    program = said["ended"] - began - LOOPED  # all but the loop, which is as long in each
+    return {
+        "mean_ms": said["mean_ms"],
+        "median_ms": said["median_ms"],
+        "around": program,
+        "after": took - program - LOOPED,
     }
 
 
-def show(name: str, case: dict[str, Found]) -> None:
-    for recorder, row in case.items():
-        times = f"{name:14s}{row['plain_ms']:7.2f} ms{row['recorded_ms']:9.2f} ms"
-        print(f"{times}{row['added']:+8.1f}%   {recorder}: {more(row)}", flush=True)
+WAYS = {"plain": False, "recorded": True, "control": False}
 
 
-def more(row: Found) -> str:
-    """How sure that is; and what is left once the recorder has ended."""
-    if "idle" in row:
-        return f"± {row['error']:.1f}; without marks, likewise: {row['idle']:+.1f} ± {row['idle_error']:.1f}"
-    held = f", held up {row['held_up_ms']:.0f} ms once" if "held_up_ms" in row else ""
-    return f"after it {row['after']:+.1f}% ({row['after_low']:+.1f} to {row['after_high']:+.1f}%){held}"
+def show_whole(name: str, rows: dict[str, list[dict[str, float]]]) -> None:
+    for way, found in rows.items():
+        if not found:
+            continue
+        middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
+        plain = statistics.median(one["median_ms"] for one in rows["plain"])
+        more = 100 * (middle["median_ms"] / plain - 1)
+        steps = f"a step {middle['median_ms']:8.3f} ms ({more:+5.1f}%), mean {middle['mean_ms']:8.3f}"
+        rest = f"beside its loop {middle['around']:6.2f} s, after its end {middle['after']:5.2f} s"
+        print(f"{name:14s}{way:10s}x{len(found)}  {steps};  {rest}", flush=True)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--seconds", type=float, default=170)
     arguments.add_argument("--out", type=Path)
+    arguments.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    found: dict[str, dict[str, Found]] = {}
-    print(f"{'':14s}{'plain':>10s}{'recorded':>12s}{'added':>9s}")
-    for name, (make, count) in CASES.items():
-        found[name] = {"marks": forked(lambda make=make: marks(make)), **trials(make, count)}
-        show(name, found[name])
+    if options.program:
+        be_program(options.program)
+        return
+    until = time.monotonic() + options.seconds
+    found: dict[str, object] = {}
+    for name, make in PROGRAMS.items():
+        row = forked(lambda make=make: beside(make, SHARE_BESIDE * options.seconds / len(PROGRAMS) - 3))
+        found[name] = row
+        recorder = f"with the recorder {row['added']:+.2f}% (± {row['added_error']:.2f})"
+        control = f"control {row['control']:+.2f}% (± {row['control_error']:.2f})"
+        print(
+            f"{name:14s}beside    x{row['pairs']:<3d} a step {row['plain_ms']:8.3f} ms, {recorder}; {control}",
+            flush=True,
+        )
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {name: {way: [] for way in WAYS} for name in PROGRAMS}
+    longest, trials = 0.0, [(name, way) for name in PROGRAMS for way in WAYS]
+    while time.monotonic() + longest < until:
+        name, way = trials[0]
+        trials = [*trials[1:], trials[0]]
+        began = time.monotonic()
+        rows[name][way].append(whole(name, WAYS[way]))
+        longest = max(longest, time.monotonic() - began)
+    for name in PROGRAMS:
+        show_whole(name, rows[name])
     if options.out:
-        said = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": found}
+        gpu = torch.cuda.get_device_name() if ON_GPU else "none"
+        said = {"gpu": gpu, "torch": torch.__version__, "beside": found, "whole": rows}
         options.out.write_text(json.dumps(said, indent=1))
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     main()
