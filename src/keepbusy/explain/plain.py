@@ -33,8 +33,6 @@ LUCK = 2.0
 """A recording may catch a better moment of the machine, but not one twice as good."""
 LONGEST_QUEUE = 64.0
 """So many times as long as it seemed a batch may take its workers, since they had prepared some before."""
-READY = 0.03
-"""Of a step, as in the ledger: a loader that the run waits for no longer than this has its batches ready."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
 
@@ -131,17 +129,13 @@ def by_workers(timeline: Timeline) -> Mask:
 
 
 def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
-    """Without the workers of a loader that the whole run next to never waited for.
+    """Without the workers of a loader for which plain steps next to never wait.
 
     A window sees when a batch was taken, not when it was ready. Recording makes the loop slower, so batches seem to
     come no faster than that slower loop took them, and would hold up the plain one.
     """
-    ready = set(timeline.ranks)
-    for use in timeline.facts.loaders:
-        if use.waited - use.began > READY * plain_step * use.batches:
-            ready.discard(use.rank)
-    known = {use.rank for use in timeline.facts.loaders if use.workers}
-    batches = by_workers(timeline) & np.isin(timeline.rank_of_rows, list(ready & known))
+    ready = [rank for rank, run in timeline.facts.plain_runs.items() if run.input < BLIND * plain_step]
+    batches = by_workers(timeline) & np.isin(timeline.rank_of_rows, ready)
     if not batches.any() or not rule("ready_batches"):
         return timeline
     return timeline.change_spans(work=np.where(batches, 0, timeline.spans.work))

@@ -26,7 +26,7 @@ RULES = {
     "unequal_devices": "Device work that is a tenth and 0.5 ms more on one rank is shared out.",
     "syncs_of_the_late": "Syncs that only the late rank makes leave with what it does there.",
     "one_fix_alone": "All fixes together are no slower than the first one alone.",
-    "ready_batches": "A loader that the whole run did not wait for had its batches ready in the recorded steps, too.",
+    "ready_batches": "A loader that plain steps do not wait for had its batches ready in the recorded steps, too.",
     "moved_work": "Where work that was moved aside sets the pace, what is left of the wait is still its cause's.",
 }
 
