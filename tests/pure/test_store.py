@@ -18,6 +18,7 @@ from keepbusy.timeline.busy_file import from_bytes, load, save, to_bytes
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.replay import run
 from keepbusy.timeline.run_facts import STALL, RunFacts, WindowReason
 
 LANES = (Lane(0, None, 0, "main"), Lane(0, 0, 7))
@@ -278,3 +279,15 @@ def test_a_further_timeline_that_is_not_there_is_damage(lengths: object) -> None
     wrong = json.dumps(lengths)
     with pytest.raises(BadInput, match=r"damaged|no .busy file|cut off"):
         from_bytes(forged(content, f'"further":[{length}]', f'"further":{wrong}'))
+
+
+def test_a_launch_of_what_is_no_command_is_refused() -> None:
+    wrong = ONE_LAUNCH.change(links=Links.of(1, source=[0], target=[0], kind=[0]))
+    with pytest.raises(BadInput, match="a launch of what is no command"):
+        from_bytes(to_bytes(wrong))
+
+
+def test_times_that_no_run_lasts_are_refused_in_a_sentence() -> None:
+    wrong = ONE_LAUNCH.change_spans(work=np.full(len(ONE_LAUNCH), 1 << 62))
+    with pytest.raises(BadInput, match="holds times that no run lasts"):
+        run(from_bytes(to_bytes(wrong)), rounds=4)

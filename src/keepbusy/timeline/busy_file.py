@@ -211,7 +211,7 @@ def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
     return Timeline(
         lanes=lanes,
         names=tuple(header["names"]),
-        marks=tables["marks"]["marks"],
+        marks=np.sort(tables["marks"]["marks"]),
         facts=RunFacts.of_json(header["facts"], min((lane.rank for lane in lanes), default=0)),
         **made,  # type: ignore[arg-type]
     )
@@ -248,6 +248,8 @@ def _check(timeline: Timeline) -> None:
             raise ValueError(f"a {what} that does not exist")
     if not np.isin(spans.kind, list(Kind)).all():
         raise ValueError("a kind of span that does not exist")
+    if not timeline.on_device[links.target[links.kind == LinkKind.LAUNCH]].all():
+        raise ValueError("a launch of what is no command")
     if not ((frames.parent >= NONE) & (frames.parent < np.arange(len(frames)))).all():
         raise ValueError("a frame that stands before its parent")
 

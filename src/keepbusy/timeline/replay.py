@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
 PENDING_LIMIT = 1022
@@ -106,8 +107,12 @@ def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
     engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool), rounds)
     for _ in range(rounds):
         engine.round()
-    start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
-    return Replayed(start, end, np.array(engine.progress, np.int64), rounds)
+    try:
+        start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
+        return Replayed(start, end, np.array(engine.progress, np.int64), rounds)
+    except OverflowError:
+        source = timeline.facts.source or "the recording"
+        raise BadInput(f"{source} holds times that no run lasts, so they are damaged; record it again.") from None
 
 
 class _Engine:

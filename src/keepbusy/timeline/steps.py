@@ -130,7 +130,8 @@ def _into_next_round(timeline: Timeline, kept: Mask) -> Links:
         mine, rows = np.flatnonzero(spans.lane[leaving.target] == lane), timeline.rows_of(lane)
         inside = rows[kept[rows]]
         place = np.searchsorted(rows, leaving.target[mine]) - np.searchsorted(rows, inside.max(initial=NONE)) - 1
-        again[mine] = np.append(inside, NONE)[np.minimum(place, len(inside))]
+        place = np.where(place < 0, len(inside), np.minimum(place, len(inside)))  # a damaged link may lead back
+        again[mine] = np.append(inside, NONE)[place]
     alike = (again != NONE) & (spans.name[again] == spans.name[leaving.target])
     alike &= spans.kind[again] == spans.kind[leaving.target]
     return leaving.take(np.flatnonzero(alike)).change(source=new[leaving.source[alike]], target=new[again[alike]])
