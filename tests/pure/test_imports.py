@@ -123,8 +123,8 @@ STILL_TWICE = {
 LINES = {
     "timeline": 2019,
     "traces": 2097,
-    "instrument": 976,
-    "recording": 3698,
+    "instrument": 995,
+    "recording": 3714,
     "virtual": 8832,
     "explain": 3657,
     "report": 2712,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from watched import MS, Watched, codes_of
 
+from keepbusy.instrument.loops import Line
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.loop_tree import innermost_loops, tree_of
 from keepbusy.timeline.model import NONE, Ints
@@ -97,6 +98,18 @@ def test_nobody_counted_the_turns(train: Watched) -> None:
         ("train.py:3", 0, NONE),
         ("train.py:4", 0, NONE),
     ]
+
+
+def test_before_python_3_12_steps_and_batches_tell_of_turns(train: Watched) -> None:
+    """A batch comes at the loop's own line, and a step ends within it: either tells, the other adds nothing."""
+    two_epochs(train)
+    train.looks.turns.clear()
+    code = train.numbers["train"]
+    ends = [round(one * MS) for one in (*steady(300, 10, 100), *steady(1_500, 10, 100))]
+    train.looks.passes[Line(code, STEP)] = array("q", ends)
+    train.looks.passes[Line(code, 4)] = array("q", ends[:-1])
+    batches = part(held_together(tree_of(train.looks)), "train.py:4")
+    assert (batches.turns, batches.low, batches.turn) == (20, 100 * MS, 100 * MS)
 
 
 def test_a_run_without_looks_is_a_run() -> None:

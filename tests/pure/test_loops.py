@@ -15,6 +15,7 @@ from keepbusy.instrument.loops import (
     DEEPEST,
     ENTRIES_IN_A_ROW,
     STAYED,
+    SURELY_STAYED,
     TURNS_IN_A_ROW,
     Line,
     Looks,
@@ -429,3 +430,14 @@ def test_whoever_follows_a_loop_is_told_each_turn() -> None:
     globe["train"](4, nothing)
     watch.end()
     assert len(told) == 4
+
+
+@pytest.mark.skipif(COUNTS, reason="turns are counted there")
+def test_where_turns_cannot_be_counted_whoever_knows_tells(program: Program) -> None:
+    loop, inner = Frame(code("train"), 4), Frame(code("step"), 2)
+    program.look(Frame(module(), 9), loop, times=SURELY_STAYED)
+    inner.f_back = loop
+    for _ in range(3):
+        program.watch.passed(inner)  # type: ignore[arg-type]
+    [(line, times)] = program.watch.looks.passes.items()
+    assert (program.watch.looks.codes[line.code].co_name, line.line, len(times)) == ("train", 4, 3)

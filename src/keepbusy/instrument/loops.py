@@ -27,6 +27,8 @@ KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
 STAYED = 3
 """Looks in a row that find the same frame of a code: it may hold a loop, and is counted from then on."""
+SURELY_STAYED = 25
+"""The same where entries cannot be counted: before Python 3.12 a new frame may lie where an old one lay."""
 ENTRIES_A_SECOND, ENTRIES_IN_A_ROW = 100, 16
 """What is entered more often, so many times in a row, holds no loop of the run: its frames met at one address."""
 TURNS_A_SECOND, TURNS_IN_A_ROW = 10_000, 512
@@ -64,6 +66,8 @@ class Looks:
     """Loops whose turns were counted no further."""
     entries: dict[int, array[int]] = field(default_factory=dict)
     """When a code was entered, from when on it was counted; of those that were ever counted."""
+    passes: dict[Line, array[int]] = field(default_factory=dict)
+    """Before Python 3.12: when a line of a frame that stays was passed at which a step ended or a batch came."""
     fleeting: set[int] = field(default_factory=set)
     """Codes that are entered too often for one of their frames to stay, and are counted no further."""
     began: int = 0
@@ -104,6 +108,21 @@ class LoopWatch:
         """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
         if self._counters is not None:
             self._counters.followed, self._counters.on_turn = loops, on_turn
+
+    def passed(self, frame: FrameType | None) -> None:
+        """In the program's own thread, where turns cannot be counted: a step ended here, or a batch came.
+
+        It is a turn of the loop around the innermost frame that stays.
+        """
+        while frame is not None and self._counters is None:
+            code = self._numbers.get(id(frame.f_code))
+            if code is not None and self.looks.longest_stay.get(code, 0) >= SURELY_STAYED:
+                line = Line(code, frame.f_lineno or 0)
+                times = self.looks.passes.setdefault(line, array("q"))
+                if len(times) < KEPT_TURNS:
+                    times.append(self._clock())
+                return
+            frame = frame.f_back
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._look_on, name="keepbusy loops", daemon=True)

@@ -169,8 +169,13 @@ class _Loader:
 class Loaders:
     """Watches the loaders of one thread. What workers take they write down themselves, in memory that they share."""
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        came: Callable[[FrameType | None], object] | None = None,
+    ) -> None:
+        """`came` is told of the frame in which a batch came."""
+        self._clock, self._came = clock, came
         self._thread = threading.get_ident()
         self._made: dict[int, str] = {}  # where each data set's loader was made
         self._known: dict[int, _Loader] = {}  # by data set
@@ -227,6 +232,8 @@ class Loaders:
             batch = original(iterator)
             with suppress(Exception):  # whatever goes wrong here is ours, and no business of the program's
                 self._note(iterator, before, self._clock())
+                if self._came is not None:
+                    self._came(sys._getframe(1))
             return batch
 
         return waiting

@@ -17,13 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
-from keepbusy.instrument.loops import IMPORT_SYSTEM, STAYED, Line, Looks, SourceLoop, SourceLoops
+from keepbusy.instrument.loops import IMPORT_SYSTEM, STAYED, SURELY_STAYED, Line, Looks, SourceLoop, SourceLoops
 from keepbusy.recording.turn_times import LookTable, StepLooks, beat_of, slow_kinds, warm_up
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 
-SURELY_STAYED = 25
-"""Looks in a row, where entries cannot be counted: before Python 3.12 a new frame may lie where an old one lay."""
 WORTH_A_PART = 0.005
 """Of the run: a shorter loop stands among the lines of what it is in."""
 WORTH_TELLING = 0.02
@@ -172,7 +170,17 @@ class _Tree:
             loop = self.sources.of_jump(self.looks.codes[code], target)
             if loop is not None:
                 found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
-        return {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
+        return self._passed() | {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
+
+    def _passed(self) -> dict[tuple[int, int], Ints]:
+        """Where turns cannot be counted: of each loop the line in it that was passed most often."""
+        found: dict[tuple[int, int], Ints] = {}
+        for line, times in list(self.looks.passes.items()):
+            around = self.sources.around(self.looks.codes[line.code], line.line) if line.code in self.staying else ()
+            loop = (line.code, around[-1].first) if around else None
+            if loop is not None and len(times) > len(found.get(loop, ())):
+                found[loop] = np.array(times[:], np.int64)
+        return found
 
     def root(self) -> Part:
         root = _Node()

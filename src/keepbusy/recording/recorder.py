@@ -69,7 +69,7 @@ class Run:
         self.others = OtherProfilers(self._give_way)
         self.loops = LoopWatch()
         self.share = GpuShare()
-        self.loaders = Loaders()
+        self.loaders = Loaders(came=self.loops.passed)
         self.clock = self.window.clock
         self._sources = SourceLoops(read_source)
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
@@ -181,6 +181,7 @@ class Run:
         if os.getpid() != self.process:
             return
         self._steps = count
+        self.loops.passed(sys._getframe(1))
         if not self._sees_a_loop():
             self._guarded(lambda: self._step(count))
 
