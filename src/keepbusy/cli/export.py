@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.console.explanation import explained
 from keepbusy.cli.console.output import check_place, replacing
 from keepbusy.cli.console.sources import open_timeline, progress
+from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
 
 EXAMPLES = """\
@@ -60,10 +62,18 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     from keepbusy.report.exports import csv_table, perfetto
 
     if kind == "perfetto":
-        return perfetto.parts(timeline)
+        return perfetto.parts(timeline, _told(timeline))
     if kind == "csv":
         return csv_table.parts(timeline)
     return (as_json.render(explained(timeline)), "\n")
+
+
+def _told(timeline: Timeline) -> Diagnosis | None:
+    """What cannot be explained can still be looked at."""
+    try:
+        return explained(timeline, turns=True)
+    except BadInput:
+        return None
 
 
 def _write(parts: Iterable[str], path: Path) -> None:

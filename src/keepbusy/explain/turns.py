@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,19 @@ GENERAL = ("launch_bound", "host_work")
 HALF = 0.5
 
 
+class Gaps(NamedTuple):
+    """When a GPU has nothing to do, and the command that ends each gap."""
+
+    start: Ints
+    end: Ints
+    row: Ints
+
+
+def at_work_from(kind: Ints, start: Ints, end: Ints, work: Ints) -> Ints:
+    """Of a collective only its end is the wire; before that it waits for its peers."""
+    return np.where(kind == Kind.COLLECTIVE, end - work, start)
+
+
 @dataclass(frozen=True, eq=False)
 class Turns:
     """Whole turns without their recorder. Columns have a place for each row of the timeline."""
@@ -37,6 +51,23 @@ class Turns:
     rest: Ints  # which of them what is left of it has once that one is fixed
     culprit: Ints  # of the same command: the row to blame, or NONE
     aside: Ints  # of a copy or a collective that should run beside the compute: which of CAUSES says so
+
+    def gaps(self, rank: int, row: Ints, start: Ints, end: Ints) -> Gaps:
+        """Where a rank's GPU has nothing to do, if these rows run at these times."""
+        spans = self.timeline.spans
+        mine = (self.timeline.on_device & (self.timeline.rank_of_rows == rank))[row]
+        row, end = row[mine], end[mine]
+        start = at_work_from(spans.kind[row], start[mine], end, spans.work[row])
+        order = np.argsort(start, kind="stable")
+        row, start, reached = row[order], start[order], np.maximum.accumulate(end[order])
+        found = start[1:] > reached[:-1]
+        return Gaps(reached[:-1][found], start[1:][found], row[1:][found])
+
+    def blame(self, row: int) -> tuple[str, Where | None]:
+        """Of the gap that a command ends: its cause, and the line to blame where that is known."""
+        culprit, cause = int(self.culprit[row]), int(self.cause[row])
+        place = int(self.place[culprit]) if culprit != NONE else NONE
+        return CAUSES[cause] if cause != NONE else "unknown", self.places[place] if place != NONE else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +133,7 @@ def idle_before(timeline: Timeline, replayed: Replayed) -> Ints:
     """Of each command, how long its GPU had nothing to do before it; of a collective, before it was on the wire."""
     gaps = np.zeros(len(timeline), np.int64)
     spans, rank = timeline.spans, timeline.rank_of_rows
-    wire = spans.kind == Kind.COLLECTIVE
-    start = np.where(wire, replayed.end - spans.work, replayed.start)
+    start = at_work_from(spans.kind, replayed.start, replayed.end, spans.work)
     for one in timeline.ranks:
         rows = np.flatnonzero(timeline.on_device & (rank == one))
         rows = rows[np.argsort(start[rows], kind="stable")]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import CAUSES, Diagnosis, Where
-from keepbusy.explain.turns import Turns
+from keepbusy.explain.diagnosis import Diagnosis, Where
+from keepbusy.explain.turns import Turns, at_work_from
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line, look, unbroken
 from keepbusy.report.words import duration
@@ -86,42 +86,18 @@ def _turn(turns: Turns, plain_step: int) -> tuple[Laid, float, float]:
     return both, float(starts[best]), float(lengths[best])
 
 
-def _gaps(turns: Turns, laid: Laid, rank: int) -> tuple[Ints, Ints, Ints]:
-    """Of a rank's GPU, each gap's beginning and end, and the command that ends it."""
-    timeline = turns.timeline
-    mine = (timeline.on_device & (timeline.rank_of_rows == rank))[laid.row]
-    start = _at_work_from(turns, laid)[mine]
-    order = np.argsort(start, kind="stable")
-    start, end, row = start[order], laid.end[mine][order], laid.row[mine][order]
-    reached = np.maximum.accumulate(end)
-    is_gap = start[1:] > reached[:-1]
-    return reached[:-1][is_gap], start[1:][is_gap], row[1:][is_gap]
-
-
-def _at_work_from(turns: Turns, laid: Laid) -> Ints:
-    """Of a collective only its end is the wire; before that it waits for its peers."""
-    spans = turns.timeline.spans
-    return np.where(spans.kind[laid.row] == Kind.COLLECTIVE, laid.end - spans.work[laid.row], laid.start)
-
-
 def _numbered(turns: Turns, laid: Laid, cells: Cells) -> dict[tuple[str, Where | None], int]:
     """Causes and their lines, and how long their gaps in this turn last; the longest first."""
     lasts: dict[tuple[str, Where | None], int] = {}
     for rank in turns.timeline.ranks:
-        begin, end, row = _gaps(turns, laid, rank)
+        begin, end, row = turns.gaps(rank, *laid)
         begin = np.maximum(begin, cells.begin).astype(np.int64)
         end = np.minimum(end, cells.begin + cells.length).astype(np.int64)
         for first, last, one in zip(begin.tolist(), end.tolist(), row.tolist(), strict=True):
             if last > first:
-                key = _blamed(turns, one)
+                key = turns.blame(one)
                 lasts[key] = lasts.get(key, 0) + last - first
     return dict(sorted(lasts.items(), key=lambda one: -one[1]))
-
-
-def _blamed(turns: Turns, row: int) -> tuple[str, Where | None]:
-    culprit, cause = int(turns.culprit[row]), int(turns.cause[row])
-    place = int(turns.place[culprit]) if culprit != NONE else NONE
-    return CAUSES[cause] if cause != NONE else "unknown", turns.places[place] if place != NONE else None
 
 
 def _lanes(turns: Turns, laid: Laid, cells: Cells, numbered: dict[tuple[str, Where | None], int]) -> Iterator[Text]:
@@ -172,9 +148,10 @@ def _text(cells: Cells, taken: Ints, letters: list[tuple[str, str]]) -> Text:
 
 def _gpu(turns: Turns, laid: Laid, rank: int, cells: Cells, numbered: dict[tuple[str, Where | None], int]) -> Text:
     timeline = turns.timeline
-    begin, end, row = _gaps(turns, laid, rank)
+    begin, end, row = turns.gaps(rank, *laid)
     mine = (timeline.on_device & (timeline.rank_of_rows == rank))[laid.row]
-    kind, start = timeline.spans.kind[laid.row], _at_work_from(turns, laid)
+    kind = timeline.spans.kind[laid.row]
+    start = at_work_from(kind, laid.start, laid.end, timeline.spans.work[laid.row])
     places = ("computing", "copying", "collective")
     taken, letters = list[Ints](), []
     for place in places:
@@ -182,7 +159,7 @@ def _gpu(turns: Turns, laid: Laid, rank: int, cells: Cells, numbered: dict[tuple
         taken.append(cells.taken(*_joined(start[these], laid.end[these])))
         letters.append((look(place).letter, look(place).colour))
     keys = list(numbered)
-    which = np.array([keys.index(key) if (key := _blamed(turns, one)) in numbered else NONE for one in row.tolist()])
+    which = np.array([keys.index(key) if (key := turns.blame(one)) in numbered else NONE for one in row.tolist()])
     for number, (cause, _) in enumerate(keys):
         these = which == number
         taken.append(cells.taken(begin[these], end[these]) if these.any() else np.zeros(cells.columns, np.int64))

@@ -14,26 +14,35 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.explain.turns import Turns
+from keepbusy.report import words
+from keepbusy.report.paper import look
 from keepbusy.report.words import tame
-from keepbusy.timeline.model import FrameKind, Ints, Kind, LinkKind, Timeline
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Timeline
 
 Event: TypeAlias = dict[str, Any]
 _CHUNK = 4096
+_OF_GAPS = 1 << 40
+"""Flows from causes are numbered from here on."""
 _STEPS = 0  # thread numbers: steps first, then for each lane its spans, its frames and its annotations
 _SPANS, _FRAMES, _ANNOTATIONS = 1, 2, 3
 
 
-def parts(timeline: Timeline) -> Iterator[str]:
-    """The file, piece by piece: a trace of millions of spans is never held as text."""
+def parts(timeline: Timeline, told: Diagnosis | None = None) -> Iterator[str]:
+    """The file, piece by piece: a trace of millions of spans is never held as text.
+
+    With what was explained: beside each GPU's lanes its gaps by their causes, what is to blame, and the plan.
+    """
     yield '{"displayTimeUnit": "ns", "otherData": {"made by": "keepbusy"}, "traceEvents": [\n'
     separator = ""
-    for event in _events(timeline):
+    for event in _events(timeline, told):
         yield separator + json.dumps(event)
         separator = ",\n"
     yield "\n]}\n"
 
 
-def _events(timeline: Timeline) -> Iterator[Event]:
+def _events(timeline: Timeline, told: Diagnosis | None) -> Iterator[Event]:
     origin = int(timeline.spans.start.min()) if len(timeline) else 0
     names = [tame(name) for name in timeline.names]
     yield from _headings(timeline)
@@ -41,6 +50,9 @@ def _events(timeline: Timeline) -> Iterator[Event]:
     yield from _frames(timeline, names, origin)
     yield from _spans(timeline, names, origin)
     yield from _flows(timeline, origin)
+    if told is not None and told.turns is not None:
+        yield from _gaps(told.turns, 3 * len(timeline.lanes) + 1, origin)
+        yield from _plan(told, told.turns, 3 * len(timeline.lanes) + 2, origin)
 
 
 def _headings(timeline: Timeline) -> Iterator[Event]:
@@ -129,6 +141,49 @@ def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
             "ts": reached / 1e3,
             **name,
         }
+
+
+def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[Event]:
+    """A thread of each rank: a slice a gap, and a flow from the call that is to blame for it."""
+    timeline, spans, number = turns.timeline, turns.timeline.spans, _OF_GAPS
+    for rank in timeline.ranks:
+        yield _heading(rank, thread, "thread_name", name="GPU: gaps by cause")
+        gaps = turns.gaps(rank, np.arange(len(timeline)), spans.start, spans.end)
+        for start, end, row in _rows(gaps.start - origin, gaps.end - origin, gaps.row):
+            cause, where = turns.blame(row)
+            at = words.at(where) if where else ""
+            yield _slice(rank, thread, f"{look(cause).name}{at}", start, end, cat=cause)
+            culprit = int(turns.culprit[row])
+            begun = int(spans.start[culprit]) - origin
+            if culprit != NONE and begun <= start:
+                number += 1
+                flow = {"cat": "cause", "name": cause, "id": number}
+                lane = int(spans.lane[culprit])
+                yield _end_of_flow("s", timeline.lanes[lane].rank, _thread(lane), begun, **flow)
+                yield _end_of_flow("f", rank, thread, start, bp="e", **flow)
+
+
+def _end_of_flow(phase: str, rank: int, thread: int, time: int, **more: Any) -> Event:
+    return {"ph": phase, "pid": rank, "tid": thread, "ts": time / 1e3, **more}
+
+
+def _plan(told: Diagnosis, turns: Turns, thread: int, origin: int) -> Iterator[Event]:
+    """A thread of each rank for each fix: the calls that it changes."""
+    spans, rank = turns.timeline.spans, turns.timeline.rank_of_rows
+    for number, fix in enumerate(told.plan, 1):
+        edit = fix.edit
+        if edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
+            continue
+        for one in turns.timeline.ranks:
+            name = f"fix {number}: {fix.fix}"
+            yield _heading(one, thread + number, "thread_name", name=tame(name))
+            rows = np.flatnonzero(edit.touched & (rank == one) & ~turns.timeline.on_device)
+            rows = rows[np.argsort(spans.start[rows], kind="stable")]
+            start, end = spans.start[rows] - origin, np.maximum.accumulate(spans.end[rows]) - origin
+            first = np.flatnonzero(np.append(True, start[1:] > end[:-1] + 1_000)) if len(rows) else rows
+            last = np.append(first[1:], len(rows)) - 1
+            for begun, ended in _rows(start[first], end[last]):
+                yield _slice(one, thread + number, tame(name), begun, ended, cat="plan")
 
 
 def _rows(*columns: Ints) -> Iterable[tuple[int, ...]]:
