@@ -116,8 +116,8 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 STILL_TWICE = {
-    *("Reading", "Screen", "Stream"),
-    *("copies", "values"),
+    *("Reading", "Screen"),
+    *("copies",),
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
@@ -125,7 +125,7 @@ LINES = {
     "traces": 2097,
     "instrument": 995,
     "recording": 3714,
-    "virtual": 8832,
+    "virtual": 8798,
     "explain": 3681,
     "report": 2744,
     "runtime": 3560,

@@ -14,7 +14,7 @@ from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
 from keepbusy.virtual.machine import MACHINE, Machine
 from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensors
-from keepbusy.virtual.pytorch.values import VALUES
+from keepbusy.virtual.pytorch.outlines import VALUES
 
 
 def bring_up(

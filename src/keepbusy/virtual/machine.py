@@ -26,8 +26,8 @@ from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
 from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
+from keepbusy.virtual.pytorch.outlines import VALUES
 from keepbusy.virtual.pytorch.tensors import to_device, to_host
-from keepbusy.virtual.pytorch.values import VALUES
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording
@@ -176,12 +176,6 @@ class Machine:
             self._catch_up(onlooker)
         return host, self.places.here()
 
-    def begin(self, name: str) -> None:
-        """An operator of the device begins, called from the user's innermost line on the stack."""
-        host, place = self.pause_at()
-        self.clock.begin(name, place)
-        host.resume()
-
     def enter(self, kind: FrameKind, name: str) -> None:
         """Something of the program's own begins: see `Clock.enter`."""
         host = self.clock.pause()
@@ -200,9 +194,6 @@ class Machine:
             host.unwritten_time -= onlooker.take_cost()
             for moment, place in onlooker.take():
                 self.clock.attribute(place, host.real.at(moment))
-
-    def end(self) -> None:
-        self.clock.end()
 
     def kernels(
         self,
@@ -239,11 +230,8 @@ class Machine:
 
     def wait_for_result(self, device: int, name: str) -> None:
         """The host must learn something that only the device knows: a small copy home, and a wait for it."""
-        self.begin(name)
-        try:
+        with DeviceCall(name):
             self.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
-        finally:
-            self.end()
 
     def look_at_clock(self) -> tuple[int, bool]:
         """The program reads its clock: the time of the calling thread, and whether the clock knows that thread.
@@ -364,3 +352,18 @@ _EAGER = (
     "What is said of kernel launches holds for the eager program only."
 )
 MACHINE = Machine()
+
+
+class DeviceCall:
+    """What happens within stands in the timeline by the name of a call, at the program's line that called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        host, place = MACHINE.pause_at()
+        MACHINE.clock.begin(self._name, place)
+        host.resume()
+
+    def __exit__(self, *error: object) -> None:
+        MACHINE.clock.end()

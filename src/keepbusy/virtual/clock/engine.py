@@ -35,7 +35,7 @@ from keepbusy.virtual.clock.captured_graphs import (
 )
 from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
 from keepbusy.virtual.clock.rows import Rows
-from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Moment, Stream
+from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Moment, StreamQueue
 from keepbusy.virtual.costs.device import Device, HostCosts
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
@@ -84,7 +84,7 @@ class Clock:
         self._mark_rows: dict[str, list[int]] = {mark: [] for mark in MARKS}
         self._workers, self._last_batch = NONE, 0  # the lane of loader workers, and when they were last done
 
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, StreamQueue] = {}
         self._default_streams: dict[int, int] = {}
         self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
         self._groups: dict[int, int] = {}  # how many ranks are members
@@ -317,7 +317,7 @@ class Clock:
         with self.lock:
             number = sum(one.device == device for one in self._streams.values()) + _FIRST_STREAM
             lane = self.rows.lane(Lane(self.rank, device, number, f"stream {number}"))
-            self._streams[lane] = Stream(lane, device, number, self.device.queue.pending)
+            self._streams[lane] = StreamQueue(lane, device, number, self.device.queue.pending)
             return lane
 
     def number(self, stream: int) -> int:
@@ -480,7 +480,7 @@ class Clock:
         return moment.time <= self.host().now
 
     def idle(self, stream: int) -> bool:
-        """Whether everything in the stream is done: `Stream.query`."""
+        """Whether everything in the stream is done: `torch.cuda.Stream.query`."""
         with self.lock:
             host = self._arrive()
             self._refuse("cudaStreamQuery", self._captures.get(stream))
@@ -585,7 +585,7 @@ class Clock:
         self,
         node: Node,
         call: tuple[int, int],
-        lines: dict[int, Stream],
+        lines: dict[int, StreamQueue],
         commands: dict[int, list[tuple[int, int]]],
         before: Awaited,
     ) -> None:
@@ -645,7 +645,7 @@ class Clock:
     def _launch(
         self,
         host: HostThread,
-        line: Stream,
+        line: StreamQueue,
         kind: int,
         name: str,
         work: int,
@@ -661,12 +661,12 @@ class Clock:
             line, called, kind, name, self._earliest_start(line, called, self.device.queue.gap), work, size
         )
 
-    def _call(self, host: HostThread, line: Stream, name: str, cost: int) -> tuple[int, int]:
+    def _call(self, host: HostThread, line: StreamQueue, name: str, cost: int) -> tuple[int, int]:
         """A launch: its row, and when it began. A full queue holds it up."""
         start, oldest = host.now, line.ends[line.place]
         return host.add(_LAUNCH, name, (oldest if oldest > start else start) + cost, cost), start
 
-    def _earliest_start(self, line: Stream, call: tuple[int, int], gap: int) -> int:
+    def _earliest_start(self, line: StreamQueue, call: tuple[int, int], gap: int) -> int:
         """When a command launched so may start: the stream is free, and what it waits for has ended."""
         queue = self.device.queue
         start, free = call[1] + queue.latency, line.tail + gap
@@ -678,7 +678,7 @@ class Clock:
 
     def _command(
         self,
-        line: Stream,
+        line: StreamQueue,
         call: tuple[int, int],
         kind: int,
         name: str,
@@ -730,7 +730,7 @@ class Clock:
         """All lanes of a device: whom a sync awaits, until when, and which rows by links."""
         streams = [one for one in self._streams.values() if one.device == device]
         until = max((one.until() for one in streams), default=0)
-        together = Stream(NONE, device, NONE, 0)
+        together = StreamQueue(NONE, device, NONE, 0)
         every = all(one.device == device for one in self._streams.values())
         for one in streams:
             together.wait_for(one.awaited if every else one.pending())
@@ -745,7 +745,7 @@ class Clock:
             raise self._error(INVALIDATED)
         return graph
 
-    def _capture(self, host: HostThread, line: Stream, cost: int, node: Node) -> int:
+    def _capture(self, host: HostThread, line: StreamQueue, cost: int, node: Node) -> int:
         graph = self._capture_of(line.lane)
         assert graph is not None
         graph.add(node)

@@ -29,7 +29,7 @@ BEGINNING = Moment(NEVER, NEVER)
 """What an event holds that was never recorded: nobody waits for it."""
 
 
-class Stream:
+class StreamQueue:
     """An in-order queue of commands."""
 
     __slots__ = ("awaited", "device", "ends", "lane", "last", "launch", "number", "place", "tail")

@@ -22,7 +22,7 @@ from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tens
 from keepbusy.virtual.clock.streams import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.pytorch.cuda_graphs import AcceleratorGraph, CUDAGraph, graph_pool_handle
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, GeneratorOfAnyDevice
 
@@ -69,19 +69,6 @@ def _warn_program(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
-class _DriverCall:
-    """What happens inside stands in the timeline by the name of a CUDA call, at the line that called."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        MACHINE.begin(self.name)
-
-    def __exit__(self, *error: object) -> None:
-        MACHINE.end()
-
-
 class Event:
     """A point in the order of a stream. Until it is recorded, nobody waits for it."""
 
@@ -120,7 +107,7 @@ class Event:
         return self.moment is BEGINNING or MACHINE.clock.query(self.moment)
 
     def synchronize(self) -> None:
-        with _DriverCall("cudaEventSynchronize"):
+        with DeviceCall("cudaEventSynchronize"):
             MACHINE.clock.sync_moment(self.moment)
 
     def elapsed_time(self, end_event: Event) -> float:
@@ -173,7 +160,7 @@ class Stream:
 
     def synchronize(self) -> None:
         announce_sync()
-        with _DriverCall("cudaStreamSynchronize"):
+        with DeviceCall("cudaStreamSynchronize"):
             MACHINE.clock.sync_stream(self.lane)
 
     def wait_event(self, event: Event) -> None:
@@ -251,7 +238,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def synchronize(device: Any = None) -> None:
-    with _DriverCall("cudaDeviceSynchronize"):
+    with DeviceCall("cudaDeviceSynchronize"):
         MACHINE.clock.sync_device(CURRENT.index(device))
 
 
@@ -436,7 +423,7 @@ def _reset_accumulated(device: int) -> None:
 
 def _empty_cache(device: int | None = None) -> None:
     """Of one device, or of all that have been used."""
-    with _DriverCall("cudaFree"):
+    with DeviceCall("cudaFree"):
         MACHINE.clock.allocate("emptyCache", MACHINE.device.host.event)  # a row even where nothing is freed
         for one in range(CURRENT.count) if device is None else (device,):
             MACHINE.memory.empty_cache(one)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from keepbusy.virtual.clock.captured_graphs import Graph
 from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.memory.allocator import PoolId
+from keepbusy.virtual.pytorch.outlines import VALUES
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
-from keepbusy.virtual.pytorch.values import VALUES
 
 # What a CUDA graph computes: recorded during its capture, computed again at each replay.
 #
@@ -337,11 +337,8 @@ class CUDAGraph:
             self._tracker.check_alive(self.pool())
         if not self._ready:
             self._instantiate(graph)
-        MACHINE.begin("cudaGraphLaunch")
-        try:
+        with DeviceCall("cudaGraphLaunch"):
             self._replay(graph)
-        finally:
-            MACHINE.end()
 
     def _replay(self, graph: Graph) -> None:
         recording = self._recording

@@ -19,8 +19,8 @@ from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch import cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
+from keepbusy.virtual.pytorch.outlines import META, VALUES, computed
 from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, to_host
-from keepbusy.virtual.pytorch.values import META, VALUES, computed
 
 # Operators for which the host waits, since only the device knows the shape of what they return.
 _WAITING = (

@@ -12,10 +12,10 @@ import torch
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.patches import Patches
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch.copies import SPECIAL
 from keepbusy.virtual.pytorch.cuda_only import ON_HOST
 from keepbusy.virtual.pytorch.kernels import HOST_KEYS, Kernel, overload_named
 from keepbusy.virtual.pytorch.tensors import SPARSE_KEYS
+from keepbusy.virtual.pytorch.transfers import SPECIAL
 from keepbusy.virtual.pytorch.whole_operators import whole_operators
 
 _VIEWS = (

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import Work
 from keepbusy.virtual.clock.streams import Moment
 from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
+from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
-from keepbusy.virtual.pytorch.values import CARRIED_SIZE, VALUES
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
 
@@ -176,8 +176,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
         `peer`: the other rank of a message.
         """
-        MACHINE.begin(f"nccl:{name}")
-        try:
+        with DeviceCall(f"nccl:{name}"):
             flat = _flat(tensors)
             device = next((one.get_device() for one in flat if one.is_cuda), -1)
             meet = meet or self._last_arrival
@@ -192,8 +191,6 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
                 return Handle(result)
             size = max([_bytes(one) for one in tensors], default=0)
             return Handle(result, device, self._on_clock(name, device, size, meet, peer))
-        finally:
-            MACHINE.end()
 
     def _has_values(self, name: str, flat: list[Tensor], given: Any, sends: bool) -> bool:
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
@@ -351,11 +348,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """A small all-reduce, and the host waits for it."""
         token = torch.ones(1, device=torch.device("cuda", CURRENT.device))
         self.allreduce([token]).wait()
-        MACHINE.begin("nccl:barrier")
-        try:
+        with DeviceCall("nccl:barrier"):
             MACHINE.clock.sync_stream(MACHINE.stream(CURRENT.device))
-        finally:
-            MACHINE.end()
         return Handle([])
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, overload_named
+from keepbusy.virtual.pytorch.outlines import VALUES, outline, reserved
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
-from keepbusy.virtual.pytorch.values import VALUES, outline, reserved
 
 _aten = torch.ops.aten
 _TAKEN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
@@ -85,32 +85,26 @@ class _Run:
 class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
-        MACHINE.begin(kernel.signature.name)
-        try:
+        with DeviceCall(kernel.signature.name):
             ctx.run = run = _Run(kernel, args, kwargs, tensors)
             found = run.forward()
             run.launch("", run.leaves, run.parts)
             ctx.save_for_backward(*tensors)
             results = tuple(run.results(run.forward, found))
             return results if len(kernel.signature.returned) > 1 else results[0]
-        finally:
-            MACHINE.end()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  # says so if they are freed already
         run = ctx.run
-        MACHINE.begin(f"{run.kernel.signature.name}_backward")
-        try:
+        with DeviceCall(f"{run.kernel.signature.name}_backward"):
             seen = [None if one is None else run.seen(one) for one in gradients]
             found = run.backward(seen)
             known = [g for part, g in zip(run.parts, seen, strict=True) if g is not None and part.requires_grad]
             run.launch("_backward", [*run.leaves, *known], found)
             results = iter(run.results(partial(run.backward, seen), found))
             return None, None, None, *[next(results) if one.requires_grad else None for one in run.leaves]
-        finally:
-            MACHINE.end()
 
 
 def _placed_on(tensor: Tensor, device: int) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch import cuda_api
 from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, adopt
+from keepbusy.virtual.pytorch.outlines import VALUES, computed
 from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
-from keepbusy.virtual.pytorch.values import VALUES, computed
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
@@ -26,8 +26,7 @@ _IN, _OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
-    MACHINE.begin("aten::copy_")
-    try:
+    with DeviceCall("aten::copy_"):
         if target.is_cuda != source.is_cuda:
             _ask(target, source, non_blocking)
         _write(target, source)
@@ -40,8 +39,6 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             size = _carried(source, target)
             MACHINE.copy(source.get_device(), size, _OUT, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
         return target
-    finally:
-        MACHINE.end()
 
 
 def _ask(target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -118,8 +115,7 @@ def to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """`aten::_to_copy`: `.to`, `.cuda`, `.cpu`, `.float` and all their kin."""
-    MACHINE.begin("aten::_to_copy")
-    try:
+    with DeviceCall("aten::_to_copy"):
         if layout not in (None, torch.strided):
             raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
         where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
@@ -133,8 +129,6 @@ def to_copy(
         if device is None or device.type == "cuda":
             return _moved(tensor, cast, device)
         return _taken_home(tensor, cast, device, non_blocking)
-    finally:
-        MACHINE.end()
 
 
 def _caster(
@@ -195,15 +189,12 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
 
 def read_scalar(tensor: Tensor) -> Any:
     """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
-    MACHINE.begin("aten::item")
-    try:
+    with DeviceCall("aten::item"):
         cuda_api.announce_sync()
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
             to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
         )
-    finally:
-        MACHINE.end()
 
 
 def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
