@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PIP := -m pip --disable-pip-version-check
 SHARED := -n 2 --dist loadgroup
 TORCH := $(shell grep '^torch==' constraints.txt)
-CUDA_BUILDS := 2.13.0 2.11.0
+CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
 
 .PHONY: demo demo-trace page test test-pure operators builds bench lint format snapshots course picture clean

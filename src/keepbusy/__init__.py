@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(
             f"keepbusy.{name} needs PyTorch, which {sys.executable} does not have; install it with "
-            f"`{sys.executable} -m pip install 'torch>=2.4'`."
+            f"`{sys.executable} -m pip install 'torch>=2.9'`."
         ) from None
     globals()[name] = value
     return value

@@ -214,7 +214,7 @@ def test_what_needs_pytorch_says_so_in_one_sentence(name: str) -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.stdout == (
         f"ImportError keepbusy.{name} needs PyTorch, which {sys.executable} does not have; install it with "
-        f"`{sys.executable} -m pip install 'torch>=2.4'`. True\n"
+        f"`{sys.executable} -m pip install 'torch>=2.9'`. True\n"
     )
 
 

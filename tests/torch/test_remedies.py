@@ -6,35 +6,15 @@ import importlib
 
 import pytest
 
+from keepbusy.explain import remedies
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.remedies import (
-    COMPILED,
-    COMPILED_AMONG_RANKS,
-    COPY_BACK_LATER,
-    EQUAL_SHARES,
-    KEEP_ON_DEVICE,
-    MORE_WORKERS,
-    ONE_FOR_ALL,
-    REMEDIES,
-    SCALER,
-    SEND_ONCE,
-    SYNCS,
-    Remedy,
-)
+from keepbusy.explain.remedies import REMEDIES, SYNCS, Remedy
 
 pytest.importorskip("torch")
 ALL = [
+    *(value for value in vars(remedies).values() if isinstance(value, Remedy)),
     *REMEDIES.values(),
     *(remedy for _, remedy in SYNCS),
-    MORE_WORKERS,
-    EQUAL_SHARES,
-    ONE_FOR_ALL,
-    COPY_BACK_LATER,
-    KEEP_ON_DEVICE,
-    SCALER,
-    SEND_ONCE,
-    COMPILED,
-    COMPILED_AMONG_RANKS,
 ]
 
 

@@ -125,7 +125,7 @@ def _missing() -> str:
     try:
         import torch
     except ImportError:
-        return "PyTorch is not installed here: pip install 'torch>=2.4'. Traces can be explained without it."
+        return "PyTorch is not installed here: pip install 'torch>=2.9'. Traces can be explained without it."
     if torch.cuda.is_available():
         return ""
     if not Path("/dev/nvidiactl").exists():

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from keepbusy.timeline.errors import BadInput
 
-WORKS = "the CPU and CUDA builds of PyTorch 2.11 and 2.13 on 64-bit Linux work"
+WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120
 """Seconds. A good child takes five; one that hangs is as bad as one that crashes."""
 DAY = 86_400
