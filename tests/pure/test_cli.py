@@ -61,6 +61,10 @@ FLAGS = {
         "--quiet": (None, 0, False),
     },
     "run": {
+        "--against": ("BEFORE.busy", None, None),
+        "--fix": (None, 0, False),
+        "--without": ("FIXES", None, ()),
+        "--also": ("FIXES", None, ()),
         "--on": ("DEVICE", None, "auto"),
         "--after": ("N", None, None),
         "--gpus": ("N", None, 1),
@@ -87,9 +91,23 @@ FLAGS = {
         "--no-open": (None, 0, False),
         "--quiet": (None, 0, False),
     },
+    "check": {
+        "--max-syncs": ("N", None, None),
+        "--max-blocking-copies": ("N", None, None),
+        "--allow": ("'PLACE: REASON'", None, []),
+        "--junit": ("FILE.xml", None, None),
+        "--github": (None, 0, False),
+        "--on": ("DEVICE", None, "h200"),
+        "--gpus": ("N", None, "1"),
+        "--ranks": ("N", None, "1"),
+        "--values": (None, None, "real"),
+        "-m": (None, 0, False),
+        "program": ("PROGRAM", argparse.PARSER, None),
+    },
     "compare": {
         "before": ("A", None, None),
         "after": ("B", None, None),
+        "--fail-on": ("WHAT", None, ()),
         "--json": (None, 0, False),
         "--quiet": (None, 0, False),
     },
@@ -100,6 +118,7 @@ FLAGS = {
         "--quiet": (None, 0, False),
     },
     "doctor": {"--save": ("GPU.toml", None, None)},
+    "completion": {"shell": (None, None, None)},
     "learn": {"chapter": ("CHAPTER", "?", None), "--copy": ("FOLDER", None, None)},
 }
 

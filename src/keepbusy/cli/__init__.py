@@ -22,6 +22,7 @@ VERBS = {
     "compare": "what changed between two runs, cause by cause",
     "export": "write a run for Perfetto, or as JSON or CSV",
     "doctor": "measure what this machine can do, and find settings that harm",
+    "completion": "complete verbs and options in bash, zsh or fish",
     "learn": "read the course: how GPUs work and wait, in programs that need none",
 }
 """Each is a file here, which is imported once its verb is called: it holds `add_arguments`, `run` and EXAMPLES."""

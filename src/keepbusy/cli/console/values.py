@@ -30,11 +30,16 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def causes(text: str) -> tuple[str, ...]:
-    """Comma-separated causes that can be fixed."""
+def fixable() -> list[str]:
+    """The causes that can be fixed."""
     from keepbusy.explain.diagnosis import CAUSES, UNFIXABLE
 
-    known = [cause for cause in CAUSES if cause not in UNFIXABLE]
+    return [cause for cause in CAUSES if cause not in UNFIXABLE]
+
+
+def causes(text: str) -> tuple[str, ...]:
+    """Comma-separated causes that can be fixed."""
+    known = fixable()
     asked = [one.strip() for one in text.split(",") if one.strip()]
     for one in asked:
         if one not in known:
