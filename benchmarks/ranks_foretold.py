@@ -41,6 +41,10 @@ def main() -> None:
     for name in arguments.parse_args().names or PLANTED:
         with tempfile.TemporaryDirectory() as folder:
             stalled, fixed = (told(name, Path(folder) / f"{way}.busy", way == "fixed") for way in ("stalled", "fixed"))
+        if not PLANTED[name]["causes"]:  # what launching costs is every program's
+            blamed = [cause["cause"] for cause in stalled["causes"] if cause["cause"] != "launch_bound"]
+            print(f"{name}: {stalled['plain_step']:.2f} ms, blamed: {', '.join(blamed) or 'nobody'}", flush=True)
+            continue
         error = abs(stalled["predicted_step"] - fixed["plain_step"]) / stalled["plain_step"]
         print(
             f"{name}: {stalled['plain_step']:.2f} ms, foretold {stalled['predicted_step']:.2f}, "

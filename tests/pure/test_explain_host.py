@@ -198,3 +198,14 @@ def test_the_rank_whose_loader_is_late_is_named() -> None:
 
     found = told(body, ranks=2)
     assert cause(found, "input_late").what.startswith("Rank 1 waits for its loader's workers")
+
+
+def test_of_a_compiled_program_that_ran_as_written_nothing_is_said_of_its_launches() -> None:
+    def body(run: Run) -> None:
+        for _ in range(50):
+            run.work(20, at=["aten::add"]).launch(5, at=["aten::add"])
+
+    assert names(told(body)) == ["launch_bound"]
+    found = explained(loop(body, compiled_eagerly=True))
+    assert (names(found), found.plan) == ([], ())
+    assert found.ledger["launch_bound"] > 0.5 * found.plain_step

@@ -29,7 +29,7 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.plan import candidates, plan_of_run, with_loader, without_planned
 from keepbusy.explain.story import Story, ordinary_steps
-from keepbusy.report import as_json, terminal
+from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.run_report import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.plain_run import PlainRun, RareStall
@@ -413,3 +413,22 @@ def test_only_what_is_planned_leaves_the_harmless_ones() -> None:
     found = told(two_reads)
     some = [replace(one, causes=("allocator",)) for one in found.plan]
     assert without_planned(found.harmless, some) == found.harmless
+
+
+def test_what_the_plan_saves_of_a_long_run() -> None:
+    """2.4 of the 24 seconds of its loop, on two GPUs."""
+    plan = (replace(shortened(30, 6), run_gain=2_400 * MS),)
+    told = replace(HEALTHY, plan=plan, run=TREE, ranks=(0, 1))
+    said = run_report.of_a_long_run(told, 50, 2.5)
+    assert said == "Of a run of 50 hours the plan saves 5.0, which are 10.0 hours of 2 GPUs, at 2.5 an hour 25.00."
+
+
+def test_without_the_whole_run_a_step_stands_for_it() -> None:
+    told = replace(HEALTHY, plan=(shortened(30, 24),), plain_step=30 * MS)
+    assert (
+        run_report.of_a_long_run(told, 10) == "Of a run of 10 hours the plan saves 2.0, which are 2.0 hours of its GPU."
+    )
+
+
+def test_an_empty_plan_saves_nothing_of_any_run() -> None:
+    assert "nothing is saved" in run_report.of_a_long_run(HEALTHY, 10)

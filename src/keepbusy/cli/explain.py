@@ -19,6 +19,7 @@ examples:
   keepbusy explain traces/ --plain-step 25ms --save run.busy
   keepbusy explain run.busy --what-if host_sync,blocking_copy
   keepbusy explain run.busy --json
+  keepbusy explain run.busy --hours 48 --price 2.50
 """
 
 
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--timeline", action="store_true", help="draw one turn below the report, in characters")
+    parser.add_argument(
+        "--hours", type=values.amount, metavar="H", help="what the plan saves of a run of so many hours"
+    )
+    parser.add_argument(
+        "--price", type=values.amount, metavar="P", default=0.0, help="of an hour of one GPU, to say what that is worth"
+    )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -62,7 +69,12 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     text = rendered(diagnosis, options.json, _again(options))
     if options.save:
         save(timeline, options.plain_step, options.save)
-    return (text, "\n", *(("\n", drawn(diagnosis)) if options.timeline and not options.json else ()))
+    below = [drawn(diagnosis)] if options.timeline and not options.json else []
+    if options.hours and not options.json:
+        from keepbusy.report.run_report import of_a_long_run
+
+        below.append(f"{of_a_long_run(diagnosis, options.hours, options.price)}\n")
+    return (text, "\n", *(part for one in below for part in ("\n", one)))
 
 
 def _again(options: argparse.Namespace) -> str:

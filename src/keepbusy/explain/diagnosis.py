@@ -104,6 +104,7 @@ class Harmless:
     count: float
     why: str  # one sentence: "the step is launch-bound: the host would not have been ahead anyway"
     gain: int = 0  # what fixing the cause alone would give; less than the noise
+    held: int = 0  # how long Python was held there, a step
 
 
 @dataclass(frozen=True)

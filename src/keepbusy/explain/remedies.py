@@ -105,12 +105,21 @@ SYNCS = (
         ),
     ),
     (
-        re.compile(r"unique|repeat_interleave|bincount"),
+        re.compile(r"repeat_interleave"),
         Remedy(
             "tell_sizes",
-            "The size of the result is known only to the GPU: give it, or do this on the CPU.",
+            "The size of the result is known only to the GPU: give it.",
             "torch.repeat_interleave(x, repeats, output_size=total)",
             "torch.repeat_interleave",
+        ),
+    ),
+    (
+        re.compile(r"unique|bincount"),
+        Remedy(
+            "tell_sizes",
+            "The size of the result is known only to the GPU: do this less often, or where the loop does not wait.",
+            "",
+            "",
         ),
     ),
     (
@@ -297,6 +306,26 @@ def _sent_early(scene: Scene, finding: Finding, where: Where) -> Remedy:
     if not finding.edit.drop[rows].any():
         return REMEDIES["exposed_collective"]
     return SEND_ONCE if scene.hands_over_gradients[rows].any() else AVERAGE_ONCE
+
+
+LESSONS = (
+    ("nonzero|index|masked_select|unique|where", "how many there are is known only to the GPU, so Python waits for it"),
+    ("Synchronize", "Python waits until all that was launched is done"),
+    ("item|_local_scalar_dense|is_nonzero|equal", "Python needs a value, so it waits until the GPU has computed it"),
+)
+"""What a reader should learn of a wait, by what was called."""
+
+
+def lesson(cause: str, where: Where) -> str:
+    """Of a line in a script without steps, where a wait costs nothing now and would in a loop."""
+    if cause == "host_sync":
+        told = (sentence for pattern, sentence in LESSONS if re.search(pattern, where.operator))
+        return next(told, "Python needs what the GPU computes, so it waits until that is done")
+    return {
+        "blocking_copy": "Python waits until all of it is copied",
+        "copy_not_overlapped": "kernels that were launched after it wait until all of it is copied",
+        "allocator": "memory is asked from the driver once, and kept for the next time",
+    }.get(cause, "")
 
 
 def what_happened(scene: Scene, finding: Finding) -> str:

@@ -172,8 +172,10 @@ class Scene:
         return result | ((around != NONE) & (name[inner] == name[called]))
 
     @cached_property
-    def scales(self) -> Mask:
-        return self.within(self.frames_with(Role.SCALES))
+    def fills_buckets(self) -> Mask:
+        """Which rows scale gradients that are done, or copy them to where they travel from."""
+        done = self.within(self.frames_with(Role.GRADIENTS))
+        return done & self.within(self.frames_with(Role.SCALES | Role.MOVES))
 
     @cached_property
     def innermost_line(self) -> Ints:

@@ -30,7 +30,7 @@ from keepbusy.explain.edit import Edit, SideLane
 from keepbusy.explain.ledger import NOISE, Busy, Forecast, mean_over_orders
 from keepbusy.explain.places import by_place, late_ranks, sites_of
 from keepbusy.explain.plain import Plain, fed_as_usual, other_view, plain_run
-from keepbusy.explain.remedies import CHECKPOINT, remedy_for, what_happened
+from keepbusy.explain.remedies import CHECKPOINT, lesson, remedy_for, what_happened
 from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.turns import Blame, Turns, turns_of
@@ -122,7 +122,8 @@ class Story:
 
     def _named(self) -> list[str]:
         """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
-        claimed = [cause for cause in self.found if self.gain(cause) > self.forecast.noise]
+        known = set(self.found) - ({"launch_bound"} if self.scene.timeline.facts.compiled_eagerly else set())
+        claimed = [cause for cause in self.found if cause in known and self.gain(cause) > self.forecast.noise]
         return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in GENERAL))
 
     def turns(self) -> Turns:
@@ -234,11 +235,13 @@ class Story:
             why = "the step is launch-bound: the host would not have been ahead anyway"
         else:
             why = "something else holds the step up at the same time"
-        rows = []
+        rows, spans = [], self.scene.timeline.spans
         for cause, finding in self.found.items():
             if cause not in named and cause not in SILENT:
                 for place, mine in by_place(self.scene, self._seen_in_vain(finding)).items():
-                    rows.append(Harmless(cause, place, len(mine) / per_step, why, max(0, self.gain(cause))))
+                    told = lesson(cause, place) if self.scene.timeline.facts.one_turn else why
+                    held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
+                    rows.append(Harmless(cause, place, len(mine) / per_step, told, max(0, self.gain(cause)), held))
         return tuple(sorted(rows, key=lambda one: -one.count))
 
     def _seen_in_vain(self, finding: Finding) -> Ints:

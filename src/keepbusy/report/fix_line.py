@@ -36,7 +36,7 @@ def _in_their_words(cause: Cause) -> str:
     standing = [node for node in without_inner_functions(function) if _stands_at(node, source.line)]
     match cause.api:
         case "keepbusy.readback":
-            written = _readback(standing, source.line)
+            written = _readback(standing, source.line, large=cause.fix == "copy_back_later")
         case "keepbusy.prefetch":
             written = _prefetch(function, standing, source.line)
         case "torch.utils.data.DataLoader":
@@ -53,7 +53,7 @@ def _stands_at(node: ast.AST, line: int) -> bool:
     return bool(first <= line <= (getattr(node, "end_lineno", 0) or 0))
 
 
-def _readback(standing: list[ast.AST], line: int) -> str:
+def _readback(standing: list[ast.AST], line: int, large: bool = False) -> str:
     """Of `loss.item()`, `float(loss)` or `print(loss)` the tensor that is read."""
     read: ast.AST | None = None
     for node in standing:
@@ -66,6 +66,8 @@ def _readback(standing: list[ast.AST], line: int) -> str:
             read = read or node.args[0]
     if read is None:
         return ""
+    if large:
+        return f"copy = keepbusy.readback({ast.unparse(read)})  # copy.tensor once the next step is launched"
     decides = any(isinstance(node, ast.If | ast.While) and _stands_at(node.test, line) for node in standing)
     later = "decide by it" if decides else "read it"
     return f"value = keepbusy.readback({ast.unparse(read)})  # {later} once the next step is launched: float(value)"

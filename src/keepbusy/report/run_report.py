@@ -158,6 +158,21 @@ def lateness(late: Late, ranks: Sequence[int]) -> str:
     return f"Rank {late.rank} arrives {duration(late.late)} late, and {who} for it: {what}{words.at(late.where)}."
 
 
+def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str:
+    """What the plan saves of a run of so many hours: its start counts for nothing, its loops for all of it."""
+    run, saved = diagnosis.run, sum(max(0, one.run_gain) for one in diagnosis.plan)
+    looped = sum(part.time for part in run.parts if part.kind == LOOP) if run is not None else 0
+    if not looped or not saved:
+        steps = [one for one in diagnosis.plan if not one.loop and not one.every]
+        saved, looped = sum(one.gain for one in steps), diagnosis.plain_step
+    less, gpus = hours * min(1.0, saved / looped), len(diagnosis.ranks)
+    if not less:
+        return f"Of a run of {hours:g} hours nothing is saved: there is nothing in the plan."
+    worth = f", at {price:g} an hour {less * gpus * price:,.2f}" if price else ""
+    of_gpus = f"{less * gpus:,.1f} hours of {'its GPU' if gpus == 1 else f'{gpus} GPUs'}"
+    return f"Of a run of {hours:g} hours the plan saves {less:,.1f}, which are {of_gpus}{worth}."
+
+
 def turns_meant(one: PlannedFix) -> str:
     """Of which turns the fix speaks."""
     if one.loop:

@@ -353,7 +353,9 @@ def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if diagnosis.later is not None:
         first, *more = whole_run.of_change(diagnosis, diagnosis.later)
         asides += [("later", first), *(("", one) for one in more)]
-    asides += [("ignore", one) for one in _harmless(diagnosis.harmless, diagnosis.plain_step)]
+    told = _lessons if diagnosis.one_turn else _harmless
+    label = "line" if diagnosis.one_turn else "ignore"
+    asides += [(label, one) for one in told(diagnosis.harmless, diagnosis.plain_step)]
     asides += [("bubble", one) for one in _bubble(diagnosis)]
     asides += [("late", run_report.lateness(late, diagnosis.ranks)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
@@ -384,6 +386,14 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
         yield f"{name}{where}{more} ({words.count(total)} a step) {_cost(places[0].gain, step)}: {tame(why)}"
+
+
+def _lessons(seen: tuple[Harmless, ...], step: int) -> Iterator[str]:
+    """Of a script without steps, line by line: what holds Python there, and what to learn of it."""
+    for one in sorted(seen, key=lambda one: -one.held):
+        if one.why and one.held >= _FOLDED * step:
+            often = f", {words.count(one.count)} times" if one.count > 1 else ""
+            yield f"{words.spot(one.where, 50)} holds Python for {duration(one.held, step)}{often}: {tame(one.why)}"
 
 
 def _cost(gain: int, step: int) -> str:

@@ -63,3 +63,11 @@ def workers(text: str) -> int:
     if not 1 <= count <= 1024:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of workers; give a whole number from 1 to 1024")
     return count
+
+
+def amount(text: str) -> float:
+    """Of hours or money: a number above 0."""
+    number = _number(text)
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give one, as in 48 or 2.50")
+    return number

@@ -80,10 +80,10 @@ class BackwardPass:
         return rows[np.where(after, known, scene.hands_over_gradients[launch[rows]])]
 
     def scaled(self, scene: Scene) -> Ints:
-        """What PyTorch launches beside its collectives, for the mean over the ranks."""
+        """What PyTorch launches beside its collectives: into their buckets, and for the mean over the ranks."""
         rows = np.arange(self.first, self.last + 1)
         mine = scene.timeline.rank_of_rows[rows] == scene.timeline.lanes[self.main].rank
-        inside = rows[mine & scene.hands_over_gradients[rows] & scene.scales[rows]]
+        inside = rows[mine & scene.fills_buckets[rows]]
         return np.concatenate([inside, np.flatnonzero(np.isin(scene.launch, inside))])
 
     def call_of(self, scene: Scene, row: int) -> Ints:

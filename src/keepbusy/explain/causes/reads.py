@@ -56,6 +56,8 @@ def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None
     launched = np.concatenate([[0], np.cumsum(scene.command != NONE)])
     between = launched[reads[1:]] - launched[reads[:-1]]
     alike = (path[1:] == path[:-1]) & (lane[1:] == lane[:-1]) & (between <= LAUNCHES_BETWEEN)
+    step = np.searchsorted(scene.timeline.marks, reads, side="right")
+    alike &= step[1:] == step[:-1]  # a read in each of many short steps is none of a loop within a step
     edges = np.flatnonzero(np.diff(np.concatenate([[0], alike.astype(np.int8), [0]])))
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         if last - first >= IN_A_ROW and rule("reads_in_a_loop"):
