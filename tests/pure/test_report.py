@@ -439,3 +439,15 @@ def test_a_timeline_of_nothing_exports_to_nothing() -> None:
 
 def test_predictions_keep_their_range() -> None:
     assert "(8.4–10.1)" in terminal.render(replace(HEALTHY, causes=(COPY,), predicted=predicted(8.9, 8.4, 10.1)))
+
+
+def test_places_are_links_where_a_terminal_shows_them(tmp_path: Path) -> None:
+    program = tmp_path / "train me.py"
+    program.write_text("loss.item()\n")
+    there = replace(COPY, sites=(replace(COPY.sites[0], where=Where(str(program), 1, "main", exact=True)),))
+    said = replace(STALLED, causes=(there, SYNC))
+    shown = terminal.render(said, colour=True, wrap=True)
+    assert f";{program.as_uri()}#1\x1b\\" in shown
+    assert "model.py#" not in shown  # that file is not there
+    for elsewhere in (terminal.render(said, colour=True, wrap=False), terminal.render(said, wrap=True)):
+        assert "\x1b]8" not in elsewhere

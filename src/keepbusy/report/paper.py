@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from keepbusy.explain.diagnosis import Where
 
 
 class Look(NamedTuple):
@@ -58,15 +62,31 @@ WITHOUT_END = 5_000
 """The width of a sheet on which no line is broken: for files and pipes."""
 
 
-def laid_out(parts: Iterable[RenderableType], width: int, colour: bool, unicode: bool = True) -> str:
-    """The sheet as text, without spaces at the ends of its lines."""
+def laid_out(
+    parts: Iterable[RenderableType], width: int, colour: bool, unicode: bool = True, links: bool = False
+) -> str:
+    """The sheet as text, without spaces at the ends of its lines. `links`: terminals open places that are clicked."""
     sheet = console(width, colour, io.StringIO())
     for part in parts:
         # rich joins texts that it prints into one of its own, which is broken unless it is told so again
         no_wrap = isinstance(part, Text) and part.no_wrap
         sheet.print(part, crop=False, no_wrap=no_wrap, overflow="ignore" if no_wrap else None)
     text = "\n".join(line.rstrip() for line in sheet.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    text = text if links else _LINK.sub("", text)
     return text if unicode else text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+_LINK = re.compile(r"\x1b\]8;[^\x1b]*\x1b\\")
+"""OSC 8, as terminals know it."""
+
+
+def link_to(where: Where) -> str:
+    """What a place's style has in addition, where its file is there."""
+    try:
+        path = Path(where.file)
+        return f" link {path.resolve().as_uri()}#{where.line}" if where.file and path.is_file() else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def console(width: int, colour: bool, file: io.StringIO | None = None, record: bool = False) -> Console:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, Late, PlannedFix
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, laid_out, line, look
+from keepbusy.report.paper import FAINT, STRONG, laid_out, line, link_to, look
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part
@@ -137,7 +137,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
             (f" · the run {whole}" if whole else "", GAIN),
         )
-        where = (" at ", (f"{places}{more}", PLACE)) if places else ()
+        where = (" at ", (f"{places}{more}", PLACE + link_to(one.where[0]))) if places else ()
         yield line(f"{number}  ", (one.fix, STRONG), *where, "   ", *_pieces(after))
         for sentence in (one.reason, *(lateness(late, diagnosis.ranks) for late in one.late)):
             if sentence:

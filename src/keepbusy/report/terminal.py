@@ -24,7 +24,18 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.report import run_report, whole_run, words
 from keepbusy.report.fix_line import fix_line
-from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, label, labelled, laid_out, line, look, unbroken
+from keepbusy.report.paper import (
+    FAINT,
+    STRONG,
+    WITHOUT_END,
+    label,
+    labelled,
+    laid_out,
+    line,
+    link_to,
+    look,
+    unbroken,
+)
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
 
@@ -147,7 +158,7 @@ def render(
     """The report as text, with as much detail as one screen holds. Without `wrap` no line is broken."""
     text, sheet = "", width if wrap else WITHOUT_END
     for detail in _DETAILS:
-        text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode)
+        text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode, links=wrap)
         if text.count("\n") < HEIGHT + (len(diagnosis.run.parts) if diagnosis.run is not None else 0):
             break
     return _of_a_script(text) if diagnosis.one_turn else text
@@ -270,7 +281,7 @@ def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
     shown = look(cause.cause)
-    place = (f" · {words.spot(cause.where, 40)}", HERE)
+    place = (f" · {words.spot(cause.where, 40)}", HERE + link_to(cause.where))
     return line(
         (f"{number}  ", f"bold {shown.colour}"),
         f"{shown.name}: ",
@@ -294,7 +305,7 @@ def _place(cause: Cause, width: int) -> RenderableType:
     source = source_of(where)
     known = f"likely line {source.line}: " if source and source.likely else ""
     return line(
-        (words.spot(where, max(24, width - 40)), HERE),
+        (words.spot(where, max(24, width - 40)), HERE + link_to(where)),
         (f" · {beside}" if beside else "", FAINT),
         *((("\n", ""), (known, FAINT), words.cut(source.text, width - 3 - len(known))) if source else ()),
         indent=3,
