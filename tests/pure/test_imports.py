@@ -127,7 +127,7 @@ LINES = {
     "recording": 3714,
     "virtual": 8798,
     "explain": 3719,
-    "report": 2771,
+    "report": 2802,
     "runtime": 3560,
     "cli": 2192,
     "fix": 2054,
