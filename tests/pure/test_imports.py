@@ -124,7 +124,7 @@ LINES = {
     "timeline": 2019,
     "traces": 2097,
     "instrument": 995,
-    "recording": 3714,
+    "recording": 3717,
     "virtual": 8798,
     "explain": 3719,
     "report": 2802,

@@ -266,10 +266,13 @@ def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_p
 
 LOOKS_OFTEN = """\
 import keepbusy.recording.recorder as recorder
+import keepbusy.recording.window as window
 import keepbusy.recording.window_plan as plan
+window.HELD_UP_AT_ONCE = 10**10
 plan.SELDOM_ASKED, plan.GRANTED, recorder._THINKS_EVERY = 0, 1.0, 200_000_000
 """
-"""To look for what is rare takes time, and only a share of the run's is granted: too little of a run of seconds."""
+"""To look for what is rare takes time, and only a share of the run's is granted, as for closing windows: too little
+of a run of seconds on a busy machine."""
 RARE = (
     LONG.replace("range(40)", "range(1100)")
     + """\
@@ -380,5 +383,6 @@ def test_a_stretch_of_a_program_is_recorded_from_within(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
     )  # fmt: skip
     first, second = done.stdout.splitlines()
-    assert first == "5 True", done.stderr
+    steps, has_lines = first.split()
+    assert (2 <= int(steps) <= 5, has_lines) == (True, "True"), done.stderr
     assert second == "False True"

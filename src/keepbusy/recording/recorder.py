@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ class Run:
         self._followed: Occasion | None = None  # whose loop's turns are told now
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._marks_facts: dict[str, Any] = {}
+        self._writing = threading.RLock()  # both threads do; a signal may come while this one does
         self._think_at = self._write_at = self._show_at = 0
         self.unfollow: Callable[[], None] = lambda: None
         self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
@@ -300,7 +302,7 @@ class Run:
             "after": self._after,
             "notes": [*self.notes, *self._said()],
         }
-        with replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
+        with self._writing, replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
             part.write_text(json.dumps(facts | more, default=str), encoding="utf-8")
 
     def _about(self, window: Window) -> dict[str, Any]:

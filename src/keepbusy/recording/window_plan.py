@@ -2,7 +2,7 @@
 
 What is left unexplained is ranked by its time: the waits of a loop in which no window was open, what a kind of rare
 step takes beyond the others, and what steps take since they have changed for good. The largest comes first, as long as
-all windows together hold the program up for no more than a hundredth of its run.
+all windows together hold the program up for no more than a hundredth of its run, or 0.3 s of a short one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from keepbusy.recording.window import ENOUGH_OPEN, LONGEST_OPEN, RECORDED_TURNS,
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL
 
-GRANTED = 0.01
-"""Of the run: for so long windows may hold it up."""
+GRANTED, GRANTED_ANYWAY = 0.01, 300_000_000
+"""Of the run so far: for so long windows may hold it up; for the latter also where a run is short, for else its second
+loop would never be seen."""
 KEPT_WINDOWS = 6
 """Beside the first one: each goes with the run as a timeline of its own."""
 STALL_IS_WORTH, LOOP_IS_WORTH = 0.01, 0.1
@@ -80,7 +81,7 @@ class WindowPlan:
         """The run has gone on for `passed`; windows have held it up for `spent`, the next one may for `expected`, and
         it may be open for `longest`."""
         began = self.clock()
-        granted = spent + expected <= GRANTED * passed
+        granted = spent + expected <= max(GRANTED_ANYWAY, GRANTED * passed)
         if began < self.not_before or not granted or self.planned is not None or len(self.taken) >= KEPT_WINDOWS:
             return
         found = [*self._loops(passed)] if loops else []
