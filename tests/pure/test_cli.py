@@ -91,6 +91,12 @@ FLAGS = {
         "--no-open": (None, 0, False),
         "--quiet": (None, 0, False),
     },
+    "fix": {
+        "--write": (None, 0, False),
+        "--on": ("DEVICE", None, "h200"),
+        "--clock": (None, None, "measured"),
+        "program": ("SCRIPT", "A...", None),
+    },
     "check": {
         "--max-syncs": ("N", None, None),
         "--max-blocking-copies": ("N", None, None),

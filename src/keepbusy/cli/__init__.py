@@ -18,6 +18,7 @@ VERBS = {
     "explain": "which line makes the GPU wait, and what fixing it gains",
     "run": "run a program and explain the run: on the GPU there is, or else on a virtual one",
     "show": "a page to look at, and to send",
+    "fix": "try the fixes of a program's plan, and show those that hold as a diff",
     "check": "fail where Python waits for the GPU too often, on a machine without one",
     "compare": "what changed between two runs, cause by cause",
     "export": "write a run for Perfetto, or as JSON or CSV",

@@ -179,6 +179,10 @@ def _program(options: argparse.Namespace, streams: StandardStreams) -> int:
     if options.json:
         with suppress(OSError):
             os.dup2(2, 1)
+    if "KEEPBUSY_CANDIDATE" in os.environ:  # `keepbusy fix` tries another source
+        from keepbusy.fix.source import proof
+
+        proof.begin()
     if options.fix:
         _fix(options, streams)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)

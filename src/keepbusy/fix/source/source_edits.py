@@ -1,0 +1,359 @@
+"""For each fix of the plan, how it is written: a change of the lines that it names, and of nothing else.
+
+An edit gives the new source, or None where what stands at these lines is not what it knows how to change. Formatting
+and comments stay as they are, and what has been changed once is not changed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+
+_WRAPPERS = {"enumerate", "tqdm", "track"}
+_SAME_ANYWHERE = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty", "zeros_like", "ones_like"}
+"""What torch makes the same on every device."""
+_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+
+
+@dataclass(frozen=True)
+class SourceEdit:
+    """How a fix is written, and how far its losses may differ from the program's own; 0: not in a bit."""
+
+    write: Callable[[MetadataWrapper, frozenset[int]], cst.Module | None]
+    tolerance: float = 0.0
+    why: str = ""  # they may differ
+
+
+def edited(source: str, fix: str, lines: Sequence[int]) -> str | None:
+    """The source with this fix at these lines."""
+    edit = edit_of(fix)
+    if edit is None:
+        return None
+    try:
+        module = edit.write(MetadataWrapper(cst.parse_module(source)), frozenset(lines))
+    except (cst.ParserSyntaxError, RecursionError):
+        return None
+    return None if module is None or module.code == source else module.code
+
+
+def edit_of(fix: str) -> SourceEdit | None:
+    """How a fix of the plan is written, if it can be; `num_workers=8` says itself how many."""
+    name, _, count = fix.partition("=")
+    if name == "num_workers" and count.isdecimal():
+        return SourceEdit(_loaders_with({"num_workers": count, "persistent_workers": "True"}))
+    return EDITS.get(fix)
+
+
+def dotted(node: cst.BaseExpression) -> str:
+    """`torch.cuda.empty_cache` of an expression that is names and dots."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr.value}" if before else ""
+    return ""
+
+
+def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+    return next((one for one in call.args if one.keyword is not None and one.keyword.value == name), None)
+
+
+def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
+    """One more argument, written as the others are."""
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    made = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+    if not call.args:
+        return call.with_changes(args=[made])
+    last = call.args[-1]
+    if isinstance(last.comma, cst.Comma) and isinstance(last.comma.whitespace_after, cst.ParenthesizedWhitespace):
+        ending = last.comma.whitespace_after  # one argument a line, and a comma after the last; a comment stays with it
+        others = call.args[-2].comma if len(call.args) > 1 else None
+        above = others.whitespace_after if isinstance(others, cst.Comma) else call.whitespace_before_args
+        indent = above.last_line if isinstance(above, cst.ParenthesizedWhitespace) else ending.last_line
+        last = last.with_changes(comma=cst.Comma(whitespace_after=ending.with_changes(last_line=indent)))
+        bare = ending.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
+        return call.with_changes(
+            args=[*call.args[:-1], last, made.with_changes(comma=cst.Comma(whitespace_after=bare))]
+        )
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return call.with_changes(args=[*call.args[:-1], last.with_changes(comma=comma), made])
+
+
+class _AtLines(cst.CSTTransformer):
+    """Knows where each node stands."""
+
+    METADATA_DEPENDENCIES = (PositionProvider, ParentNodeProvider)
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def stands(self, node: cst.CSTNode) -> bool:
+        """Whether one of the lines is its own."""
+        place = self.get_metadata(PositionProvider, node)
+        return any(place.start.line <= line <= place.end.line for line in self.lines)
+
+    def line(self, node: cst.CSTNode) -> int:
+        return int(self.get_metadata(PositionProvider, node).start.line)
+
+
+class _Prefetch(_AtLines):
+    """`for x, y in loader:` becomes `for x, y in keepbusy.prefetch(loader):`."""
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__(lines)
+        self.done = False
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
+        if self.done or not self.stands(original_node):
+            return updated_node
+        wrapped = _wrapped(updated_node.iter)
+        if wrapped is None:
+            return updated_node
+        self.done = True  # the innermost loop comes first
+        return updated_node.with_changes(iter=wrapped)
+
+
+def _wrapped(iterated: cst.BaseExpression) -> cst.BaseExpression | None:
+    if isinstance(iterated, cst.Name | cst.Attribute):
+        return cst.Call(cst.parse_expression("keepbusy.prefetch"), [cst.Arg(iterated)])
+    if isinstance(iterated, cst.Call) and iterated.args and dotted(iterated.func).rpartition(".")[2] in _WRAPPERS:
+        inner = _wrapped(iterated.args[0].value)
+        if inner is not None:
+            return iterated.with_changes(args=[iterated.args[0].with_changes(value=inner), *iterated.args[1:]])
+    return None
+
+
+def _write_prefetch(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
+    """And the loader pins what it gives, so that the copies need no other memory in between."""
+    change = _Prefetch(lines)
+    module = wrapper.visit(change)
+    if not change.done:
+        return None
+    pinned = _loaders_with({"pin_memory": "True"})(MetadataWrapper(module), lines)
+    return _importing(pinned or module)
+
+
+def _importing(module: cst.Module) -> cst.Module:
+    context = CodemodContext()
+    AddImportsVisitor.add_needed_import(context, "keepbusy")
+    return AddImportsVisitor(context).transform_module(module)
+
+
+class _LoaderSurvey(cst.CSTVisitor):
+    """How many loaders the file makes, and what the loops at these lines go through."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__()
+        self._lines = lines
+        self.iterated: set[str] = set()
+        self.loaders = 0
+
+    def visit_For(self, node: cst.For) -> None:  # noqa: N802
+        place = self.get_metadata(PositionProvider, node)
+        if any(place.start.line <= line <= place.end.line for line in self._lines):
+            self.iterated.update(_names_in(node.iter))
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        self.loaders += _is_loader(node)
+
+
+class _Loaders(_AtLines):
+    """Arguments for `DataLoader(...)`: of the only one of the file, else of those that the loop goes through."""
+
+    def __init__(self, lines: frozenset[int], arguments: dict[str, str], survey: _LoaderSurvey) -> None:
+        super().__init__(lines)
+        self._arguments, self._survey = arguments, survey
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
+        if not _is_loader(original_node) or any(one.star for one in original_node.args):
+            return updated_node
+        parent = self.get_metadata(ParentNodeProvider, original_node)
+        name = ""
+        if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
+            name = dotted(parent.targets[0].target)
+        if self._survey.loaders > 1 and name not in self._survey.iterated:
+            return updated_node
+        for argument, value in self._arguments.items():
+            given = keyword(updated_node, argument)
+            if given is None and not (argument == "num_workers" and len(updated_node.args) > 5):
+                updated_node = with_keyword(updated_node, argument, value)
+            elif given is not None and argument == "num_workers" and cst.Module([]).code_for_node(given.value) == "0":
+                updated_node = updated_node.with_deep_changes(given, value=cst.parse_expression(value))
+        return updated_node
+
+
+def _names_in(node: cst.BaseExpression) -> list[str]:
+    if isinstance(node, cst.Call):
+        return [name for one in node.args for name in _names_in(one.value)]
+    return [dotted(node)] if dotted(node) else []
+
+
+def _is_loader(node: cst.Call) -> bool:
+    return dotted(node.func).rpartition(".")[2] == "DataLoader"
+
+
+def _loaders_with(arguments: dict[str, str]) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module | None]:
+    def write(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module:
+        survey = _LoaderSurvey(lines)
+        wrapper.visit(survey)
+        return wrapper.visit(_Loaders(lines, arguments, survey))
+
+    return write
+
+
+class _WithoutCall(_AtLines):
+    """Statements that only call one function are taken out."""
+
+    def __init__(self, lines: frozenset[int], name: str) -> None:
+        super().__init__(lines)
+        self._name = name
+
+    def leave_SimpleStatementLine(  # noqa: N802
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        if len(original_node.body) != 1 or self.line(original_node) not in self.lines:
+            return updated_node
+        statement = original_node.body[0]
+        match statement:
+            case cst.Expr(value=cst.Call(func=func)) if dotted(func) == self._name:
+                return cst.RemoveFromParent()
+        return updated_node
+
+
+def _without(name: str) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module | None]:
+    return lambda wrapper, lines: wrapper.visit(_WithoutCall(lines, name))
+
+
+class _MadeThere(_AtLines):
+    """`torch.zeros(n).to("cuda")` becomes `torch.zeros(n, device="cuda")`."""
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
+        func = updated_node.func
+        if self.line(original_node) not in self.lines or not isinstance(func, cst.Attribute):
+            return updated_node
+        made = func.value
+        if not isinstance(made, cst.Call) or dotted(made.func) not in {f"torch.{name}" for name in _SAME_ANYWHERE}:
+            return updated_node
+        device = _device_of(func.attr.value, updated_node)
+        if device is None or keyword(made, "device") is not None or keyword(made, "pin_memory") is not None:
+            return updated_node
+        return with_keyword(made, "device", device)
+
+
+def _device_of(method: str, call: cst.Call) -> str | None:
+    """Where `.to(device)` or `.cuda()` takes it, if that is all that it does."""
+    if method == "cuda" and not call.args:
+        return '"cuda"'
+    if method != "to" or len(call.args) != 1 or call.args[0].keyword is not None:
+        return None
+    given = cst.Module([]).code_for_node(call.args[0].value)
+    return given if "dtype" not in given and not given.startswith("torch.float") else None
+
+
+class _ReadOnce(_AtLines):
+    """`total += loss.item()` becomes `total += loss.detach()`, and `total = float(total)` follows the loop."""
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__(lines)
+        self.names: list[str] = []
+        self._depth = 0
+
+    def visit_For(self, node: cst.For) -> None:  # noqa: N802, ARG002
+        self._depth += 1
+
+    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:  # noqa: N802
+        value, target = updated_node.value, updated_node.target
+        if not self._depth or self.line(original_node) not in self.lines or not isinstance(target, cst.Name):
+            return updated_node
+        if not isinstance(updated_node.operator, cst.AddAssign) or not _is_item(value):
+            return updated_node
+        self.names.append(target.value)
+        read = cst.ensure_type(cst.ensure_type(value, cst.Call).func, cst.Attribute)
+        return updated_node.with_changes(value=cst.Call(read.with_changes(attr=cst.Name("detach"))))
+
+    def leave_For(  # noqa: N802
+        self, original_node: cst.For, updated_node: cst.For
+    ) -> cst.For | cst.FlattenSentinel[cst.BaseStatement]:
+        self._depth -= 1
+        if not self.names or not self.stands(original_node):
+            return updated_node
+        after = [cst.parse_statement(f"{name} = float({name})") for name in dict.fromkeys(self.names)]
+        self.names.clear()
+        return cst.FlattenSentinel([updated_node, *after])
+
+
+def _is_item(value: cst.BaseExpression) -> bool:
+    return (
+        isinstance(value, cst.Call)
+        and not value.args
+        and isinstance(value.func, cst.Attribute)
+        and value.func.attr.value == "item"
+    )
+
+
+def _write_read_once(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
+    """Only names that nobody looks at while the loop runs: what `run --fix` puts off, too."""
+    import ast
+
+    from keepbusy.fix.live.rewriting import rewritten
+
+    _, safe = rewritten(ast.parse(wrapper.module.code))
+    return wrapper.visit(_ReadOnce(lines & frozenset(safe)))
+
+
+class _Fused(_AtLines):
+    """`fused=True` for optimizers that chose no implementation."""
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802, ARG002
+        called = dotted(updated_node.func)
+        chosen = any(keyword(updated_node, one) is not None for one in ("fused", "foreach", "differentiable"))
+        if called.rpartition(".")[2] not in _FUSED or "optim" not in called or chosen or not updated_node.args:
+            return updated_node
+        return with_keyword(updated_node, "fused", "True")
+
+
+class _SavedLater(_AtLines):
+    """`torch.save(state, path)` becomes `keepbusy.save_later(state, path)`."""
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__(lines)
+        self.done = False
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
+        if dotted(updated_node.func) != "torch.save" or not self.stands(original_node) or len(updated_node.args) != 2:
+            return updated_node
+        self.done = True
+        return updated_node.with_changes(func=cst.parse_expression("keepbusy.save_later"))
+
+
+def _write_saved_later(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
+    change = _SavedLater(lines)
+    module = wrapper.visit(change)
+    return _importing(module) if change.done else None
+
+
+EDITS: dict[str, SourceEdit] = {
+    "prefetch": SourceEdit(_write_prefetch),
+    "pin_memory": SourceEdit(_loaders_with({"pin_memory": "True"})),
+    "prepare_in_workers": SourceEdit(
+        _loaders_with({"num_workers": "4", "pin_memory": "True", "persistent_workers": "True"})
+    ),
+    "keep_memory": SourceEdit(_without("torch.cuda.empty_cache")),
+    "drop_sync": SourceEdit(_without("torch.cuda.synchronize")),
+    "make_on_device": SourceEdit(lambda wrapper, lines: wrapper.visit(_MadeThere(lines))),
+    "keep_on_device": SourceEdit(lambda wrapper, lines: wrapper.visit(_MadeThere(lines))),
+    "readback": SourceEdit(_write_read_once, 1e-5, "the sum is kept in the loss's own type"),
+    "fuse_optimizer": SourceEdit(
+        lambda wrapper, lines: wrapper.visit(_Fused(lines)), 1e-4, "fused steps round differently"
+    ),
+    "save_later": SourceEdit(_write_saved_later),
+}
+"""By the name of the plan's fix. What is not here is advice for a person."""

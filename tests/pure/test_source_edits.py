@@ -1,0 +1,133 @@
+"""Each fix as it is written: nothing but its own lines changes, comments stay, and it is written once."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from keepbusy.fix.source.source_edits import EDITS, edited
+
+LOOP = """\
+import torch
+from torch.utils.data import DataLoader  # loads
+
+def train(model, data, optimizer):
+    loader = DataLoader(
+        data,
+        batch_size=32,  # fits
+    )
+    other = DataLoader(data, 64, num_workers=0)
+    total = 0.0
+    for step, (x, y) in enumerate(loader):  # all of them
+        x = x.to("cuda")
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()  # once a step
+        if step % 10 == 0:
+            torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    torch.save(model.state_dict(), "last.pt")
+    return total / len(loader)
+"""
+
+
+def changed(source: str, fix: str, *lines: int) -> tuple[list[str], list[str]]:
+    """Lines taken out, and lines put in."""
+    new = edited(source, fix, lines)
+    assert new is not None
+    compile(new, "train.py", "exec")
+    before, after = source.splitlines(), new.splitlines()
+    return [one for one in before if one not in after], [one for one in after if one not in before]
+
+
+def test_the_loop_is_wrapped_and_its_loader_pins() -> None:
+    assert changed(LOOP, "prefetch", 12) == (
+        ["    for step, (x, y) in enumerate(loader):  # all of them"],
+        [
+            "import keepbusy",
+            "        pin_memory=True,",
+            "    for step, (x, y) in enumerate(keepbusy.prefetch(loader)):  # all of them",
+        ],
+    )
+
+
+def test_only_the_loader_of_the_loop_gets_workers() -> None:
+    out, put = changed(LOOP, "num_workers=8", 11)
+    assert out == []
+    assert [one.strip() for one in put] == ["num_workers=8,", "persistent_workers=True,"]
+    assert "num_workers=4" in (
+        edited(LOOP.replace("enumerate(loader)", "enumerate(other)"), "prepare_in_workers", [11]) or ""
+    )
+
+
+def test_a_sum_is_read_once() -> None:
+    assert changed(LOOP, "readback", 16) == (
+        ["        total += loss.item()  # once a step"],
+        ["        total += loss.detach()  # once a step", "    total = float(total)"],
+    )
+    looked_at = LOOP.replace("        torch.cuda.empty_cache()", "        print(total)")
+    assert edited(looked_at, "readback", [16]) is None
+
+
+@pytest.mark.parametrize(
+    ("fix", "line", "gone"),
+    [
+        ("keep_memory", 19, "        torch.cuda.empty_cache()"),
+        ("drop_sync", 18, "            torch.cuda.synchronize()"),
+    ],
+)
+def test_a_call_is_taken_out(fix: str, line: int, gone: str) -> None:
+    out, put = changed(LOOP, fix, line)
+    assert out == [gone]
+    assert put in ([], ["            pass"])
+
+
+def test_a_checkpoint_is_saved_later() -> None:
+    assert changed(LOOP, "save_later", 20) == (
+        ['    torch.save(model.state_dict(), "last.pt")'],
+        ["import keepbusy", '    keepbusy.save_later(model.state_dict(), "last.pt")'],
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('x = torch.zeros(3, 4).to("cuda")', 'x = torch.zeros(3, 4, device="cuda")'),
+        ("x = torch.arange(n).cuda() + 1  # places", 'x = torch.arange(n, device="cuda") + 1  # places'),
+        ("x = torch.ones(3).to(device)", "x = torch.ones(3, device=device)"),
+        ('x = torch.randn(3).to("cuda")', None),  # other numbers
+        ("x = torch.zeros(3).to(torch.float16)", None),
+        ('x = torch.zeros(3, device="cpu").to("cuda")', None),
+        ('x = numpy.zeros(3).to("cuda")', None),
+    ],
+)
+def test_a_tensor_is_made_where_it_is_needed(written: str, meant: str | None) -> None:
+    new = edited(f"import torch\n{written}\n", "make_on_device", [2])
+    assert new == (None if meant is None else f"import torch\n{meant}\n")
+
+
+def test_an_optimizer_is_fused_unless_it_chose_otherwise() -> None:
+    source = "import torch\na = torch.optim.AdamW(p, lr=1e-3)\nb = torch.optim.SGD(p, foreach=True)\nc = Adam(p)\n"
+    assert changed(source, "fuse_optimizer", 2) == (
+        ["a = torch.optim.AdamW(p, lr=1e-3)"],
+        ["a = torch.optim.AdamW(p, lr=1e-3, fused=True)"],
+    )
+
+
+@pytest.mark.parametrize("fix", EDITS)
+def test_what_was_written_is_not_written_again(fix: str) -> None:
+    every = range(1, 25)
+    once = edited(LOOP, fix, every)
+    assert once is None or edited(once, fix, range(1, 30)) is None
+
+
+@pytest.mark.parametrize("fix", EDITS)
+def test_other_lines_are_left_alone(fix: str) -> None:
+    assert edited(LOOP, fix, [1000]) is None or fix in ("pin_memory", "prepare_in_workers", "fuse_optimizer")
+
+
+def test_a_source_that_cannot_be_read_is_left_alone() -> None:
+    assert edited("def (:", "prefetch", [1]) is None
+    assert edited(LOOP, "no such fix", [1]) is None
