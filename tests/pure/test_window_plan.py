@@ -15,10 +15,10 @@ from keepbusy.recording.loop_tree import BusyLoop
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at
 from keepbusy.recording.window import SETTLING_TURNS
 from keepbusy.recording.window_plan import (
-    GRANTED,
-    GRANTED_ANYWAY,
     KEPT_WINDOWS,
     TURNS_BEFORE,
+    WINDOWS_ALLOWANCE,
+    WINDOWS_SHARE,
     Occasion,
     WindowPlan,
     foreseen,
@@ -121,7 +121,7 @@ def test_there_are_few_windows_however_many_stalls() -> None:
 def test_windows_hold_the_run_up_for_no_more_than_a_hundredth_of_it() -> None:
     for cost in (50 * MS, 150 * MS, 10_000 * MS):
         whole, count = four_kinds().took.sum() * MS, len(four_kinds().windows(costs=cost))
-        allowed = max(GRANTED_ANYWAY, GRANTED * whole)
+        allowed = max(WINDOWS_ALLOWANCE, WINDOWS_SHARE * whole)
         assert cost * (1 + count) <= max(cost, allowed)
         assert (count > 0) == (2 * cost < allowed)
 

@@ -21,7 +21,7 @@ from torch import nn
 import keepbusy
 from keepbusy.recording.interruptions import without_processor
 from keepbusy.recording.marks import SETTLING_MARKS, Marks
-from keepbusy.recording.step_detector import SILENCE
+from keepbusy.recording.step_detector import SILENT_AFTER
 from keepbusy.timeline.plain_run import FiguresFile, PlainRun
 
 MS = 1_000_000
@@ -152,7 +152,7 @@ def test_a_step_that_is_captured_whole_is_heard_by_its_replays(program: Program)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(SILENCE + 20):
+    for _ in range(SILENT_AFTER + 20):
         graph.replay()
     assert program.marks.count == 4 + 21  # the optimizer is trusted for a while
     assert program.ended().marked_by == "graph"

@@ -31,7 +31,7 @@ def _folder(package: str) -> str:
 
 
 _TORCH = _folder("torch")
-MOST = 24
+KEPT_USER_LINES = 24
 """User lines of one chain; recursion may go deeper, and what is further out is left off."""
 USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
 """Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
@@ -48,7 +48,6 @@ class Places:
         self._kinds: dict[int, int] = {}
         self._codes: dict[int, CodeType] = {}
         self._known: dict[tuple[Any, ...], int] = {}
-        self.in_library: set[int] = set()  # places whose last line is a library's
 
     def here(self, frame: FrameType | None = None) -> int:
         """The place of the caller's caller, or of `frame`."""
@@ -68,7 +67,7 @@ class Places:
             elif kind != HIDDEN and library is None and not key:
                 library = (code, frame.f_lasti)
             frame = frame.f_back
-        whole = (*key[: 2 * MOST], library)
+        whole = (*key[: 2 * KEPT_USER_LINES], library)
         known = self._known.get(whole)
         return self._remember(whole) if known is None else known
 
@@ -82,8 +81,6 @@ class Places:
         lines = [_line(self._codes[chain[at]], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
         lines += [_line(self._codes[library[0]], library[1])] if library and lines else []
         number = self._known[key] = self._number(*lines)
-        if library and len(chain) > 0:
-            self.in_library.add(number)
         return number
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from keepbusy.timeline.model import Ints
 
 _UTILIZATION = 1
-_LONGEST = 1_000_000_000
+_SAMPLE_REACH = 1_000_000_000
 """Samples further apart than this say nothing of the time between them."""
 
 
@@ -64,7 +64,7 @@ class GpuShare:
         order = np.argsort(times, kind="stable")
         times, shares = times[order], shares[order]
         apart = np.diff(times, prepend=times[:1] - 200_000_000)
-        worked = np.concatenate([[0.0], np.cumsum(shares * np.minimum(apart, _LONGEST))])
+        worked = np.concatenate([[0.0], np.cumsum(shares * np.minimum(apart, _SAMPLE_REACH))])
         edges = np.concatenate([times[:1] - 200_000_000, times])
         return np.interp(moments, edges, worked)
 

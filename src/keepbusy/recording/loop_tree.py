@@ -22,9 +22,9 @@ from keepbusy.recording.turn_times import LookTable, StepLooks, beat_of, slow_ki
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 
-WORTH_A_PART = 0.005
+SHORTEST_PART = 0.005
 """Of the run: a shorter loop stands among the lines of what it is in."""
-WORTH_TELLING = 0.02
+SLOW_TURNS_MATTER = 0.02
 """Of a loop: what its slow turns take longer."""
 KEPT_LINES, KEPT_KINDS = 8, 3
 
@@ -229,7 +229,7 @@ class _Tree:
             time = sum(self.time_of[chain] for chain in child.all_chains())
             turns = self.turns.get(key)
             once = turns is not None and len(turns) <= self._most_turns_of_one(node)
-            if time < WORTH_A_PART * self.whole or once:
+            if time < SHORTEST_PART * self.whole or once:
                 del node.children[key]
                 node.chains += child.chains
                 for inner, grandchild in child.children.items():
@@ -338,7 +338,7 @@ class _Tree:
         turns = np.arange(len(over))
         told = []
         for kind in slow_kinds(over - began, began, over, looks):
-            if kind.total < WORTH_TELLING * whole:
+            if kind.total < SLOW_TURNS_MATTER * whole:
                 break
             beat = beat_of(kind.rows, turns)
             told.append(

@@ -195,7 +195,7 @@ KEPT_MARKS = 1 << 20
 """Marks that are kept; of a longer run the older half goes."""
 KNOWN_ON_DEVICE = 0.8
 """Where so many of the steps that are over are known on the device, those that are not are passed over."""
-WATCHED_CLOSELY = 3
+UNDER_WATCH = 3
 """What a mark says, beside the verdicts of `Rounds`: a step ends that was looked at closely."""
 
 
@@ -256,7 +256,7 @@ def steps_of(marked: MarkTable, device: DeviceMarks | None, last: int = 0) -> St
     if on_device:
         times, earliest, latest = (np.array(column[part], np.int64) for column in on_device)
         lead = leads(host, times, earliest, latest)
-    rows = np.flatnonzero((says == ENDS) | (says == WATCHED_CLOSELY))
+    rows = np.flatnonzero((says == ENDS) | (says == UNDER_WATCH))
     rows = rows[rows > 0]
     known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
     over = np.count_nonzero(rows <= known[-1]) if len(known) else 0  # the device is still busy with those after it
@@ -429,7 +429,7 @@ class Marks:
             self._waited = without_processor(self._thread)
         closely = verdict != BEGINS and (self._is_closely_watched or self._settling > 0)
         self._settling -= self._settling > 0
-        table.add(now, WATCHED_CLOSELY if closely else verdict, self.pauses)
+        table.add(now, UNDER_WATCH if closely else verdict, self.pauses)
         number = table.count - 1
         if self._on_device is not None:
             self._on_device.set(number, now)

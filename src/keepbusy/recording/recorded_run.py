@@ -206,9 +206,9 @@ def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int
 
 # The lines seen, as events of the trace and in its own time, so that they enclose its operators.
 
-_CLOSE = 100
+_TRIAL_STEP = 100
 _TRIALS = 64
-TELLING = 20_000
+SHORTEST_LINE = 20_000
 """A shorter line that called nothing of PyTorch's tells nothing: pure Python has a hundred thousand of them."""
 
 
@@ -226,7 +226,7 @@ def placed(trace: Trace, record: LineRecord, ticks: Sequence[Tick]) -> Trace:
         np.array(column, np.int64) for column in zip(*((one.start, one.end) for one in stretches), strict=True)
     )
     shift = trace_offset(trace, ticks, {one: start[thread == one] for one in np.unique(thread).tolist()})
-    tells = (end - start >= TELLING) | _holds_something(trace, thread, start + shift, end + shift)
+    tells = (end - start >= SHORTEST_LINE) | _holds_something(trace, thread, start + shift, end + shift)
     told = [one for one, kept in zip(stretches, tells.tolist(), strict=True) if kept]
     return _with_lines(trace, record, told, thread[tells], shift)
 
@@ -266,7 +266,7 @@ def trace_offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -
     noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
     pairs = [(noted[f"{OWN_STEP}{tick.number}"], tick) for tick in ticks if f"{OWN_STEP}{tick.number}" in noted]
     low, high = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))
-    trials = np.linspace(low, high, 1 + min(_TRIALS, (high - low) // _CLOSE)).astype(np.int64)
+    trials = np.linspace(low, high, 1 + min(_TRIALS, (high - low) // _TRIAL_STEP)).astype(np.int64)
     within = sum(_begun_within(trace, thread, times, trials) for thread, times in begins.items())
     best = trials[within == np.min(within)]
     return int(best[len(best) // 2])

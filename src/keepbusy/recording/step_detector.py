@@ -69,7 +69,7 @@ class Rounds:
 # PyTorch's own global hook would make every module slower that the program has. A wrapper around `__call__` is cheaper,
 # and it stays around the outermost modules only, once they are known.
 
-LEARNED = 64
+PASSES_TO_LEARN = 64
 """After so many forward passes it is known which kinds of modules stand outermost."""
 
 
@@ -85,7 +85,7 @@ class ForwardPasses:
     def begin(self) -> None:
         from torch.nn import Module
 
-        self._left = LEARNED
+        self._left = PASSES_TO_LEARN
         self._wrap(Module)
 
     def end(self) -> None:
@@ -124,7 +124,7 @@ class ForwardPasses:
                 self._wrap(kind)
 
 
-SILENCE = 64
+SILENT_AFTER = 64
 """So often another one is heard before who has fallen silent gives way."""
 
 
@@ -180,7 +180,7 @@ class StepEnds:
 
     def _turn_to(self, source: StepSource) -> bool:
         self._passed_over += source < self.source
-        if source < self.source and self._passed_over < SILENCE:
+        if source < self.source and self._passed_over < SILENT_AFTER:
             return False
         self.source, self._rounds = source, Rounds()
         if source >= StepSource.OPTIMIZER:

@@ -73,7 +73,7 @@ SETTLES_WITHIN = 30_000_000
 """In longer turns the recorder settles within a part of the first one: none is lost to it."""
 FAR_LONGER = 4.0
 """Recorded turns that take so many times as long as usual ones are others."""
-ENOUGH_OPEN, LONGEST_OPEN = 100_000_000, 300_000_000
+WHOLE_TURNS_AFTER, LONGEST_OPEN = 100_000_000, 300_000_000
 """A window that has been open for so long closes with its second whole turn, and at last wherever a line begins:
 closing takes about as long as all that was seen, and holds the program up."""
 HELD_UP_AT_ONCE = 300_000_000
@@ -81,7 +81,7 @@ HELD_UP_AT_ONCE = 300_000_000
 OPEN_AT_MOST = 3_000_000_000
 MANY_ALLOCATIONS = 6_000
 """What takes long to close are the events, some ten for each tensor made; a turn that waits has few of them."""
-ASKED_AGAIN = 50_000_000
+NEXT_ASK = 50_000_000
 
 
 TRACE, LINES = "window.json", "lines.npz"
@@ -164,7 +164,7 @@ class Window:
 
     def _has_seen_enough(self) -> bool:
         """Two whole turns, and no rare ones."""
-        if not self.is_brief or len(self.ticks) < 3 or self.clock() - self._opened < ENOUGH_OPEN:
+        if not self.is_brief or len(self.ticks) < 3 or self.clock() - self._opened < WHOLE_TURNS_AFTER:
             return False
         first, _, last = self.ticks[-3:]
         return not self.usual or last.after - first.after < 2 * FAR_LONGER * self.usual
@@ -174,7 +174,7 @@ class Window:
         if not self.is_open or threading.get_ident() != self._thread or not self.ticks:
             return
         if len(self.ticks) < 3 and not self._has_much_to_close():
-            self._ask.at = self.clock() + ASKED_AGAIN
+            self._ask.at = self.clock() + NEXT_ASK
             return
         self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
         if self.is_part:
@@ -208,7 +208,7 @@ class Window:
     def open_for(self) -> int:
         """For how long the next window may be open, after what closing this one took."""
         allowed = HELD_UP_AT_ONCE * self.was_open / max(1, self.cost)
-        return max(ENOUGH_OPEN, min(OPEN_AT_MOST, round(allowed)))
+        return max(WHOLE_TURNS_AFTER, min(OPEN_AT_MOST, round(allowed)))
 
     def forget(self) -> None:
         """In a child that was forked while the window was open: it is the parent's."""

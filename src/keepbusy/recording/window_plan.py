@@ -17,30 +17,30 @@ from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.loop_tree import BusyLoop
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls, slow_from
-from keepbusy.recording.window import ENOUGH_OPEN, LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS
+from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, WHOLE_TURNS_AFTER
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL
 
-GRANTED, GRANTED_ANYWAY = 0.01, 300_000_000
+WINDOWS_SHARE, WINDOWS_ALLOWANCE = 0.01, 300_000_000
 """Of the run so far: for so long windows may hold it up; for the latter also where a run is short, for else its second
 loop would never be seen."""
 KEPT_WINDOWS = 6
 """Beside the first one: each goes with the run as a timeline of its own."""
 STALL_IS_WORTH, LOOP_IS_WORTH = 0.01, 0.1
 """Of the run: what takes less is not looked at."""
-SELDOM = 8
+SEEN_ANYWAY_BELOW = 8
 """What comes more often is seen by the first window."""
 TURNS_BEFORE, TURNS_AFTER = 1, 1
 """Ordinary steps that are recorded around a rare one, since it may come a step early or late."""
-THOUGHT_OUT = 200_000_000
+PLANNING_TIME = 200_000_000
 """Until a plan is made the program has gone on for so long."""
 BEATS_AHEAD = 8
 """So many of its occurrences ahead are looked through for one at which nothing else happens."""
-LOOKED_THROUGH = 4096
+MARKS_CONSIDERED = 4096
 """Marks: what was before is known by then."""
-SELDOM_ASKED = 200
+THINKING_SHARE = 200
 """To find out takes time, too: it is asked again after so many times as long."""
-STARVED = 0.05
+DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
 AT_ONCE = 0
 RECORDED_AT_MOST = 64
@@ -81,16 +81,16 @@ class WindowPlan:
         """The run has gone on for `passed`; windows have held it up for `spent`, the next one may for `expected`, and
         it may be open for `longest`."""
         began = self.clock()
-        granted = spent + expected <= max(GRANTED_ANYWAY, GRANTED * passed)
+        granted = spent + expected <= max(WINDOWS_ALLOWANCE, WINDOWS_SHARE * passed)
         if began < self.not_before or not granted or self.planned is not None or len(self.taken) >= KEPT_WINDOWS:
             return
         found = [*self._loops(passed)] if loops else []
         if self.marks.count > LASTING_TURNS // 2:
-            steps = self.marks.steps(LOOKED_THROUGH)
+            steps = self.marks.steps(MARKS_CONSIDERED)
             found += [*self._stalls(steps, longest), *self._change(steps)]
         self.planned = max(found, key=lambda one: one.time, default=None)
         ended = self.clock()
-        self.not_before = ended + SELDOM_ASKED * (ended - began)
+        self.not_before = ended + THINKING_SHARE * (ended - began)
 
     def due(self, count: int) -> Occasion | None:
         """The occasion for which a window opens at this mark, if there is one."""
@@ -119,7 +119,7 @@ class WindowPlan:
                 continue
             turn = int(np.median(np.diff(one.ends[-TURNS_KNOWN:])))
             if turn <= LONGEST_TURN:
-                turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, ENOUGH_OPEN // max(1, turn)))
+                turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, WHOLE_TURNS_AFTER // max(1, turn)))
                 yield Occasion(LOOP, one.waits, turns, {"place": one.place}, loop=one)
 
     def _stalls(self, steps: Steps, longest: int) -> Iterator[Occasion]:
@@ -132,7 +132,7 @@ class WindowPlan:
         for one in stalls:
             if is_worth_a_window(one, longest) and not any(one.comes_in(step) for step in looked_at):
                 others = [other for other in stalls if other is not one]
-                soon = 2 + round(THOUGHT_OUT / max(1.0, float(np.median(took))))
+                soon = 2 + round(PLANNING_TIME / max(1.0, float(np.median(took))))
                 step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1, others)
                 opens = step - SETTLING_TURNS - TURNS_BEFORE - 1
                 about = {"step": step, "stall": asdict(one)}
@@ -143,7 +143,7 @@ class WindowPlan:
         rest = steps.take(steps.plain)
         if not self.first:
             self.first = int(np.median(rest.took[:LASTING_TURNS])) if len(rest) else 0
-        elif not any(one.why == DRIFT for one in self.taken) and self.marks.delayed() < STARVED:
+        elif not any(one.why == DRIFT for one in self.taken) and self.marks.delayed() < DELAYED_SHARE:
             row = changed_at(rest.took, self.first)
             if row is not None:
                 about = {"began": int(rest.mark[row]) + 1, "before": self.first}
@@ -162,7 +162,7 @@ class WindowPlan:
 def is_worth_a_window(stall: RareStall, longest: int) -> bool:
     """Of the collector the marks know all. Any two keep a beat, so without a reason it takes a third."""
     known = stall.count > 2 or bool(stall.what)
-    rare = stall.every >= SELDOM and stall.time <= longest and stall.share >= STALL_IS_WORTH
+    rare = stall.every >= SEEN_ANYWAY_BELOW and stall.time <= longest and stall.share >= STALL_IS_WORTH
     return known and rare and stall.what != COLLECTOR
 
 
