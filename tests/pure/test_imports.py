@@ -121,8 +121,8 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2019,
-    "traces": 2097,
+    "timeline": 2045,
+    "traces": 2100,
     "instrument": 995,
     "recording": 3717,
     "virtual": 8798,

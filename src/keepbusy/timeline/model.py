@@ -227,6 +227,13 @@ class Timeline:
         marks = new[next_kept(self.spans.lane, kept)[self.marks]] if len(self.marks) else self.marks
         return replace(self, spans=self.spans.take(np.flatnonzero(kept)), links=links, marks=marks)
 
+    def keep_frames(self, kept: Mask) -> Timeline:
+        """Without the other frames, none of which may be around one that is kept."""
+        new = np.append(np.cumsum(kept) - 1, NONE)
+        frames, frame = self.frames.take(np.flatnonzero(kept)), self.spans.frame
+        frame = np.where((frame != NONE) & np.append(kept, False)[frame], new[frame], NONE)
+        return self.change(spans=self.spans.change(frame=frame), frames=frames.change(parent=new[frames.parent]))
+
 
 def next_kept(lane: Ints, kept: Mask) -> Ints:
     """Of each row: itself if it is kept, else the next kept row on its lane; past the last one, the last kept one."""

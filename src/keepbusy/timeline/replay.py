@@ -203,9 +203,9 @@ def _joined(timeline: Timeline) -> Mask:
     spans, links = timeline.spans, timeline.links
     plain = (spans.kind == Kind.WORK) & (spans.awaits == NONE)
     plain[links.source] = plain[links.target] = plain[timeline.marks] = False
-    last = np.zeros(len(timeline.lanes), np.int64)
-    np.maximum.at(last, spans.lane, np.arange(len(timeline)))
-    plain[last[np.unique(spans.lane)]] = False
+    last = np.full(len(timeline.lanes), NONE, np.int64)
+    last[spans.lane] = np.arange(len(timeline))
+    plain[last[last != NONE]] = False
     return plain
 
 
@@ -228,10 +228,9 @@ def _releases(timeline: Timeline) -> list[tuple[Release, ...]]:
     links = timeline.links
     releases: list[tuple[Release, ...]] = [()] * len(timeline)
     whole = links.kind != LinkKind.LAUNCH
-    for source, target, lag, to_end in zip(
-        links.source.tolist(), links.target.tolist(), links.lag.tolist(), whole.tolist(), strict=True
-    ):
-        releases[target] = (*releases[target], (source, lag, to_end))
+    each = zip(links.source.tolist(), links.lag.tolist(), whole.tolist(), strict=True)
+    for target, release in zip(links.target.tolist(), each, strict=True):
+        releases[target] += (release,)
     return releases
 
 

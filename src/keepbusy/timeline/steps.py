@@ -39,7 +39,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
     if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
         return whole
-    ratio = plain_step / max(1.0, pace(whole))
+    ratio = plain_step / max(1.0, pace(sample(whole)))
     several = min((last - first) // 2, round(ratio))
     if several < 2 or abs(ratio - several) >= 0.2 * several:
         return whole
@@ -166,7 +166,21 @@ def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
     chosen = np.sort(by_length[(np.arange(wanted) * len(marks) + len(marks) // 2) // wanted])
     kept = np.isin(_step_of_rows(timeline), chosen)
     marks = timeline.marks[kept[timeline.marks]]
-    return timeline.change(marks=marks).keep(kept)
+    return timeline.change(marks=marks).keep(kept).keep_frames(_frames_within(timeline, chosen))
+
+
+def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
+    """Which frames are open at some time of these steps of their rank."""
+    frames, ranks = timeline.frames, np.array([lane.rank for lane in timeline.lanes], np.int64)
+    within = np.zeros(len(frames), bool)
+    for rank in timeline.ranks:
+        marks, mine = timeline.marks_of(rank), np.flatnonzero(ranks[frames.lane] == rank)
+        borders = np.append(timeline.spans.start[marks], np.iinfo(np.int64).max)
+        before = np.append(0, np.cumsum(np.isin(np.arange(len(marks)), steps)))  # of the chosen, those before each
+        first = np.maximum(np.searchsorted(borders, frames.start[mine], side="right") - 1, 0)
+        last = np.maximum(np.searchsorted(borders, frames.end[mine], side="right"), first + 1)
+        within[mine] = before[np.minimum(last, len(marks))] > before[np.minimum(first, len(marks))]
+    return within
 
 
 def by_pattern(timeline: Timeline) -> Timeline:

@@ -13,6 +13,7 @@ import numpy as np
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Spans
 from keepbusy.timeline.replay import NEVER
+from keepbusy.timeline.table import sorted_once
 from keepbusy.traces.kineto_names import QUEUE_FULL, Category
 from keepbusy.traces.rank_trace import RankTrace
 
@@ -143,7 +144,7 @@ def _work_of(trace: RankTrace, thread: int) -> Spans:
     if thread == trace.hosts.main:  # while another thread works for it, or it waits for a batch
         elsewhere += [trace.hosts.handoffs[:, 1:], trace.starved, trace.marks]
     borders = [alive, recorder, *elsewhere, *_borders(trace, thread)]
-    cuts = np.unique(np.concatenate([border.ravel() for border in borders]))
+    cuts = sorted_once(np.concatenate([border.ravel() for border in borders]))
     middle = (cuts[:-1] + cuts[1:]) // 2
     free = _inside(middle, alive)
     for intervals in elsewhere[:3]:

@@ -15,6 +15,7 @@ import numpy as np
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Frames, Ints, Kind, Lane, Mask
+from keepbusy.timeline.table import sorted_once
 from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.frames import Nest
 from keepbusy.traces.kineto_names import (
@@ -91,7 +92,7 @@ class RankTrace:
         events = self.events
         calls = self.file.is_call & (events.correlation >= 0)
         launching = calls & np.isin(events.correlation, events.correlation[self.commands])
-        return np.unique(events.thread[launching | self.is_step_mark])
+        return np.flatnonzero(np.bincount(events.thread[launching | self.is_step_mark]))
 
     @cached_property
     def calls(self) -> Calls:
@@ -104,7 +105,7 @@ class RankTrace:
         waits = file.named(ALLOCATION_SYNC.match)[rows] | (launches & synchronises)
         kind = np.select([launches, synchronises, allocates], [Kind.LAUNCH, Kind.SYNC, Kind.ALLOCATE], Kind.WORK)
         matters = kind != Kind.WORK
-        for thread in np.unique(events.thread[rows]):  # a lazily loaded module launches within a launch
+        for thread in self.threads:  # a lazily loaded module launches within a launch
             mine = np.flatnonzero(matters & (events.thread[rows] == thread))
             reached = np.maximum.accumulate(events.end[rows[mine]])
             matters[mine[1:]] = events.start[rows[mine[1:]]] >= reached[:-1]
@@ -127,7 +128,7 @@ class RankTrace:
         wanted = events.correlation[self.commands]
         call = rows[np.minimum(np.searchsorted(events.correlation[rows], wanted), len(rows) - 1)]
         known = events.correlation[call] == wanted
-        for thread in np.unique(calls.thread):
+        for thread in self.threads:
             outer = np.flatnonzero(calls.thread == thread)
             mine = np.flatnonzero(known & (events.thread[call] == thread))
             place = np.searchsorted(calls.start[outer], events.start[call[mine]], side="right") - 1
@@ -162,7 +163,7 @@ class RankTrace:
         for lane in np.unique(self.lane_of_command).tolist():
             mine = np.flatnonzero((self.lane_of_command == lane) & (launch != NONE))
             mine = mine[np.argsort(calls.start[launch[mine]], kind="stable")]
-            call = np.unique(launch[mine])
+            call = sorted_once(launch[mine])
             ended = np.maximum.accumulate(self.events.end[self.commands[mine]])
             done = np.searchsorted(ended, calls.end[call], side="right")
             issued = np.searchsorted(calls.start[launch[mine]], calls.start[call])
@@ -184,7 +185,7 @@ class RankTrace:
         """Of each call the lane that it would wait for: as a sync row says, else that of its thread's last launch."""
         events, calls = self.events, self.calls
         before = np.full(len(self.launched), NONE, np.int64)
-        for thread in np.unique(calls.thread):
+        for thread in self.threads:
             mine = np.flatnonzero(calls.thread == thread)
             before[mine] = np.maximum.accumulate(np.where(self.launched[mine] != NONE, mine, NONE))
         lane = np.where(before == NONE, NONE, self.launched[np.maximum(before, 0)])
@@ -231,7 +232,8 @@ class RankTrace:
     def hosts(self) -> HostThreads:
         events = self.events
         on_host = (events.category == Category.OPERATOR) | (events.category == Category.ANNOTATION)
-        recorded = np.union1d(np.flatnonzero(on_host), self.calls.event)
+        on_host[self.calls.event] = True
+        recorded = np.flatnonzero(on_host)
         rows_of = {int(thread): recorded[events.thread[recorded] == thread] for thread in self.threads}
         main = self._main_thread()
         python = np.flatnonzero((events.thread == main) & (events.category == Category.PYTHON))
