@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 
 from keepbusy.explain import explain
-from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.explain.diagnosis import Diagnosis, LoopDiagnosis
 from keepbusy.report.page.page_file import render
 from keepbusy.timeline.busy_file import load
+from keepbusy.timeline.run_tree import IMPORTS, LOOP, RUN, Part
+from keepbusy.timeline.steps import one_turn
+from keepbusy.traces import read
 
 TRUTH = Path(__file__).parents[1] / "gpu" / "truth"
+TRACE = TRUTH.parents[1] / "snapshots" / "traces" / "images.trace.json.gz"
 STATE = """() => {
   const { from, to, spot, found, recorded } = keepbusy.panel.state;
   return { from, to, found, recorded, kind: spot && spot.track.kind, part: spot && spot.part };
@@ -223,3 +227,48 @@ def test_the_policy_lets_no_script_run_that_was_added(opened: Any, chromium: Any
         assert page.evaluate("() => window.hacked") is None
     finally:
         page.close()
+
+
+def with_a_tree(said: Diagnosis) -> Diagnosis:
+    """A run of which the whole was watched, with a second loop."""
+    second = 1_000_000_000
+    inner = Part(
+        LOOP, "train.py:9", "for batch in loader:", "main", 3 * second, 6 * second, 2 * second, 80, turn=75_000_000
+    )
+    epochs = Part(
+        LOOP, "train.py:8", "for epoch in range(2):", "main", 3 * second, 7 * second, 2 * second, 2, parts=(inner,)
+    )
+    start = Part(IMPORTS, time=3 * second)
+    run = Part(RUN, time=10 * second, busy=2 * second, parts=(start, epochs))
+    return replace(said, run=run, loops=(LoopDiagnosis("train.py:20", 12, told(COPY)),))
+
+
+KINDS = {
+    "a trace": lambda: explain(read([TRACE]), plain_step=31_336_000, turns=True),
+    "a recording without stacks": lambda: explain(load(TRUTH / "second" / "rank0_evaluates.stalled.busy"), turns=True),
+    "a script without turns": lambda: explain(one_turn(load(TRUTH / COPY)), turns=True),
+    "a run with its tree and two loops": lambda: with_a_tree(told(ITEM)),
+    "marks alone of a step": lambda: replace(told(COPY), turns=None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_of_each_kind_of_run_opens(kind: str, opened: Any) -> None:
+    said = KINDS[kind]()
+    page = opened(render(said))
+    assert f"{said.plain_step / 1e6:.3g}" in page.locator("#headline").inner_text()
+    assert page.locator("#turn").count() == (0 if said.turns is None else 1)
+    if said.turns is not None:
+        page.evaluate("() => keepbusy.panel.viewport.all()")
+        drawing(page).focus()
+        page.keyboard.press("n")
+        assert "The GPU" in page.locator(".told .said").inner_text()
+
+
+def test_the_tree_leads_to_the_line_and_another_loop_to_its_turns(opened: Any) -> None:
+    page = opened(render(with_a_tree(told(ITEM))))
+    assert page.locator("#run .flame .box").count() == 4
+    assert "The run took 10.00 s" in page.locator("h1").inner_text()
+    page.get_by_role("button", name="loop at train.py:20").click()
+    page.wait_for_selector("#copies")
+    assert "copy_in_line" in page.locator("#causes").inner_text()
