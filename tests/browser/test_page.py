@@ -272,3 +272,18 @@ def test_the_tree_leads_to_the_line_and_another_loop_to_its_turns(opened: Any) -
     page.get_by_role("button", name="loop at train.py:20").click()
     page.wait_for_selector("#copies")
     assert "copy_in_line" in page.locator("#causes").inner_text()
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path: Path) -> None:
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!DOCTYPE html><body>{render(hostile())._repr_html_()}</body>", encoding="utf-8")
+    page = chromium.new_page()
+    try:
+        page.goto(path.as_uri())
+        frame = page.frame_locator("iframe")
+        frame.locator("#ledger .bar").wait_for()
+        frame.locator("#turn .view canvas").first.wait_for()
+        assert page.evaluate("() => window.hacked") is None
+        assert "copy in line" in frame.locator("#ledger").inner_text()
+    finally:
+        page.close()

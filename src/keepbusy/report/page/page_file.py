@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 from importlib.resources import files
 
 from keepbusy.explain.diagnosis import Diagnosis
@@ -38,15 +39,27 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 """
 
 
-def render(diagnosis: Diagnosis, source: str = "") -> str:
+class Page(str):
+    """A page as text, which a notebook shows: in a frame of its own that may run scripts and nothing else."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        look = "width: 100%; height: 820px; border: 0"
+        return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self)}" style="{look}"></iframe>'
+
+
+def render(diagnosis: Diagnosis, source: str = "") -> Page:
     """The page of what was explained, with its turns where the diagnosis holds them. `source` names the run."""
     script, style = bundled("page.js"), bundled("page.css")
-    return _PAGE.format(
-        script_hash=_hash(script),
-        style_hash=_hash(style),
-        style=style,
-        script=script,
-        block=base64.b64encode(block_of(diagnosis, source)).decode("ascii"),
+    return Page(
+        _PAGE.format(
+            script_hash=_hash(script),
+            style_hash=_hash(style),
+            style=style,
+            script=script,
+            block=base64.b64encode(block_of(diagnosis, source)).decode("ascii"),
+        )
     )
 
 
