@@ -127,7 +127,7 @@ LINES = {
     "recording": 3717,
     "virtual": 8798,
     "explain": 3719,
-    "report": 2802,
+    "report": 2815,
     "runtime": 3560,
     "cli": 2371,
     "fix": 2519,
