@@ -45,7 +45,7 @@ class Started:
         for rank, variables in enumerate(variables_of(run.ranks)):
             child = os.fork()
             if not child:
-                os.environ |= variables or {"CUDA_VISIBLE_DEVICES": str(gpu)}
+                os.environ |= variables or ({} if run.gpus > 1 else {"CUDA_VISIBLE_DEVICES": str(gpu)})
                 self._be(rank)
             self.children.append(child)
 
@@ -77,6 +77,11 @@ class Started:
         return [line for text in said for line in text.rstrip().splitlines()]
 
 
+def needed(run: Run) -> int:
+    """GPUs."""
+    return max(run.ranks, run.gpus)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=MEASURED)
@@ -94,12 +99,12 @@ def main() -> None:
         for page in chapters()
         if not options.chapters or page.name[0] in options.chapters
         for name, run in runs_of(page).items()
-        if run.ranks <= count
+        if needed(run) <= count
     }
     found: dict[str, list[str]] = {}
     failed = []
-    alone = [name for name, run in asked.items() if run.ranks == 1]
-    together = [[name] for name, run in asked.items() if run.ranks > 1]
+    alone = [name for name, run in asked.items() if needed(run) == 1]
+    together = [[name] for name, run in asked.items() if needed(run) > 1]
     for names in [*(alone[first : first + count] for first in range(0, len(alone), count)), *together]:
         started = {name: Started(asked[name], gpu) for gpu, name in enumerate(names)}
         for name, one in started.items():

@@ -34,8 +34,9 @@ import keepbusy
 
 COURSE = Path(__file__).resolve().parent
 BLOCK = re.compile(r"<!-- (source|output|report|picture|measured) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
-COMMAND = re.compile(r"(?m)^keepbusy run (.*) chapter\d/")
-"""As the page tells its readers to run them: so they are run here."""
+COMMAND = re.compile(r"(?m)^keepbusy run (.*?) chapter\d/(\w+)\.py")
+"""As the page tells its readers to run them, so they are run here: those that it does not name like the first one. How
+many GPUs and ranks a program wants stands in itself."""
 REPORT = "\nkeepbusy · "
 OURS = re.compile(r"(?m)^keepbusy: .*\n")
 """Said on standard error, of a program that has nothing to report: that is not the program's."""
@@ -72,14 +73,15 @@ def runs_of(chapter: Path) -> dict[str, Run]:
     """All that the page asks for, by what stands in its comments."""
     folder = COURSE / f"chapter{chapter.name[0]}"
     text = chapter.read_text(encoding="utf-8")
-    command = COMMAND.search(text)
-    if not command:
+    said = {name: re.sub(r"--(ranks|gpus) \d+", "", options).split() for options, name in COMMAND.findall(text)}
+    if not said:
         raise SystemExit(f"{chapter.name} does not say how to run its programs")
-    options = re.sub(r"--ranks \d+", "", command[1]).split()  # a program says so itself
+    usual = next(iter(said.values()))
     runs = dict[str, Run]()
     for what, asked in BLOCK.findall(text):
         if what != "measured" and asked not in runs:
-            runs[asked] = Run(folder / f"{asked.split()[0]}.py", asked.split()[1:], options)
+            name, *changes = asked.split()
+            runs[asked] = Run(folder / f"{name}.py", changes, said.get(name, usual))
     return runs
 
 
@@ -140,7 +142,15 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        found = re.search(r"(?m)^RANKS = (\d+)", self.text())
+        return self.constant("RANKS")
+
+    @property
+    def gpus(self) -> int:
+        """In one process."""
+        return self.constant("GPUS")
+
+    def constant(self, name: str) -> int:
+        found = re.search(rf"(?m)^{name} = (\d+)", self.text())
         return int(found[1]) if found else 1
 
     def text(self) -> str:
@@ -161,7 +171,7 @@ class Run:
         script.write_text(self.text(), encoding="utf-8")
         for data in self.program.parent.glob("*.json"):
             shutil.copy(data, place)
-        command = ["run", *self.options, "--save", str(kept), script.name]
+        command = ["run", *self.options, "--gpus", str(self.gpus), "--save", str(kept), script.name]
         told = [place / f"rank{rank}.txt" for rank in range(self.ranks)]
         children = []
         for out, variables in zip(told, variables_of(self.ranks), strict=True):

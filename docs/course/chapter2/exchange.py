@@ -24,4 +24,5 @@ for _ in range(ranks - 1):  # around the ring, until everybody has seen everythi
 
 print(f"rank {rank}: the sum over all ranks is {total.tolist()}")
 assert total.eq(sum(range(ranks))).all()
+dist.barrier()  # nobody leaves while a message is under way
 dist.destroy_process_group()
