@@ -118,6 +118,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(run, before: tuple[str, ...], 
     assert done.returncode == 2
     assert done.stderr.startswith("keepbusy: ")
     assert says in done.stderr
+    assert done.stderr.count("keepbusy: ") == 1
     assert done.stdout == ""
 
 

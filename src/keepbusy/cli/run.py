@@ -7,7 +7,7 @@ import atexit
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -212,8 +212,11 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     from keepbusy.virtual.virtual_run import Options, start, steady
 
     started_in = Path.cwd()
+    timeline: Callable[..., Timeline] | None = None
 
     def finish() -> None:
+        if timeline is None:  # it never began, and why has been said
+            return
         try:
             with suppress(OSError):
                 os.chdir(started_in)  # where the places of the program's lines count from

@@ -193,6 +193,13 @@ def _autograd() -> None:
         gradient = weight.grad
         _must(gradient is not None and gradient.device == weight.device, "a gradient is on another device")
         _must(gradient is not None and gradient.sum().item() == 24, "a gradient is wrong")
+        failing = weight * 2
+        failing.register_hook(lambda _gradient: [].pop())
+        try:
+            failing.sum().backward()
+        except IndexError:
+            continue
+        _must(False, "an exception in a backward pass is lost")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         product = torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
     _must(product.dtype is torch.bfloat16, "autocast does nothing")
