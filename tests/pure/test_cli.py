@@ -55,6 +55,8 @@ FLAGS = {
         "--what-if": ("CAUSES", None, ()),
         "--mend": (None, None, ()),
         "--workers": ("N", None, 8),
+        "--hours": ("H", None, None),
+        "--price": ("P", None, 0.0),
         "--json": (None, 0, False),
         "--timeline": (None, 0, False),
         "--save": ("RUN.busy", None, None),

@@ -126,7 +126,7 @@ LINES = {
     "instrument": 995,
     "recording": 3717,
     "virtual": 8805,
-    "explain": 3719,
+    "explain": 3735,
     "report": 2815,
     "runtime": 3560,
     "cli": 2374,

@@ -296,6 +296,16 @@ def test_a_stall_that_comes_now_and_then_is_in_the_plan() -> None:
     assert "Nothing to gain here" not in text
 
 
+def test_a_remedy_of_two_causes_of_a_stall_is_one_change() -> None:
+    told = stalled()
+    [rare] = told.rare
+    last = Prediction(90 * MS, 89 * MS, 91 * MS)
+    copied = replace(rare.causes[0], cause="blocking_copy", sites=(Site(Where("train.py", 47), 1.0, 1),))
+    [fix] = plan_of_run(replace(told, rare=(replace(rare, causes=(*rare.causes, copied), predicted=last),)), ())
+    assert (places(fix), fix.causes) == (["train.py:46", "train.py:47"], ("peer_late", "blocking_copy"))
+    assert (fix.gain, fix.predicted, fix.run_gain) == (90 * MS, last, 900 * MS)
+
+
 def test_a_stall_that_is_a_loop_of_its_own_is_told_once() -> None:
     loops = replace(TREE.parts[1], place="train.py:45", lines=(LineTime("train.py:46", 1),))
     told = stalled(run=replace(TREE, parts=(loops,)), loops=(LoopDiagnosis("train.py:45", 640, HEALTHY),))

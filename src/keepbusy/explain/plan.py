@@ -385,7 +385,23 @@ def _of_stall(rare: Rare, told: Diagnosis) -> Plan:
             )
         )
         before = after
-    return tuple(rows)
+    return tuple(_once_each(rows))
+
+
+def _once_each(rows: Sequence[PlannedFix]) -> Iterator[PlannedFix]:
+    """One remedy that two causes of a stall ask for is one change."""
+    for name in dict.fromkeys(one.fix for one in rows):
+        first, *more = [one for one in rows if one.fix == name]
+        for one in more:
+            first = replace(
+                first,
+                where=tuple(dict.fromkeys([*first.where, *one.where])),
+                causes=(*first.causes, *one.causes),
+                gain=first.gain + one.gain,
+                predicted=one.predicted,
+                run_gain=first.run_gain + one.run_gain if first.run_gain != NONE else NONE,
+            )
+        yield first
 
 
 def _in_a_loop(rare: Rare, told: Diagnosis) -> bool:
