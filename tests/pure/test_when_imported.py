@@ -74,3 +74,13 @@ def test_a_module_that_fails_fails_as_ever(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         importlib.import_module("expected_bad")
     assert seen == []
+
+
+def test_several_may_wait_for_one_module(folder: Path) -> None:
+    (folder / "expected_five.py").write_text("")
+    seen: list[str] = []
+    for name in ("first", "second"):
+        when_imported("expected_five", lambda name=name: seen.append(name))  # type: ignore[misc]
+    module = importlib.import_module("expected_five")
+    assert sorted(seen) == ["first", "second"]
+    assert "exec_module" not in vars(module.__loader__)

@@ -37,6 +37,10 @@ The program runs as it is: its arguments, its output and its exit code are its o
 """
 
 
+AFTER_TRIAL = 60
+"""Steps of a fixed program before it is looked at closely: what looks at it would disturb the trial of its fixes."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
@@ -162,6 +166,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         sys.exit(launch.launch(options.ranks, _command(options)))
     streams = StandardStreams()
     if real:
+        if options.fix and options.after is None:
+            options.after = AFTER_TRIAL
         supervised_run.run(
             options,
             streams,

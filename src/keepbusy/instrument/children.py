@@ -98,7 +98,7 @@ def _follow(loader: object, then: Callable[[], object]) -> None:
     execute = loader.exec_module  # type: ignore[attr-defined]
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # type: ignore[attr-defined]
+        vars(loader).pop("exec_module", None)  # of several who follow it, the first has taken it away
         execute(module)
         then()
 

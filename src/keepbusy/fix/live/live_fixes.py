@@ -83,7 +83,7 @@ class LiveFixes:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        if not torch.cuda.is_available():
+        if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
             self._offer(_Plain())
             return
         from keepbusy.fix.live.calls import KeptCache, QuickCollection

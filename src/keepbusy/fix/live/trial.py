@@ -43,6 +43,8 @@ class FixTrial:
 
     def turn(self, tried: bool = True) -> None:
         """Another step of an optimizer."""
+        if not torch.cuda.is_initialized():
+            return
         self.turns += 1
         at = self.turns - _WARM_UP
         if self.result is not None or at < 0 or not tried:
