@@ -287,3 +287,9 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path
         assert "copy in line" in frame.locator("#ledger").inner_text()
     finally:
         page.close()
+
+
+def test_a_wait_that_is_known_by_its_function_alone_says_so(opened: Any) -> None:
+    page = opened(render(explain(read([TRACE]), plain_step=31_336_000, turns=True)))
+    assert page.locator(".source .wait-time.vague").count() >= 1
+    assert "this recording does not know which of its lines" in page.locator(".source").inner_text()

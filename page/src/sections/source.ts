@@ -11,6 +11,8 @@ import { duration, share } from "../words";
 
 interface Blamed {
   wait: number;
+  /** Whether the recording knows the line itself, or only the function around it. */
+  exact: boolean;
   causes: Map<string, number>;
 }
 
@@ -48,7 +50,8 @@ export class SourcePanel {
         const place = culprit === NONE ? NONE : moment.place[culprit];
         if (place === NONE) continue;
         const { file, line } = moment.places[place];
-        const known = this.waits.get(`${file}:${line}`) ?? { wait: 0, causes: new Map() };
+        const known = this.waits.get(`${file}:${line}`) ?? { wait: 0, exact: true, causes: new Map() };
+        known.exact &&= moment.places[place].exact;
         // what is drawn beyond the last turn is what the first one begins with
         const until = now.around > 0 ? Math.min(end[part], now.around) : end[part];
         const wait = Math.max(0, until - Math.max(0, start[part])) / turns;
@@ -100,7 +103,9 @@ export class SourcePanel {
       ...this.files.map((one) => element("option", { value: one, text: one, selected: one === file })),
     );
     const missing = known ? null : element("p", { class: "faint", text: "The file was not at hand when this page was written: these are the lines that the recording names." });
-    this.element.replaceChildren(element("div", { class: "source-head" }, element("span", { class: "faint", text: "wait a turn" }), choose), list, ...(missing ? [missing] : []));
+    const vague = [...this.waits].some(([place, { exact }]) => !exact && place.slice(0, place.lastIndexOf(":")) === file);
+    const note = vague ? element("p", { class: "faint" }, element("span", { class: "vague", text: "Slanted" }), " times belong to the function around their line: this recording does not know which of its lines it was.") : null;
+    this.element.replaceChildren(element("div", { class: "source-head" }, element("span", { class: "faint", text: "wait a turn" }), choose), list, ...[missing, note].filter((one) => one !== null));
   }
 
   private linesOf(file: string): [number, string][] {
@@ -122,10 +127,10 @@ export class SourcePanel {
     const margin = element("span", { class: "margin", role: blamed ? "note" : undefined });
     if (blamed && blamed.wait > 0.0005 * step) {
       margin.append(
-        element("span", { class: "wait-time", text: duration(blamed.wait) }),
+        element("span", { class: blamed.exact ? "wait-time" : "wait-time vague", text: duration(blamed.wait) }),
         element("span", { class: `wait ${HATCHES[cause] ?? ""}`, "aria-hidden": "true", look: { "--fill": `var(--${cause})`, width: `${Math.max(4, (100 * blamed.wait) / longest)}%` } }),
       );
-      margin.dataset.says = `The GPU waits ${duration(blamed.wait)} a turn for this line, ${share(blamed.wait, step)}: ${[...blamed.causes].map(([one, wait]) => `${this.header.looks[one]?.name ?? one} ${duration(wait)}`).join(", ")}.`;
+      margin.dataset.says = `The GPU waits ${duration(blamed.wait)} a turn for ${blamed.exact ? "this line" : "a line of this function: the recording does not know which"}, ${share(blamed.wait, step)}: ${[...blamed.causes].map(([one, wait]) => `${this.header.looks[one]?.name ?? one} ${duration(wait)}`).join(", ")}.`;
     }
     const code = element("span", { class: "text", text: text || " " });
     const numbered = element("span", { class: "line-number", text: String(number) });

@@ -379,7 +379,7 @@ function fitting(label: string, letters: number): string {
   if (label.length <= letters) return label;
   const [cause, place] = label.split(" · ");
   if (place) {
-    const brief = `${cause} ${/:\d+$/.exec(place)?.[0] ?? ""}`;
+    const brief = `${cause} ${/:\d+(?= |$)/.exec(place)?.[0] ?? ""}`;
     return [brief, cause].find((one) => one.length <= letters) ?? "";
   }
   const line = /^[^ ]+(:\d+)$/.exec(label)?.[1];
