@@ -153,6 +153,20 @@ for step in range(40):
     junk = torch.full((1 << 17,), -1.0, device="cuda"); del junk
 found.append(total.item())
 """,
+    "the GPU as the default device": """
+with torch.device("cuda"):
+    target = torch.zeros(LARGE); target.copy_(torch.ones(LARGE, device="cpu")); found.append(target.sum().item())
+    found.append(torch.ones(LARGE, device="cpu").to("cuda").sum().item())
+    total = 0.0
+    for step in range(3): total += torch.ones(LARGE).sum().item()
+    found.append((total, torch.tensor([1, 2], device="cpu").device.type))
+""",
+    "traced": """
+class Moves(nn.Module):
+    def forward(self, x): return x.to("cuda") * 2
+traced = torch.jit.trace(Moves(), torch.ones(LARGE))
+found.append((traced(torch.full(LARGE, 3.0)).sum().item(), "pin" in str(traced.graph)))
+""",
     "inference mode": """
 with torch.inference_mode():
     x = torch.ones(LARGE).to("cuda"); found.append((x.is_inference(), x.sum().item()))

@@ -100,7 +100,7 @@ class DeferredCopies:
             fits = target.is_cuda and not non_blocking and self._may(source) and not source.is_pinned()
             if not fits or target.requires_grad or type(target) is not Tensor:
                 return plain(target, source, non_blocking)
-            staged = torch.empty(source.shape, dtype=target.dtype, pin_memory=True)
+            staged = torch.empty(source.shape, dtype=target.dtype, device="cpu", pin_memory=True)
             plain(staged, source)
             self.switch.count()
             return plain(target, staged, True)
@@ -171,6 +171,7 @@ class DeferredCopies:
             and not tensor.is_conj()
             and not torch.compiler.is_compiling()
             and not torch.cuda.is_current_stream_capturing()
+            and torch._C._get_tracing_state() is None
             and torch._C._len_torch_dispatch_stack() == 0
             and torch._C._functorch.peek_interpreter_stack() is None
         )
