@@ -13,7 +13,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
 
-.PHONY: demo demo-trace page test test-pure operators builds bench lint format snapshots course picture clean
+.PHONY: demo demo-trace page test test-pure operators builds dist bench lint format snapshots course picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
@@ -60,6 +60,13 @@ build-%: .venv-%/.ready
 	@grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
 	@.venv-$*/bin/python -m pip install -qq -c .venv-$*/constraints.txt -e '.[dev]'
 	@touch $@
+
+# a wheel and an sdist, as PyPI takes them
+dist: $(READY)
+	@$(BIN)/python $(PIP) install -qq build twine hatchling
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/twine check --strict dist/*
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/explain_speed.py

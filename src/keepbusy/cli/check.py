@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import check_place, replacing, show
+from keepbusy.cli.console.output import check_place, replacing, show, without_pytorch
 from keepbusy.cli.console.sources import SAVED
 from keepbusy.timeline.errors import BadInput
 
@@ -71,6 +72,8 @@ def _limit(text: str) -> int:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with exit code 1 where there are too many."""
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch("`keepbusy check`"))
     from keepbusy.fix.gate import verdict
     from keepbusy.fix.gate.allow_list import AllowList
     from keepbusy.fix.gate.tally import tally

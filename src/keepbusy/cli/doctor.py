@@ -12,10 +12,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from keepbusy.cli.console.output import replacing
+from keepbusy.cli.console.output import replacing, without_pytorch
 from keepbusy.report.words import duration
 from keepbusy.timeline.errors import BadInput
 from keepbusy.virtual.costs import device
@@ -122,10 +123,10 @@ def run(options: argparse.Namespace) -> Iterable[str]:
 
 def _missing() -> str:
     """Why nothing can be measured here, if so."""
-    try:
-        import torch
-    except ImportError:
-        return "PyTorch is not installed here: pip install 'torch>=2.9'. Traces can be explained without it."
+    if find_spec("torch") is None:
+        return without_pytorch("Measuring")
+    import torch
+
     if torch.cuda.is_available():
         return ""
     if not Path("/dev/nvidiactl").exists():

@@ -9,13 +9,14 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, explained, rendered, save, write_page
-from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of
+from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of, without_pytorch
 from keepbusy.cli.program import launch, supervised_run
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
@@ -153,6 +154,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         options.page_at = options.page.absolute()
     if not options.module:
         script.find(options.script)
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch("`keepbusy run`"))
     if options.fix or options.without or options.also:
         from keepbusy.fix.live.live_fixes import chosen
 

@@ -110,6 +110,14 @@ def sentence_of(error: Exception) -> str:
     )
 
 
+def without_pytorch(what: str) -> str:
+    """The sentence for whoever has not installed it."""
+    return (
+        f"{what} needs PyTorch, which {sys.executable} does not have; install it with "
+        f"`{sys.executable} -m pip install 'torch>=2.9'`. Traces are explained without it."
+    )
+
+
 def complain(sentence: str) -> None:
     """The sentence on standard error, if there is one."""
     if sys.stderr is not None:
