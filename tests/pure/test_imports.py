@@ -125,7 +125,7 @@ LINES = {
     "traces": 2100,
     "instrument": 995,
     "recording": 3717,
-    "virtual": 8805,
+    "virtual": 8810,
     "explain": 3735,
     "report": 2815,
     "runtime": 3560,

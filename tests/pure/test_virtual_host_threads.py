@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.clock.host_threads import HOOK_LIMIT, NOISE_LIMIT, HostThread
+import os
+
+import pytest
+
+from keepbusy.virtual.clock.host_threads import HOOK_LIMIT, NOISE_LIMIT, HostThread, HostTime
 from keepbusy.virtual.clock.rows import Rows
 
 US = 1_000
@@ -99,3 +103,15 @@ def test_without_a_clock_only_modelled_time_passes() -> None:
     assert host.take_border_time() == 30
     host.modelled_time += 5
     assert host.take_dispatch_time("here", 10) == 15
+
+
+def test_the_clock_of_a_thread_that_has_ended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes over from it asks its clock once more; what it waited for a core is what it was."""
+
+    def gone(*_: int) -> bytes:
+        raise ProcessLookupError(3, "No such process")
+
+    time = HostTime()
+    waited = time._waited
+    monkeypatch.setattr(os, "pread", gone)
+    assert time._time_without_core() == waited

@@ -68,7 +68,12 @@ class HostTime:
 
     def _time_without_core(self) -> int:
         """How long this thread has stood ready without running: the second number."""
-        return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
+        if self._file < 0:
+            return 0
+        try:
+            return int(os.pread(self._file, 64, 0).split()[1])
+        except ProcessLookupError:  # it has ended, and another thread goes on where it stood
+            return self._waited
 
 
 class HostThread:
