@@ -123,8 +123,10 @@ class _Engine:
         self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
         self.start, self.end = [NEVER] * count, [NEVER] * count
         self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
-        device = [(lane, about.rank) for lane, about in enumerate(timeline.lanes) if about.device is not None]
-        self.neighbours = [[lane for lane, rank in device if rank == about.rank] for about in timeline.lanes]
+        device: dict[int, list[int]] = {about.rank: [] for about in timeline.lanes}
+        for lane, about in enumerate(timeline.lanes):
+            device[about.rank] += [lane] if about.device is not None else []
+        self.neighbours = [device[about.rank] for about in timeline.lanes]
         """Of each lane, the device lanes of its rank."""
         meeting = timeline.spans.meeting
         self.parts = np.bincount(meeting[meeting >= 0]).tolist() if (meeting >= 0).any() else []

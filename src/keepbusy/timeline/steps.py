@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import numpy as np
+import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
@@ -92,12 +93,12 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     return timeline.change(marks=np.sort(marks)).keep(kept)
 
 
-def _work_of_steps(timeline: Timeline) -> Ints:
+def _work_of_steps(timeline: Timeline) -> npt.NDArray[np.float64]:
     """All work of each step, of the host and of the device: a step that waits for the one before is no longer one."""
     step, mine = _step_of_rows(timeline), timeline.rank_of_rows == timeline.ranks[0]
     counted = mine & (step >= 0)
     count = len(timeline.marks_of(timeline.ranks[0]))
-    return np.bincount(step[counted], timeline.spans.work[counted], count).astype(np.int64)
+    return np.bincount(step[counted], timeline.spans.work[counted], count).astype(np.float64)
 
 
 def _step_of_rows(timeline: Timeline) -> Ints:
