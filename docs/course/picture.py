@@ -122,7 +122,7 @@ def label(timeline: Timeline, row: int) -> str:
         return f"waits, line {line_of(timeline, row)}"
     if span.kind == Kind.COPY:
         return "copy"
-    names = {"gemm": "x @ x", "_sleep": "pause", "spin": "pause", "random_": "randn", "normal": "randn"}
+    names = {"gemm": "product", "_sleep": "pause", "spin": "pause", "random_": "randn", "normal": "randn"}
     if span.kind in (Kind.KERNEL, Kind.COLLECTIVE):
         name = span.name.removeprefix("ncclDevKernel_")
         return next((short for start, short in names.items() if name.startswith(start)), name.removesuffix("_"))
