@@ -42,7 +42,7 @@ def test_a_chapter_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypat
 def test_its_programs_are_copied_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "1", "--copy", str(tmp_path))
     assert code == 0
-    assert "keepbusy run" in out
+    assert "`keepbusy learn 1` says how to run them" in out
     for program in (COURSE / "chapter1").glob("*.py"):
         assert (tmp_path / "chapter1" / program.name).read_bytes() == program.read_bytes()
     assert told(capsys, "1", "--copy", str(tmp_path)) == (

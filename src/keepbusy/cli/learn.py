@@ -62,8 +62,8 @@ def _copied(programs: Path, folder: Path) -> Iterator[str]:
         shutil.copytree(programs, target, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
         raise BadInput(f"{target}: {error.strerror or error}.") from None
-    first = min(target.glob("*.py"))
-    yield f"{len(list(target.glob('*.py')))} programs in {target}; to run one: keepbusy run --clock modelled {first}\n"
+    number = programs.name.removeprefix("chapter")
+    yield f"{len(list(target.glob('*.py')))} programs in {target}; `keepbusy learn {number}` says how to run them\n"
 
 
 def shown(page: Path, where: Screen) -> str:
