@@ -26,9 +26,11 @@ WHOLE_STRETCH = 0.5
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
+    timeline = _begun_together(timeline) if timeline.facts.plain_runs else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
-    if count < 3 and (timeline.facts.virtual or timeline.facts.one_turn) and timeline.on_device.any():
+    alone = timeline.facts.virtual or timeline.facts.one_turn or (count == 2 and timeline.facts.plain_runs)
+    if count < 3 and alone and timeline.on_device.any():
         recorded = count == 2 and not timeline.facts.virtual
         return one_turn(_cut(timeline, count, np.array([0, 1])) if recorded else timeline)
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
@@ -46,6 +48,13 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
         return whole
     whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
     return whole.change_facts(marks_a_step=several)
+
+
+def _begun_together(timeline: Timeline) -> Timeline:
+    """Ranks that were recorded live begin with the same step; what one was recorded longer is left out."""
+    marks = [timeline.marks_of(rank) for rank in timeline.ranks]
+    count = min(map(len, marks))
+    return timeline.change(marks=np.sort(np.concatenate([one[:count] for one in marks])))
 
 
 def one_turn(timeline: Timeline) -> Timeline:
