@@ -58,3 +58,13 @@ def test_where_nothing_is_wrong_nothing_is_planned(case: str) -> None:
     """Of FSDP: work taken from one rank alone promised a gain, which giving it to the other takes back."""
     assert told(case).plan == ()
     assert told(case).causes == ()
+
+
+def test_a_stall_without_a_window_is_planned_from_what_it_took() -> None:
+    """Marks timed it over the whole run; the windows around it are taken away here."""
+    whole = load(FOURTH / "rank0_saves.busy")
+    said = explain(whole.change(further=()))
+    [row] = [one for one in said.plan if one.reason]
+    assert (row.fix, row.where[0].line) == ("save_later", 75)
+    assert row.predicted.high > row.predicted.step == said.plain_step
+    assert row.run_gain / 1e9 == pytest.approx(saved("rank0_saves"), rel=0.3)

@@ -28,10 +28,11 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
-from keepbusy.explain.remedies import COMPILED, MORE_WORKERS, Remedy, remedy_for
+from keepbusy.explain.remedies import CHECKPOINT, COMPILED, MORE_WORKERS, ONE_FOR_ALL, REMEDIES, Remedy, remedy_for
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
+from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
 from keepbusy.timeline.run_tree import LoaderUse, Part
 
@@ -301,7 +302,8 @@ def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
 def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     """All that was explained, as one list. `told.plan` is that of its steps."""
     parts = [with_loader(told.plan, uses, told)]
-    parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one, told)]
+    parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
+    parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
     parts += [_of_loop(one) for one in told.loops]
     return tuple(fix for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
 
@@ -435,9 +437,56 @@ def _once_each(rows: Sequence[PlannedFix]) -> Iterator[PlannedFix]:
         yield first
 
 
-def _in_a_loop(rare: Rare, told: Diagnosis) -> bool:
+def _only_timed(told: Diagnosis) -> list[RareStall]:
+    """Stalls that came again and again where no window was open, of one rank, for its peers only wait in them.
+
+    It is the one that was seen doing something, or whose stalls are at one line: peers wait now here, now there.
+    """
+    seen = {one.stall.lines for one in told.rare if one.causes}
+    beats = {round(one.stall.every) for one in told.rare if one.causes} if len(told.ranks) > 1 else set()
+    of_ranks = [
+        [
+            one
+            for one in run.stalls
+            if one.count > 1 and one.what != "input" and one.lines
+            if one.lines not in seen and round(one.every) not in beats  # its peers wait in the same steps
+        ]
+        for run in told.plain_runs.values()
+    ]
+    worst = max(
+        of_ranks, key=lambda stalls: max(((bool(one.what), one.total) for one in stalls), default=()), default=[]
+    )
+    return [one for one in worst if one.total > NOISE * told.plain_step * told.steps_of_run > 0]
+
+
+def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
+    """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
+    file, line, _ = source_line(stall.lines[-1]) or (stall.lines[-1], 0, "")
+    ranks = len(told.ranks)
+    remedy = CHECKPOINT if stall.what == "checkpoint" else ONE_FOR_ALL if ranks > 1 else REMEDIES["host_work"]
+    stays = stall.time // ranks if remedy is ONE_FOR_ALL else 0
+    after, gain = told.plain_step + stays, stall.time - stays
+    return (
+        PlannedFix(
+            fix=remedy.name,
+            where=(Where(file=file, line=line, exact=True),),
+            causes=("peer_late" if ranks > 1 else "host_work",),
+            gain=gain,
+            predicted=Prediction(after, after, told.plain_step + stall.time),
+            alone=gain,
+            run_gain=round(stall.total * gain / max(1, stall.time)),
+            reason="It was timed over the whole run, and not recorded closely.",
+            advice=remedy.advice,
+            code=remedy.code,
+            api=remedy.api,
+            every=stall.every or told.steps_of_run,
+        ),
+    )
+
+
+def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
     """Whether the stall is a loop that was explained by its own turns."""
-    lines = {f"{known[0]}:{known[1]}" for line in rare.stall.lines if (known := source_line(line))}
+    lines = {f"{known[0]}:{known[1]}" for line in stall.lines if (known := source_line(line))}
     explained = {one.place for one in told.loops}
     loops = [part for part in (told.run.within() if told.run else ()) if part.place in explained]
     return any(line.place in lines for part in loops for inner in part.within() for line in inner.lines)
