@@ -121,12 +121,12 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2048,
+    "timeline": 2058,
     "traces": 2100,
     "instrument": 995,
     "recording": 3717,
     "virtual": 8810,
-    "explain": 3735,
+    "explain": 3822,
     "report": 2815,
     "runtime": 3560,
     "cli": 2395,

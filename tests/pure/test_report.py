@@ -339,6 +339,8 @@ def main(model, device):
             break
     for _ in range(3):
         weights = make().to(device)
+        pinned = torch.rand(8).pin_memory().to(device)
+        there = torch.rand(8, device="cpu").to(device)
 """
 
 
@@ -358,6 +360,8 @@ def main(model, device):
             "loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=min(4 * 2, os.cpu_count()), "
             "persistent_workers=True)  # line 4; num_workers is 2 there",
         ),
+        (18, "torch.randn", "as general as ever", "as general as ever"),
+        (19, "torch.randn", "", "torch.rand(8, device=device)"),
         (11, "keepbusy.readback", "as general as ever", "as general as ever"),
         (9, "torch.cuda.Event", "as general as ever", "as general as ever"),
     ],

@@ -17,6 +17,8 @@ _READERS = {"item", "tolist", "cpu", "numpy"}
 _CASTS = {"float", "int", "bool"}
 _TENSORS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call)
 _LONGEST = 160
+_MAKERS = re.compile(r"torch\.(arange|empty|eye|full|linspace|normal|ones|rand|randint|randn|randperm|tensor|zeros)")
+"""What makes a tensor of nothing but its arguments, and takes a device."""
 
 
 def fix_line(cause: Cause) -> str:
@@ -142,8 +144,8 @@ def _on_the_device(standing: list[ast.AST]) -> str:
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
         made = node.func.value
-        if isinstance(made, ast.Call) and ast.unparse(made.func).startswith("torch.") and len(node.args) <= 1:
+        if isinstance(made, ast.Call) and _MAKERS.fullmatch(ast.unparse(made.func)) and len(node.args) <= 1:
             device = ast.unparse(node.args[0]) if node.args else '"cuda"'
-            kept = [ast.unparse(one) for one in (*made.args, *made.keywords)]
+            kept = [ast.unparse(one) for one in (*made.args, *made.keywords) if getattr(one, "arg", "") != "device"]
             return f"{ast.unparse(made.func)}({', '.join([*kept, f'device={device}'])})"
     return ""
