@@ -127,7 +127,7 @@ LINES = {
     "recording": 3717,
     "virtual": 8810,
     "explain": 3822,
-    "report": 2815,
+    "report": 2817,
     "runtime": 3560,
     "cli": 2395,
     "fix": 2522,
