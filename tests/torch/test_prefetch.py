@@ -573,12 +573,12 @@ class Watched:
         self._clock = machine.clock
 
     def __enter__(self) -> Watched:
-        self._from = len(self._clock.rows)
+        self._from = self._clock.rows.spans.count
         return self
 
     def __exit__(self, *error: object) -> None:
         self._timeline = self._clock.timeline()
-        self._until = len(self._clock.rows)
+        self._until = self._clock.rows.spans.count
 
     def rows(self, kind: Kind) -> list[int]:
         return [row for row in range(self._from, self._until) if self._timeline.spans.kind[row] == kind]

@@ -43,14 +43,14 @@ def naive(loader: Any, then: Callable[[Any], Any] = lambda batch: batch) -> Iter
 
 def lives(machine: Any, batches: Any, use: Callable[[Tensor], Any]) -> list[Life]:
     """Of the batches of a loop that reads late: its host is far ahead of its device."""
-    clock, found, begin = machine.clock, [], len(machine.clock.rows)
+    clock, found, begin = machine.clock, [], machine.clock.rows.spans.count
     for batch in batches:
-        block = machine._at[batch.untyped_storage().data_ptr()].block
+        block = machine._memory[batch.untyped_storage().data_ptr()].block
         torch.cuda._sleep(LATE)
         use(batch)
-        found.append((block.address, block.address + block.size, len(clock.rows)))
+        found.append((block.address, block.address + block.size, clock.rows.spans.count))
         del batch, block
-    spans, rows = clock.timeline().spans, range(begin, len(clock.rows))
+    spans, rows = clock.timeline().spans, range(begin, clock.rows.spans.count)
     copies = [row for row in rows if spans.kind[row] == Kind.COPY and spans.direction[row] == Direction.HOST_TO_DEVICE]
     assert len(copies) == len(found)
     side, home = spans.lane[copies[0]], machine.clock.default_stream(0)
@@ -100,25 +100,25 @@ def test_the_same_look_finds_what_is_wrong_with_a_naive_one(machine: Any, then: 
 
 def test_batches_that_were_kept_keep_their_memory(machine: Any) -> None:
     kept = list(keepbusy.prefetch(batches(), depth=1))
-    blocks = [machine._at[batch.untyped_storage().data_ptr()].block for batch in kept]
+    blocks = [machine._memory[batch.untyped_storage().data_ptr()].block for batch in kept]
     places = sorted((block.address, block.address + block.size) for block in blocks)
     assert all(one[1] <= two[0] for one, two in pairwise(places))
 
 
 def test_memory_of_the_loop_is_not_written_while_the_loop_reads_it(machine: Any) -> None:
     """What the loop let go just before it asked for a batch is the first memory that the batch may get."""
-    clock, found, begin = machine.clock, [], len(machine.clock.rows)
+    clock, found, begin = machine.clock, [], machine.clock.rows.spans.count
     iterator = iter(keepbusy.prefetch(batches(8), depth=1))
     for _ in range(7):
         held = torch.zeros(1 << 16, device="cuda")
-        block = machine._at[held.untyped_storage().data_ptr()].block
+        block = machine._memory[held.untyped_storage().data_ptr()].block
         torch.cuda._sleep(LATE)
         held.sum()
-        found.append((block.address, block.address + block.size, len(clock.rows)))
+        found.append((block.address, block.address + block.size, clock.rows.spans.count))
         del held
         next(iterator)
     spans = clock.timeline().spans
-    copies = [row for row in range(begin, len(clock.rows)) if spans.kind[row] == Kind.COPY]
+    copies = [row for row in range(begin, clock.rows.spans.count) if spans.kind[row] == Kind.COPY]
     home = clock.default_stream(0)
     for low, high, until in found:
         last = max(spans.end[row] for row in range(begin, until) if spans.lane[row] == home)
@@ -130,7 +130,7 @@ def test_what_is_still_on_its_way_arrives_before_its_memory_is_used_again(machin
     """The loop is left while copies run; its next tensor takes their memory."""
     iterator = iter(keepbusy.prefetch(batches(), depth=4))
     next(iterator)
-    begin = len(machine.clock.rows)
+    begin = machine.clock.rows.spans.count
     del iterator
     torch.zeros(1 << 16, device="cuda")
     spans = machine.clock.timeline().spans
@@ -147,10 +147,10 @@ def test_a_loop_may_change_its_stream(machine: Any) -> None:
     for index in range(12):
         with torch.cuda.stream(other if index % 3 else torch.cuda.default_stream()):
             batch = next(iterator)
-            block = machine._at[batch.untyped_storage().data_ptr()].block
+            block = machine._memory[batch.untyped_storage().data_ptr()].block
             torch.cuda._sleep(LATE)
             batch.sum()
-        found.append((block.address, len(machine.clock.rows), machine.clock.rows.spans.fresh[-1]))
+        found.append((block.address, machine.clock.rows.spans.count, machine.clock.rows.spans.fresh[-1]))
         del batch, block
     ends = {}
     spans = machine.clock.timeline().spans

@@ -138,7 +138,9 @@ class CandidateRuns:
             text=True,
         )
         if done.returncode or not kept.exists():
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            its_own = [line for line in said if not line.startswith("keepbusy: ")]
+            last = (its_own or said or ["it said nothing"])[-1]
             raise BadInput(f"{self._program[0]} ended with exit code {done.returncode}: {last}")
         return kept
 
