@@ -83,7 +83,7 @@ def _die_with(parent: int) -> None:
 
 
 DRIVER = Path("/dev/nvidiactl")
-ENOUGH = 10
+STEPS_WORTH_TELLING = 10
 """Plain steps from which on marks alone are worth a report."""
 KEEP = "KEEPBUSY_KEEP"
 """Names a folder in which the profiler's traces are to stay."""
@@ -175,7 +175,7 @@ def _tell_of_marks(folder: Path, source: str) -> None:
         show(("\n", run_report.render(longest, source, sheet.width, sheet.colour, sheet.unicode), "\n"))
     runs = [PlainRun.of_fact(one.get("marks")) for one in left]
     run = max((run for run in runs if run is not None), key=lambda run: run.steps, default=None)
-    if run is not None and run.steps >= ENOUGH:
+    if run is not None and run.steps >= STEPS_WORTH_TELLING:
         sheet = screen()
         show(("\n", whole_run.render(run, source, sheet.width, colour=sheet.colour, unicode=sheet.unicode), "\n"))
 
