@@ -1,62 +1,88 @@
-"""Whole runs of programs that nobody here wrote: plain, then under keepbusy, and what the report says first.
+"""Whole runs of programs that nobody here wrote: plain, under keepbusy, and with the plan's first fix made as written.
 
-    python benchmarks/whole_runs.py PROGRAMS.json [NAME ...] --out FOLDER [--seconds 400]
+    python benchmarks/whole_runs.py PROGRAMS.json [NAME …] --out OUT [--gpus 4] [--seconds 480] [--fix]
 
-PROGRAMS.json lists them: [{"name", "folder" (beside the file), "command": ["python", "train.py", ...]}, ...]. A file
-`prepare.sh` in a program's folder is sourced first. Where the first fix is a number of workers and the command has
-`-j`, the program is run once more with that number.
+PROGRAMS.json lists them: [{"name", "folder" (beside that file), "command": ["python3", "train.py", ...], "made":
+[{"fix":
+"num_workers", "options": ["-j", "{}"], "edits": [[file, text, its replacement], ...]}, ...]}, ...]. What is made is the
+first of `made` whose name the plan's first row begins with; `{}` is what stands behind that row's equals sign. A file
+`prepare.sh` in a program's folder is sourced first. With --fix each also runs under `keepbusy run --fix`. Plain runs
+stand first and last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from seats import Seat, seat_all
+
 PREPARE = "[ -f prepare.sh ] && . ./prepare.sh >/dev/null 2>&1; env -0"
+KEEPBUSY = [sys.executable, "-m", "keepbusy"]
 
 
-def timed(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[float, str]:
-    began = time.perf_counter()
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return time.perf_counter() - began, done.stdout
-
-
-def measure(program: dict[str, Any], root: Path, out: Path) -> None:
-    folder, command = root / program["folder"], [str(one) for one in program["command"]]
+def variables_of(folder: Path) -> dict[str, str]:
     shown = subprocess.run(["bash", "-c", PREPARE], check=False, cwd=folder, capture_output=True).stdout.decode()
-    environment = {**os.environ, **dict(one.split("=", 1) for one in shown.split("\0") if "=" in one)}
-    kept = out / f"{program['name']}.busy"
-    plain, _ = timed(command, folder, environment)
-    keepbusy = [sys.executable, "-m", "keepbusy"]
-    under, text = timed([*keepbusy, "run", "--save", str(kept), *command[1:]], folder, environment)
-    (out / f"{program['name']}.txt").write_text(text)
-    print(f"{program['name']}: plain {plain:.1f} s, under keepbusy and its report {under:.1f} s")
-    if not kept.exists():
-        return
-    said = json.loads(
-        subprocess.run([*keepbusy, "explain", str(kept), "--json"], capture_output=True, text=True, check=False).stdout
-    )
-    run, first = said.get("run") or {}, (said["plan"] or [{}])[0]
-    print(f"  run {run.get('time')} s, GPU at work {run.get('busy')} s; first {first.get('fix')}: {first.get('run')} s")
-    fix = str(first.get("fix", ""))
-    if fix.startswith("num_workers=") and "-j" in command:
-        command[command.index("-j") + 1] = fix.partition("=")[2]
-        print(f"  made: {timed(command, folder, environment)[0]:.1f} s")
+    return dict(one.split("=", 1) for one in shown.split("\0") if "=" in one)
+
+
+class Program:
+    def __init__(self, entry: dict[str, Any], options: argparse.Namespace, seat: Seat) -> None:
+        self.name, self.made, self.seat, self.out = entry["name"], entry.get("made", []), seat, options.out
+        self.folder = options.programs.resolve().parent / entry["folder"]
+        self.command = [str(one) for one in entry["command"]]
+        self.variables = variables_of(self.folder)
+
+    def run(self, which: str, command: list[str]) -> float:
+        return round(self.seat.run(command, self.folder, self.out / f"{self.name}.{which}.log", self.variables), 2)
+
+    def make(self, row: dict[str, Any]) -> float | None:
+        """Seconds with a row of the plan made as written, or None where nobody said how."""
+        name, _, value = row["fix"].partition("=")
+        for way in self.made:
+            if way["fix"] == name:
+                edits = [(self.folder / file, old, new.replace("{}", value)) for file, old, new in way.get("edits", [])]
+                texts = {path: path.read_text() for path, _, _ in edits}
+                try:
+                    for path, old, new in edits:
+                        assert old in path.read_text(), f"{self.name}: {path.name} has no {old!r}"
+                        path.write_text(path.read_text().replace(old, new))
+                    return self.run(
+                        "made", [*self.command, *(one.replace("{}", value) for one in way.get("options", []))]
+                    )
+                finally:
+                    for path, text in texts.items():
+                        path.write_text(text)
+        return None
+
+    def measure(self, with_fix: bool) -> dict[str, Any]:
+        kept = self.out / f"{self.name}.busy"
+        found: dict[str, Any] = {"plain": [self.run("plain", self.command)]}
+        found["watched"] = self.run("watched", [*KEEPBUSY, "run", "--save", str(kept), *self.command[1:]])
+        if kept.exists():
+            explained = subprocess.run(
+                [*KEEPBUSY, "explain", str(kept), "--json"], capture_output=True, text=True, check=False
+            )
+            said = json.loads(explained.stdout) if explained.returncode == 0 else {"plan": []}
+            found["run"], found["first"] = said.get("run"), (said["plan"] or [None])[0]
+            found["made"] = self.make(found["first"]) if found["first"] else None
+        if with_fix:
+            found["fix"] = self.run("fix", [*KEEPBUSY, "run", "--fix", *self.command[1:]])
+        found["plain"].append(self.run("plain", self.command))
+        (self.out / f"{self.name}.json").write_text(json.dumps(found))
+        return found
+
+
+def told(name: str, found: dict[str, Any]) -> str:
+    run, first = found.get("run") or {}, found.get("first") or {}
+    lines = [f"{name}: plain {found['plain']}, under keepbusy and its report {found['watched']} s"]
+    lines += [f"  run {run.get('time')} s, GPU at work {run.get('busy')} s; --fix {found.get('fix')}"]
+    lines += [f"  first {first.get('fix')} at {first.get('where', [])[:1]}: {first.get('run')} s foretold"]
+    return "\n".join([*lines, f"  made {found.get('made')}"])
 
 
 def main() -> None:
@@ -64,13 +90,20 @@ def main() -> None:
     arguments.add_argument("programs", type=Path)
     arguments.add_argument("names", nargs="*")
     arguments.add_argument("--out", type=Path, required=True)
-    arguments.add_argument("--seconds", type=float, default=400)
+    arguments.add_argument("--gpus", type=int, default=1)
+    arguments.add_argument("--seconds", type=float, default=480)
+    arguments.add_argument("--fix", action="store_true")
     options = arguments.parse_args()
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    for program in json.loads(options.programs.read_text()):
-        if time.perf_counter() - began < options.seconds and program["name"] in (options.names or [program["name"]]):
-            measure(program, options.programs.resolve().parent, options.out.resolve())
+    entries = [
+        one for one in json.loads(options.programs.read_text()) if one["name"] in (options.names or [one["name"]])
+    ]
+
+    def do(entry: dict[str, Any], seat: Seat) -> None:
+        print(told(entry["name"], Program(entry, options, seat).measure(options.fix)), flush=True)
+
+    seat_all(entries, options.gpus, 1, do, options.seconds)
 
 
 if __name__ == "__main__":
