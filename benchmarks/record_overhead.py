@@ -1,7 +1,8 @@
-"""What recording costs the program that is recorded: `python record_overhead.py [--seconds 170] [--out FILE]`.
+"""What recording costs the program that is recorded: `python record_overhead.py [--switches] [--seconds 170]`.
 
-Three programs: one bound by its launches, a healthy one, and one that makes very many short calls in Python. Each is
-measured in two ways, and each way has a control in which nothing is recorded where something is elsewhere.
+Four programs: one bound by its launches, a healthy one, one that makes very many short calls in Python, and
+one that draws many small batches. Each is measured in two ways, and each way has a control in which nothing is recorded
+where something is elsewhere.
 
 Beside: within one process, stretches of the program alone take turns with stretches in which everything runs that runs
 from a recorded program's first step to its last (marks, looks, counted turns, the driver's samples), but no window.
@@ -9,23 +10,34 @@ from a recorded program's first step to its last (marks, looks, counted turns, t
 Whole: the program in a fresh process, plain, under `keepbusy run`, and plain again. Told are the time from the start of
 the process to the program's own end, the rest of it (the report), and a step by the program's own stopwatch.
 
+Switches (with `--switches`, in place of the other two): which part of the recorder costs what. The program runs in
+blocks of a fifth of a second. Before each, every part of the recorder is switched on or off by chance, and so is a
+switch that nothing hangs on: the control. What a part costs is what blocks take longer in which it was on, all else
+being fitted, too; so each block says something of every part. Beside it stands for how long its own code ran, of the
+time in which it was on.
+
 Without a GPU it runs small on the CPU, which shows that it works and no more.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from forked import forked
 
@@ -72,7 +84,34 @@ def short_calls() -> Step:
     return step
 
 
-PROGRAMS = {"launch-bound": launch_bound, "healthy": healthy, "short calls": short_calls}
+def small_batches() -> Step:
+    """Four batches a step from a loader without workers: each is counted and timed."""
+    from torch.utils.data import DataLoader
+
+    width = 64
+    small = training(torch.nn.Linear(width, width, device=DEVICE), torch.randn(8, width, device=DEVICE))
+    rows = [torch.randn(8, width)] * 4096
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            yield from DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    drawn = batches()
+
+    def step() -> None:
+        for _ in range(4):
+            next(drawn)
+        small()
+
+    return step
+
+
+PROGRAMS = {
+    "launch-bound": launch_bound,
+    "healthy": healthy,
+    "short calls": short_calls,
+    "small batches": small_batches,
+}
 
 
 def training(model: torch.nn.Module, x: torch.Tensor) -> Step:
@@ -153,6 +192,166 @@ def error(values: list[float]) -> float:
     return 1.25 * (high - low) / 1.349 / len(values) ** 0.5
 
 
+# Switches: one part of the recorder at a time.
+
+CONTROL, LOOKS, TURNS, MARKS, PAUSES, DRIVER, THOUGHTS = PARTS = (
+    "control", "looks", "turns", "marks", "pauses", "driver", "thoughts",
+)  # fmt: skip
+WITHIN_LOOKS = (DRIVER, THOUGHTS)
+"""Parts that have their turn after a look, and so none while there are no looks."""
+SWITCHED, SWITCHED_SETTLING = 0.2, 0.02
+"""Seconds of a block, and of what passes before it is timed."""
+NEIGHBOURS = 4
+"""A block is held against so many before it and after it, for the machine's pace drifts."""
+STRANGE = 6.0
+"""Blocks that are off by so many usual deviations are left out."""
+LEFT_UNMEASURED = 1.0
+"""Seconds in which loops are found and looks find their pace."""
+
+
+class Switches:
+    """A recorder beside a program; its parts go on and off while it runs."""
+
+    def __init__(self) -> None:
+        from keepbusy.recording.recorder import Run, RunOptions
+
+        self.run: Any = Run(RunOptions(after=1 << 30))
+        self.on = dict.fromkeys(PARTS, True)
+        self.own = dict.fromkeys(PARTS, 0.0)  # seconds for which its code ran
+        self.for_seconds = dict.fromkeys(PARTS, 0.0)  # for how long it was on
+        self._since = time.perf_counter()
+        self._gate = threading.Lock()  # held while there are to be no looks
+        self._read_driver, self._read_at = self.run.share.read, 0
+        run, meanwhile = self.run, self.run._meanwhile
+        run.share.read = run._turn = lambda: None  # the former has a switch of its own, and no window is to open
+
+        def after_look() -> None:
+            if self.on[DRIVER] and run.clock() >= self._read_at:
+                self._read_at = run.clock() + 1_000_000_000
+                self._timed(DRIVER, self._read_driver)()
+            if self.on[THOUGHTS]:
+                self._timed(THOUGHTS, meanwhile)()
+            with self._gate:
+                pass
+
+        run.loops.look = self._timed(LOOKS, run.loops.look)
+        run.marks._mark = self._timed(MARKS, run.marks._mark)
+        run._meanwhile = after_look
+        run.begin()
+
+    def _timed(self, part: str, act: Callable[..., object]) -> Callable[..., object]:
+        def timed(*arguments: object) -> object:
+            began = time.perf_counter()
+            done = act(*arguments)
+            self.own[part] += time.perf_counter() - began
+            return done
+
+        return timed
+
+    def throw(self, on: dict[str, bool]) -> None:
+        now = time.perf_counter()
+        passed, self._since = now - self._since, now
+        run, before, self.on = self.run, self.on, on
+        for part in PARTS:
+            was_on = before[part] and (part not in WITHIN_LOOKS or before[LOOKS])
+            self.for_seconds[part] += passed * was_on
+            if not was_on:  # what would have been due meanwhile comes later by as much
+                late = round(passed * 1e9)
+                if part == DRIVER:
+                    self._read_at += late
+                elif part == THOUGHTS:
+                    run._think_at, run._write_at = run._think_at + late, run._write_at + late
+                    run._plan.not_before += late
+        if on[LOOKS] == self._gate.locked():
+            self._gate.release() if on[LOOKS] else self._gate.acquire()
+        run.marks._running = on[MARKS]
+        self._count_turns(on[TURNS])
+        pauses = run.marks.pauses
+        pauses._thread = run.loaders._thread = threading.get_ident() if on[PAUSES] else 0
+        if on[PAUSES] != before[PAUSES]:
+            (gc.callbacks.append if on[PAUSES] else gc.callbacks.remove)(pauses._collected)
+
+    def _count_turns(self, on: bool) -> None:
+        counters = self.run.loops._counters
+        if counters is None or counters._tool is None:
+            return
+        events = counters._api.events
+        for number, code in list(counters._counted.values()):
+            counted = on and number not in self.run.loops.looks.fleeting
+            counters._api.set_local_events(counters._tool, code, (events.JUMP | events.PY_START) if counted else 0)
+
+    def end(self) -> None:
+        self.throw(dict.fromkeys(PARTS, True))
+        self.run.end()
+        shutil.rmtree(self.run.folder.parent)
+
+
+def switched(make: Callable[[], Step], seconds: float) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    chance, step = random.Random(1), make()
+    for _ in range(WARM_UP):
+        step()
+    switches = Switches()
+    milliseconds(step, LEFT_UNMEASURED)
+    until = time.perf_counter() + seconds
+    took, rows = list[float](), list[list[float]]()
+    while time.perf_counter() < until:
+        on = {part: chance.random() < 0.5 for part in PARTS}
+        switches.throw(on)
+        milliseconds(step, SWITCHED_SETTLING)
+        took.append(milliseconds(step, SWITCHED))
+        rows.append([float(on[part] and (part not in WITHIN_LOOKS or on[LOOKS])) for part in PARTS])
+    switches.end()
+    cost, errors, kept = fitted(np.log(took), np.array(rows))
+    looks, turns = switches.run.loops.looks, switches.run.loops.looks.turns
+    return {
+        "blocks": len(took),
+        "kept": kept,
+        "step_ms": statistics.median(took),
+        "looks": len(looks.times),
+        "turns": sum(len(ends) for ends in turns.values()),
+        "entries": sum(len(times) for times in looks.entries.values()),
+        "parts": {
+            part: {
+                "added": 100 * cost[number],
+                "error": 100 * errors[number],
+                "own": 100 * switches.own[part] / max(1e-9, switches.for_seconds[part]),
+            }
+            for number, part in enumerate(PARTS)
+        },
+    }
+
+
+def fitted(values: Any, rows: Any) -> tuple[Any, Any, int]:
+    """What each column adds, how surely, and of how many rows; each row is held against those around it."""
+    values, rows = (without_drift(one) for one in (values, rows))
+    kept = np.ones(len(values), bool)
+    for _ in range(3):
+        cost, *_ = np.linalg.lstsq(rows[kept], values[kept], rcond=None)
+        off = values - rows @ cost
+        deviation = 1.4826 * np.median(np.abs(off[kept]))
+        kept = np.abs(off) <= STRANGE * deviation
+    spread = np.linalg.pinv(rows[kept].T @ rows[kept])
+    return cost, np.sqrt(np.diag(spread)) * off[kept].std(), int(kept.sum())
+
+
+def without_drift(values: Any) -> Any:
+    near = [
+        np.concatenate([values[max(0, row - NEIGHBOURS) : row], values[row + 1 : row + 1 + NEIGHBOURS]]).mean(axis=0)
+        for row in range(len(values))
+    ]
+    return values - np.array(near)
+
+
+def show_switched(name: str, row: dict[str, Any]) -> None:
+    counted = f"{row['looks']} looks, {row['turns']} turns and {row['entries']} entries counted"
+    print(f"{name}: a step {row['step_ms']:.3f} ms, {row['kept']} of {row['blocks']} blocks, {counted}")
+    for part, found in row["parts"].items():
+        print(f"  {part:10s}{found['added']:+6.2f}% (± {found['error']:.2f})   its own code {found['own']:.2f}%")
+    whole = sum(found["added"] for part, found in row["parts"].items() if part != CONTROL)
+    print(f"  {'together':10s}{whole:+6.2f}%", flush=True)
+
+
 # Whole: a fresh process each.
 
 
@@ -209,15 +408,37 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--seconds", type=float, default=170)
     arguments.add_argument("--out", type=Path)
+    arguments.add_argument("--switches", action="store_true", help="which part of the recorder costs what")
+    arguments.add_argument("--only", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="these programs")
     arguments.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.program:
         be_program(options.program)
         return
-    until = time.monotonic() + options.seconds
+    if options.switches:
+        found = {}
+        for name in options.only:
+            part = options.seconds / len(options.only) - 5
+            found[name] = forked(lambda name=name, part=part: switched(PROGRAMS[name], part))
+            show_switched(name, found[name])
+        if options.out:
+            options.out.write_text(json.dumps(described() | {"switches": found}, indent=1))
+        return
+    found, rows = measured(options.only, options.seconds)
+    if options.out:
+        options.out.write_text(json.dumps(described() | {"beside": found, "whole": rows}, indent=1))
+
+
+def described() -> dict[str, str]:
+    return {"gpu": torch.cuda.get_device_name() if ON_GPU else "none", "torch": torch.__version__}
+
+
+def measured(names: list[str], seconds: float) -> tuple[dict[str, object], object]:
+    """Both ways, for as long as that."""
+    until = time.monotonic() + seconds
     found: dict[str, object] = {}
-    for name, make in PROGRAMS.items():
-        row = forked(lambda make=make: beside(make, SHARE_BESIDE * options.seconds / len(PROGRAMS) - 3))
+    for name in names:
+        row = forked(lambda name=name: beside(PROGRAMS[name], SHARE_BESIDE * seconds / len(names) - 3))
         found[name] = row
         recorder = f"with the recorder {row['added']:+.2f}% (± {row['added_error']:.2f})"
         control = f"control {row['control']:+.2f}% (± {row['control_error']:.2f})"
@@ -225,20 +446,17 @@ def main() -> None:
             f"{name:14s}beside    x{row['pairs']:<3d} a step {row['plain_ms']:8.3f} ms, {recorder}; {control}",
             flush=True,
         )
-    rows: dict[str, dict[str, list[dict[str, float]]]] = {name: {way: [] for way in WAYS} for name in PROGRAMS}
-    longest, trials = 0.0, [(name, way) for name in PROGRAMS for way in WAYS]
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {name: {way: [] for way in WAYS} for name in names}
+    longest, trials = 0.0, [(name, way) for name in names for way in WAYS]
     while time.monotonic() + longest < until:
         name, way = trials[0]
         trials = [*trials[1:], trials[0]]
         began = time.monotonic()
         rows[name][way].append(whole(name, WAYS[way]))
         longest = max(longest, time.monotonic() - began)
-    for name in PROGRAMS:
+    for name in names:
         show_whole(name, rows[name])
-    if options.out:
-        gpu = torch.cuda.get_device_name() if ON_GPU else "none"
-        said = {"gpu": gpu, "torch": torch.__version__, "beside": found, "whole": rows}
-        options.out.write_text(json.dumps(said, indent=1))
+    return found, rows
 
 
 if __name__ == "__main__":
