@@ -7,6 +7,7 @@ export const GLOSSARY: Record<string, string> = {
   gap: "A device lane with nothing to do.",
   lane: "One in-order sequence: a host thread, a stream, a copy engine.",
   stream: "A lane of the device: what is put on it runs in order.",
+  "at work": "Which share of the time a kernel ran, as the driver tells it.",
   lead: "How far the host is ahead of the device. While it has a lead, the GPU always has work.",
   launch: "The call on the host that hands the device its next command.",
   sync: "A host call that returns only when the device has caught up.",

@@ -59,7 +59,7 @@ function topBar(recolour: () => void): HTMLElement {
     flip.textContent = dark() ? "Light" : "Dark";
     recolour();
   });
-  const links = [["plan", "Plan"], ["run", "Run"], ["turn", "Timeline"], ["ledger", "Ledger"], ["causes", "Causes"]];
+  const links = [["run", "Run"], ["plan", "Plan"], ["turn", "Timeline"], ["ledger", "Ledger"], ["causes", "Causes"]];
   return element("nav", { class: "top", "aria-label": "Page" },
     element("span", { class: "brand" }, element("span", { class: "mark", "aria-hidden": "true" }, element("i"), element("i"), element("i")), "keepbusy"),
     element("span", { class: "links" }, ...links.map(([id, name]) => element("button", { type: "button", class: "quiet", text: name, "data-to": id, on: { click: () => document.getElementById(id)?.scrollIntoView({ behavior: "smooth" }) } }))),
@@ -78,8 +78,8 @@ async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
     const sections = [
       loops(run, index, page),
       headline(header, told),
+      treeSection(header, choice, (other) => void show(run, other, page)),
       planSection(header, told, choice),
-      treeSection(header, choice),
       turns,
       ledgerSection(header, told, choice),
       choice && ranksSection(header, choice),

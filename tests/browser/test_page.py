@@ -103,6 +103,7 @@ def test_keys_and_wheel_zoom_and_pan(item: Any) -> None:
 
 
 def test_a_drag_moves_what_is_seen(item: Any) -> None:
+    drawing(item).scroll_into_view_if_needed()
     box, before = drawing(item).bounding_box(), state(item)
     item.mouse.move(box["x"] + 500, box["y"] + 60)
     item.mouse.down()
@@ -235,11 +236,11 @@ def with_a_tree(said: Diagnosis) -> Diagnosis:
     inner = Part(
         LOOP, "train.py:9", "for batch in loader:", "main", 3 * second, 6 * second, 2 * second, 80, turn=75_000_000
     )
-    epochs = Part(
-        LOOP, "train.py:8", "for epoch in range(2):", "main", 3 * second, 7 * second, 2 * second, 2, parts=(inner,)
-    )
+    other = Part(LOOP, "train.py:20", "while True:", "main", 9 * second, second // 2, turns=12)
+    epochs = Part(LOOP, "train.py:8", "for epoch in epochs:", "", 3 * second, 7 * second, 2 * second, 2)
+    epochs = replace(epochs, parts=(inner, other))
     start = Part(IMPORTS, time=3 * second)
-    run = Part(RUN, time=10 * second, busy=2 * second, parts=(start, epochs))
+    run = Part(RUN, time=10 * second, busy=2 * second, parts=(start, epochs), shares=(0, 10, 30, 40))
     return replace(said, run=run, loops=(LoopDiagnosis("train.py:20", 12, told(COPY)),))
 
 
@@ -267,11 +268,23 @@ def test_a_page_of_each_kind_of_run_opens(kind: str, opened: Any) -> None:
 
 def test_the_tree_leads_to_the_line_and_another_loop_to_its_turns(opened: Any) -> None:
     page = opened(render(with_a_tree(told(ITEM))))
-    assert page.locator("#run .flame .box").count() == 4
+    assert page.locator("#run .flame .box").count() == 5
+    shares = page.locator("#run .at-work > span").evaluate_all("all => all.map(one => one.style.left)")
+    assert shares == [f"{25 * number}%" for number in range(4)]
     assert "The run took 10.00 s" in page.locator("h1").inner_text()
-    page.get_by_role("button", name="loop at train.py:20").click()
+    page.get_by_role("button", name="train.py:20").last.click()
     page.wait_for_selector("#copies")
     assert "copy_in_line" in page.locator("#causes").inner_text()
+
+
+def test_the_hosts_lead_and_the_stalls_stand_over_the_run(item: Any) -> None:
+    """23 plain steps of 30; steps 10 to 14 were recorded."""
+    assert item.locator("#run .lead-strip > span").count() == 23
+    lead = told(ITEM).plain_runs[0].course.lead[12] / 1e6
+    assert f"host is {lead:.1f} ms ahead" in item.locator("#run .lead-strip > span").nth(12).get_attribute("data-says")
+    assert item.locator("#run .step-strip > .stalled").count() == 1
+    item.get_by_role("button", name="Steps 10 to 14 were recorded").click()
+    item.wait_for_function("() => document.getElementById('turn').getBoundingClientRect().top < 100")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path: Path) -> None:

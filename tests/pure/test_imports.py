@@ -121,13 +121,13 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2058,
+    "timeline": 2060,
     "traces": 2100,
     "instrument": 995,
-    "recording": 3717,
+    "recording": 3730,
     "virtual": 8810,
     "explain": 3822,
-    "report": 2817,
+    "report": 2834,
     "runtime": 3560,
     "cli": 2397,
     "fix": 2522,

@@ -298,6 +298,7 @@ def half(moments: Ints) -> np.ndarray:
 def test_the_gpus_time_is_divided_as_the_hosts_is(train: Watched) -> None:
     run = held_together(tree_of(two_epochs(train).looks, half))
     assert run.busy == run.time // 2
+    assert (run.clock, set(run.shares), len(run.shares)) == (train.looks.began, {50}, 240)
     assert sum(one.busy for one in run.parts) == pytest.approx(run.busy, abs=3)
     batches = part(run, "train.py:4")
     assert (batches.busy, batches.waits) == (1_000 * MS, 1_000 * MS)
@@ -308,6 +309,7 @@ def test_where_nobody_asked_the_gpu_nothing_is_said_of_it(train: Watched) -> Non
     run = tree_of(two_epochs(train).looks)
     assert {one.busy for one in run.within()} == {NONE}
     assert {line.idle for one in run.within() for line in one.lines} == {NONE}
+    assert run.shares == ()
 
 
 def samples(*pairs: tuple[int, float]) -> GpuShare:

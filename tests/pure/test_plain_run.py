@@ -46,6 +46,8 @@ def test_the_course_has_few_rows_and_keeps_the_longest() -> None:
     long = run(steps(np.tile(TOOK, 100)))
     assert len(long.course.step) == len(long.course.longest) == len(long.course.lead) <= 512
     assert max(long.course.longest) == 90_000_000
+    assert len(long.course.ended) == len(long.course.step)
+    assert np.diff(long.course.ended).min() > 0
     assert set(long.course.step) == {10_000_000}
 
 

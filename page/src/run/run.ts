@@ -82,7 +82,7 @@ export interface PlainRun {
   rank: number;
   steps: number;
   step: number;
-  course: { each: number; step: number[]; longest: number[]; lead: number[] };
+  course: { each: number; step: number[]; longest: number[]; lead: number[]; ended: number[] };
 }
 
 interface Described {
@@ -103,6 +103,10 @@ export interface Header {
   looks: Record<string, { name: string; sentence: string }>;
   run: Part | null;
   headline: string;
+  /** Percent of each equal stretch of the run in which the GPU was at work. */
+  shares: number[];
+  /** Of a live recording: the number of the step that each mark ends. */
+  recorded: number[];
   told: Told[];
   plain_runs: PlainRun[];
   asides: [string, string][];

@@ -1,37 +1,38 @@
-// The run over wall-clock time: its loops, how busy the GPU was in each, and how its steps went.
+// The run over wall-clock time: its loops, beneath them the GPU's share and the host's lead, and how its steps went.
 
 import { element, section } from "../element";
+import { term } from "../glossary";
 import type { Header, Part, PlainRun } from "../run/run";
 import { duration, plural, range, share } from "../words";
 import type { Choice } from "../choice";
 
 const NAMES: Record<string, string> = { imports: "imports", "first use of the GPU": "first use of the GPU", run: "the run" };
 const WORTH_A_BOX = 0.004;
+const STALLED = 1.5;
+const SHOWN_RANKS = 8;
 
-export function treeSection(header: Header, choice: Choice | null): HTMLElement | null {
+/** `toLoop` shows the turns of another loop that was looked at, by its number. */
+export function treeSection(header: Header, choice: Choice | null, toLoop: (index: number) => void): HTMLElement | null {
   const { run } = header;
-  if (!run) return null;
-  const flame = element("div", { class: "flame", look: { "--rows": String(depthOf(run, run)) } });
-  box(flame, run, run, 0, 0, choice);
-  const made = section(
-    "run",
-    "The run",
-    "Its loops over time. The bar at the foot of each box is the share of its time in which the GPU was at work.",
-    flame,
-    axis(run.time),
-    list(run, choice),
-  );
-  for (const one of header.plain_runs) {
-    const drawn = course(one, header.plain_runs.length > 1);
-    if (drawn) made.append(drawn);
+  const courses = header.plain_runs.filter(({ course }) => course.step.length >= 3);
+  if (!run && !courses.length) return null;
+  const length = run?.time ?? Math.max(...courses.map(({ course }) => course.ended[course.ended.length - 1]));
+  const about = run ? "Its loops over time; the bar at the foot of each box is the share of its time in which the GPU was at work. A click goes to the turns that were recorded." : "How its steps went, one after another.";
+  const made = section("run", "The run", about);
+  if (run) {
+    const flame = element("div", { class: "flame", look: { "--rows": String(depthOf(run, run)) } });
+    box(flame, run, run, 0, 0, (part) => follow(header, part, choice, toLoop));
+    made.append(flame);
   }
+  made.append(...strips(header, courses, length, () => follow(header, null, choice, toLoop)), axis(length));
+  if (run) made.append(list(run, choice));
   return made;
 }
 
 const shown = (part: Part, run: Part): Part[] => part.parts.filter((one) => one.time / run.time >= WORTH_A_BOX);
 const depthOf = (part: Part, run: Part): number => 1 + Math.max(0, ...shown(part, run).map((one) => depthOf(one, run)));
 
-function box(flame: HTMLElement, part: Part, run: Part, left: number, row: number, choice: Choice | null): void {
+function box(flame: HTMLElement, part: Part, run: Part, left: number, row: number, go: (part: Part) => void): void {
   const wide = part.time / run.time;
   const name = nameOf(part);
   const made = element("button", {
@@ -39,7 +40,7 @@ function box(flame: HTMLElement, part: Part, run: Part, left: number, row: numbe
     class: `box ${part.kind === "loop" ? "loop" : part.kind === "run" ? "root" : "line"}`,
     "data-says": `${name}: ${sentence(part)}`,
     look: { left: `${100 * left}%`, width: `${100 * wide}%`, top: `calc(${row} * var(--row))` },
-    on: { click: () => follow(part, choice) },
+    on: { click: () => go(part) },
   }, element("span", { class: "box-name", text: name }), wide > 0.12 ? element("span", { class: "box-time", text: duration(part.time) }) : null);
   if (part.busy !== null) {
     made.append(element("span", { class: "busy", "aria-hidden": "true" }, element("span", { look: { width: `${(100 * part.busy) / Math.max(1, part.time)}%` } })));
@@ -52,7 +53,7 @@ function box(flame: HTMLElement, part: Part, run: Part, left: number, row: numbe
     // a loop that was entered once stands where it began; what comes again and again stands in its order
     const began = part.kind === "run" || part.turns <= 1 ? one.began / run.time : at;
     const from = Math.min(Math.max(at, began), left + wide - one.time / run.time);
-    box(flame, one, run, slack < 0 ? at : from, row + 1, choice);
+    box(flame, one, run, slack < 0 ? at : from, row + 1, go);
     at = (slack < 0 ? at : from) + one.time / run.time;
   }
 }
@@ -71,11 +72,13 @@ function sentence(part: Part): string {
   return said.join(", ");
 }
 
-function follow(part: Part, choice: Choice | null): void {
-  const [, file, line] = /^(.*):(\d+)$/.exec(part.place) ?? [];
-  if (!file || !choice) return;
+/** To the turns that were recorded: those of this loop, if they were. */
+function follow(header: Header, part: Part | null, choice: Choice | null, toLoop: (index: number) => void): void {
+  const other = part ? header.told.findIndex((one) => one.place === part.place) : -1;
+  if (other > 0) toLoop(other);
   document.getElementById("turn")?.scrollIntoView({ behavior: "smooth", block: "start" });
-  choice.line(file, Number(line));
+  const [, file, line] = /^(.*):(\d+)$/.exec(part?.place ?? "") ?? [];
+  if (file && choice) choice.line(file, Number(line));
 }
 
 function axis(length: number): HTMLElement {
@@ -101,23 +104,67 @@ function list(run: Part, choice: Choice | null): HTMLElement {
   return element("details", { class: "as-text" }, element("summary", { text: "The same as text" }), element("ul", {}, ...rows(run)));
 }
 
-/** How the steps went: a mark for every so many of them, the longest among them above it. */
-function course(run: PlainRun, several: boolean): HTMLElement | null {
-  const { each, step, longest } = run.course;
-  if (step.length < 3) return null;
-  const top = Math.max(...step) * 1.6;
-  const stalls = longest.filter((time) => time > 1.5 * run.step).length;
-  const drawn = element("div", { class: "course", role: "img", "aria-label": `Steps over the run: ${duration(run.step)} typically, the longest ${duration(Math.max(...longest))}` });
-  step.forEach((time, index) => {
-    const over = longest[index] > 1.5 * run.step;
-    drawn.append(
-      element("span", {
-        class: over ? "stalled" : "",
-        "data-says": `steps ${index * each + 1} to ${(index + 1) * each}: ${duration(time)} each${over ? `, the longest ${duration(longest[index])}` : ""}`,
-        look: { height: `${Math.min(100, (100 * (over ? Math.min(longest[index], top) : time)) / top)}%` },
-      }),
-    );
+interface Stretch {
+  from: number;
+  to: number;
+  /** Of the strip's height. */
+  share: number;
+  says: string;
+  class?: string;
+}
+
+/** What the GPU and the host did meanwhile, each a strip over the same time. */
+function strips(header: Header, courses: PlainRun[], length: number, toTurns: () => void): HTMLElement[] {
+  const made: HTMLElement[] = [];
+  const each = length / Math.max(1, header.shares.length);
+  if (header.shares.length) {
+    made.push(strip(term("at work", "GPU at work"), length, "at-work", header.shares.map((percent, at) =>
+      ({ from: at * each, to: (at + 1) * each, share: percent / 100, says: `The GPU was at work ${percent}% of this time.` }))));
+  }
+  courses.slice(0, SHOWN_RANKS).forEach((one, place) => {
+    const of = courses.length > 1 ? ` of rank ${one.rank}` : "";
+    const { step, longest, lead } = one.course;
+    const steps = stretches(one);
+    const most = Math.max(...lead);
+    const usual = [...lead].sort((some, other) => some - other)[Math.floor(0.95 * (lead.length - 1))];
+    if (most >= 0) {
+      made.push(strip(element("span", {}, term("lead", "host's lead"), `${of}, up to ${duration(Math.max(0, most))}`), length, "lead-strip", steps.map((its, at) =>
+        ({ ...its, share: Math.min(1, Math.max(0, lead[at]) / Math.max(1, 1.25 * usual)), says: `${its.says}: ${lead[at] > 0 ? `the host is ${duration(lead[at])} ahead of the GPU when a step ends` : "the host has no lead, so the GPU waits for it"}.` }))));
+    }
+    if (place) return; // ranks go through their steps together
+    const stalls = longest.some((time) => time > STALLED * one.step);
+    const first = header.recorded[0];
+    const about = [`${plural(one.steps, "step")}, ${duration(one.step)} typically`, stalls && "hatched where one of them took far longer", first !== undefined && "framed what was recorded"];
+    const drawn = strip(about.filter(Boolean).join("; "), length, "step-strip", steps.map((its, at) => {
+      const over = longest[at] > STALLED * one.step;
+      const time = over ? longest[at] : step[at];
+      return { ...its, share: Math.min(1, time / (3 * one.step)), class: over ? "stalled" : "", says: `${its.says}: ${duration(step[at])} each${over ? `, the longest ${duration(longest[at])}` : ""}.` };
+    }));
+    made.push(drawn);
+    if (first === undefined) return;
+    // no plain step is where the recorder was
+    const at = Math.min(Math.floor(first / one.course.each), steps.length - 1);
+    const from = at ? steps[at - 1].to : steps[0].from;
+    const says = `Steps ${first + 1} to ${header.recorded[header.recorded.length - 1]} were recorded: these turns stand on the timeline.`;
+    drawn.querySelector(".strip")!.append(element("button", { type: "button", class: "recorded", "aria-label": says, "data-says": says, look: { left: `${(100 * from) / length}%`, width: `${(100 * Math.max(0, steps[at].from - from)) / length}%` }, on: { click: toTurns } }));
   });
-  const about = `${several ? `Rank ${run.rank}: ` : ""}${plural(run.steps, "step")} of the run, ${duration(run.step)} typically${stalls ? "; where the bar is hatched, one of them took far longer" : ""}.`;
-  return element("figure", {}, drawn, element("figcaption", { class: "faint", text: about }));
+  return made;
+}
+
+const startOf = ({ each, step, ended }: PlainRun["course"]): number => Math.max(0, ended[0] - each * step[0]);
+
+function stretches({ course }: PlainRun): Stretch[] {
+  const { each, ended } = course;
+  return ended.map((to, at) => {
+    const named = each > 1 ? `Steps ${at * each + 1} to ${(at + 1) * each}` : `Step ${at + 1}`;
+    return { from: Math.max(at ? ended[at - 1] : startOf(course), to - STALLED * each * Math.max(course.step[at], course.longest[at] / each)), to, share: 0, says: named };
+  });
+}
+
+function strip(label: HTMLElement | string, length: number, kind: string, parts: Stretch[]): HTMLElement {
+  const drawn = element("div", { class: `strip ${kind}`, role: "img", "aria-label": `${typeof label === "string" ? label : label.textContent} over the run` });
+  for (const { from, to, share: high, says, class: more } of parts) {
+    drawn.append(element("span", { class: more || undefined, "data-says": says, look: { left: `${(100 * from) / length}%`, width: `max(1px, ${(100 * (to - from)) / length}%)`, "--high": `${100 * high}%` } }));
+  }
+  return element("figure", {}, element("figcaption", { class: "faint" }, label), drawn);
 }

@@ -22,6 +22,8 @@ from keepbusy.recording.turn_times import LookTable, StepLooks, beat_of, slow_ki
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 
+STRETCHES = 240
+"""So many shares tell how busy the GPU was over the run; a pixel or two each where they are drawn."""
 SHORTEST_PART = 0.005
 """Of the run: a shorter loop stands among the lines of what it is in."""
 SLOW_TURNS_MATTER = 0.02
@@ -124,6 +126,13 @@ class _Node:
         return mine
 
 
+def _shares(busy_until: BusyUntil, edges: Ints) -> tuple[int, ...]:
+    """Of each of some equal stretches of the run, percent of it in which the GPU was at work."""
+    borders = np.linspace(edges[0], edges[-1], STRETCHES + 1).astype(np.int64)
+    shares = 100 * np.diff(busy_until(borders)) / np.maximum(1, np.diff(borders))
+    return tuple(np.clip(shares, 0, 100).round().astype(int).tolist())
+
+
 class _Tree:
     def __init__(
         self, looks: Looks, busy_until: BusyUntil | None, source: str, sources: SourceLoops | None = None
@@ -134,6 +143,7 @@ class _Tree:
         edges = np.concatenate([[looks.began], self.times[1:], [max(looks.ended, *self.times[-1:], looks.began)]])
         self.weight = np.diff(edges) if len(self.times) else np.zeros(0, np.int64)
         self.has_busy = busy_until is not None
+        self.shares = _shares(busy_until, edges) if busy_until is not None and len(self.times) else ()
         self.busy = np.diff(busy_until(edges)) if busy_until is not None and len(self.times) else self.weight * 0.0
         count = len(looks.known_chains)
         self.time_of = np.bincount(self.chain, self.weight, count)
@@ -198,6 +208,8 @@ class _Tree:
             turns=1,
             turn=self.whole,
             parts=tuple(sorted([*beside, *loops], key=lambda part: part.began)),
+            clock=self.looks.began,
+            shares=self.shares,
         )
 
     def _place(self, root: _Node, chain: int, lines: Sequence[Line]) -> None:

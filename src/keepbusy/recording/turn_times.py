@@ -488,4 +488,5 @@ def _course(steps: Steps) -> Course:
         step=tuple(_median(steps.took[part]) for part in parts),
         longest=tuple(int(steps.took[part].max()) for part in parts),
         lead=tuple(_median(steps.lead[part][steps.lead[part] != NONE]) for part in parts),
+        ended=tuple(int(steps.ended[part[-1]]) for part in parts),
     )

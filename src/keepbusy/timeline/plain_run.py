@@ -43,6 +43,7 @@ class Course:
     step: tuple[int, ...] = ()  # the median
     longest: tuple[int, ...] = ()
     lead: tuple[int, ...] = ()  # the median, NONE where nobody knows
+    ended: tuple[int, ...] = ()  # when the last of them did, on the host's clock
 
 
 @dataclass(frozen=True)

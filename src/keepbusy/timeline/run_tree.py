@@ -60,6 +60,8 @@ class Part:
     kinds: tuple[SlowTurns, ...] = ()  # of turns that take far longer than the others, the largest first
     lines: tuple[LineTime, ...] = ()  # the longest first
     parts: tuple[Part, ...] = ()  # in the order of the run
+    clock: int = NONE  # of the run itself: its first moment, on the clock by which its steps are timed
+    shares: tuple[int, ...] = ()  # of the run itself: percent of each equal stretch in which the GPU was at work
 
     @property
     def waits(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 from keepbusy import __version__
@@ -15,6 +16,7 @@ from keepbusy.report.paper import look
 from keepbusy.report.source import source_of, text_of
 from keepbusy.report.words import tame
 from keepbusy.timeline.model import NONE
+from keepbusy.timeline.plain_run import Course
 from keepbusy.timeline.run_tree import Part
 
 LONGEST_TEXT = 2_000
@@ -25,7 +27,7 @@ LONGEST_LINE, MOST_LINES = 240, 6_000
 
 def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
     """The run, and what is said of it as a whole."""
-    run = diagnosis.run
+    run, turns = diagnosis.run, diagnosis.turns
     return {
         "version": __version__,
         "source": text(source or words.files(diagnosis.sources)),
@@ -34,12 +36,14 @@ def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
         "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
         "run": None if run is None else _part(run),
         "headline": run_report.headline(run) if run is not None else "",
+        "shares": run.shares if run is not None else (),
+        "recorded": (turns.timeline.facts.recorded or ()) if turns is not None else (),
         "told": [
             turn(diagnosis) | {"place": "", "turns": 0},
             *(turn(one.diagnosis) | {"place": text(one.place), "turns": one.turns} for one in diagnosis.loops),
         ],
         "plain_runs": [
-            {"rank": rank, "steps": one.steps, "step": one.step, "course": asdict(one.course)}
+            {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one.course, run)}
             for rank, one in sorted(diagnosis.plain_runs.items())
         ],
         "asides": [[label, text(said)] for label, said in whole_run.asides(diagnosis.plain_runs, diagnosis.rare)],
@@ -139,6 +143,19 @@ def _late(one: Late) -> dict[str, Any]:
 
 def _rare(one: Rare) -> dict[str, Any]:
     return {"step": one.step, "time": one.plain_step, "ledger": [[name, time] for name, time in one.ledger.items()]}
+
+
+def _course(course: Course, run: Part | None) -> dict[str, Any]:
+    """`ended` counts from the run's first moment; of a run whose clock is not known, from that of its first step."""
+    took = [course.each * step for step in course.step]
+    ended = [*accumulate(took)]
+    if run is not None and run.clock != NONE and course.ended:
+        ended = [end - run.clock for end in course.ended]
+    elif run is not None and ended:
+        loop = max(run.within(), key=lambda part: part.turns)
+        stretched = loop.time / max(1, ended[-1])
+        ended = [loop.began + round(stretched * end) for end in ended]
+    return asdict(course) | {"ended": ended}
 
 
 def _part(part: Part) -> dict[str, Any]:
