@@ -16,6 +16,9 @@ switch that nothing hangs on: the control. What a part costs is what blocks take
 being fitted, too; so each block says something of every part. Beside it stands for how long its own code ran, of the
 time in which it was on.
 
+Window (with `--window`): what opening and closing one takes, with PyTorch's external correlation and without it, what
+a step takes in it, and what a step takes afterwards, against processes in which nothing was opened.
+
 Without a GPU it runs small on the CPU, which shows that it works and no more.
 """
 
@@ -33,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +355,67 @@ def show_switched(name: str, row: dict[str, Any]) -> None:
     print(f"  {'together':10s}{whole:+6.2f}%", flush=True)
 
 
+# Window: a fresh process each.
+
+WINDOW_WAYS = ("as it is", "uncorrelated", "control")
+
+
+def windowed(make: Callable[[], Step], way: str) -> dict[str, float]:
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.autograd import profiler
+
+    torch.set_num_threads(1)
+    step = make()
+    for _ in range(WARM_UP):
+        step()
+    before = milliseconds(step, 1.0)
+    found = dict.fromkeys(("open", "close", "save", "within", "events"), 0.0)
+    if way != "control":
+        config = _ExperimentalConfig(disable_external_correlation=way == "uncorrelated")
+        times = [time.perf_counter()]
+        profile = profiler.profile(
+            use_cpu=True, use_device="cuda" if ON_GPU else None, use_kineto=True, experimental_config=config
+        )
+        profile.__enter__()
+        times.append(time.perf_counter())
+        for _ in range(6):
+            step()
+        wait_for_device()
+        times.append(time.perf_counter())
+        profile.__exit__(None, None, None)
+        times.append(time.perf_counter())
+        file = Path(f"window-{os.getpid()}.json")
+        profile.kineto_results.save(str(file))
+        times.append(time.perf_counter())
+        del profile
+        text = file.read_text(encoding="utf-8")
+        file.unlink()
+        opened, within, closed, saved = np.diff(times) * 1e3
+        found = {
+            "open": opened,
+            "close": closed,
+            "save": saved,
+            "within": within / 6,
+            "events": text.count('"ph": "X"'),
+        }
+    milliseconds(step, 0.5)
+    return {"before": before, **found, "after": milliseconds(step, 2.0)}
+
+
+def show_windowed(name: str, rows: dict[str, list[dict[str, float]]]) -> None:
+    for way, found in rows.items():
+        if found:
+            middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
+            after = [100 * (one["after"] / one["before"] - 1) for one in found]
+            print(
+                f"{name:14s}{way:14s}x{len(found)}  opens {middle['open']:6.1f} ms, closes {middle['close']:6.1f}, "
+                f"saves {middle['save']:6.1f}, {middle['events']:.0f} events; a step {middle['before']:7.3f} ms, "
+                f"in it {middle['within']:7.3f}, afterwards {statistics.median(after):+.1f}% "
+                f"({min(after):+.1f} to {max(after):+.1f})",
+                flush=True,
+            )
+
+
 # Whole: a fresh process each.
 
 
@@ -404,11 +468,23 @@ def show_whole(name: str, rows: dict[str, list[dict[str, float]]]) -> None:
         print(f"{name:14s}{way:10s}x{len(found)}  {steps};  {rest}", flush=True)
 
 
+def in_turns(trials: list[tuple[str, str]], seconds: float) -> Iterator[tuple[str, str]]:
+    """One after the other and again from the start, as long as another one has time."""
+    until, longest = time.monotonic() + seconds, 0.0
+    for trial in cycle(trials):
+        began = time.monotonic()
+        if began + longest > until:
+            return
+        yield trial
+        longest = max(longest, time.monotonic() - began)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--seconds", type=float, default=170)
     arguments.add_argument("--out", type=Path)
     arguments.add_argument("--switches", action="store_true", help="which part of the recorder costs what")
+    arguments.add_argument("--window", action="store_true", help="what a window costs")
     arguments.add_argument("--only", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="these programs")
     arguments.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = arguments.parse_args()
@@ -423,6 +499,13 @@ def main() -> None:
             show_switched(name, found[name])
         if options.out:
             options.out.write_text(json.dumps(described() | {"switches": found}, indent=1))
+        return
+    if options.window:
+        trials = {name: {way: list[dict[str, float]]() for way in WINDOW_WAYS} for name in options.only}
+        for name, way in in_turns([(name, way) for name in options.only for way in WINDOW_WAYS], options.seconds):
+            trials[name][way].append(forked(lambda name=name, way=way: windowed(PROGRAMS[name], way)))
+        for name, ways in trials.items():
+            show_windowed(name, ways)
         return
     found, rows = measured(options.only, options.seconds)
     if options.out:
@@ -447,13 +530,8 @@ def measured(names: list[str], seconds: float) -> tuple[dict[str, object], objec
             flush=True,
         )
     rows: dict[str, dict[str, list[dict[str, float]]]] = {name: {way: [] for way in WAYS} for name in names}
-    longest, trials = 0.0, [(name, way) for name in names for way in WAYS]
-    while time.monotonic() + longest < until:
-        name, way = trials[0]
-        trials = [*trials[1:], trials[0]]
-        began = time.monotonic()
+    for name, way in in_turns([(name, way) for name in names for way in WAYS], until - time.monotonic()):
         rows[name][way].append(whole(name, WAYS[way]))
-        longest = max(longest, time.monotonic() - began)
     for name in names:
         show_whole(name, rows[name])
     return found, rows
