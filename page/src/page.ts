@@ -8,6 +8,7 @@ import { apply, together } from "./run/edit";
 import { steady } from "./run/replay";
 import { load, type Header, type Moment, type Run, type Told } from "./run/run";
 import { causesSection, notesSection } from "./sections/causes";
+import { compareSection } from "./sections/compare";
 import { copiesSection } from "./sections/copies";
 import { ledgerSection } from "./sections/ledger";
 import { planSection } from "./sections/plan";
@@ -69,16 +70,29 @@ function topBar(recolour: () => void): HTMLElement {
   );
 }
 
+/** One run, or two to be compared; which of them the page is about, and which of its loops. */
+interface Shown {
+  runs: Run[];
+  side: number;
+  index: number;
+}
+
+const SIDES = ["before", "after"];
+const nameOf = (side: number, { header }: Run): string => `${SIDES[side]}${header.source ? `, ${header.source}` : ""}`;
+
 /** What is said comes first; the turns, which may be a million spans, once they are read. */
-async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
+async function show(shown: Shown, page: HTMLElement): Promise<void> {
+  const { runs, side, index } = shown;
+  const run = runs[side];
   const { header } = run;
   const told = header.told[index];
   const drawn = run.drawn.includes(index);
   const put = (choice: Choice | null, turns: HTMLElement): void => {
     const sections = [
-      loops(run, index, page),
+      choices(shown, page),
       headline(header, told),
-      treeSection(header, choice, (other) => void show(run, other, page)),
+      runs[0].header.compared ? compareSection(runs.map((one) => one.header), runs[0].header.compared) : null,
+      treeSection(header, choice, (other) => void show({ ...shown, index: other }, page)),
       planSection(header, told, choice),
       turns,
       ledgerSection(header, told, choice),
@@ -97,8 +111,10 @@ async function show(run: Run, index: number, page: HTMLElement): Promise<void> {
   await new Promise((shown) => setTimeout(shown, 30));
   const choice = new Choice(await run.moment(index));
   const source = new SourcePanel(header, choice);
-  const panel = new TimelinePanel(header, choice, source.element);
-  panel.onPlace = (place) => source.showPlace(place);
+  const beside = index === 0 ? runs[1 - side] : undefined;
+  const other = beside?.drawn.includes(0) ? { name: nameOf(1 - side, beside), scene: new Choice(await beside.moment(0)).now } : null;
+  const panel = new TimelinePanel(header, choice, source.element, other);
+  panel.onPlace = (place) => source.show(place.file, place.line);
   put(choice, panel.element);
   window.keepbusy = { run, choice, panel, hatches: HATCHES, replayed: (fixes) => plainNumbers(choice.moment, fixes) };
   choice.fixes([]);
@@ -120,27 +136,32 @@ function plainNumbers(moment: Moment, fixes: number[]): object {
   };
 }
 
-/** Other loops of the run that were looked at. */
-function loops(run: Run, index: number, page: HTMLElement): HTMLElement | null {
-  if (run.header.told.length < 2) return null;
-  return element("div", { class: "loops", role: "group", "aria-label": "Which loop" }, ...run.header.told.map((told, number) =>
-    element("button", { type: "button", "aria-pressed": String(number === index), text: told.place ? `loop at ${told.place}` : "the steps", on: { click: () => void show(run, number, page) } }),
-  ));
+/** Which run, and which of its loops that were looked at. */
+function choices(shown: Shown, page: HTMLElement): HTMLElement | null {
+  const { runs, side, index } = shown;
+  const { told } = runs[side].header;
+  const button = (text: string, to: Partial<Shown>, pressed: boolean) =>
+    element("button", { type: "button", "aria-pressed": String(pressed), text, on: { click: () => void show({ ...shown, ...to }, page) } });
+  const sides = runs.length > 1 ? runs.map((run, at) => button(nameOf(at, run), { side: at, index: 0 }, at === side)) : [];
+  const loops = told.length > 1 ? told.map(({ place }, at) => button(place ? `loop at ${place}` : "the steps", { index: at }, at === index)) : [];
+  return sides.length + loops.length ? element("div", { class: "loops", role: "group", "aria-label": "Which turns" }, ...sides, ...loops) : null;
 }
 
 async function main(): Promise<void> {
   const page = document.getElementById("page")!;
-  const held = document.getElementById("run")!;
-  const run = await load(held.textContent ?? "");
-  held.remove();
-  document.title = `${run.header.source || "a run"} · keepbusy`;
+  const runs: Run[] = [];
+  for (const held of document.querySelectorAll('script[type="application/octet-stream"]')) {
+    runs.push(await load(held.textContent ?? ""));
+    held.remove();
+  }
+  document.title = `${runs.map(({ header }) => header.source || "a run").join(" → ")} · keepbusy`;
   const recolour = (): void => {
     window.keepbusy?.panel?.recolour();
     document.dispatchEvent(new Event("recolour"));
   };
   document.body.prepend(topBar(recolour));
   document.body.append(bubble());
-  await show(run, 0, page);
+  await show({ runs, side: 0, index: 0 }, page);
   page.removeAttribute("aria-busy");
 }
 

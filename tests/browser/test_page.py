@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from keepbusy.explain import explain
+from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import Diagnosis, LoopDiagnosis
-from keepbusy.report.page.page_file import render
+from keepbusy.report.page.page_file import render, render_both
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.run_tree import IMPORTS, LOOP, RUN, Part
 from keepbusy.timeline.steps import one_turn
@@ -306,3 +307,36 @@ def test_a_wait_that_is_known_by_its_function_alone_says_so(opened: Any) -> None
     page = opened(render(explain(read([TRACE]), plain_step=31_336_000, turns=True)))
     assert page.locator(".source .wait-time.vague").count() >= 1
     assert "this recording does not know which of its lines" in page.locator(".source").inner_text()
+
+
+HEALTHY = "live/healthy.busy"
+TURNS_STAND_AT = """() => [keepbusy.panel.above, keepbusy.panel.below, keepbusy.panel.beside].map(drawing => {
+  const seen = drawing.scene.turns.map(turn => drawing.x(turn.start)).filter(x => x > drawing.gutter);
+  return Math.round(seen[0]);
+})"""
+
+
+def test_two_runs_stand_beneath_each_other_turn_by_turn(opened: Any) -> None:
+    done = compare(told(ITEM), told(HEALTHY))
+    page = opened(render_both(done, "item.busy", "healthy.busy"))
+    assert page.title() == "item.busy → healthy.busy · keepbusy"
+    assert "A turn took 18.0 ms and takes 37.5 ms: 2.1× as long." in page.locator("#changed").inner_text()
+    assert "made readback at stallbench/cases/item_every_step.py:25" in page.locator("#changed").inner_text()
+    widths = page.locator("#changed .bar").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().width)")
+    assert widths[0] / widths[1] == pytest.approx(done.step.before / done.step.after, rel=0.01)
+    first_fix = page.locator("#plan .flip").first
+    first_fix.click()
+    one, fixed, other = page.evaluate(TURNS_STAND_AT)
+    assert one == fixed == other
+    drawing(page, 2).click(position={"x": 400, "y": 60})
+    assert page.evaluate("() => keepbusy.panel.beside.marked.spot.track.kind") == "host"
+    assert "healthy.busy: 37.5 ms a turn" in page.locator("#turn").inner_text()
+
+
+def test_the_run_after_can_be_looked_at_as_well(opened: Any) -> None:
+    page = opened(render_both(compare(told(ITEM), told(HEALTHY)), "item.busy", "healthy.busy"))
+    page.get_by_role("button", name="after, healthy.busy").click()
+    page.wait_for_function("() => keepbusy.choice && keepbusy.choice.moment.told.step > 30e6")
+    assert "A step takes 37.5 ms" in page.locator("#headline").inner_text()
+    assert "before, item.busy: 18.0 ms a turn" in page.locator("#turn").inner_text()
+    assert page.locator("#changed").count() == 1

@@ -116,6 +116,7 @@ FLAGS = {
         "before": ("A", None, None),
         "after": ("B", None, None),
         "--fail-on": ("WHAT", None, ()),
+        "--page": ("OUT.html", None, None),
         "--json": (None, 0, False),
         "--quiet": (None, 0, False),
     },
@@ -414,6 +415,9 @@ def test_compare_a_trace_with_itself(trace: str, capsys: pytest.CaptureFixture[s
     code, out, _ = ask(capsys, "compare", trace, "run.busy")
     assert code == 0
     assert "The step is the same within noise" in out
+    _, out, _ = ask(capsys, "compare", trace, "run.busy", "--page", "changed.html")
+    assert "same within noise" in out
+    assert Path("changed.html").read_text().count('<script type="application/octet-stream"') == 2
     _, out, _ = ask(capsys, "compare", trace, f"{trace},{trace}", "--json")
     assert {cause["verdict"] for cause in json.loads(out)["causes"]} <= {"unchanged"}
 

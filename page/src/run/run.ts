@@ -85,6 +85,18 @@ export interface PlainRun {
   course: { each: number; step: number[]; longest: number[]; lead: number[]; ended: number[] };
 }
 
+/** A time before and after, and whether it is more than noise. */
+export type Changed = [before: number, after: number, significant: boolean];
+
+export interface Compared {
+  step: Changed;
+  ledger: [place: string, before: number, after: number, significant: boolean][];
+  plan: { fix: string; where: string; made: boolean; gain: number }[];
+  foretold: Prediction | null;
+  run: [before: number, after: number, foretold: number] | null;
+  notes: string[];
+}
+
 interface Described {
   lanes: [number, number | null, number, string][];
   names: string[];
@@ -111,6 +123,8 @@ export interface Header {
   plain_runs: PlainRun[];
   asides: [string, string][];
   sources: Record<string, [number, string][]>;
+  /** On the page of two runs. */
+  compared?: Compared;
   causes: string[];
   moments: Record<string, Described>;
   tables: Record<string, { rows: number; columns: [string, string, number, number][] }>;

@@ -30,6 +30,12 @@ export function bar(parts: [place: string, time: number][], whole: number, names
   return made;
 }
 
+/** A bar with its name and its sum, as long as it is beside the longest. */
+export function barRow(name: string, drawn: HTMLElement, sum: number, longest: number): HTMLElement {
+  drawn.style.setProperty("width", `${(100 * sum) / longest}%`);
+  return element("div", { class: "bar-row" }, element("span", { class: "bar-name", text: name }), element("div", { class: "bar-room" }, drawn), element("span", { class: "figure", text: duration(sum, longest) }));
+}
+
 export function ledgerSection(header: Header, told: Told, choice: Choice | null): HTMLElement {
   const name = (place: string) => header.looks[place]?.name ?? place;
   const sentence = (place: string) => header.looks[place]?.sentence ?? "";
@@ -50,21 +56,15 @@ export function ledgerSection(header: Header, told: Told, choice: Choice | null)
     );
   }
   const bars = element("div", { class: "bars" });
-  const now = element("div", { class: "bar-row" }, element("span", { class: "bar-name", text: "now" }), bar(told.ledger, told.step, name), element("span", { class: "figure", text: duration(told.step) }));
-  const then = element("div", { class: "bar-row", hidden: true });
-  bars.append(now, then);
+  const then = element("div", { hidden: true });
+  bars.append(barRow("now", bar(told.ledger, told.step, name), told.step, told.step), then);
   choice?.onFixes((view) => {
     then.hidden = !view.fixed.length || !view.busy;
     if (then.hidden || !view.busy) return;
     const { computing, copying, wire, waiting } = view.busy;
     const parts = ([["computing", computing], ["copying", copying], ["collective", wire], ["waiting", waiting]] as [string, number][]).filter(([, time]) => time > 0);
     const drawn = bar(parts, view.step, (place) => (place === "waiting" ? "waiting" : name(place)));
-    drawn.style.setProperty("width", `${(100 * view.step) / told.step}%`);
-    then.replaceChildren(
-      element("span", { class: "bar-name", text: `with fix ${view.fixed.map((fix) => fix + 1).join(", ")}` }),
-      element("div", { class: "bar-room" }, drawn),
-      element("span", { class: "figure", text: duration(view.step, told.step) }),
-    );
+    then.replaceChildren(barRow(`with fix ${view.fixed.map((fix) => fix + 1).join(", ")}`, drawn, view.step, told.step));
   });
   const title = told.script ? "Where the script goes" : "Where a turn goes";
   const made = section("ledger", title, "", bars, table);

@@ -69,11 +69,6 @@ export class SourcePanel {
     return sum;
   }
 
-  showPlace(place: number): void {
-    const { file, line } = this.choice.moment.places[place];
-    if (file) this.show(file, line);
-  }
-
   show(file: string, line: number): void {
     if (!this.files.includes(file)) return;
     if (this.shown !== file) this.open(file);

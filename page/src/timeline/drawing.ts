@@ -49,6 +49,8 @@ export class Drawing {
   gutter = 116;
   marked: Marked = { spot: null, arrows: [], found: null, place: NONE };
   hover: Spot | null = null;
+  /** How much later than in the first drawing its turn begins that stands beneath the other's. */
+  shift = 0;
   private waiting = false;
 
   constructor(public scene: Scene, readonly viewport: Viewport, label: string) {
@@ -107,12 +109,16 @@ export class Drawing {
     });
   }
 
+  private get from(): number {
+    return this.viewport.from + this.shift;
+  }
+
   time(x: number): number {
-    return this.viewport.from + ((x - this.gutter) / (this.width - this.gutter)) * this.viewport.span;
+    return this.from + ((x - this.gutter) / (this.width - this.gutter)) * this.viewport.span;
   }
 
   x(time: number): number {
-    return this.gutter + ((time - this.viewport.from) / this.viewport.span) * (this.width - this.gutter);
+    return this.gutter + ((time - this.from) / this.viewport.span) * (this.width - this.gutter);
   }
 
   /** What stands there; a little beside it, if that is all there is. */
@@ -172,8 +178,8 @@ export class Drawing {
     context.fillStyle = paint.soft;
     context.strokeStyle = paint.line;
     context.lineWidth = 1;
-    const first = Math.ceil(viewport.from / step) * step;
-    for (let time = first; time <= viewport.to; time += step) {
+    const first = Math.ceil(this.from / step) * step;
+    for (let time = first; time <= this.from + viewport.span; time += step) {
       const x = Math.round(this.x(time)) + 0.5;
       if (x < this.gutter - 1) continue;
       context.beginPath();
@@ -206,8 +212,8 @@ export class Drawing {
     const { start, end, tone } = track.parts;
     const scale = (width - gutter) / viewport.span;
     const column = 1 / scale;
-    let part = track.at(viewport.from);
-    while (part < track.count && start[part] < viewport.to) {
+    let part = track.at(this.from);
+    while (part < track.count && start[part] < this.from + viewport.span) {
       const x = this.x(start[part]);
       const wide = (end[part] - start[part]) * scale;
       if (wide >= 1.5) {
@@ -217,7 +223,7 @@ export class Drawing {
       }
       // columns of pixels, up to the next part that is wide enough to be seen by itself
       const left = Math.max(Math.floor(x), gutter);
-      const until = viewport.from + (left + 1 - gutter) * column;
+      const until = this.from + (left + 1 - gutter) * column;
       const next = track.at(until, part);
       this.column(track, left, until - column, until, part, next);
       part = Math.max(next, part + 1);

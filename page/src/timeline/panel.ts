@@ -3,7 +3,7 @@
 import type { Choice } from "../choice";
 import { element, section } from "../element";
 import { term } from "../glossary";
-import type { Header } from "../run/run";
+import type { Header, Moment, Place } from "../run/run";
 import { NONE, isCommand } from "../run/timeline";
 import { AT_WORK, swatch } from "../sections/ledger";
 import { bytes, duration, exactDuration, plural } from "../words";
@@ -22,33 +22,40 @@ export class TimelinePanel {
   private readonly below: Drawing;
   private readonly belowBox: HTMLElement;
   private readonly belowName = element("p", { class: "view-name" });
+  /** The other run, where two are compared. */
+  private readonly beside: Drawing | null;
   private readonly told = element("div", { class: "told", role: "status", "aria-live": "polite" });
   private readonly overview = element("canvas", { class: "overview", "aria-hidden": "true" });
   private readonly counted = element("span", { class: "faint" });
   private asRecorded = false;
   private pointers = new Map<number, { x: number; y: number }>();
 
-  constructor(private readonly header: Header, readonly choice: Choice, beside: HTMLElement) {
+  constructor(private readonly header: Header, readonly choice: Choice, source: HTMLElement, other: { name: string; scene: Scene } | null) {
     const now = choice.now;
     this.viewport = new Viewport(now.length);
     const { script } = choice.moment.told;
     this.above = new Drawing(now, this.viewport, "The turns as they are: host threads above, the GPU below. The text under it tells what is selected.");
     this.below = new Drawing(now, this.viewport, "The same turns with the fixes that are switched on.");
-    for (const drawing of [this.above, this.below]) {
+    this.beside = other && new Drawing(other.scene, this.viewport, "The turns of the other run.");
+    for (const drawing of this.drawings) {
       drawing.causeName = (cause) => this.causeName(cause);
       this.listen(drawing);
     }
     const aboveBox = element("div", { class: "view" }, this.above.canvas);
     this.belowBox = element("div", { class: "view", hidden: true }, this.belowName, this.below.canvas);
-    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, this.told, this.legend());
-    this.element = section("turn", script ? "The script on a timeline" : "The turns on a timeline", "", this.toolbar(), element("div", { class: "split" }, drawings, beside));
+    const besideBox = this.beside && element("div", { class: "view" }, element("p", { class: "view-name", text: `${other!.name}: ${duration(other!.scene.step)} a turn` }), this.beside.canvas);
+    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, besideBox, this.told, this.legend());
+    this.element = section("turn", script ? "The script on a timeline" : "The turns on a timeline", "", this.toolbar(), element("div", { class: "split" }, drawings, source));
     this.element.querySelector("header")!.append(
       element("p", { class: "lead" }, "The host issues, the GPU executes. Each ", term("gap"), " of the GPU is hatched in the colour of its ", term("cause"), " and bears its line. Select anything to see what released it."),
     );
     choice.onFixes((view) => this.showFixed(view));
     choice.onLine((file, line) => this.showLine(file, line));
     choice.onCause((cause) => this.showCause(cause));
-    this.viewport.onChange(() => this.drawOverview());
+    this.viewport.onChange(() => {
+      this.align();
+      this.drawOverview();
+    });
     new ResizeObserver(() => this.resize()).observe(drawings);
     this.describe(null, this.above);
   }
@@ -65,15 +72,27 @@ export class TimelinePanel {
     this.viewport.show(turns[best].start - 0.04 * long, ends[best] + 0.06 * long);
   }
 
+  private get drawings(): Drawing[] {
+    return [this.above, this.below, this.beside].filter((one) => one !== null);
+  }
+
+  /** The turn at the left stands above the same turn of the other drawings, however long those before it were. */
+  private align(): void {
+    const { turns } = this.above.scene;
+    const at = Math.max(0, turns.findLastIndex((turn) => turn.start <= this.viewport.from + 0.1 * this.viewport.span));
+    for (const drawing of this.drawings) {
+      const its = drawing.scene.turns;
+      drawing.shift = its.length && turns.length ? its[Math.min(at, its.length - 1)].start - turns[at].start : 0;
+    }
+  }
+
   resize(): void {
-    this.above.resize();
-    if (!this.belowBox.hidden) this.below.resize();
+    for (const drawing of this.drawings) if (drawing !== this.below || !this.belowBox.hidden) drawing.resize();
     this.drawOverview();
   }
 
   recolour(): void {
-    this.above.recolour();
-    this.below.recolour();
+    for (const drawing of this.drawings) drawing.recolour();
     this.drawOverview();
   }
 
@@ -156,6 +175,7 @@ export class TimelinePanel {
     this.belowName.textContent = `With ${view.fixed.map((fix) => `${fix + 1} ${told.plan[fix].fix}`).join(", ")}: ${duration(view.step)} a turn instead of ${duration(told.step)}`;
     this.below.marked = { ...this.above.marked, spot: null, arrows: [] };
     this.below.change(view);
+    this.align();
   }
 
   private showRecorded(recorded: boolean): void {
@@ -169,12 +189,12 @@ export class TimelinePanel {
 
   /** The line's band stands out, and what is longest there comes into view. */
   private showLine(file: string, line: number): void {
-    const { moment } = this.choice;
-    const place = moment.places.findIndex((one) => one.file === file && one.line === line);
-    for (const drawing of [this.above, this.below]) {
+    for (const drawing of this.drawings) {
+      const place = drawing.scene.moment.places.findIndex((one) => one.file === file && one.line === line);
       drawing.marked = { ...drawing.marked, place, found: null };
       drawing.later();
     }
+    const { place } = this.above.marked;
     if (place === NONE) return;
     let best: { start: number; end: number } | null = null;
     for (const track of this.above.scene.tracks) {
@@ -221,13 +241,12 @@ export class TimelinePanel {
   private search(text: string): void {
     const { moment, now } = this.choice;
     const wanted = text.trim().toLowerCase();
-    const hit = moment.names.map((name) => Boolean(wanted) && name.toLowerCase().includes(wanted));
-    const there = moment.places.map((place) => Boolean(wanted) && place.text.toLowerCase().includes(wanted));
-    const rows = wanted ? Array.from(moment.name.keys()).filter((row) => hit[moment.name[row]] || hit[moment.call[row]] || there[moment.place[row]]) : [];
+    const rows = rowsNamed(moment, wanted);
     this.found = rows.filter((row) => now.here[row] !== NONE);
     this.counted.textContent = wanted ? plural(rows.length, "span") : "";
-    for (const drawing of [this.above, this.below]) {
-      drawing.marked = { ...drawing.marked, found: wanted ? new Set(rows) : null };
+    for (const drawing of this.drawings) {
+      const its = drawing === this.beside ? rowsNamed(drawing.scene.moment, wanted) : rows;
+      drawing.marked = { ...drawing.marked, found: wanted ? new Set(its) : null };
       drawing.later();
     }
   }
@@ -245,24 +264,27 @@ export class TimelinePanel {
     const spot = drawing.spotOf(row);
     if (!spot) return;
     const { start, end } = drawing.scene;
-    if (start[row] < this.viewport.from || end[row] > this.viewport.to) this.viewport.lookAt(start[row], end[row]);
+    this.bringIntoView(drawing, start[row], end[row]);
     this.select(spot, drawing);
   }
 
+  private bringIntoView({ shift }: Drawing, from: number, to: number): void {
+    if (from - shift < this.viewport.from || to - shift > this.viewport.to) this.viewport.lookAt(from - shift, to - shift);
+  }
+
   private select(spot: Spot | null, drawing: Drawing): void {
-    for (const other of [this.above, this.below]) other.marked = { ...other.marked, spot: null, arrows: [] };
+    for (const other of this.drawings) other.marked = { ...other.marked, spot: null, arrows: [] };
     const row = spot && spot.track.kind !== "lines" ? spot.track.parts.what[spot.part] : NONE;
     const isGap = spot?.track.kind === "gpu" && hasNothingToDo(spot.track.parts.tone[spot.part]);
     drawing.marked = { ...drawing.marked, spot, arrows: row === NONE || !spot ? [] : this.arrows(drawing.scene, row, Boolean(isGap), shiftOf(drawing.scene, spot)) };
-    this.above.later();
-    this.below.later();
+    for (const other of this.drawings) other.later();
     this.describe(spot, drawing);
     this.showPlaceOf(spot, drawing.scene);
   }
 
   private showPlaceOf(spot: Spot | null, scene: Scene): void {
     if (!spot) return;
-    const { moment } = this.choice;
+    const { moment } = scene;
     const what = spot.track.parts.what[spot.part];
     const base = scene.base[what];
     const isGap = spot.track.kind === "gpu" && hasNothingToDo(spot.track.parts.tone[spot.part]);
@@ -270,11 +292,11 @@ export class TimelinePanel {
     const culprit = isGap ? moment.culprit[base] : NONE;
     const row = culprit !== NONE ? culprit : launch !== NONE ? scene.base[launch] : base;
     const place = spot.track.kind === "lines" ? what : moment.place[row];
-    if (place !== NONE) this.onPlace(place);
+    if (place !== NONE) this.onPlace(moment.places[place]);
   }
 
   /** Set by the page: the source shows the place. */
-  onPlace: (place: number) => void = () => undefined;
+  onPlace: (place: Place) => void = () => undefined;
 
   private arrows(scene: Scene, row: number, isGap: boolean, shift: number): Arrow[] {
     const { start, end, timeline } = scene;
@@ -294,7 +316,7 @@ export class TimelinePanel {
       return;
     }
     const { scene } = drawing;
-    const { moment } = this.choice;
+    const { moment } = scene;
     const { start, end, tone, what } = spot.track.parts;
     const from = start[spot.part];
     const to = end[spot.part];
@@ -320,7 +342,7 @@ export class TimelinePanel {
   }
 
   private facts(scene: Scene, row: number, whole: number | null, from: number, to: number, drawing: Drawing): HTMLElement {
-    const { moment } = this.choice;
+    const { moment } = scene;
     const base = scene.base[row];
     const facts = element("dl", { class: "facts" });
     const fact = (name: string, value: string | HTMLElement) => facts.append(element("dt", { text: name }), element("dd", {}, value));
@@ -375,7 +397,7 @@ export class TimelinePanel {
       if (this.pointers.size === 2) {
         const [one, other] = [...this.pointers.values()];
         const apart = Math.hypot(one.x - other.x, one.y - other.y);
-        if (pinch) this.viewport.zoom(pinch / Math.max(apart, 1), drawing.time((one.x + other.x) / 2));
+        if (pinch) this.viewport.zoom(pinch / Math.max(apart, 1), drawing.time((one.x + other.x) / 2) - drawing.shift);
         pinch = apart;
         moved = 100;
         return;
@@ -403,13 +425,13 @@ export class TimelinePanel {
       if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
         this.viewport.pan(((event.deltaX || event.deltaY) / canvas.clientWidth) * 1.0);
       } else if (event.ctrlKey || event.metaKey || document.activeElement === canvas) {
-        this.viewport.zoom(Math.exp(event.deltaY * WHEEL), drawing.time(at(event).x));
+        this.viewport.zoom(Math.exp(event.deltaY * WHEEL), drawing.time(at(event).x) - drawing.shift);
       } else return;
       event.preventDefault();
     }, { passive: false });
     canvas.addEventListener("dblclick", (event) => {
       const spot = drawing.spot(at(event).x, at(event).y);
-      if (spot) this.viewport.lookAt(startOf(spot), startOf(spot) + lengthOf(spot));
+      if (spot) this.viewport.lookAt(startOf(spot) - drawing.shift, startOf(spot) - drawing.shift + lengthOf(spot));
     });
     canvas.addEventListener("keydown", (event) => this.key(event, drawing));
   }
@@ -447,7 +469,7 @@ export class TimelinePanel {
     const part = spot.part + direction;
     if (part < 0 || part >= spot.track.count) return;
     const { start, end } = spot.track.parts;
-    if (start[part] < this.viewport.from || end[part] > this.viewport.to) this.viewport.lookAt(start[part], end[part]);
+    this.bringIntoView(drawing, start[part], end[part]);
     this.select({ track: spot.track, part }, drawing);
   }
 
@@ -491,8 +513,15 @@ export class TimelinePanel {
   /** What is drawn, for the tests. */
   get state(): { from: number; to: number; spot: Spot | null; recorded: boolean; found: number; scene: Scene; fixed: Scene } {
     const { viewport, above, below } = this;
-    return { from: viewport.from, to: viewport.to, spot: above.marked.spot ?? below.marked.spot, recorded: this.asRecorded, found: this.found.length, scene: above.scene, fixed: below.scene };
+    return { from: viewport.from, to: viewport.to, spot: this.drawings.map((one) => one.marked.spot).find(Boolean) ?? null, recorded: this.asRecorded, found: this.found.length, scene: above.scene, fixed: below.scene };
   }
+}
+
+function rowsNamed(moment: Moment, wanted: string): number[] {
+  if (!wanted) return [];
+  const hit = moment.names.map((name) => name.toLowerCase().includes(wanted));
+  const there = moment.places.map((place) => place.text.toLowerCase().includes(wanted));
+  return Array.from(moment.name.keys()).filter((row) => hit[moment.name[row]] || hit[moment.call[row]] || there[moment.place[row]]);
 }
 
 /** How much earlier than its row a part is drawn: what runs over the end is drawn once more at the beginning. */

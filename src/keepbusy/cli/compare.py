@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.explanation import explained
-from keepbusy.cli.console.output import complain, screen, show
+from keepbusy.cli.console.explanation import explained, write_comparison
+from keepbusy.cli.console.output import check_place, complain, screen, show
 from keepbusy.cli.console.sources import open_timeline, progress
 from keepbusy.report.words import duration
 
@@ -25,6 +26,7 @@ EXAMPLES = """\
 examples:
   keepbusy compare before.busy after.busy
   keepbusy compare before/ after/ --json
+  keepbusy compare before.busy after.busy --page changed.html
   keepbusy compare before.busy after.busy --fail-on slower,new-sync
   keepbusy compare a0.trace.json.gz,a1.trace.json.gz 'b/rank*.trace.json.gz'
 """
@@ -40,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         default=(),
         help="end with exit code 1 if B is slower than noise, or waits in more places: slower,new-sync",
+    )
+    parser.add_argument(
+        "--page", metavar="OUT.html", type=Path, help="write a page with the turns of both runs as well"
     )
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
@@ -57,8 +62,12 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.explain.comparison import compare
     from keepbusy.report import compared
 
+    if options.page:
+        check_place(options.page)
     before, after = (_timeline(one, options.quiet) for one in (options.before, options.after))
-    done = compare(explained(before), explained(after))
+    done = compare(*(explained(one, turns=options.page is not None) for one in (before, after)))
+    if options.page:
+        write_comparison(done, options.page, options.before, options.after)
     if options.json:
         told = compared.render_json(done)
     else:

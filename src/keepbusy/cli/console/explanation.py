@@ -11,6 +11,7 @@ from keepbusy.cli.console.sources import SAVED, Progress
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
+    from keepbusy.explain.comparison import Comparison
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
 
@@ -58,6 +59,14 @@ def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
 
     with replacing(path) as part:
         part.write_text(page_file.render(diagnosis, source), encoding="utf-8")
+
+
+def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
+    """The same of two runs, as the user named them."""
+    from keepbusy.report.page import page_file
+
+    with replacing(path) as part:
+        part.write_text(page_file.render_both(done, Path(before).name, Path(after).name), encoding="utf-8")
 
 
 def check_name(path: Path) -> None:

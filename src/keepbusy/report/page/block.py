@@ -31,8 +31,8 @@ _LENGTH = struct.Struct("<Q")
 _SPANS = ("lane", "start", "end", "kind", "name", "work", "lag", "awaits", "meeting", "size", "direction", "pinned")
 
 
-def block_of(diagnosis: Diagnosis, source: str) -> bytes:
-    """The same bytes for the same diagnosis."""
+def block_of(diagnosis: Diagnosis, source: str, more: Mapping[str, Any] | None = None) -> bytes:
+    """The same bytes for the same diagnosis. `more` stands in the header as well."""
     tables: dict[str, Columns] = {}
     moments = {}
     for number, one in enumerate([diagnosis, *(loop.diagnosis for loop in diagnosis.loops)]):
@@ -44,7 +44,12 @@ def block_of(diagnosis: Diagnosis, source: str) -> bytes:
         columns = list(pack(dict(table)))
         described[name] = {"rows": len(next(iter(table.values()))), "columns": [column for column, _ in columns]}
         packed += [content for _, content in columns]
-    header = contents.of(diagnosis, source) | {"causes": CAUSES, "moments": moments, "tables": described}
+    header = contents.of(diagnosis, source) | {
+        "causes": CAUSES,
+        "moments": moments,
+        "tables": described,
+        **(more or {}),
+    }
     text = json.dumps(header, separators=(",", ":"), allow_nan=False, default=_plain)
     head = zlib.compress(text.encode("ascii"), 9)
     return b"".join([_LENGTH.pack(len(head)), head, *packed])

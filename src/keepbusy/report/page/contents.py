@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from keepbusy import __version__
+from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, PlannedFix, Rare, Where
 from keepbusy.explain.edit import Edit
 from keepbusy.report import run_report, whole_run, words
@@ -131,6 +132,31 @@ def edit_in(diagnosis: Diagnosis, fix: PlannedFix) -> Edit | None:
     if turns is None or edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
         return None
     return edit
+
+
+def compared(done: Comparison) -> dict[str, Any]:
+    """What changed from one run to the other; a change is the time before, the time after, and if it is no noise."""
+    run, foretold = done.run, done.foretold
+    return {
+        "step": _change(done.step),
+        "ledger": [[name, *_change(change)] for name, change in done.ledger.items()],
+        "plan": [
+            {
+                "fix": text(one.fix.fix),
+                "where": words.spot(one.fix.where[0], 80) if one.fix.where else "",
+                "made": one.made,
+                "gain": one.fix.gain,
+            }
+            for one in done.plan
+        ],
+        "foretold": None if foretold is None else [foretold.step, foretold.low, foretold.high],
+        "run": None if run is None else [run.before, run.after, done.run_foretold],
+        "notes": [text(note) for note in done.notes],
+    }
+
+
+def _change(change: Change) -> list[Any]:
+    return [change.before, change.after, change.significant]
 
 
 def _harmless(one: Harmless) -> dict[str, Any]:

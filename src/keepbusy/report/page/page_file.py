@@ -12,7 +12,9 @@ import hashlib
 import html
 from importlib.resources import files
 
+from keepbusy.explain.comparison import Comparison
 from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.report.page import contents
 from keepbusy.report.page.block import block_of
 
 _PAGE = """\
@@ -32,11 +34,12 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 <body>
 <noscript>This page draws a run with JavaScript, which is switched off. keepbusy explain shows it as text.</noscript>
 <main id="page" aria-busy="true"></main>
-<script type="application/octet-stream" id="run">{block}</script>
+{blocks}
 <script>{script}</script>
 </body>
 </html>
 """
+_BLOCK = '<script type="application/octet-stream">{}</script>'
 
 
 class Page(str):
@@ -51,6 +54,16 @@ class Page(str):
 
 def render(diagnosis: Diagnosis, source: str = "") -> Page:
     """The page of what was explained, with its turns where the diagnosis holds them. `source` names the run."""
+    return _page(block_of(diagnosis, source))
+
+
+def render_both(comparison: Comparison, before: str = "", after: str = "") -> Page:
+    """The page of two runs, the turns of one beneath those of the other. `before` and `after` name them."""
+    changed = {"compared": contents.compared(comparison)}
+    return _page(block_of(comparison.before, before, changed), block_of(comparison.after, after))
+
+
+def _page(*blocks: bytes) -> Page:
     script, style = bundled("page.js"), bundled("page.css")
     return Page(
         _PAGE.format(
@@ -58,7 +71,7 @@ def render(diagnosis: Diagnosis, source: str = "") -> Page:
             style_hash=_hash(style),
             style=style,
             script=script,
-            block=base64.b64encode(block_of(diagnosis, source)).decode("ascii"),
+            blocks="\n".join(_BLOCK.format(base64.b64encode(one).decode("ascii")) for one in blocks),
         )
     )
 
