@@ -121,12 +121,12 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2060,
+    "timeline": 2104,
     "traces": 2100,
-    "instrument": 995,
-    "recording": 3730,
+    "instrument": 992,
+    "recording": 3754,
     "virtual": 8810,
-    "explain": 3822,
+    "explain": 3824,
     "report": 2878,
     "runtime": 3560,
     "cli": 2415,

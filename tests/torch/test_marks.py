@@ -17,9 +17,10 @@ import pytest
 import torch
 from conftest import SOURCES
 from torch import nn
+from torch.utils.data import DataLoader
 
 import keepbusy
-from keepbusy.recording.interruptions import without_processor
+from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, without_processor
 from keepbusy.recording.marks import SETTLING_MARKS, Marks
 from keepbusy.recording.step_detector import SILENT_AFTER
 from keepbusy.timeline.plain_run import FiguresFile, PlainRun
@@ -400,6 +401,22 @@ def test_linux_counts_how_long_a_thread_had_no_processor() -> None:
         pytest.skip("nobody counts it here")
     assert 0 <= without_processor(threading.get_native_id()) <= without_processor(threading.get_native_id())
     assert without_processor(2**30) == -1
+
+
+def test_of_very_many_turns_a_loader_keeps_means_of_neighbours(machine: object) -> None:
+    """Every turn that waits for nothing takes 5 ms, but each 100th takes 2 s."""
+    now = [0]
+    loaders = Loaders(clock=lambda: now[0])
+    loaders.begin()
+    try:
+        for number, _ in enumerate(DataLoader(range(3 * KEPT_TURNS))):
+            now[0] += 2_000 * MS if number % 100 == 0 else 5 * MS
+    finally:
+        loaders.end()
+    [use] = loaders.used()
+    assert (use.batches, use.passes, use.each, len(use.turns)) == (3 * KEPT_TURNS, 1, 4, (3 * KEPT_TURNS - 1) // 4)
+    assert use.turn == 5 * MS
+    assert max(use.turns) == (2_000 + 3 * 5) * MS // 4
 
 
 def test_whoever_looks_on_finds_the_latest_figures(machine: object, tmp_path: Path) -> None:

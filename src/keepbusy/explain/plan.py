@@ -329,9 +329,11 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     feeds = 2 * use.batches >= steps > 0 and not told.loop_turns
     # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
     least = told.ledger.get(COMPUTING, 0) if feeds else 1
-    turn = max(least, use.turn - (sum(one.gain for one in rest) if feeds else 0))
-    enough = use.enough_for(turn)
-    saved = min(use.waited - use.began - use.waits_with(enough), use.looped - use.batches * least)
+    shorter = sum(one.gain for one in rest) if feeds else 0
+    turn = max(least, use.turn - shorter)
+    enough = use.enough_for(shorter, least)
+    saved = use.waited - use.began - use.waits_with(enough) - use.starting(enough - use.workers)
+    saved = min(saved, use.looped - use.batches * least)
     saved = min(saved, told.run.waits) if told.run.waits != NONE else saved
     held_up = turn + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
     if enough == use.workers or (saved < NOISE * told.run.time and not held_up):

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -151,6 +151,8 @@ def without_processor(thread: int) -> int:
 # What the program's loaders do: how long it waits for each batch, and how long a batch takes where it is prepared.
 
 _SLOTS, _SLOT = 4096, struct.Struct("<qqq")
+KEPT_TURNS = 512
+"""Turns that are remembered one by one; of more, the means of neighbours."""
 
 
 @dataclass
@@ -164,6 +166,26 @@ class _Loader:
     waited: int = 0
     began: int = 0
     looped: int = 0
+    passes: int = 0
+    each: int = 1
+    sums: list[int] = field(default_factory=list)  # of so many turns in a row, what they took besides waiting
+    turns: int = 0
+
+    def turned(self, took: int) -> None:
+        """Another turn; once there are many, two neighbours become one."""
+        if self.turns % self.each:
+            self.sums[-1] += took
+        else:
+            if len(self.sums) == KEPT_TURNS:
+                pairs = zip(self.sums[::2], self.sums[1::2], strict=True)
+                self.sums, self.each = [one + other for one, other in pairs], 2 * self.each
+            self.sums.append(took)
+        self.turns += 1
+
+    @property
+    def means(self) -> tuple[int, ...]:
+        whole = self.turns // self.each
+        return tuple(one // self.each for one in self.sums[:whole])
 
 
 class Loaders:
@@ -205,7 +227,7 @@ class Loaders:
             count, took = prepared.get(dataset, (0, 0))
             in_worker = took // count if count else NONE
             seen = (one.place, one.workers, one.prefetch, one.batches, one.waited, one.began, in_worker, one.looped)
-            found.append(LoaderUse(*seen, cores))
+            found.append(LoaderUse(*seen, cores, passes=one.passes, turns=one.means, each=one.each))
         return sorted(found, key=lambda one: -one.waited)
 
     def _prepared(self) -> dict[int, tuple[int, int]]:
@@ -249,8 +271,10 @@ class Loaders:
         first = self._passes.get(id(iterator))
         if first is None or iterator._num_yielded <= 1:  # an earlier pass's iterator may have lain there
             one.began += after - before
+            one.passes += 1
         else:
             one.looped += after - first
+            one.turned(before - first)
         self._passes[id(iterator)] = after
 
     def _fetching(self, original: Function) -> Function:

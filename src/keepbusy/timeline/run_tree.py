@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
+from statistics import median
 
 from keepbusy.timeline.table import NONE
 
 RUN, LOOP, LINE, IMPORTS, FIRST_USE = "run", "loop", "line", "imports", "first use of the GPU"
 SPARE = 1.15
 """Workers beyond what just keeps up: batches do not all take as long as each other."""
+BEARABLE = 0.01
+"""Of a loop's time, for its batches: for less nobody needs another worker."""
+SIMULATED_TURNS = 4096
+"""Turns that the queue of a loader is replayed for; of more, every so many are left out."""
+USUAL_PREFETCH = 2
+"""Batches that PyTorch lets each worker prepare ahead."""
 
 
 @dataclass(frozen=True)
@@ -88,30 +94,68 @@ class LoaderUse:
     looped: int = 0  # from the first batch of each pass to its last one
     cores: int = 0
     rank: int = 0
+    passes: int = 1
+    turns: tuple[int, ...] = ()  # what the program did besides waiting: the mean of every `each` turns of its loop
+    each: int = 1
 
     @property
     def turn(self) -> float:
-        """What a turn of its loop takes besides waiting for the batch."""
+        """What a turn of its loop typically takes besides waiting for the batch."""
+        return max(1.0, float(median(self.turns))) if self.turns else self._mean
+
+    @property
+    def _mean(self) -> float:
         return max(1.0, (self.looped - (self.waited - self.began)) / max(1, self.batches))
 
     @property
     def enough(self) -> int:
         """The smallest number of workers that keeps up, as far as there are cores; NONE where nobody knows."""
-        return self.enough_for(self.turn)
+        return self.enough_for(0.0)
 
-    def enough_for(self, turn: float) -> int:
-        """The same, were the rest of a turn that short."""
+    def enough_for(self, shorter: float, least: float = 1.0) -> int:
+        """The same, were each turn that much shorter, and none shorter than `least`."""
         if self.in_worker == NONE:
             return NONE
-        wanted = ceil(SPARE * self.in_worker / max(1.0, turn))
-        return max(self.workers, min(wanted, max(1, self.cores - 1)))
+        most = max(self.workers, self.cores - 1, 1)
+        bearable = self.waits_with(most, shorter, least, SPARE) + BEARABLE * self.batches * self._mean
+        numbers = range(max(1, self.workers), most)
+        return next((one for one in numbers if self.waits_with(one, shorter, least, SPARE) <= bearable), most)
 
     def pace(self, workers: int) -> float:
         """Nanoseconds from one batch to the next, however soon it is asked for."""
         return self.in_worker / workers if self.in_worker != NONE and workers else 0.0
 
-    def waits_with(self, workers: int) -> int:
-        """How long the program would wait for batches: a queue whose slowest part sets the pace."""
+    def starting(self, workers: int) -> int:
+        """What it takes to start so many workers once: the first batch of a pass waits for that, too."""
+        first = self.began / max(1, self.passes) - max(0, self.in_worker)
+        return round(max(0.0, first) / self.workers * workers) if self.workers else 0
+
+    def waits_with(self, workers: int, shorter: float = 0.0, least: float = 1.0, spare: float = 1.0) -> int:
+        """How long the program would wait for batches, but the first of each pass.
+
+        Each worker prepares its batches one after the other, and the next one is sent to it when the program takes
+        one. A turn that takes long fills the queue and no more, so the turns are gone through one by one.
+        """
         if self.in_worker == NONE or not workers:
             return self.waited - self.began
-        return round(max(0.0, self.pace(workers) - self.turn) * self.batches)
+        a_pass = -(-self.batches // max(1, self.passes))
+        several = min(self.each, max(1, SIMULATED_TURNS // max(1, len(self.turns))))
+        turns = [max(least, one - shorter) for one in self.turns or [self._mean] * min(self.batches, SIMULATED_TURNS)]
+        turns = [one for one in turns for _ in range(several)]
+        prepares, ahead, waited = spare * self.in_worker, workers * max(1, self.prefetch or USUAL_PREFETCH), 0.0
+        for first in range(0, len(turns), a_pass):
+            waited += _waited(turns[first : first + a_pass], prepares, workers, ahead)
+        return round(waited * self.batches / max(1, len(turns)))
+
+
+def _waited(turns: list[float], prepares: float, workers: int, ahead: int) -> float:
+    """Of one pass, from its second batch on."""
+    free, took, now, waited = [0.0] * workers, list[float](), 0.0, 0.0
+    for number, turn in enumerate(turns):
+        sent = took[number - ahead] if number >= ahead else 0.0
+        ready = free[number % workers] = max(sent, free[number % workers]) + prepares
+        waited += max(0.0, ready - now) if number else 0.0
+        now = max(now, ready)
+        took.append(now)
+        now += turn
+    return waited
