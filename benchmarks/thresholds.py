@@ -1,0 +1,164 @@
+"""Every threshold of loops, windows, turns and the plan: what it says, and the value that switches it off.
+
+`ablation.py` switches them off one at a time. A test holds this table against the sources: a constant that is new there
+has to be put here, among the thresholds or among the bounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+INFINITE = 1 << 60
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A constant of a module, what the rule says, and with which value it says nothing."""
+
+    constant: str
+    off: Any
+    says: str
+
+    @property
+    def name(self) -> str:
+        return self.constant.lower()
+
+
+EXPLAINED = {
+    "keepbusy.explain.plan": (
+        Threshold("LARGEST_SET", 1, "Sets of up to three fixes are tried together, not only single ones."),
+        Threshold("CANDIDATES", 64, "The nine fixes that gain most alone are looked at."),
+        Threshold("PLACES_APART", 64, "Of one remedy three places are fixes of their own, the rest is one more."),
+        Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
+        Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
+        Threshold("MIDDLE", 0.5, "A read with launches of its step before and after it keeps it from being captured."),
+        Threshold("COMPILED_AWAY", 1.0, "`torch.compile` takes away a fifth of what launches hold up."),
+        Threshold("COMPILING", 0, "Compiling takes twenty seconds, once."),
+        Threshold("ONE_FIX", (), "Some remedies are one change however many lines they concern."),
+        Threshold("WHOLE_LOOP", (), "A cause that has no place of its own is one change wherever it waits."),
+    ),
+    "keepbusy.explain.ledger": (Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),),
+    "keepbusy.explain.plain": (
+        Threshold("BLIND", 0.0, "A step that all of recording changes by less than 3% tells nothing of its cost."),
+        Threshold("LUCK", INFINITE, "A plain step twice as long as the recorded ones is another run's."),
+        Threshold("UNREACHABLE", 0.0, "So is one below three quarters of what the device alone needs."),
+    ),
+    "keepbusy.explain.places": (Threshold("WORTH_NAMING", 0.0, "A rank late by a fifth of the latest is named."),),
+    "keepbusy.explain.story": (
+        Threshold(
+            "SAME_WAIT_SHARE",
+            0.0,
+            "A cause that keeps a fifth of its gain beside another is the same wait.",
+        ),
+        Threshold("MATTERS", 0.0, "Of a rare stall a cause is told that takes a twentieth of it."),
+    ),
+    "keepbusy.timeline.run_tree": (Threshold("SPARE", 1.0, "Workers are 15% more than what just keeps up."),),
+}
+"""Of what is made of a recording: measured on the kept recordings whose fixed programs were timed."""
+
+RECORDED = {
+    "keepbusy.instrument.loops": (
+        Threshold("STAYED", 1, "A frame that three looks in a row find may hold a loop, and is counted from then on."),
+        Threshold("SURELY_STAYED", 1, "Where entries are not counted, it takes twenty-five looks."),
+        Threshold("ENTRIES_A_SECOND", INFINITE, "What is entered a hundred times a second holds no loop of the run."),
+        Threshold("TURNS_A_SECOND", INFINITE, "A loop that turns ten thousand times a second is counted no further."),
+    ),
+    "keepbusy.recording.loop_tree": (
+        Threshold("SHORTEST_PART", 0.0, "A loop of a two-hundredth of the run stands among the lines around it."),
+        Threshold("SLOW_TURNS_MATTER", 0.0, "Slow turns that take a fiftieth of their loop are told."),
+    ),
+    "keepbusy.recording.turn_times": (
+        Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
+        Threshold("SLOW_SHARE", 0.0, "A slow turn is longer than the median by half of it."),
+        Threshold("COMPARED_TURNS", INFINITE, "What is usual is asked of 256 turns at a time."),
+        Threshold("STEADY_DRIFT", INFINITE, "Steady turns differ by no more than 15% between their halves."),
+        Threshold("CHANGE", 0.0, "Turns have changed where they take a tenth more or less."),
+        Threshold("LASTING_TURNS", 8, "A change that lasts holds for 128 turns."),
+        Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
+        Threshold("BEAT_TOLERANCE", INFINITE, "The distances of a beat differ by no more than a tenth."),
+        Threshold("BEAT_SHARE", 0.0, "Three in four of its distances are alike."),
+        Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the turns: else it was a burst."),
+        Threshold("FORESEEN_FROM", 0, "What is foreseen comes every fourth turn or less often."),
+        Threshold("SKIPPED_BEATS", INFINITE, "What is foreseen stays away no more than twice in a row."),
+        Threshold("REASON_SHARE", 0.0, "A pause is a turn's reason if it makes up half of what that is longer."),
+        Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
+        Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
+        Threshold("STALL_MATTERS", 0.0, "A stall with a beat or reason is told from a two-hundredth of the run on."),
+        Threshold("WHIM_MATTERS", 0.0, "One without is told if it takes three hundredths."),
+        Threshold("NO_LEAD", 0, "A host that is less than 0.1 ms ahead has no lead."),
+        Threshold("LEAD_FROM", -INFINITE, "A host that is half a step ahead does not set the pace."),
+        Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),
+    ),
+    "keepbusy.recording.window": (
+        Threshold("SETTLING_TURNS", 0, "The first turn of a window shows the recorder settling in."),
+        Threshold("SETTLES_WITHIN", INFINITE, "In turns of 30 ms it settles within the first of them."),
+        Threshold("FAR_LONGER", INFINITE, "Two turns four times as long as usual are not all that is wanted."),
+        Threshold("WHOLE_TURNS_AFTER", INFINITE, "A window that was open for 0.1 s closes with its second turn."),
+    ),
+    "keepbusy.recording.window_plan": (
+        Threshold("WINDOWS_SHARE", INFINITE, "Windows hold a run up for a hundredth of it."),
+        Threshold("STALL_IS_WORTH", 0.0, "A stall is looked at if it takes a hundredth of the run."),
+        Threshold("LOOP_IS_WORTH", 0.0, "A loop is looked at if the GPU waits in it for a tenth of the run."),
+        Threshold("SEEN_ANYWAY_BELOW", 0, "What comes more often than every eighth step the first window sees."),
+        Threshold("TURNS_BEFORE", 0, "A stall may come a step early."),
+        Threshold("TURNS_AFTER", 0, "A stall may come a step late."),
+        Threshold("BEATS_AHEAD", 1, "Of eight occurrences ahead one is chosen at which nothing else happens."),
+        Threshold("DELAYED_SHARE", INFINITE, "Where others had the processors for 5% of the run no change counts."),
+        Threshold("TURNS_KNOWN", 2, "A loop is looked at once sixteen of its turns are known."),
+        Threshold("LONGEST_TURN", INFINITE, "Nobody waits for a turn of ten seconds."),
+    ),
+    "keepbusy.recording.recorder": (
+        Threshold("STEPS_BEFORE_WINDOW", 0, "The window opens after eight steps."),
+        Threshold("LATEST_BEGIN", 8, "Steps that are not alike by the sixteenth are looked at as they are."),
+        Threshold("ALIKE_STEPS", 3, "Five steps in a row must be alike."),
+    ),
+}
+"""Of what a run is recorded by: measured on programs that the ablation runs (`ablation_programs.py`)."""
+
+BOUNDS = {
+    "keepbusy.instrument.loops": (
+        *("EVERY", "TIMES_ITS_COST", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
+        *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
+    ),
+    "keepbusy.recording.loop_tree": ("KEPT_LINES", "KEPT_KINDS"),
+    "keepbusy.recording.turn_times": ("COURSE_ROWS",),
+    "keepbusy.recording.window": (
+        *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "MANY_ALLOCATIONS", "NEXT_ASK"),
+    ),
+    "keepbusy.recording.window_plan": (
+        *("WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "MARKS_CONSIDERED", "THINKING_SHARE", "AT_ONCE"),
+        "RECORDED_AT_MOST",
+    ),
+    "keepbusy.recording.recorder": (),
+    "keepbusy.explain.plan": ("REPLAYED_ROWS",),
+}
+"""What only bounds the cost of looking, or how much is kept and told: no rule that could be right or wrong."""
+
+
+def all_of(table: dict[str, tuple[Threshold, ...]]) -> dict[str, tuple[str, Threshold]]:
+    """By name, with the module."""
+    return {one.name: (module, one) for module, thresholds in table.items() for one in thresholds}
+
+
+@contextmanager
+def switched_off(name: str) -> Iterator[None]:
+    """In its own module, and wherever that one's constant was imported by name."""
+    module, threshold = all_of(EXPLAINED | RECORDED)[name]
+    held = getattr(import_module(module), threshold.constant)
+    owners = [
+        one
+        for path, one in list(sys.modules.items())
+        if path.startswith("keepbusy.") and getattr(one, threshold.constant, None) is held and one is not None
+    ]
+    for one in owners:
+        setattr(one, threshold.constant, threshold.off)
+    try:
+        yield
+    finally:
+        for one in owners:
+            setattr(one, threshold.constant, held)
