@@ -125,7 +125,7 @@ BOUNDS = {
         *("EVERY", "TIMES_ITS_COST", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
         *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
     ),
-    "keepbusy.recording.loop_tree": ("KEPT_LINES", "KEPT_KINDS"),
+    "keepbusy.recording.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),
     "keepbusy.recording.turn_times": ("COURSE_ROWS",),
     "keepbusy.recording.window": (
         *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "MANY_ALLOCATIONS", "NEXT_ASK"),
