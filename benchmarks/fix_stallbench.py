@@ -1,19 +1,22 @@
 """How much of a good engineer's gain `keepbusy run --fix` reaches without touching the program.
 
-    PYTHONPATH=src python benchmarks/fix_stallbench.py [--cases STALLBENCH/cases] [--only NAME ...] [--part 1/2]
-        [--out FILE.json]
+    PYTHONPATH=src python benchmarks/fix_stallbench.py [--stallbench FOLDER] [--gpus 4] [--only NAME ...] [--out FILE.json]
 
-Each case runs in a process of its own: plain, with the fixes, as its author would have fixed it; then once more with
-the trial that a user's run makes. Weights after the last step are compared bit for bit. Cases of several ranks are left
-out. Needs a GPU; without one the cases shrink and run on a virtual GPU, which shows that they run, and no more.
+Each case runs in a process of its own, on a GPU and cores of its own: a short run of each kind first, which pays for
+what comes only once; then as it is written, with the fixes, and as its author would have fixed it, in turns; and at
+last with the trial that a user's run makes. Weights after the last step are compared bit for bit, and two plain runs
+say whether a case agrees with itself at all. Cases of several ranks are left out. Needs a GPU; without one the cases
+shrink and run on a virtual GPU, which shows that they run and compute the same, and no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,20 +28,25 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = (HERE / "stalls" / "cases", HERE / "stalls" / "second")
-STEPS, WARM = 50, 12
+STEPS, WARM, FIRST = 50, 12, 6
+"""Of a run, of these not counted, and of the short run before."""
 NULL = 0.03
 """Cases whose author gains less are to be left alone."""
+LONG = 8
+"""Seconds: a program that takes longer runs once of each kind."""
+RECORD = 256
+"""Bytes of a case's name on its way to the process that takes it next."""
 
 
-def cases(folders: list[Path], only: list[str], part: str) -> list[Path]:
+def cases(folders: list[Path], only: list[str]) -> list[Path]:
+    """Those that seldom end soon come first."""
     found = [one for folder in folders for one in sorted(folder.glob("*.py"))]
     found = [one for one in found if "distributed" not in one.read_text() and (not only or one.stem in only)]
-    number, count = (int(one) for one in part.split("/"))
-    return found[number - 1 :: count]
+    return sorted(found, key=lambda one: "DataLoader(" not in one.read_text())
 
 
 class Case:
-    """A case loaded twice: as it is written, and with its fixes."""
+    """A case loaded anew for each run: as it is written, with fixes, or as its author fixed it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,14 +60,14 @@ class Case:
         if not any(one is optimizer for one in self.optimizers):
             self.optimizers.append(optimizer)
 
-    def run(self, fixed: bool, live: Any = None) -> dict[str, Any]:
+    def run(self, fixed: bool, live: Any = None, steps: int = STEPS) -> dict[str, Any]:
         """Milliseconds a step once warm, and what became of the weights."""
-        import random
-
-        import numpy as np
         import torch
 
         source, path = self.path.read_bytes(), str(self.path)
+        os.environ["STALLBENCH_STEPS"] = str(steps)
+        for shared in ("models", "common"):
+            sys.modules.pop(shared, None)
         if live is not None:
             live.begin()
         names: dict[str, Any] = {"__name__": "case", "__file__": path}
@@ -70,23 +78,35 @@ class Case:
             mark.record()
             marks.append(mark)
 
-        self.optimizers.clear()
+        threads = torch.get_num_threads()
         try:
             exec(live.compile(source, path) if live is not None else compile(source, path, "exec"), names)
-            torch.manual_seed(0)
-            random.seed(0)
-            np.random.seed(0)
+            seed()
             with contextlib.redirect_stdout(io.StringIO()):
                 names["main"](tick, fixed=fixed)
             torch.cuda.synchronize()
         finally:
             if live is not None:
                 live.end()
+            torch.set_num_threads(threads)
         warm = min(WARM, len(marks) // 3)
         each = marks[warm].elapsed_time(marks[-1]) / max(1, len(marks) - 1 - warm)
         weights = [digest(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
         self.optimizers.clear()
+        gc.unfreeze()
+        gc.collect()
         return {"ms": each, "weights": hash(tuple(weights))}
+
+
+def seed() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 def digest(tensor: Any) -> int:
@@ -106,32 +126,42 @@ def measure(path: Path, rounds: int, also: list[str]) -> dict[str, Any]:
         start(Options(measured=False, script_clocks=False))
     from keepbusy.fix.live.live_fixes import LiveFixes, chosen
 
-    case = Case(path)
-    found: dict[str, Any] = {"case": path.stem, "folder": path.parent.name}
+    case, began = Case(path), time.monotonic()
     times: dict[str, list[float]] = {"plain": [], "live": [], "author": []}
-    weights: dict[str, set[int]] = {"plain": set(), "live": set()}
-    done: dict[str, int] = {}
+    weights: dict[str, list[int]] = {"plain": [], "live": []}
+    for kind in times:
+        case.run(kind == "author", LiveFixes(chosen(also=also), tried=False) if kind == "live" else None, FIRST)
+    found: dict[str, Any] = {"case": path.stem, "folder": path.parent.name, "done": {}}
     for _ in range(rounds):
-        for kind, taken in times.items():
+        for kind in ("plain", "live", "author", "plain"):
             live = LiveFixes(chosen(also=also), tried=False) if kind == "live" else None
             one = case.run(kind == "author", live)
-            taken.append(one["ms"])
+            times[kind].append(one["ms"])
             if kind in weights:
-                weights[kind].add(one["weights"])
+                weights[kind].append(one["weights"])
             if live is not None:
-                done = {switch.name: switch.done.total() for switch in live.switches if switch.done}
+                found["done"] = {switch.name: switch.done.total() for switch in live.switches if switch.done}
                 found["off"] = {switch.name: switch.off_because for switch in live.switches if switch.off_because}
+        if time.monotonic() - began > LONG:
+            break
     plain, live_time, author = (median(times[kind]) for kind in times)
-    same = weights["live"] == weights["plain"] if len(weights["plain"]) == 1 else "varies by itself"
-    found.update(times=times, done=done, same=same, plain=plain, live=live_time, author=author)
+    found.update(times=times, plain=plain, live=live_time, author=author)
+    found["noise"] = (max(times["plain"]) - min(times["plain"])) / plain
+    found["same"] = same(weights)
     found["gain"] = 1 - author / plain
     found["share"] = (plain - live_time) / (plain - author) if found["gain"] > NULL else None
     tried = LiveFixes(chosen(also=also))
     found["tried"] = case.run(False, tried)["ms"]
+    found["told"] = tried.told()
     result = tried.trial.result if tried.trial else None
     found["trial_gain"] = result.gain if result else None
-    found["left_alone"] = bool(result) and all(one.off_because for one in tried.switches)
+    found["left_alone"] = bool(result) and all(one.off_because or not one.done for one in tried.switches)
     return found
+
+
+def same(weights: dict[str, list[int]]) -> bool | str:
+    """Of a program whose plain runs differ nothing can be said."""
+    return "varies by itself" if len(set(weights["plain"])) > 1 else set(weights["live"]) == set(weights["plain"])
 
 
 def in_child(path: Path, rounds: int, also: list[str], seconds: int) -> dict[str, Any]:
@@ -157,6 +187,50 @@ def in_child(path: Path, rounds: int, also: list[str], seconds: int) -> dict[str
     return json.loads(text) if text else {"case": path.stem, "error": f"took more than {seconds} s, or died"}
 
 
+def on_gpus(paths: list[Path], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A process for each GPU, with cores of its own, takes case after case until none is left."""
+    asking, giving = os.pipe()
+    os.write(giving, b"".join(str(path).encode().ljust(RECORD) for path in paths))
+    os.close(giving)
+    reading, writing = os.pipe()
+    cores, children, turn = sorted(os.sched_getaffinity(0)), [], multiprocessing.Lock()
+    for gpu in range(options.gpus):
+        children.append(os.fork())
+        if not children[-1]:
+            os.close(reading)
+            share = max(1, len(cores) // options.gpus)
+            os.sched_setaffinity(0, cores[gpu * share : (gpu + 1) * share])
+            if options.gpus > 1:
+                os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            take_cases(asking, writing, turn, share, options)
+            os._exit(0)
+    os.close(writing)
+    results = []
+    with os.fdopen(reading) as pipe:
+        for text in pipe:
+            results.append(json.loads(text))
+            print(line(results[-1]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1))
+    for child in children:
+        os.waitpid(child, 0)
+    return results
+
+
+def take_cases(asking: int, writing: int, turn: Any, cores: int, options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(cores)
+    while (record := os.read(asking, RECORD)).strip():
+        path = Path(record.decode().strip())
+        if time.monotonic() - options.began > options.deadline:
+            told: dict[str, Any] = {"case": path.stem, "error": "no time left"}
+        else:
+            told = in_child(path, options.rounds, options.also, options.seconds)
+        with turn, os.fdopen(os.dup(writing), "w") as pipe:
+            pipe.write(json.dumps(told) + "\n")
+
+
 def line(one: dict[str, Any]) -> str:
     if "error" in one:
         return f"{one['case']:<26} {one['error']}"
@@ -164,40 +238,40 @@ def line(one: dict[str, Any]) -> str:
     done = " ".join(f"{name}:{count}" for name, count in one["done"].items())
     trial = "-" if one["trial_gain"] is None else f"{one['trial_gain']:.0%}{' off' if one['left_alone'] else ''}"
     return (
-        f"{one['case']:<26} {one['plain']:8.2f} {one['live']:8.2f} {one['author']:8.2f}  {one['gain']:6.0%} {share:>10}"
-        f"  {one['same']!s:<16}  {trial:<8} {done}"
+        f"{one['case']:<26} {one['plain']:8.2f} {one['live']:8.2f} {one['author']:8.2f} {one['noise']:6.0%} "
+        f"{one['gain']:6.0%} {share:>10}  {one['same']!s:<16}  {trial:<8} {done}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", type=Path, default=[], help="further folders, such as stallbench/cases")
+    parser.add_argument("--stallbench", type=Path, help="the folder of further cases: FOLDER/cases")
+    parser.add_argument("--gpus", type=int, default=1, help="so many cases at once, each with a GPU and cores")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--also", nargs="*", default=[], help="fixes that are asked for by name: fused")
-    parser.add_argument("--part", default="1/1", help="which part of how many")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--seconds", type=int, default=60, help="for one case")
-    parser.add_argument("--deadline", type=int, default=450, help="seconds, after which no case begins")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=int, default=75, help="for one case")
+    parser.add_argument("--deadline", type=int, default=300, help="seconds, after which no case begins")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("STALLBENCH_STEPS", str(STEPS))
+    options.began = time.monotonic()
     import torch  # noqa: F401 -- before the children are forked
 
-    began, results = time.monotonic(), []
-    print(f"{'case':<26} {'plain ms':>8} {'live':>8} {'author':>8}  {'gain':>6} {'share':>10}  same weights      trial")
-    for path in cases([*FOLDERS, *options.cases], options.only, options.part):
-        if time.monotonic() - began > options.deadline:
-            print(f"{path.stem:<26} no time left")
-            continue
-        results.append(in_child(path, options.rounds, options.also, options.seconds))
-        print(line(results[-1]), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1))
+    folders = [*FOLDERS, *([options.stallbench / "cases"] if options.stallbench else [])]
+    print(
+        f"{'case':<26} {'plain ms':>8} {'live':>8} {'author':>8} {'noise':>6} {'gain':>6} {'share':>10}"
+        "  same weights      trial    done"
+    )
+    results = on_gpus(cases(folders, options.only), options)
     measured = [one for one in results if one.get("share") is not None]
     reached = sum(one["share"] >= 0.8 for one in measured)
     nulls = [one for one in results if "share" in one and one["share"] is None]
-    slower = [one["case"] for one in results if "plain" in one and one["live"] > (1 + NULL) * one["plain"]]
-    print(f"\n{reached} of {len(measured)} reach 80% of the author's gain; {len(nulls)} null cases; slower: {slower}")
+    slower = [one["case"] for one in results if "plain" in one and one["live"] > (1 + NULL + one["noise"]) * one["plain"]]
+    differing = [one["case"] for one in results if one.get("same") is False]
+    print(
+        f"\n{reached} of {len(measured)} reach 80% of the author's gain; {len(nulls)} null cases; "
+        f"slower beyond noise: {slower}; other weights: {differing}"
+    )
 
 
 if __name__ == "__main__":
