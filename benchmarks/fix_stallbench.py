@@ -1,6 +1,6 @@
 """How much of a good engineer's gain `keepbusy run --fix` reaches without touching the program.
 
-    PYTHONPATH=src python benchmarks/fix_stallbench.py [--stallbench FOLDER] [--gpus 4] [--only NAME ...] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/fix_stallbench.py [--stallbench FOLDER] [--gpus 4] [--only NAME ...] [--out F.json]
 
 Each case runs in a process of its own, on a GPU and cores of its own: a short run of each kind first, which pays for
 what comes only once; then as it is written, with the fixes, and as its author would have fixed it, in turns; and at
@@ -266,7 +266,9 @@ def main() -> None:
     measured = [one for one in results if one.get("share") is not None]
     reached = sum(one["share"] >= 0.8 for one in measured)
     nulls = [one for one in results if "share" in one and one["share"] is None]
-    slower = [one["case"] for one in results if "plain" in one and one["live"] > (1 + NULL + one["noise"]) * one["plain"]]
+    slower = [
+        one["case"] for one in results if "plain" in one and one["live"] > (1 + NULL + one["noise"]) * one["plain"]
+    ]
     differing = [one["case"] for one in results if one.get("same") is False]
     print(
         f"\n{reached} of {len(measured)} reach 80% of the author's gain; {len(nulls)} null cases; "

@@ -447,6 +447,178 @@ found.append(run())
 """,
 }
 
+HOMES = {
+    "weights taken home, and changed by the next step": """
+def run():
+    net = model(); optimizer = sgd(net); kept = None
+    for turn, (x, y) in enumerate(DataLoader(Rows(), batch_size=1)):
+        train(net, x.cuda(), y.cuda(), optimizer)
+        if turn % 2 == 0: kept = {name: one.cpu() for name, one in net.state_dict().items()}
+    return {name: (one.device.type, one.sum().item(), one.is_pinned(), one.stride()) for name, one in kept.items()}
+found.append(run())
+""",
+    "outputs kept in a list, and their tensor changed in place": """
+def run():
+    x, kept = torch.zeros(LARGE, device="cuda"), []
+    for step in range(6):
+        x += 1; kept.append(x.cpu()); x *= 2
+        if step == 3: kept[0][0, 0] = 99.0
+    kept[1].zero_()
+    return [(one.sum().item(), one.is_pinned(), one.requires_grad) for one in kept]
+found.append(run())
+""",
+    "masks made small at home": """
+@torch.inference_mode()
+def run():
+    x, kept = torch.arange(64 * 513, device="cuda").reshape(LARGE), []
+    for step in range(5): x += 1; kept.append(x.cpu().numpy().astype("uint8"))
+    return [(one.dtype, int(one.sum()), one.shape, one.flags.writeable) for one in kept]
+found.append(run())
+""",
+    "inference tensors stay what they are": """
+def run():
+    kept = []
+    with torch.inference_mode():
+        for step in range(4): kept.append(torch.full(LARGE, float(step), device="cuda").cpu())
+    return [(one.is_inference(), one.sum().item()) for one in kept]
+found.append(run())
+""",
+    "a gradient that would flow home": """
+def run():
+    w, kept = torch.ones(LARGE, device="cuda", requires_grad=True), []
+    for step in range(3): kept.append((w * step).cpu())
+    sum(one.sum() for one in kept).backward()
+    return w.grad.sum().item(), kept[1].requires_grad
+found.append(run())
+""",
+    "what cannot become an array": """
+def run():
+    kept = []
+    for step in range(3): kept.append(torch.ones(LARGE, device="cuda", dtype=torch.bfloat16).cpu().numpy())
+    return kept
+try: run()
+except TypeError as error: found.append("TypeError")
+""",
+    "strides and views": """
+def run():
+    x, kept = torch.arange(64 * 513.0, device="cuda").reshape(LARGE), []
+    for step in range(4):
+        x += 1
+        for one in (x.T, x[:, ::2], x[0], x.expand(2, *LARGE), x.to_sparse()): kept.append(one.cpu())
+    return [(one.stride() if one.layout is torch.strided else None, one.sum().item()) for one in kept]
+found.append(run())
+""",
+    "lists of numbers": """
+def run():
+    kept, last = [], None
+    for step in range(5):
+        x = torch.arange(3, device="cuda") * step; kept.append(x.tolist()); last = x.float().cpu().mean().item()
+    return kept, last
+found.append(run())
+""",
+    "numbers in places of a list": """
+def run():
+    sums, counts, names = [0.0] * 3, [0, 0, 0], ["a"] * 3
+    for step in range(9):
+        sums[step % 3] += torch.full((), 0.1 * step, device="cuda").item()
+        counts[step % 3] += (torch.arange(4, device="cuda") > step % 4).sum().item()
+        if step == 5: found.append((list(sums), counts[1], f"{sums[2]:.2f}"))
+    return sums, counts, names, max(sums)
+found.append(run())
+""",
+    "a place beyond the list": """
+def run():
+    sums = [0.0] * 2
+    for step in range(3): sums[step] += torch.full((), 1.0, device="cuda").item()
+try: run()
+except IndexError: found.append("IndexError")
+""",
+    "a list that is a row of another": """
+def run():
+    row = [0.0] * 2; table = [row, row]
+    for step in range(4):
+        row[step % 2] += torch.full((), 1.0, device="cuda").item(); found.append(str(table))
+    return table
+found.append(run())
+""",
+    "an error while values are on their way": """
+def run():
+    kept = []
+    try:
+        for step in range(5):
+            kept.append((torch.ones(LARGE, device="cuda") * step).cpu())
+            if step == 3: raise KeyError
+    except KeyError: return [one.sum().item() for one in kept]
+found.append(run())
+""",
+    "more than a page of numbers": """
+def run():
+    x, kept, total = torch.zeros((), device="cuda"), [], 0.0
+    for step in range(1500):
+        x += 0.1; kept.append((x * 1).item()); total += x.item()
+    return kept, total
+found.append(run())
+""",
+    "one value under two names, changed through the other": """
+def run():
+    kept = []
+    for step in range(6):
+        x = torch.full((), float(step), device="cuda"); y = x.view(1); kept.append(x.item()); y += 1
+        kept.append(y.item()); kept.append((x + 0).item())
+    return kept
+found.append(run())
+""",
+}
+
+WAITS = {
+    "times of the device": """
+def run():
+    net = model(); optimizer = sgd(net); times = []
+    for x, y in DataLoader(Rows(), batch_size=1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(); found.append(train(net, x.cuda(), y.cuda(), optimizer).item()); end.record()
+        end.synchronize(); times.append(start.elapsed_time(end))
+    return [type(one).__name__ for one in times], all(0 < one < 1e4 for one in times)
+found.append(run())
+""",
+    "events that are used again": """
+def run():
+    x, times = torch.randn(256, 256, device="cuda"), []
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for step in range(6):
+        start.record()
+        for _ in range(1 + 8 * (step % 2)): x = (x @ x).clamp(-1, 1)
+        end.record(); torch.cuda.synchronize(); times.append(start.elapsed_time(end))
+    return [a < b for a, b in zip(times[0::2], times[1::2])]
+found.append(run())
+""",
+    "synchronized for nobody": """
+net = model(); optimizer = sgd(net)
+for x, y in DataLoader(Rows(), batch_size=1):
+    loss = train(net, x.cuda(), y.cuda(), optimizer); torch.cuda.synchronize(); found.append(loss.item())
+    torch.cuda.current_stream().synchronize(); torch.cuda.synchronize("cuda"); torch.cuda.synchronize(0)
+""",
+    "an event that must have passed": """
+net = model(); optimizer = sgd(net)
+for x, y in DataLoader(Rows(), batch_size=1):
+    train(net, x.cuda(), y.cuda(), optimizer); event = torch.cuda.Event(); event.record()
+    torch.cuda.synchronize(); found.append(event.query())
+""",
+    "copied home without waiting, and then waited for": """
+net = model(); optimizer = sgd(net); home = torch.zeros(3, 513).pin_memory()
+for x, y in DataLoader(Rows(), batch_size=1):
+    train(net, x.cuda(), y.cuda(), optimizer); home.copy_(net.weight.detach(), non_blocking=True)
+    torch.cuda.synchronize(); found.append(home.sum().item())
+""",
+    "pinned memory that is filled again after waiting": """
+net = model(); optimizer = sgd(net); room, kept = torch.zeros(LARGE).pin_memory(), []
+for step in range(6):
+    kept.append(room.to("cuda", non_blocking=True)); train(net, kept[-1], torch.zeros(64).long().cuda(), optimizer)
+    torch.cuda.synchronize(); room.fill_(step)
+found += [one.sum().item() for one in kept]
+""",
+}
+
 LIVES = {
     "a schedule": """
 net = model(); optimizer = sgd(net, momentum=0.9); schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -529,4 +701,4 @@ found += [total, losses]
 """,
 }
 
-PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **LIVES}
+PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **HOMES, **WAITS, **LIVES}

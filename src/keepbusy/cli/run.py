@@ -117,7 +117,11 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
         help="apply the fixes that are safe while the program runs, and say what they gain",
     )
     parser.add_argument(
-        "--without", type=_names, metavar="FIXES", default=(), help="of these, not: copies,late_numbers,cache,garbage"
+        "--without",
+        type=_names,
+        metavar="FIXES",
+        default=(),
+        help="of these, not: copies,late_numbers,syncs,cache,garbage",
     )
     parser.add_argument(
         "--also", type=_names, metavar="FIXES", default=(), help="and those whose values differ by rounding: fused"

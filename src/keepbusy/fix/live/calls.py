@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.cuda._utils import _get_device_index
 
-from keepbusy.fix.live.switch import FixSwitch
+from keepbusy.fix.live.copies import DeferredCopies
+from keepbusy.fix.live.switch import FixSwitch, is_ours
+from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches
 
 _SCARCE = 0.1
 """Of the device's memory: with less than this free, what the program gives back is given back."""
 _WHOLE = 50
 """So many collections look at new objects only; then one looks at all of them."""
+_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 
 
 class KeptCache:
@@ -67,3 +73,77 @@ class QuickCollection:
             return int(plain())
 
         return collect
+
+
+class SkippedWaits:
+    """`torch.cuda.synchronize()` and its kin in a loop, put off until somebody could tell the difference.
+
+    That is who reads a clock, asks an event whether it has passed, or asks another event for a time. Where the program
+    has copies home that it does not wait for, pinned memory that it may change after a copy, streams of its own or
+    other processes, each call waits as it stands.
+    """
+
+    def __init__(self, copies: DeferredCopies, turn: Callable[[], int]) -> None:
+        self.switch = FixSwitch("syncs", "waits for the GPU, put off until somebody reads a clock or an event")
+        self._copies, self._turn = copies, turn
+        self._owed: set[int] = set()  # devices
+
+    def patch(self, patches: Patches) -> None:
+        patches.replace(torch.cuda, "synchronize", self._putting_off)
+        for kind in (torch.cuda.Event, torch.cuda.Stream):
+            patches.replace(kind, "synchronize", self._putting_off)
+            patches.replace(kind, "query", self._paying)
+        patches.replace(torch.cuda.Event, "elapsed_time", self._paying_for_time)
+        for name in _CLOCKS:
+            patches.replace(time, name, self._clock)
+        patches.later(self._pay)
+
+    def _putting_off(self, plain: Function) -> Function:
+        def synchronize(*args: Any, **kwargs: Any) -> None:
+            if is_ours() or not self.switch.on or not self._turn() or not self._may():
+                plain(*args, **kwargs)
+                return
+            self.switch.count()
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, int | str | torch.device)]
+            self._owed.add(_get_device_index(given[0] if given else None, optional=True))
+
+        return synchronize
+
+    def _may(self) -> bool:
+        copies = self._copies
+        return not (
+            copies.brings_home
+            or copies.own_streams
+            or copies.reads_pinned()
+            or torch.cuda.is_current_stream_capturing()
+            or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        )
+
+    def _pay(self) -> None:
+        if self._owed and not is_ours():
+            for device in self._owed:
+                with torch.cuda.device(device):
+                    torch._C._cuda_synchronize()
+            self._owed.clear()
+
+    def _paying(self, plain: Function) -> Function:
+        def query(*args: Any) -> bool:
+            self._pay()
+            return bool(plain(*args))
+
+        return query
+
+    def _paying_for_time(self, plain: Function) -> Function:
+        def elapsed_time(start: Any, end: Any) -> float:
+            self._pay()
+            return float(plain(start, end))
+
+        return elapsed_time
+
+    def _clock(self, plain: Function) -> Function:
+        def clock() -> Any:
+            if self._owed and kind_of(sys._getframe(1).f_code.co_filename) == USER:
+                self._pay()
+            return plain()
+
+        return clock

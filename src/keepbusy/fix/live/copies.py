@@ -21,15 +21,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
-from keepbusy.fix.live.switch import FixSwitch
+from keepbusy.fix.live.switch import FixSwitch, is_ours, ours, same_bits
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 _SMALL = 1 << 16
 """Bytes up to which the bus is no matter: a stream of its own would cost more than it saves."""
 _IN_FLIGHT = 4
 """Large copies that may be under way at once; who is further ahead waits for the oldest."""
+_NUMBERS = {int, float, bool}
 _CHECKED = 3
 """So many copies of each kind are made both ways and compared."""
 
@@ -41,8 +43,15 @@ class DeferredCopies:
         self.switch = FixSwitch("copies", "copies to the GPU that Python does not wait for")
         self._side: dict[int, Any] = {}
         self._flying: deque[Any] = deque()
-        self._brings_home = False
-        self._busy = False
+        self._pinned: list[StorageWeakRef] = []
+        self.own_streams = False
+        self.brings_home = False
+        """Whether the program has copies to the host that it does not wait for."""
+
+    def reads_pinned(self) -> bool:
+        """Whether the program may change its pinned memory while the device still reads it."""
+        self._pinned = [one for one in self._pinned if not one.expired()]
+        return bool(self._pinned)
 
     def patch(self, patches: Patches) -> None:
         patches.replace(Tensor, "to", self._to)
@@ -60,10 +69,12 @@ class DeferredCopies:
     def _to(self, plain: Function) -> Function:
         @left_alone
         def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._busy or not self.switch.on:
+            if is_ours():
                 return plain(tensor, *args, **kwargs)
             if tensor.is_cuda:
                 self._note_home(args, kwargs)
+            if tensor.is_cuda or not self.switch.on:
+                self._note_pinned(tensor, kwargs.get("non_blocking") or True in args[1:])
                 return plain(tensor, *args, **kwargs)
             with suppress(TypeError, RuntimeError):
                 device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
@@ -78,7 +89,8 @@ class DeferredCopies:
     def _cuda(self, plain: Function) -> Function:
         @left_alone
         def cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._busy or not self.switch.on or tensor.is_cuda or kwargs.get("memory_format") is not None:
+            if is_ours() or not self.switch.on or tensor.is_cuda or kwargs.get("memory_format") is not None:
+                self._note_pinned(tensor, kwargs.get("non_blocking") or True in args)
                 return plain(tensor, *args, **kwargs)
             device = args[0] if args else kwargs.get("device")
             non_blocking = bool(args[1]) if len(args) > 1 else bool(kwargs.get("non_blocking"))
@@ -93,11 +105,14 @@ class DeferredCopies:
     def _copy_(self, plain: Function) -> Function:
         @left_alone
         def copy_(target: Tensor, source: Any, non_blocking: bool = False) -> Any:
-            if self._busy or not self.switch.on or not isinstance(source, Tensor):
+            if is_ours() or not isinstance(source, Tensor):
                 return plain(target, source, non_blocking)
+            self._note_pinned(source, non_blocking)
             if source.is_cuda and not target.is_cuda and non_blocking:
-                self._brings_home = True
-            fits = target.is_cuda and not non_blocking and self._may(source) and not source.is_pinned()
+                self.brings_home = True
+            fits = (
+                self.switch.on and target.is_cuda and not non_blocking and self._may(source) and not source.is_pinned()
+            )
             if not fits or target.requires_grad or type(target) is not Tensor:
                 return plain(target, source, non_blocking)
             staged = torch.empty(source.shape, dtype=target.dtype, device="cpu", pin_memory=True)
@@ -111,7 +126,7 @@ class DeferredCopies:
         @left_alone
         def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
-            if self._busy or not self.switch.on or device is None or not isinstance(data, list | tuple | int | float):
+            if is_ours() or not self.switch.on or device is None or not isinstance(data, list | tuple | int | float):
                 return plain(data, *args, **kwargs)
             with suppress(RuntimeError, TypeError):
                 device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -127,14 +142,18 @@ class DeferredCopies:
     def _bringing_home(self, plain: Function) -> Function:
         def foreach_copy_(targets: Any, sources: Any, non_blocking: bool = False) -> Any:
             if non_blocking:
-                self._brings_home = True
+                self.brings_home = True
             return plain(targets, sources, non_blocking)
 
         return foreach_copy_
 
+    def _note_pinned(self, tensor: Tensor, non_blocking: Any) -> None:
+        if non_blocking and not tensor.is_cuda and tensor.is_pinned():
+            self._pinned.append(StorageWeakRef(tensor.untyped_storage()))
+
     def _note_home(self, args: Any, kwargs: Any) -> None:
         if kwargs.get("non_blocking") or True in args[1:]:
-            self._brings_home = True
+            self.brings_home = True
 
     # streams of the program's own
 
@@ -153,9 +172,10 @@ class DeferredCopies:
         return set_stream
 
     def _see(self, stream: Any) -> None:
-        if self._busy or not self.switch.on or stream is None:
+        if is_ours() or self.own_streams or stream is None:
             return
         if stream != torch.cuda.default_stream(stream.device):
+            self.own_streams = True
             self.switch.stop("the program has streams of its own, which might not wait for them")
             torch.cuda.synchronize()
 
@@ -182,17 +202,15 @@ class DeferredCopies:
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         pinned = tensor.is_pinned()
-        if pinned and (self._brings_home or dtype != tensor.dtype):
+        if pinned and (self.brings_home or dtype != tensor.dtype):
             return None
         small = tensor.numel() * dtype.itemsize <= _SMALL
         if small and pinned and non_blocking:
             return None  # that is what the plain copy does
-        self._busy = True
-        try:
+        self._note_pinned(tensor, non_blocking)
+        with ours():
             source = tensor if pinned and not small else _staged(tensor, dtype)
             sent = self._beside(source, device, pinned and not non_blocking) if not small else _in_order(source, device)
-        finally:
-            self._busy = False
         self.switch.count()
         return sent
 
@@ -219,12 +237,9 @@ class DeferredCopies:
         if self.switch.checked >= _CHECKED:
             return sent
         self.switch.checked += 1
-        self._busy = True
-        try:
+        with ours():
             other = plain()
-        finally:
-            self._busy = False
-        if sent.stride() == other.stride() and sent.dtype == other.dtype and _same_bits(sent, other):
+        if same_bits(sent, other):
             return sent
         self.switch.stop("a copy came out different")
         return other
@@ -243,10 +258,11 @@ def _in_order(source: Tensor, device: torch.device) -> Tensor:
     return sent
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also where both are not a number."""
-    return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())
-
-
 def _holds_tensor(data: Any) -> bool:
-    return isinstance(data, Tensor) or (isinstance(data, list | tuple) and any(map(_holds_tensor, data)))
+    """Lists of numbers are most of what comes here, so their types are asked for at once."""
+    if isinstance(data, Tensor):
+        return True
+    if not isinstance(data, list | tuple):
+        return False
+    kinds = set(map(type, data))
+    return not kinds <= _NUMBERS and any(map(_holds_tensor, data))

@@ -1,8 +1,9 @@
-"""Numbers of the device that are read when somebody looks at them: what the rewritten lines call.
+"""Values of the device that are read when somebody looks at them: what the rewritten lines call.
 
-`total += loss.item()` becomes `total = late.add(total, lambda a: a, (loss,), ())`, and each place that reads `total`
-becomes `late.value(total)`. A value is the one at the call: it is copied aside on the device, and a page of such values
-comes home as one. Numbers are combined on the host in the program's own order, so sums are the same to the last bit.
+`total += loss.item()` becomes `total = late.add(total, lambda v0: v0.item(), (loss,), ())`, and each place that reads
+`total` becomes `late.value(total)`. The formula is worked out later, of copies on the host: a value is the one at the
+call, and sums are made in the program's own order, the same to the last bit. Single numbers come home many at once;
+what is larger travels beside the computation and is unpacked in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,71 +11,129 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import Lock, RLock
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from keepbusy.fix.live.switch import FixSwitch
-from keepbusy.runtime.readback import readback
+from keepbusy.fix.live.background import Background
+from keepbusy.fix.live.switch import FixSwitch, ours, same_bits
+from keepbusy.instrument.patches import Function, Patches
+from keepbusy.runtime.readback import Reading, readback
 
-_CHECKED = 3
-"""So many numbers are read both ways and compared."""
 _PAGE = 1024
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""Numbers that come home at once."""
+_CARRIED = 4
+"""Larger values that may be on their way; who is further ahead waits for the oldest."""
+
+
+class Snapshot(Protocol):
+    """Something of the device as it is at the call."""
+
+    def home(self) -> Any:
+        """On the host. Waits if it must."""
+        ...
 
 
 class ValuePage:
-    """Values of one device beside each other. A page that is full travels home while the program goes on."""
+    """Single numbers of one type. They come home as one: once the page is full, or once one of them is looked at."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(_PAGE, dtype=dtype, device=device)
-        self._places = self._memory.unbind()
-        self._used, self._home = 0, list[Any]()
-        self._travelling: Any = None
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._home: tuple[Tensor, ...] = ()
+        self._reading: Reading | None = None
+        self._lock = RLock()
+        self.closed = False
 
-    @property
-    def full(self) -> bool:
-        return self._used == _PAGE
+    def put(self, value: Tensor) -> PageNumber | None:
+        """None where it is closed by now."""
+        with self._lock:
+            if self.closed:
+                return None
+            self._values.append(value)
+            if len(self._values) == _PAGE:
+                self._send()
+            return PageNumber(self, len(self._values) - 1, value.shape)
 
-    def put(self, value: Tensor) -> int:
-        place = self._used
-        self._places[place].copy_(value.detach().reshape(()))
-        self._used += 1
-        if self.full:
-            self._travelling = readback(self._memory)
-        return place
+    def _send(self) -> None:
+        self.closed = True
+        with torch.no_grad(), ours():
+            self._reading = readback(torch.stack([one.reshape(()) for one in self._values]))
 
-    def read(self, place: int) -> Any:
-        if place >= len(self._home):
-            memory = self._travelling.tensor if self._travelling is not None else self._memory[: self._used].cpu()
-            self._home = memory.tolist()
-        return self._home[place]
-
-
-class PutAside(NamedTuple):
-    """A value on a page."""
-
-    page: ValuePage
-    place: int
-    is_truth: bool
-
-    def item(self) -> Any:
-        number = self.page.read(self.place)
-        return bool(number) if self.is_truth else number
+    def read(self, place: int) -> Tensor:
+        with self._lock:
+            if not self.closed:
+                self._send()
+            if self._reading is not None:
+                self._home, self._reading, self._values = self._reading.tensor.unbind(), None, []
+            return self._home[place]
 
 
-class Contribution(NamedTuple):
-    """What is to be added or appended: a formula of values that were put aside, and of plain ones."""
+class PageNumber:
+    """One of them."""
 
-    formula: Callable[..., Any]
-    values: tuple[PutAside, ...]
-    others: tuple[Any, ...]
+    __slots__ = ("_page", "_place", "_shape")
 
-    def number(self) -> Any:
-        return self.formula(*(one.item() for one in self.values), *self.others)
+    def __init__(self, page: ValuePage, place: int, shape: torch.Size) -> None:
+        self._page, self._place, self._shape = page, place, shape
+
+    def home(self) -> Tensor:
+        return self._page.read(self._place).reshape(self._shape)
+
+
+class Sent:
+    """A larger tensor, on its way at once."""
+
+    def __init__(self, value: Tensor) -> None:
+        with ours():
+            self._reading = readback(value)
+
+    def home(self) -> Tensor:
+        """In memory of its own, as `.cpu()` gives it: the pinned memory is for what is still on its way."""
+        came = self._reading.tensor
+        with torch.inference_mode(came.is_inference()):
+            return came.clone() if came.is_pinned() else came
+
+
+class Held:
+    """A larger tensor that stays on the device: the name that it belongs to may never be looked at."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value.detach().clone()
+
+    def home(self) -> Tensor:
+        with torch.inference_mode(self._value.is_inference()):
+            return self._value.cpu()
+
+
+class Recorded:
+    """An event, which is asked for a time once it has passed."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def home(self) -> Any:
+        self._event.synchronize()
+        return self._event
+
+
+class LateValue:
+    """A formula of values that were put aside, and of plain ones; worked out once."""
+
+    __slots__ = ("_formula", "_lock", "_number", "_others", "snapshots")
+
+    def __init__(self, formula: Callable[..., Any], snapshots: tuple[Snapshot, ...], others: tuple[Any, ...]) -> None:
+        self._formula: Callable[..., Any] | None = formula
+        self.snapshots, self._others, self._number, self._lock = snapshots, others, None, Lock()
+
+    def settle(self) -> Any:
+        with self._lock:
+            if self._formula is not None:
+                with ours():
+                    self._number = self._formula(*(one.home() for one in self.snapshots), *self._others)
+                self._formula, self.snapshots, self._others = None, (), ()
+            return self._number
 
 
 class LateSum:
@@ -84,26 +143,11 @@ class LateSum:
 
     def __init__(self, number: Any) -> None:
         self.number = number
-        self.pending: deque[Contribution] = deque()
+        self.pending: deque[LateValue] = deque()
 
-    def settle(self) -> Any:
-        while self.pending:
-            self.number += self.pending.popleft().number()
-        return self.number
-
-
-class LateNumber:
-    """One value of a formula."""
-
-    __slots__ = ("contribution", "number")
-
-    def __init__(self, contribution: Contribution) -> None:
-        self.contribution: Contribution | None = contribution
-        self.number: Any = None
-
-    def settle(self) -> Any:
-        if self.contribution is not None:
-            self.number, self.contribution = self.contribution.number(), None
+    def settle(self, leaving: int = 0) -> Any:
+        while len(self.pending) > leaving:
+            self.number += self.pending.popleft().settle()
         return self.number
 
 
@@ -111,73 +155,162 @@ class LateNumbers:
     """The names that rewritten lines use; it is `__keepbusy_late__` there."""
 
     def __init__(self) -> None:
-        self.switch = FixSwitch("late_numbers", "numbers that are only summed or kept, read when somebody looks")
+        self.switch = FixSwitch("late_numbers", "values that are only summed or kept, read when somebody looks")
         self._pages: dict[tuple[torch.device, torch.dtype], ValuePage] = {}
+        self._seen: set[Any] = set()
+        self._carriage = Background("keepbusy reads")
+        self._on_their_way: deque[LateValue] = deque()
+        self._timed: deque[tuple[tuple[Any, ...], LateValue]] = deque()
         self._lock = Lock()
+
+    def patch(self, patches: Patches) -> None:
+        patches.later(self._carriage.stop)
+        patches.replace(torch.cuda.Event, "record", self._recording)
+
+    # what rewritten lines call
 
     def add(self, total: Any, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`total += formula(...)`."""
-        if not self.switch.on or not isinstance(total, LateSum | int | float) or not _can_wait(values):
+        late = self._late(formula, values, others, Sent) if isinstance(total, LateSum | int | float) else None
+        if late is None:
             before = self.value(total)
-            before += _now(formula, values, others)
+            before += formula(*values, *others)
             return before
-        late = total if isinstance(total, LateSum) else LateSum(total)
-        late.pending.append(self._put_aside(formula, values, others))
-        if len(late.pending) > 2 * _PAGE:  # those of the page before have long been home
-            for _ in range(_PAGE):
-                late.number += late.pending.popleft().number()
-        return late
+        total = total if isinstance(total, LateSum) else LateSum(total)
+        total.pending.append(late)
+        if len(total.pending) > 2 * _PAGE:  # those of the page before have long been home
+            total.settle(leaving=_PAGE)
+        return total
+
+    def add_at(
+        self, held: Any, place: Any, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]
+    ) -> None:
+        """`held[place] += formula(...)`, where nobody else can look into `held`."""
+        held[place] = self.add(held[place], formula, values, others)
 
     def keep(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`name = formula(...)`."""
-        if not self.switch.on or not _can_wait(values):
-            return _now(formula, values, others)
-        return LateNumber(self._put_aside(formula, values, others))
+        late = self._late(formula, values, others, Held)
+        return formula(*values, *others) if late is None else late
+
+    def bring(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+        """One of many values that are kept."""
+        late = self._late(formula, values, others, Sent)
+        if late is None:
+            return formula(*values, *others)
+        if any(isinstance(one, Sent) for one in late.snapshots):
+            self._carriage.call(late.settle)
+            self._on_their_way.append(late)
+            if len(self._on_their_way) > _CARRIED:
+                self._on_their_way.popleft().settle()
+        return late
 
     def append(self, held: Any, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> None:
         """`held.append(formula(...))`, where nobody else can look into `held`."""
-        held.append(self.keep(formula, values, others))
+        held.append(self.bring(formula, values, others))
 
     def value(self, name: Any) -> Any:
         """What a name holds, for whoever reads it."""
-        if isinstance(name, LateSum | LateNumber):
+        if isinstance(name, LateSum | LateValue):
             return name.settle()
-        if type(name) is list:
-            for place, one in enumerate(name):
-                if isinstance(one, LateNumber):
+        if type(name) is list or type(name) is dict:
+            places: Any = enumerate(name) if isinstance(name, list) else name.items()
+            for place, one in places:
+                if isinstance(one, LateSum | LateValue):
                     name[place] = one.settle()
         return name
 
-    def _put_aside(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Contribution:
-        self.switch.count(sys._getframe(2))  # the user's line is found from there on
+    # how values are put aside
+
+    def _late(
+        self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...], large: type[Sent | Held]
+    ) -> LateValue | None:
+        """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
+        if not self.switch.on or not all(map(_can_wait, values)) or not _in_order():
+            return None
+        kind = (id(formula.__code__), *((type(one), getattr(one, "dtype", None), _is_single(one)) for one in values))
         with self._lock:
-            contribution = Contribution(formula, tuple([self._on_page(one) for one in values]), others)
-        if self.switch.checked < _CHECKED:
+            alone = [_is_alone(values, at) for at, _ in enumerate(values)]
+            now = None if kind in self._seen else (formula(*values, *others),)
+            late = LateValue(formula, tuple(map(self._aside, values, alone, [large] * len(alone))), others)
+        self.switch.count(sys._getframe(2))
+        if now is not None:
+            self._seen.add(kind)
             self.switch.checked += 1
-            late, now = contribution.number(), _now(formula, values, others)
-            if repr(late) != repr(now):
+            if not same_bits(late.settle(), now[0]):
                 self.switch.stop("a number came out different")
-                return Contribution(lambda: now, (), ())
-        return contribution
+            return LateValue(lambda: now[0], (), ())
+        if type(values[0]) is torch.cuda.Event:
+            self._timed.append((values, late))
+            self._settle_timed(waiting=False)
+        return late
 
-    def _on_page(self, value: Tensor) -> PutAside:
-        key = value.device, torch.float64 if value.dtype in _FLOATS else torch.int64
-        page = self._pages.get(key)
-        if page is None or page.full:
-            page = self._pages[key] = ValuePage(*key)
-        return PutAside(page, page.put(value), value.dtype is torch.bool)
+    def _aside(self, value: Any, alone: bool, large: type[Sent | Held]) -> Snapshot:
+        if not isinstance(value, Tensor):
+            return Recorded(value)
+        if not _is_single(value):
+            return large(value.detach())
+        value = value.detach() if alone else value.detach().clone()
+        page = self._pages.get((value.device, value.dtype))
+        number = page.put(value) if page is not None else None
+        if number is None:
+            page = self._pages[value.device, value.dtype] = ValuePage()
+            number = page.put(value)
+        assert number is not None
+        return number
+
+    def _recording(self, plain: Function) -> Function:
+        """An event that is recorded again says another time from then on."""
+
+        def record(event: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(one is event for events, _ in self._timed for one in events):
+                self._settle_timed(waiting=True)
+            return plain(event, *args, **kwargs)
+
+        return record
+
+    def _settle_timed(self, waiting: bool) -> None:
+        while self._timed:
+            with ours():
+                if not waiting and not all(one.query() for one in self._timed[0][0]):
+                    return
+            self._timed.popleft()[1].settle()
 
 
-def _can_wait(values: tuple[Any, ...]) -> bool:
-    """Whether they are single numbers of a device that its default stream makes."""
+def _can_wait(value: Any) -> bool:
+    """Whether it is a value of a device that its default stream makes."""
+    if type(value) is torch.cuda.Event:
+        return True
     return (
-        all(
-            type(one) is Tensor and one.is_cuda and one.numel() == 1 and one.dtype in (*_FLOATS, *_WHOLE)
-            for one in values
-        )
-        and torch.cuda.current_stream() == torch.cuda.default_stream()
+        type(value) is Tensor
+        and value.is_cuda
+        and value.layout is torch.strided
+        and not (value.is_conj() or value.is_neg())
+        and (_is_single(value) or (value.is_contiguous() and not (value.requires_grad and torch.is_grad_enabled())))
     )
 
 
-def _now(formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
-    return formula(*(one.item() for one in values), *others)
+def _in_order() -> bool:
+    return bool(torch.cuda.current_stream() == torch.cuda.default_stream())
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _references(values: tuple[Any, ...], at: int) -> int:
+    return sys.getrefcount(values[at])
+
+
+_BY_NOBODY = _references((object(),), 0)
+
+
+def _is_alone(values: tuple[Any, ...], at: int) -> bool:
+    """Whether nobody else can change it: no name, no other view, nothing of a backward pass."""
+    value = values[at]
+    if not isinstance(value, Tensor) or value._is_view():
+        return False
+    del value
+    return (
+        _references(values, at) == _BY_NOBODY and torch._C._storage_Use_Count(values[at].untyped_storage()._cdata) == 2
+    )

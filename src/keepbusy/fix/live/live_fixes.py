@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch
     from keepbusy.fix.live.trial import FixTrial, TrialResult
 
-SAFE = ("copies", "late_numbers", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "syncs", "cache", "garbage")
 ASKED = ("fused",)
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
 NOISE = 0.02
@@ -86,26 +86,28 @@ class LiveFixes:
         if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
             self._offer(_Plain())
             return
-        from keepbusy.fix.live.calls import KeptCache, QuickCollection
+        from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.copies import DeferredCopies
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial
 
         trial = self.trial = FixTrial(self._switch, self._judge)
-        late = LateNumbers()
+        late, copies = LateNumbers(), DeferredCopies()
         self._offer(late)
-        fixes = {
-            "copies": DeferredCopies(),
+        fixes: dict[str, Any] = {
+            "copies": copies,
             "late_numbers": late,
+            "syncs": SkippedWaits(copies, lambda: trial.turns),
             "cache": KeptCache(lambda: trial.turns),
             "garbage": QuickCollection(lambda: trial.turns),
             "fused": FusedOptimizers(),
         }
+        copies.patch(self._patches)  # in any case: it sees what the others have to know of the program
         for name in self._names:
-            fix: Any = fixes[name]
+            fix = fixes[name]
             self.switches.append(fix.switch)
-            if name != "late_numbers":
+            if fix is not copies:
                 fix.patch(self._patches)
         hook = register_optimizer_step_post_hook(lambda *_: trial.turn(self._tried))
         self._patches.later(hook.remove)
@@ -155,7 +157,7 @@ def _about(switch: FixSwitch) -> Iterator[str]:
     times = switch.done.total()
     checked = f"; {switch.checked} done both ways, all the same" if switch.checked and not switch.off_because else ""
     yield f"{switch.name:<13} {times} {switch.about}{checked}" if times else f"{switch.name:<13} nothing to do"
-    for place, count in switch.done.most_common(_SHOWN):
+    for place, count in switch.places[:_SHOWN]:
         yield f"              {count} at {place}"
     if switch.tolerance and times:
         yield f"              {switch.tolerance}"

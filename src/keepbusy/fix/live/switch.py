@@ -1,12 +1,19 @@
-"""A fix that can be switched on and off while the program runs, and what it has done so far."""
+"""A fix that can be switched on and off while the program runs, what it has done so far, and what is our own doing."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
+
+Place: TypeAlias = tuple[str, int]
+"""A file and a line."""
 
 
 class FixSwitch:
@@ -15,8 +22,7 @@ class FixSwitch:
     def __init__(self, name: str, about: str, tolerance: str = "") -> None:
         self.name, self.about, self.tolerance = name, about, tolerance
         self.on = False
-        self.done: Counter[str] = Counter()  # by place: how often
-        self.left: Counter[str] = Counter()  # why not, where it could not: how often
+        self.done: Counter[Place] = Counter()
         self.checked = 0
         """How often it was done both ways and compared."""
         self.off_because = ""
@@ -25,8 +31,11 @@ class FixSwitch:
         """Once more, at the user's line."""
         self.done[place_of(frame or sys._getframe(1))] += 1
 
-    def leave(self, why: str) -> None:
-        self.left[why] += 1
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """The user's lines, and how often at each."""
+        by_place = self.done.most_common()
+        return [(f"{shown(file)}:{line}" if file else "somewhere in C++", count) for (file, line), count in by_place]
 
     def stop(self, why: str) -> None:
         """For good."""
@@ -37,19 +46,55 @@ class FixSwitch:
 _KINDS: dict[str, int] = {}
 
 
-def place_of(frame: FrameType | None) -> str:
+def place_of(frame: FrameType | None) -> Place:
     """The innermost line of the user's, else of a library's."""
-    library = ""
+    library: Place = ("", 0)
     while frame is not None:
         file = frame.f_code.co_filename
         kind = _KINDS.get(file)
         if kind is None:
             kind = _KINDS[file] = kind_of(file)
         if kind == USER:
-            return f"{shown(file)}:{frame.f_lineno}"
+            return file, frame.f_lineno
         if kind == OUTSIDE:
             break
-        if kind != HIDDEN and not library:
-            library = f"{shown(file)}:{frame.f_lineno}"
+        if kind != HIDDEN and not library[0]:
+            library = file, frame.f_lineno
         frame = frame.f_back
-    return library or "somewhere in C++"
+    return library
+
+
+class _Ours(threading.local):
+    under_way = False
+
+
+_OURS = _Ours()
+
+
+@contextmanager
+def ours() -> Iterator[None]:
+    """Meanwhile what this thread asks of PyTorch is not the program's doing."""
+    before, _OURS.under_way = _OURS.under_way, True
+    try:
+        yield
+    finally:
+        _OURS.under_way = before
+
+
+def is_ours() -> bool:
+    return _OURS.under_way
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two results are the same in type and value, also where neither is a number."""
+    import torch
+
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    if not isinstance(one, torch.Tensor):
+        return repr(one) == repr(other) if not hasattr(one, "tobytes") else bool(one.tobytes() == other.tobytes())
+    if one.dtype != other.dtype or one.stride() != other.stride() or one.device != other.device:
+        return False
+    return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())

@@ -1,0 +1,138 @@
+"""What a line makes of values of the device: formulas that can be worked out later, from copies of these values.
+
+A formula is made of reads (`x.item()`, `x.cpu().numpy()`, `start.elapsed_time(end)`), of numbers, and of arithmetic:
+nothing that could have an effect, and nothing that a later line could change.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+_READING = {"item", "cpu", "tolist"}
+"""Methods of a tensor that bring it home."""
+_AT_HOME = {
+    *("numpy", "astype", "float", "double", "half", "long", "int", "bool", "detach", "clone", "flatten", "reshape"),
+    *("view", "squeeze", "argmax", "sum", "mean", "item", "tolist", "copy"),
+}
+"""Methods of what came home that only compute."""
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
+
+
+def is_formula(value: ast.expr) -> bool:
+    return any(is_read(one) for one in ast.walk(value)) and _computes(value)
+
+
+def is_read(node: ast.AST) -> bool:
+    """Whether it waits for the device: a read, and what is computed of it at home."""
+    return bool(sources(node))
+
+
+def sources(node: ast.AST) -> list[ast.expr]:
+    """What a read is of."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]) if name in _READING:
+            return sources(value) or [value]
+        case ast.Call(func=ast.Attribute(value=start, attr="elapsed_time"), args=[end], keywords=[]):
+            return [start, end]
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=given, keywords=[]) if name in _AT_HOME:
+            return sources(value) if all(map(_is_setting, given)) else []
+    return []
+
+
+def _is_setting(value: ast.expr) -> bool:
+    """A constant, or a name such as `torch.uint8`."""
+    match value:
+        case ast.Constant() | ast.UnaryOp(operand=ast.Constant()):
+            return True
+        case ast.Attribute(value=ast.Name(id="torch" | "np" | "numpy")):
+            return True
+    return False
+
+
+def _computes(value: ast.expr) -> bool:
+    read_of = sources(value)
+    if read_of:
+        inner = [node for one in read_of for node in ast.walk(one)]
+        return not any(is_read(node) or _binds(node) for node in inner)
+    match value:
+        case ast.BinOp(left=left, right=right, op=operator):
+            return isinstance(operator, _ARITHMETIC) and _computes(left) and _computes(right)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _computes(operand)
+        case ast.Tuple(elts=parts):
+            return all(map(_computes, parts))
+    return is_plain(value)
+
+
+def _binds(node: ast.AST) -> bool:
+    return isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+
+
+def is_plain(value: ast.expr) -> bool:
+    """A number or a length: it may be worked out after what stands behind it. What is called might change it."""
+    match value:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.BinOp(left=left, right=right, op=operator):
+            return isinstance(operator, (*_ARITHMETIC, ast.Mod, ast.FloorDiv)) and is_plain(left) and is_plain(right)
+        case ast.Call(func=ast.Name(id="len"), args=[ast.Name()], keywords=[]):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(), attr="size"), args=[ast.Constant()], keywords=[]):
+            return True
+        case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr="shape"), slice=ast.Constant()):
+            return True
+    return False
+
+
+class Placed:
+    """A formula with a parameter in place of each value that it reads, and of each plain part."""
+
+    def __init__(self, value: ast.expr) -> None:
+        self._values: list[ast.expr] = []
+        self._others: list[ast.expr] = []
+        self._body = self._place(value)
+
+    def arguments(self) -> list[ast.expr]:
+        """The formula as a function, the values that it reads, and the rest: these are worked out at once."""
+        given = [*self._named("v", self._values), *self._named("o", self._others)]
+        parameters = ast.arguments([], given, None, [], [], None, [])
+        values, others = ast.Tuple(self._values, ast.Load()), ast.Tuple(self._others, ast.Load())
+        return [ast.Lambda(parameters, self._body), values, others]
+
+    @staticmethod
+    def _named(letter: str, parts: list[ast.expr]) -> Iterator[ast.arg]:
+        return (ast.arg(f"{letter}{at}") for at, _ in enumerate(parts))
+
+    def _place(self, value: ast.expr) -> ast.expr:
+        if is_read(value):
+            return self._read(value)
+        match value:
+            case ast.Constant():
+                return value
+            case ast.BinOp() if any(map(is_read, ast.walk(value))):
+                value.left, value.right = self._place(value.left), self._place(value.right)
+                return value
+            case ast.UnaryOp() if any(map(is_read, ast.walk(value))):
+                value.operand = self._place(value.operand)
+                return value
+            case ast.Tuple():
+                value.elts = [self._place(one) for one in value.elts]
+                return value
+        self._others.append(value)
+        return ast.Name(f"o{len(self._others) - 1}", ast.Load())
+
+    def _read(self, value: ast.expr) -> ast.expr:
+        """The calls stay, and get a copy of what they read."""
+        match value:
+            case ast.Call(func=ast.Attribute(attr="elapsed_time") as method, args=[end]):
+                value.args = [self._value(end)]
+                method.value = self._value(method.value)
+            case ast.Call(func=ast.Attribute() as method):
+                inner = is_read(method.value)
+                method.value = self._read(method.value) if inner else self._value(method.value)
+        return value
+
+    def _value(self, value: ast.expr) -> ast.expr:
+        self._values.append(value)
+        return ast.Name(f"v{len(self._values) - 1}", ast.Load())
