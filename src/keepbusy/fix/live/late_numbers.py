@@ -28,7 +28,7 @@ _CARRIED = 4
 """Larger values that may be on their way; who is further ahead waits for the oldest."""
 
 
-class Snapshot(Protocol):
+class ComingHome(Protocol):
     """Something of the device as it is at the call."""
 
     def home(self) -> Any:
@@ -123,7 +123,7 @@ class LateValue:
 
     __slots__ = ("_formula", "_lock", "_number", "_others", "snapshots")
 
-    def __init__(self, formula: Callable[..., Any], snapshots: tuple[Snapshot, ...], others: tuple[Any, ...]) -> None:
+    def __init__(self, formula: Callable[..., Any], snapshots: tuple[ComingHome, ...], others: tuple[Any, ...]) -> None:
         self._formula: Callable[..., Any] | None = formula
         self.snapshots, self._others, self._number, self._lock = snapshots, others, None, Lock()
 
@@ -245,7 +245,7 @@ class LateNumbers:
             self._settle_timed(waiting=False)
         return late
 
-    def _aside(self, value: Any, alone: bool, large: type[Sent | Held]) -> Snapshot:
+    def _aside(self, value: Any, alone: bool, large: type[Sent | Held]) -> ComingHome:
         if not isinstance(value, Tensor):
             return Recorded(value)
         if not _is_single(value):
