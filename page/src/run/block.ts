@@ -55,13 +55,20 @@ async function inflated(bytes: Uint8Array<ArrayBuffer>): Promise<Uint8Array<Arra
 
 /** Bytes of one worth stand together; this puts each number together again. */
 function joined(planes: Uint8Array, width: number, rows: number): Numbers {
-  const bytes = new Uint8Array(rows * width);
-  for (let byte = 0; byte < width; byte++) {
-    for (let row = 0, from = byte * rows; row < rows; row++) bytes[row * width + byte] = planes[from + row];
+  if (width === 1) return new Int8Array(planes.buffer as ArrayBuffer);
+  const [two, three] = [2 * rows, 3 * rows];
+  if (width === 2) {
+    const numbers = new Int16Array(rows);
+    for (let row = 0; row < rows; row++) numbers[row] = planes[row] | (planes[rows + row] << 8);
+    return numbers;
   }
-  if (width === 1) return new Int8Array(bytes.buffer);
-  if (width === 2) return new Int16Array(bytes.buffer);
-  return width === 4 ? new Int32Array(bytes.buffer) : Float64Array.from(new BigInt64Array(bytes.buffer), Number);
+  const low = new Int32Array(rows);
+  for (let row = 0; row < rows; row++) low[row] = planes[row] | (planes[rows + row] << 8) | (planes[two + row] << 16) | (planes[three + row] << 24);
+  if (width === 4) return low;
+  const high = joined(planes.slice(4 * rows), 4, rows);
+  const numbers = new Float64Array(rows);
+  for (let row = 0; row < rows; row++) numbers[row] = high[row] * 2 ** 32 + (low[row] >>> 0);
+  return numbers;
 }
 
 /** From what a column was guessed from and what it differs by, the column. */

@@ -32,33 +32,45 @@ const PLACES = [
 
 function shares(timeline: Timeline, { start, end, pace }: Replayed, rank: number, turns: number): number[] {
   const mine = timeline.lanes.map((lane) => lane.rank === rank);
-  const commands = Int32Array.from(timeline.lane.keys()).filter((row) => mine[timeline.lane[row]] && isCommand(timeline.kind[row]));
+  const { kind, lane, work } = timeline;
   const reached = PLACES.map((counts) => {
-    const rows = commands.filter((row) => counts(timeline.kind[row]));
-    // of a collective only its end is the wire; before that it waits for its peers
-    const begin = Float64Array.from(rows, (row) => (timeline.kind[row] === Kind.COLLECTIVE ? end[row] - timeline.work[row] : start[row]));
-    return covered(begin, Float64Array.from(rows, (row) => end[row]), pace * turns);
+    const from: number[] = [];
+    const to: number[] = [];
+    for (let row = 0; row < timeline.rows; row++) {
+      if (!mine[lane[row]] || !isCommand(kind[row]) || !counts(kind[row])) continue;
+      // of a collective only its end is the wire; before that it waits for its peers
+      from.push(kind[row] === Kind.COLLECTIVE ? end[row] - work[row] : start[row]);
+      to.push(end[row]);
+    }
+    return covered(from, to, pace * turns);
   });
   return [reached[0], reached[1] - reached[0], reached[2] - reached[1]];
 }
 
 /** How much of a circle of this length the intervals cover together. */
-function covered(start: Float64Array, end: Float64Array, around: number): number {
+function covered(start: number[], end: number[], around: number): number {
   if (!start.length || around <= 0) return 0;
-  const pieces: [number, number][] = [];
+  const from: number[] = [];
+  const to: number[] = [];
   for (let index = 0; index < start.length; index++) {
     const length = Math.min(end[index] - start[index], around);
     const begin = ((start[index] % around) + around) % around;
     const over = Math.max(begin + length - around, 0);
-    pieces.push([begin, begin + length - over]);
-    if (over > 0) pieces.push([0, over]);
+    from.push(begin);
+    to.push(begin + length - over);
+    if (over > 0) {
+      from.push(0);
+      to.push(over);
+    }
   }
-  pieces.sort((one, other) => one[0] - other[0]);
+  // where more have begun than ended
+  const [begun, ended] = [new Float64Array(from).sort(), new Float64Array(to).sort()];
   let sum = 0;
-  let reached = 0;
-  for (const [from, to] of pieces) {
-    if (to > reached) sum += to - Math.max(from, reached);
-    reached = Math.max(reached, to);
+  for (let open = 0, over = 0, since = 0; over < ended.length; ) {
+    if (open < begun.length && begun[open] <= ended[over]) {
+      if (open === over) since = begun[open];
+      open++;
+    } else if (++over === open) sum += ended[over - 1] - since;
   }
   return sum;
 }

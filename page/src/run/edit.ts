@@ -1,6 +1,6 @@
 // What a fix changes in a timeline, as keepbusy.explain.edit applies it.
 
-import { LinkKind, NONE, isCommand, ranksOf, type Lane, type Numbers, type Timeline } from "./timeline";
+import { LinkKind, NONE, isCommand, numbered, ranksOf, taken, type Lane, type Numbers, type Timeline } from "./timeline";
 
 const DROP_WAIT = 1;
 const DROP = 2;
@@ -44,7 +44,7 @@ export interface Edited {
 export function apply(timeline: Timeline, edit: Edit): Edited {
   const { rows } = timeline;
   const work = new Float64Array(rows);
-  const lag = Float64Array.from(timeline.lag);
+  const lag = new Float64Array(timeline.lag);
   const awaits = timeline.awaits.slice();
   const side = new Int8Array(rows);
   const kept = new Uint8Array(rows);
@@ -70,10 +70,9 @@ export function apply(timeline: Timeline, edit: Edit): Edited {
 
 function linksWhere(timeline: Timeline, wanted: (link: number) => boolean): Timeline["links"] {
   const { source, target, kind, lag } = timeline.links;
-  const chosen = Int32Array.from(source.keys()).filter(wanted);
+  const chosen = numbered(source.length).filter(wanted);
   if (chosen.length === source.length) return timeline.links;
-  const take = (column: Numbers): Float64Array => Float64Array.from(chosen, (link) => column[link]);
-  return { source: Int32Array.from(take(source)), target: Int32Array.from(take(target)), kind: take(kind), lag: take(lag) };
+  return { source: new Int32Array(taken(source, chosen)), target: new Int32Array(taken(target, chosen)), kind: taken(kind, chosen), lag: taken(lag, chosen) };
 }
 
 /** Rows on lanes of their own: nothing on other streams waits for them, and they wait for no stream. */
@@ -81,7 +80,7 @@ function onSideLanes(timeline: Timeline, side: Int8Array): Timeline {
   if (!side.some((one) => one !== 0)) return timeline;
   const lanes: Lane[] = [...timeline.lanes];
   const lane = timeline.lane.slice();
-  const lag = Float64Array.from(timeline.lag);
+  const lag = new Float64Array(timeline.lag);
   const rank = timeline.lanes.map((one) => one.rank);
   for (const one of [...new Set(side)].filter((some) => some > 0).sort()) {
     for (const ofRank of ranksOf(timeline)) {
@@ -109,19 +108,24 @@ function withReaders(timeline: Timeline, side: Int8Array, links: Timeline["links
   const stays = new Uint8Array(timeline.rows);
   for (let row = 0; row < timeline.rows; row++) stays[row] = side[row] === 0 && isCommand(timeline.kind[row]) ? 1 : 0;
   const reader = nextKept(timeline.lane, stays, timeline.lanes.length);
-  const copies = Int32Array.from(side.keys()).filter((row) => side[row] === FETCH && reader[row] > row);
-  const zeros = new Int8Array(copies.length);
-  return {
-    source: Int32Array.from([...links.source, ...copies]),
-    target: Int32Array.from([...links.target, ...copies.map((row) => reader[row])]),
-    kind: Float64Array.from([...links.kind, ...zeros.map(() => LinkKind.ORDER)]),
-    lag: Float64Array.from([...links.lag, ...zeros]),
-  };
+  const copies = numbered(timeline.rows).filter((row) => side[row] === FETCH && reader[row] > row);
+  const count = links.source.length + copies.length;
+  const source = new Int32Array(count);
+  const target = new Int32Array(count);
+  const kind = new Float64Array(count).fill(LinkKind.ORDER);
+  const lag = new Float64Array(count);
+  source.set(links.source);
+  target.set(links.target);
+  kind.set(links.kind);
+  lag.set(links.lag);
+  source.set(copies, links.source.length);
+  target.set(copies.map((row) => reader[row]), links.source.length);
+  return { source, target, kind, lag };
 }
 
 /** Without the other rows. What they released is released by what stood before them on their lane. */
 function keep(timeline: Timeline, kept: Uint8Array): Edited {
-  const row = Int32Array.from(kept.keys()).filter((one) => kept[one] === 1);
+  const row = numbered(timeline.rows).filter((one) => kept[one] === 1);
   if (row.length === timeline.rows) return { timeline, row };
   const count = timeline.lanes.length;
   const place = new Int32Array(timeline.rows);
@@ -133,8 +137,8 @@ function keep(timeline: Timeline, kept: Uint8Array): Edited {
     return kept[target[link]] === 1 && heir[source[link]] !== NONE && !launched;
   });
   const next = nextKept(timeline.lane, kept, count);
-  const take = (column: Numbers): Float64Array => Float64Array.from(row, (one) => column[one]);
-  const whole = (column: Numbers): Int32Array => Int32Array.from(row, (one) => column[one]);
+  const take = (column: Numbers): Float64Array => taken(column, row);
+  const whole = (column: Numbers): Int32Array => new Int32Array(taken(column, row));
   return {
     row,
     timeline: {

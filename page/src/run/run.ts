@@ -169,8 +169,8 @@ export async function load(text: string): Promise<Run> {
   };
 }
 
-const whole = (column: Numbers): Int32Array => (column instanceof Int32Array ? column : Int32Array.from(column));
-const wide = (column: Numbers): Float64Array => (column instanceof Float64Array ? column : Float64Array.from(column));
+const whole = (column: Numbers): Int32Array => (column instanceof Int32Array ? column : new Int32Array(column));
+const wide = (column: Numbers): Float64Array => (column instanceof Float64Array ? column : new Float64Array(column));
 
 async function momentOf(block: Block<Header>, index: number): Promise<Moment> {
   const { lanes, ...described } = block.header.moments[index];

@@ -43,6 +43,20 @@ export interface Timeline {
 
 export const isCommand = (kind: number): boolean => kind >= Kind.KERNEL;
 
+/** 0, 1, 2 … */
+export function numbered(count: number): Int32Array {
+  const rows = new Int32Array(count);
+  for (let row = 0; row < count; row++) rows[row] = row;
+  return rows;
+}
+
+/** What a column has in these rows. */
+export function taken(column: Numbers, rows: Int32Array): Float64Array {
+  const found = new Float64Array(rows.length);
+  for (let at = 0; at < rows.length; at++) found[at] = column[rows[at]];
+  return found;
+}
+
 export function ranksOf(timeline: Timeline): number[] {
   return [...new Set(timeline.lanes.map((lane) => lane.rank))].sort((one, other) => one - other);
 }

@@ -5,7 +5,7 @@ import { byLane } from "../run/block";
 import { apply, together } from "../run/edit";
 import { steady } from "../run/replay";
 import type { Moment } from "../run/run";
-import { Kind, NONE, firstMarks, isCommand, ranksOf, type Timeline } from "../run/timeline";
+import { Kind, NONE, firstMarks, isCommand, numbered, ranksOf, type Timeline } from "../run/timeline";
 import { kernel } from "../words";
 import { Track, type TrackKind } from "./track";
 
@@ -32,7 +32,7 @@ export interface Scene {
 /** As it was recorded: slower than it runs alone, for recording takes time of its own. */
 export function recorded(moment: Moment): Scene {
   const { timeline } = moment;
-  const every = Int32Array.from(timeline.lane.keys());
+  const every = numbered(timeline.rows);
   const { start, end } = timeline;
   return scene(moment, timeline, every, start.slice(), end.slice(), 1, null, [], 0);
 }
@@ -40,7 +40,7 @@ export function recorded(moment: Moment): Scene {
 /** Replayed: with these fixes of the plan, or with none. */
 export function replayed(moment: Moment, fixes: number[]): Scene {
   const edits = fixes.flatMap((fix) => moment.fixes[fix] ?? []);
-  const every = Int32Array.from(moment.timeline.lane.keys());
+  const every = numbered(moment.timeline.rows);
   const { timeline, row } = edits.length ? apply(moment.timeline, together(edits, moment.timeline.rows)) : { timeline: moment.timeline, row: every };
   const done = steady(timeline);
   const around = timeline.once ? 0 : done.pace * firstMarks(timeline).length * moment.ratio;
@@ -175,25 +175,26 @@ function occurrences(view: Scene, rows: Int32Array, begin: Float64Array = view.s
     for (const row of rows) for (let turn = 1; end[row] > turn * around && turn < MOST_AROUND; turn++) again.push([row, turn * around]);
   }
   const count = rows.length + again.length;
-  const row = new Int32Array(count);
-  const shift = new Float64Array(count);
-  again.forEach(([one, by], at) => ([row[at], shift[at]] = [one, by]));
-  row.set(rows, again.length);
-  const at = (index: number): number => begin[row[index]] - shift[index];
+  const found = { row: new Int32Array(count), start: new Float64Array(count), end: new Float64Array(count) };
   let ordered = true;
-  for (let index = 1; index < count && ordered; index++) ordered = at(index) >= at(index - 1);
-  const order = Int32Array.from(row.keys());
-  if (!ordered) order.sort((one, other) => at(one) - at(other) || row[one] - row[other]);
-  return {
-    row: order.map((index) => row[index]),
-    start: Float64Array.from(order, at),
-    end: Float64Array.from(order, (index) => end[row[index]] - shift[index]),
-  };
+  for (let at = 0; at < count; at++) {
+    const [row, shift] = at < again.length ? again[at] : [rows[at - again.length], 0];
+    found.row[at] = row;
+    found.start[at] = begin[row] - shift;
+    found.end[at] = end[row] - shift;
+    ordered &&= at === 0 || found.start[at] >= found.start[at - 1];
+  }
+  if (ordered) return found;
+  const { row, start, end: ends } = found;
+  const order = numbered(count).sort((one, other) => start[one] - start[other] || row[one] - row[other]);
+  return { row: order.map((at) => row[at]), start: new Float64Array(order).map((at) => start[at]), end: new Float64Array(order).map((at) => ends[at]) };
 }
 
 function spans(view: Scene, rows: Int32Array): Parts {
   const { row, start, end } = occurrences(view, rows);
-  return { start, end, tone: Uint8Array.from(row, (one) => view.timeline.kind[one]), what: row };
+  const tone = new Uint8Array(row.length);
+  for (let at = 0; at < row.length; at++) tone[at] = view.timeline.kind[row[at]];
+  return { start, end, tone, what: row };
 }
 
 /** Neighbouring rows of one value as one band. */
@@ -214,7 +215,7 @@ function bands(view: Scene, rows: Int32Array, values: Int32Array): Parts {
     }
   });
   const tone = Uint8Array.from(what, (value) => value % 2);
-  return { start: Float64Array.from(start), end: Float64Array.from(end), tone, what: Int32Array.from(what) };
+  return { start: new Float64Array(start), end: new Float64Array(end), tone, what: new Int32Array(what) };
 }
 
 /** Tones of a GPU: at work, gaps by their cause, and copies and collectives that a cause says should run beside. */
@@ -229,7 +230,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   const { timeline, base, moment } = view;
   const mine = new Set(lanes);
   const own = timeline.lanes.map((_, lane) => mine.has(lane));
-  const rows = timeline.lane.map((_, row) => row).filter((row) => own[timeline.lane[row]] && isCommand(timeline.kind[row]));
+  const rows = numbered(timeline.rows).filter((row) => own[timeline.lane[row]] && isCommand(timeline.kind[row]));
   // of a collective only its end is the wire; before that it waits for its peers
   const begin = view.start.slice();
   for (const row of rows) if (timeline.kind[row] === Kind.COLLECTIVE) begin[row] = Math.max(begin[row], view.end[row] - timeline.work[row] * moment.ratio);
@@ -241,7 +242,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
     const aside = sideLane[timeline.lane[row]] ? NONE : moment.aside[base[row]];
     return aside !== NONE ? GPU.ASIDE + aside : kind === Kind.COLLECTIVE ? GPU.WIRE : GPU.COPYING;
   };
-  let taken: Interval[] = [];
+  let taken = new Intervals();
   for (const part of [isComputing, isCopying, isWire]) {
     const tones = new Set<number>();
     for (const row of rows) if (part(timeline.kind[row])) tones.add(toneOf(row));
@@ -254,62 +255,72 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
     const fixedNow = view.fixed.some((fix) => moment.told.plan[fix]?.causes.includes(moment.causes[cause]));
     return fixedNow ? moment.rest[one] : cause;
   };
-  const start: number[] = [];
-  const end: number[] = [];
-  const tone: number[] = [];
-  const what: number[] = [];
+  const all = new Intervals();
   let reached = view.around > 0 ? 0 : Infinity;
-  for (const one of taken) {
-    if (one.start > reached) {
-      start.push(reached);
-      end.push(one.start);
-      tone.push(GPU.GAP + reasonOf(one.row));
-      what.push(one.row);
-    }
-    start.push(one.start);
-    end.push(one.end);
-    tone.push(one.tone);
-    what.push(one.row);
-    reached = Math.max(Number.isFinite(reached) ? reached : 0, one.end);
+  for (let at = 0; at < taken.count; at++) {
+    const { row, start, end } = taken;
+    if (start[at] > reached) all.add(row[at], reached, start[at], GPU.GAP + reasonOf(row[at]));
+    all.add(row[at], start[at], end[at], taken.tone[at]);
+    reached = Math.max(Number.isFinite(reached) ? reached : 0, end[at]);
   }
-  return { start: Float64Array.from(start), end: Float64Array.from(end), tone: Uint8Array.from(tone), what: Int32Array.from(what) };
+  return { start: new Float64Array(all.start), end: new Float64Array(all.end), tone: new Uint8Array(all.tone), what: new Int32Array(all.row) };
 }
 
 const isWire = (kind: number): boolean => kind === Kind.COLLECTIVE;
 const isCopying = (kind: number): boolean => kind === Kind.COPY || kind === Kind.FILL;
 const isComputing = (kind: number): boolean => !isWire(kind) && !isCopying(kind);
 
-interface Interval {
-  row: number;
-  start: number;
-  end: number;
-  tone: number;
+/** Stretches of time in order, a column each: as objects, a million of them would keep the browser collecting them. */
+class Intervals {
+  readonly row: number[] = [];
+  readonly start: number[] = [];
+  readonly end: number[] = [];
+  readonly tone: number[] = [];
+
+  get count(): number {
+    return this.row.length;
+  }
+
+  add(row: number, start: number, end: number, tone: number): void {
+    this.row.push(row);
+    this.start.push(start);
+    this.end.push(end);
+    this.tone.push(tone);
+  }
+
+  take(other: Intervals, at: number): void {
+    this.add(other.row[at], other.start[at], other.end[at], other.tone[at]);
+  }
 }
 
 /** Those that touch are one. */
-function merged({ row, start, end }: Occurrences, counts: (row: number) => boolean, tone: number): Interval[] {
-  const found: Interval[] = [];
-  row.forEach((one, at) => {
-    if (!counts(one)) return;
-    const last = found[found.length - 1];
-    if (last && start[at] <= last.end) last.end = Math.max(last.end, end[at]);
-    else found.push({ row: one, start: start[at], end: end[at], tone });
-  });
+function merged({ row, start, end }: Occurrences, counts: (row: number) => boolean, tone: number): Intervals {
+  const found = new Intervals();
+  for (let at = 0; at < row.length; at++) {
+    if (!counts(row[at])) continue;
+    const last = found.count - 1;
+    if (last >= 0 && start[at] <= found.end[last]) found.end[last] = Math.max(found.end[last], end[at]);
+    else found.add(row[at], start[at], end[at], tone);
+  }
   return found;
 }
 
 /** Both in order, the second only where the first leaves room. */
-function merge(first: Interval[], second: Interval[]): Interval[] {
-  const room: Interval[] = [];
+function merge(first: Intervals, second: Intervals): Intervals {
+  const both = new Intervals();
   let at = 0;
-  for (const one of second) {
-    let from = one.start;
-    while (at < first.length && first[at].end <= from) at++;
-    for (let next = at; from < one.end; next++) {
-      const wall = next < first.length ? first[next].start : Infinity;
-      if (wall > from) room.push({ ...one, start: from, end: Math.min(one.end, wall) });
-      from = next < first.length ? Math.max(from, first[next].end) : Infinity;
+  for (let one = 0; one < second.count; one++) {
+    let from = second.start[one];
+    while (at < first.count && first.start[at] <= from) both.take(first, at++);
+    if (at) from = Math.max(from, first.end[at - 1]);
+    while (from < second.end[one]) {
+      const wall = at < first.count ? first.start[at] : Infinity;
+      if (wall > from) both.add(second.row[one], from, Math.min(second.end[one], wall), second.tone[one]);
+      if (wall >= second.end[one]) break;
+      from = first.end[at];
+      both.take(first, at++);
     }
   }
-  return room.length ? [...first, ...room].sort((one, other) => one.start - other.start) : first;
+  while (at < first.count) both.take(first, at++);
+  return both;
 }
