@@ -121,15 +121,15 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2104,
+    "timeline": 2106,
     "traces": 2100,
     "instrument": 992,
-    "recording": 3754,
+    "recording": 3769,
     "virtual": 8810,
-    "explain": 3824,
-    "report": 2878,
+    "explain": 3856,
+    "report": 2870,
     "runtime": 3560,
-    "cli": 2419,
+    "cli": 2404,
     "fix": 2940,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -19,6 +19,7 @@ from hypothesis import given
 from jsonschema import Draft202012Validator
 from told import H200, TRAIN, explained, near, told
 
+from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import (
     Cause,
     Diagnosis,
@@ -35,7 +36,9 @@ from keepbusy.explain.story import Story, ordinary_steps
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.run_report import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
+from keepbusy.timeline.model import Lane, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, RUN, SPARE, LineTime, LoaderUse, Part, SlowTurns
 from keepbusy.timeline.steps import sample, whole_steps
 
@@ -261,6 +264,36 @@ def test_a_loader_that_keeps_up_is_not_in_the_plan(uses: list[LoaderUse]) -> Non
 
 def test_without_a_watched_run_a_loader_says_nothing() -> None:
     assert with_loader((), [use()], HEALTHY) == ()
+
+
+def test_a_run_of_which_no_turn_was_recorded_has_its_tree_and_its_plan() -> None:
+    """Also of a loader that has no workers at all: what it holds up was seen by no window."""
+    marks = PlainRun("optimizer", 99, step=144 * MS, low=1, high=1 << 40)
+    facts = RunFacts(
+        source="train.py", run=run_of(26_000, 4_000), loaders=(use(workers=0, prefetch=0),), notes=("why",)
+    )
+    timeline = Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=replace(facts, plain_runs={0: marks}))
+    found = explain(from_bytes(to_bytes(timeline)))
+    assert (found.steps, found.plain_step, found.ledger, found.causes) == (0, 144 * MS, {}, ())
+    [fix] = found.plan
+    assert (fix.fix, fix.run_gain) == ("num_workers=6", 6_000 * MS)
+    shown = terminal.render(found)
+    assert "The run took 26.00 s" in shown
+    assert "26.00 → 20.00 s" in shown
+    assert "no workers" in shown
+    assert "computes" not in shown
+    assert "why" in shown
+
+
+def test_a_turn_cut_short_before_it_gave_the_gpu_anything_is_no_turn() -> None:
+    """What was recorded is the end of something else; of the run its tree is told, and why there is no more."""
+    run = Run.of(1).launch([100] * 9)
+    run.on(0).step().work(100).on(0).step()
+    marks = PlainRun("optimizer", 99, step=144 * MS, low=1, high=1 << 40)
+    found = explain(run.timeline(run=run_of(26_000, 4_000), plain_runs={0: marks}))
+    assert found.steps == 0
+    assert found.run is not None
+    assert "fewer than two whole steps" in found.notes[-1]
 
 
 def test_more_workers_stand_in_the_plan_once() -> None:

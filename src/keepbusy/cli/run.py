@@ -276,10 +276,10 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardStreams) -> None:
-    """What the run so far says. A program that did nothing on its GPU has had its say already."""
+    """What the run so far says."""
     if options.save:
         save(timeline, None, options.save_at)
-    if not timeline.on_device.any():
+    if not timeline.on_device.any() and timeline.facts.run is None:
         raise BadInput(f"{options.script} ran nothing on the GPU.")
     if options.quiet:
         return

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis
+from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis, Prediction
+from keepbusy.explain.ledger import NOISE
 from keepbusy.explain.places import another_loop
 from keepbusy.explain.plain import as_recorded
 from keepbusy.explain.plan import plan_of, plan_of_run, turns_of, without_planned
-from keepbusy.explain.story import Story, later_of, left_unexplained, ordinary_steps, rare_of
+from keepbusy.explain.story import Story, later_of, left_unexplained, ordinary_steps, rare_of, sources_of
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.run_facts import LOOP
@@ -45,15 +46,46 @@ def explain(
     """
     what_if = what_if or mend
     _refuse_nonsense(plain_step, what_if, workers)
+    if not len(timeline):
+        return _without_turns(timeline)
     if loop := another_loop(timeline):
         timeline = _of_that_loop(timeline, loop)
     say, known = on_progress or _quiet, timeline.facts.plain_step
-    if plain_step is not None or known is None:
+    if plain_step is not None:
         return _explained(timeline, plain_step, what_if, workers, say, turns)
     try:
         return _explained(timeline, known, what_if, workers, say, turns)
     except BadInput as misfit:
-        return _explained(as_recorded(timeline, misfit), None, what_if, workers, say, turns)
+        if known is not None:
+            with suppress(BadInput):
+                return _explained(as_recorded(timeline, misfit), None, what_if, workers, say, turns)
+        if timeline.facts.run is None:
+            raise
+        return _without_turns(timeline, str(misfit))
+
+
+def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
+    """A run of which no turn was recorded closely: its tree, what its loaders and its marks tell, and their plan."""
+    facts = timeline.facts
+    step = next((one.step for one in facts.plain_runs.values()), 0)
+    told = Diagnosis(
+        plain_step=step,
+        plain_given=True,
+        traced_step=0,
+        steps=0,
+        ledger={},
+        causes=(),
+        harmless=(),
+        predicted=Prediction(step, step, step),
+        noise=round(NOISE * step),
+        ranks=tuple(timeline.ranks),
+        device=facts.device,
+        sources=sources_of(timeline),
+        notes=(*facts.notes, *notes),
+        plain_runs=facts.plain_runs,
+        run=facts.run,
+    )
+    return replace(told, plan=plan_of_run(told, facts.loaders))
 
 
 def _of_that_loop(timeline: Timeline, loop: Part) -> Timeline:

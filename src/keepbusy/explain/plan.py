@@ -321,8 +321,8 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     steps = told.steps_of_run
     known = [_over_the_run(one, steps) for one in plan] if steps else list(plan)
     use = next(iter(uses), None)
-    if use is None or told.run is None or use.in_worker == NONE or not use.workers:
-        return tuple(known)
+    if use is None or told.run is None or use.in_worker == NONE or (told.steps and not use.workers):
+        return tuple(known)  # what the program prepares itself was seen in its steps, if any were recorded
     rest = [one for one in known if one.fix != MORE_WORKERS.fix]
     in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
     # else the steps of this plan are others than those that it feeds
@@ -387,7 +387,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
         run_gain=saved,
         reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
         f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
-        f"and there are {use.workers} workers and {use.cores} cores.",
+        f"and there are {use.workers or 'no'} workers and {use.cores} cores.",
         advice=MORE_WORKERS.advice,
         code=f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)",
         api=MORE_WORKERS.api,

@@ -115,7 +115,7 @@ class Story:
             late=late_ranks(self.scene, self.found["peer_late"]) if "peer_late" in named else (),
             fixed=self.what_if,
             device=timeline.facts.device,
-            sources=_sources(timeline),
+            sources=sources_of(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *unseen),
             plain_runs=timeline.facts.plain_runs,
         )
@@ -269,7 +269,7 @@ def _traced_step(whole: Timeline) -> int:
     return int((spans.end[rows].max() - spans.start[marks[0]] - left_out) / len(marks))
 
 
-def _sources(timeline: Timeline) -> tuple[str, ...]:
+def sources_of(timeline: Timeline) -> tuple[str, ...]:
     return timeline.facts.sources or tuple(filter(None, [timeline.facts.source]))
 
 

@@ -17,7 +17,7 @@ from keepbusy.recording.window import LINES, TRACE, Tick
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import OWN_STEP
-from keepbusy.timeline.model import Ints, Mask, Timeline
+from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import WindowReason
@@ -48,11 +48,26 @@ def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     left = _with_a_window(folder, facts_in(folder))
     trace = _trace(folder, left, str(facts.get("source", "the program")))
     timeline = timeline_of(trace, left.get("rank", 0))
+    told = {**_told(left, trace), **_of_the_run(left, timeline.ranks[0]), "notes": _notes(left), **facts}
+    return timeline.change_facts(**told).change(further=tuple(_further(folder, left, facts)))
+
+
+def without_turns(folder: Path, facts: Mapping[str, Any]) -> Timeline:
+    """Of a run that was not recorded closely: no spans, but its tree, its marks and its loaders."""
+    left = facts_in(folder)
+    rank = left.get("rank", 0)
+    nothing = Timeline((Lane(rank, None, 0),), (), Spans.of(0))
+    return nothing.change_facts(device=left.get("device", ""), **_of_the_run(left, rank), **facts)
+
+
+def _of_the_run(left: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """What is known of the whole run, wherever its windows were."""
     marks = PlainRun.of_fact(left.get("marks"))
-    told = {**_told(left, trace), "plain_runs": {timeline.ranks[0]: marks} if marks else {}, "notes": _notes(left)}
-    told |= {"run": typed(Part, left["run"]) if left.get("run") else None}
-    told |= {"loaders": tuple(typed(LoaderUse, one) for one in left.get("loaders", ()))}
-    return timeline.change_facts(**{**told, **facts}).change(further=tuple(_further(folder, left, facts)))
+    return {
+        "plain_runs": {rank: marks} if marks else {},
+        "run": typed(Part, left["run"]) if left.get("run") else None,
+        "loaders": tuple(typed(LoaderUse, one) for one in left.get("loaders", ())),
+    }
 
 
 def _with_a_window(folder: Path, left: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, Late, PlannedFix
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, laid_out, line, link_to, look
+from keepbusy.report.paper import FAINT, STRONG, line, link_to, look
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part
@@ -20,12 +20,6 @@ WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
 MOST_PARTS = 12
 _NAMES = {IMPORTS: "imports", FIRST_USE: "first use of the GPU"}
-
-
-def render(run: Part, source: str, width: int, colour: bool = False, unicode: bool = True) -> str:
-    """The run alone, where none of it was recorded closely."""
-    parts = [line(("keepbusy", STRONG), (f" · {tame(source)}", FAINT)), line(""), line(headline(run)), line("")]
-    return laid_out([*parts, *tree(run, width)], width, colour, unicode)
 
 
 def headline(run: Part) -> str:

@@ -198,10 +198,14 @@ def parts(
     yield from run_report.plan(diagnosis)
     if diagnosis.plan:
         yield _BLANK
-    yield from _step(diagnosis, width, colour)
-    yield _BLANK
-    yield from _causes(diagnosis, width, detail)
-    yield from _verdict(diagnosis)
+    if diagnosis.steps:
+        yield from _step(diagnosis, width, colour)
+        yield _BLANK
+        yield from _causes(diagnosis, width, detail)
+        yield from _verdict(diagnosis)
+    elif diagnosis.plain_step:
+        yield line("A step takes ", (duration(diagnosis.plain_step), STRONG), ".")
+        yield _BLANK
     yield from run_report.loops(diagnosis)
     yield from _asides(diagnosis)
     if len(diagnosis.causes) > detail.causes or not detail.advice:
@@ -212,7 +216,8 @@ def parts(
 def _head(diagnosis: Diagnosis) -> str:
     ranks, steps = len(diagnosis.ranks), diagnosis.steps
     source, device = words.files(diagnosis.sources), tame(diagnosis.device, 40)
-    facts = (source, device, f"{ranks} ranks" if ranks > 1 else "", f"{steps} step{'' if steps == 1 else 's'}")
+    several, seen = f"{ranks} ranks" if ranks > 1 else "", f"{steps} step{'' if steps == 1 else 's'}" if steps else ""
+    facts = (source, device, several, seen)
     return "".join(f" · {fact}" for fact in facts if fact)
 
 

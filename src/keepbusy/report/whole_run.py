@@ -9,7 +9,7 @@ from dataclasses import replace
 from keepbusy.explain.diagnosis import COMPUTING, Cause, Diagnosis, Later, Rare, Where
 from keepbusy.report import words
 from keepbusy.report.fix_line import fix_line
-from keepbusy.report.paper import FAINT, STRONG, labelled, laid_out, line, look
+from keepbusy.report.paper import look
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
@@ -49,13 +49,6 @@ def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[Rare] = ()) -> Iter
             yield from (("", sentence) for sentence in of_stall(mine))
     if run.fault:
         yield "note", tame(f"The marks ended before the run did ({run.fault}); report it, please.")
-
-
-def render(run: PlainRun, source: str, width: int = 100, *, colour: bool = False, unicode: bool = True) -> str:
-    """The report of a run of which there is nothing but marks."""
-    head = line(("keepbusy", STRONG), (f" · {words.files((source,))} · marks alone", FAINT))
-    step = line("A step takes ", (duration(run.step), STRONG), ".")
-    return laid_out([head, line(""), step, line(""), labelled(asides({0: run}))], width, colour, unicode)
 
 
 def where_of(stall: RareStall) -> Where:

@@ -32,7 +32,9 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     alone = timeline.facts.virtual or timeline.facts.one_turn or (count == 2 and timeline.facts.plain_runs)
     if count < 3 and alone and timeline.on_device.any():
         recorded = count == 2 and not timeline.facts.virtual
-        return one_turn(_cut(timeline, count, np.array([0, 1])) if recorded else timeline)
+        turn = one_turn(_cut(timeline, count, np.array([0, 1])) if recorded else timeline)
+        if turn.on_device.any():
+            return turn
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
         source = timeline.facts.source or "the recording"
         raise BadInput(f"{source} shows fewer than two whole steps; record at least three.")

@@ -11,20 +11,19 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import StandardStreams, screen, show
+from keepbusy.cli.console.output import StandardStreams
 from keepbusy.cli.program import launch
 from keepbusy.cli.program.live import live
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.plain_run import PlainRun
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
@@ -83,8 +82,6 @@ def _die_with(parent: int) -> None:
 
 
 DRIVER = Path("/dev/nvidiactl")
-STEPS_WORTH_TELLING = 10
-"""Plain steps from which on marks alone are worth a report."""
 KEEP = "KEEPBUSY_KEEP"
 """Names a folder in which the profiler's traces are to stay."""
 _CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
@@ -118,8 +115,6 @@ def run(
         whole = _whole(folder, options.script, streams)
         if whole is not None:
             report(whole)
-        elif not options.json:
-            _tell_of_marks(folder, options.script)
     except BadInput as error:
         streams.complain(str(error))
     finally:
@@ -151,33 +146,23 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     timelines, why = _left(folder, source)
     if launch.world() > 1:
         timelines, why = launch.shared(timelines, why)
-    for sentence in why:
+    whole = _without_turns(folder, source, why) if why and not timelines else None
+    for sentence in why if whole is None else ():
         streams.complain(sentence)
     if not timelines:
-        return None
+        return whole
     from keepbusy.recording.recorded_run import together
 
     return together(timelines)
 
 
-def _tell_of_marks(folder: Path, source: str) -> None:
-    """Where there is no window, what marks alone know is better than nothing."""
-    from keepbusy.recording.recorded_run import facts_in
-    from keepbusy.report import run_report, whole_run
-    from keepbusy.timeline.files import typed
-    from keepbusy.timeline.run_tree import Part
+def _without_turns(folder: Path, source: str, why: Sequence[str]) -> Timeline | None:
+    """What is known of the whole run is worth a report, also where no turn was recorded."""
+    from keepbusy.recording.recorded_run import without_turns
 
-    left = [facts_in(one) for one in folder.iterdir() if one.is_dir()]
-    trees = [one["run"] for one in left if one.get("run")]
-    if trees:
-        sheet = screen()
-        longest = typed(Part, max(trees, key=lambda tree: tree["time"]))
-        show(("\n", run_report.render(longest, source, sheet.width, sheet.colour, sheet.unicode), "\n"))
-    runs = [PlainRun.of_fact(one.get("marks")) for one in left]
-    run = max((run for run in runs if run is not None), key=lambda run: run.steps, default=None)
-    if run is not None and run.steps >= STEPS_WORTH_TELLING:
-        sheet = screen()
-        show(("\n", whole_run.render(run, source, sheet.width, colour=sheet.colour, unicode=sheet.unicode), "\n"))
+    runs = [without_turns(one, {"source": source, "notes": tuple(why)}) for one in folder.iterdir() if one.is_dir()]
+    known = [one for one in runs if one.facts.run is not None or one.facts.plain_runs]
+    return max(known, key=lambda one: one.facts.run.time if one.facts.run else 0, default=None)
 
 
 def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
