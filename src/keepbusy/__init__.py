@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keepbusy.explain import explain as explain
     from keepbusy.explain.comparison import compare as compare
+    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.fix.gate.guard import guard as guard
     from keepbusy.instrument.step import step as step
     from keepbusy.recording import record as record
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from keepbusy.runtime.save_later import save_later as save_later
     from keepbusy.timeline.busy_file import load as load
     from keepbusy.timeline.busy_file import save as save
+    from keepbusy.timeline.model import Timeline
     from keepbusy.traces import read as read
 
 __version__ = "0.1.0"
@@ -51,6 +53,19 @@ _HOMES = {
     "step": "keepbusy.instrument.step",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def in_a_notebook(shown: Timeline | Diagnosis) -> str | None:
+    """A run, and what was explained, as a notebook shows them: the page, or nothing of what cannot be explained."""
+    from keepbusy.explain import explain as explained
+    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.report.page.page_file import render as page
+    from keepbusy.timeline.errors import BadInput
+
+    try:
+        return page((shown if isinstance(shown, Diagnosis) else explained(shown)).with_turns())._repr_html_()
+    except BadInput:
+        return None
 
 
 def __getattr__(name: str) -> Any:

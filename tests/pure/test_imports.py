@@ -121,13 +121,13 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2106,
+    "timeline": 2111,
     "traces": 2100,
     "instrument": 992,
     "recording": 3769,
     "virtual": 8810,
-    "explain": 3856,
-    "report": 2870,
+    "explain": 3868,
+    "report": 2871,
     "runtime": 3560,
     "cli": 2404,
     "fix": 2940,

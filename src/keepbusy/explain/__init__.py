@@ -120,6 +120,7 @@ def _explained(
         run=run,
         loops=_loops(timeline, workers, run, turns),
         turns=story.turns() if turns else None,
+        draw=story.turns,
     )
     rare = rare_of(timeline, ordinary, workers)
     told = replace(ordinary, rare=rare, later=later_of(timeline, workers))

@@ -5,8 +5,8 @@ Times are nanoseconds a step, of the plain step (the run without a profiler).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from keepbusy.timeline.model import NONE
@@ -202,6 +202,17 @@ class Diagnosis:
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
+    draw: Callable[[], Turns] | None = field(default=None, compare=False, repr=False)  # for who wants to later
+
+    def _repr_html_(self) -> str | None:
+        import keepbusy  # which knows how all rooms work together; only a notebook asks
+
+        return keepbusy.in_a_notebook(self)
+
+    def with_turns(self) -> Diagnosis:
+        """The same, to be drawn: also its other loops."""
+        loops = tuple(replace(one, diagnosis=one.diagnosis.with_turns()) for one in self.loops)
+        return replace(self, turns=self.turns or (self.draw() if self.draw else None), loops=loops)
 
     @property
     def steps_of_run(self) -> int:

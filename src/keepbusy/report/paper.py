@@ -95,6 +95,7 @@ def console(width: int, colour: bool, file: io.StringIO | None = None, record: b
         file=file,
         width=width,
         force_terminal=colour,
+        force_jupyter=False,  # in a notebook, too, a report is the text that it returns
         no_color=not colour,
         color_system=("truecolor" if record else "auto") if colour else None,
         markup=False,

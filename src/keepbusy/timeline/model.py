@@ -185,6 +185,11 @@ class Timeline:
         lane, kind, name = self.lanes[spans.lane[row]], Kind(int(spans.kind[row])), self.names[spans.name[row]]
         return Span(int(row), lane, kind, name, int(spans.start[row]), int(spans.end[row]), int(spans.work[row]))
 
+    def _repr_html_(self) -> str | None:
+        import keepbusy  # which knows how all rooms work together; only a notebook asks
+
+        return keepbusy.in_a_notebook(self)
+
     @property
     def ranks(self) -> list[int]:
         return sorted({lane.rank for lane in self.lanes})

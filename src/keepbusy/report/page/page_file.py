@@ -48,7 +48,7 @@ class Page(str):
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        look = "width: 100%; height: 820px; border: 0"
+        look = "width: 100%; height: 620px; border: 0"
         return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self)}" style="{look}"></iframe>'
 
 
