@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from keepbusy.runtime.prefetch.prefetch_iterator import prefetch as prefetch
     from keepbusy.runtime.readback import readback as readback
     from keepbusy.runtime.save_later import save_later as save_later
+    from keepbusy.runtime.spread.spread_model import spread as spread
     from keepbusy.timeline.busy_file import load as load
     from keepbusy.timeline.busy_file import save as save
     from keepbusy.timeline.model import Timeline
@@ -50,6 +51,7 @@ _HOMES = {
     "render": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.busy_file",
     "save_later": "keepbusy.runtime.save_later",
+    "spread": "keepbusy.runtime.spread.spread_model",
     "step": "keepbusy.instrument.step",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605

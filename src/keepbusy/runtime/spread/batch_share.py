@@ -1,0 +1,74 @@
+"""Each rank's share of every batch: a loop goes on reading whole batches, and its gradients are those of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from keepbusy.runtime.spread.layout import RankLayout
+
+
+class ShareSampler:
+    """Of each batch of indices those of one rank; all ranks draw the same order. What does not divide is left out."""
+
+    def __init__(self, batches: BatchSampler, layout: RankLayout) -> None:
+        self._batches, self._layout = batches, layout
+        self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        sampler = self._batches.sampler
+        if hasattr(sampler, "generator"):
+            seed = torch.randint(1 << 62, (1,)).to(self._layout.device)
+            dist.broadcast(seed, 0)
+            sampler.generator = torch.Generator().manual_seed(int(seed))
+        for indices in self._batches:
+            size = len(indices) // self._layout.data
+            if size:
+                yield indices[size * self._layout.data_rank :][:size]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class SharedBatches:
+    """Any other iterable of batches: all ranks read them, and each keeps its rows."""
+
+    def __init__(self, batches: Iterable[Any], layout: RankLayout) -> None:
+        self._batches, self._layout = batches, layout
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield share_of(batch, self._layout)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+def share_of(batch: Any, layout: RankLayout) -> Any:
+    """This rank's rows of every tensor in it."""
+
+    def rows(one: Any) -> Any:
+        if not isinstance(one, Tensor) or not one.dim():
+            return one
+        size = one.shape[0] // layout.data
+        return one[size * layout.data_rank :][:size]
+
+    return tree_map(rows, batch)
+
+
+def share(loader: Iterable[Any], layout: RankLayout) -> Any:
+    """The loader's batches, a share of each; a `DataLoader` loads no more than that."""
+    if layout.data == 1:
+        return loader
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or sampler is None:
+        return SharedBatches(loader, layout)
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+    options = {name: getattr(loader, name) for name in (*kept, "persistent_workers", "multiprocessing_context")}
+    return DataLoader(loader.dataset, batch_sampler=ShareSampler(sampler, layout), **options)

@@ -1,0 +1,183 @@
+"""That a spread model trains as one process would: an example before the loop, and the loop's first step."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from keepbusy.runtime.spread.batch_share import share_of
+from keepbusy.runtime.spread.blocks import without_dropout
+from keepbusy.runtime.spread.layout import RankLayout
+from keepbusy.runtime.spread.traffic import Theory, Traffic
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
+"""Of the norm of a gradient; other dtypes may differ by 5e-2. Sums in another order differ by 1e-6, with TF32 by 1e-3,
+and a gradient that is not averaged, or that misses a part, by 0.1 and more."""
+
+
+class NotEqual(RuntimeError):  # noqa: N818 -- what was found
+    """The spread model does not compute what one process does."""
+
+
+class Example:
+    """A batch that the model is called with, and what one process makes of it: its loss and all gradients."""
+
+    def __init__(self, model: nn.Module, batch: Any, device: torch.device) -> None:
+        self._batch = tree_map(lambda one: _of_first_rank(one, device), batch)
+        self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        with ExitStack() as watched:
+            for one in model.modules():
+                watched.callback(one.register_forward_pre_hook(self._note, with_kwargs=True).remove)
+            self.loss = _loss_of_run(model, model, self._batch)
+        self._gradients = _gradients(model)
+        self.unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+        model.zero_grad()
+
+    def _note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.calls.setdefault(module, (arguments, options))
+
+    def forget_calls(self) -> None:
+        self.calls.clear()
+
+    def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory) -> str:
+        """What was compared, as a sentence; raises `NotEqual`."""
+        sizes = {one.shape[0] for one in tree_leaves(self._batch) if isinstance(one, Tensor) and one.dim()}
+        divides = all(size % layout.data == 0 for size in sizes)
+        counted = Traffic()
+        with counted:
+            loss = _loss_of_run(model, inner, share_of(self._batch, layout) if divides else self._batch)
+        gradients = _gradients(inner)
+        model.zero_grad()
+        dist.all_reduce(loss, group=layout.data_group)
+        loss /= layout.data
+        far = float((loss - self.loss).abs() / self.loss.abs().clamp(min=1e-12))
+        worst, name = self._farthest(gradients)
+        allowed = min(TOLERANCES.get(one.dtype, 5e-2) for one in self._gradients.values())
+        if not (far <= allowed and worst <= allowed):
+            what = f"the gradient of {name} by {worst:.2g} of its norm" if worst > allowed else "no gradient"
+            raise NotEqual(
+                f"{layout}: of the example the loss differs from one process by {far:.2g} and {what} (allowed "
+                f"{allowed:g}); a module before it computes with the whole batch or width, or with random numbers"
+            )
+        if counted.number and (told := theory.differs(counted)):
+            raise NotEqual(f"{layout}: {told}; a module is run twice or not at all, or sends something of its own")
+        moved = f"; it moves {counted}" if counted.number else ""
+        return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
+
+    def _farthest(self, gradients: Mapping[str, Tensor]) -> tuple[float, str]:
+        floor = 1e-2 * max(float(one.norm()) for one in self._gradients.values())
+        found = [(0.0, "")]
+        for name, right in self._gradients.items():
+            if name not in gradients:
+                return float("inf"), name
+            off = (gradients[name] - right).norm() / max(float(right.norm()), floor, 1e-30)
+            found.append((float(off), name))
+        return max(found, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
+
+
+def _of_first_rank(value: Any, device: torch.device) -> Any:
+    """Ranks that draw their own example would each compare with another."""
+    if isinstance(value, Tensor):
+        value = value.detach().to(device, copy=True).contiguous()
+        dist.broadcast(value, 0)
+    return value
+
+
+def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
+    """The example's loss, after its backward pass; buffers are as they were."""
+    arguments, options = (
+        ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
+    )
+    buffers = {name: one.clone() for name, one in inner.named_buffers()}
+    with without_dropout(inner):
+        output = model(*arguments, **options)
+        loss = _loss_of(output)
+        loss.backward()
+    with torch.no_grad():
+        for name, one in inner.named_buffers():
+            if name in buffers:
+                one.copy_(buffers[name])
+    return loss.detach().float()
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole ones, on the host."""
+    named = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    notes = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = notes.level
+    notes.setLevel(logging.ERROR)  # that whole gradients are slow to gather matters once
+    whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in named.items()}
+    notes.setLevel(level)
+    return {name: one.detach().float().cpu() for name, one in whole.items()}
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Of whatever the model returns: its own loss, or a mean of squares, which weighs each row of a batch alike."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [one for one in tree_leaves(dict(output) if isinstance(output, dict) else output) if _learns(one)]
+    if not tensors:
+        raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient")
+    return torch.stack([one.float().square().mean() for one in tensors]).sum()
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class FirstStep:
+    """Before the optimizer steps for the first time: each gradient is there, and the same where it must be."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: RankLayout) -> None:
+        self._model, self._layout = model, layout
+        self._done = False
+        optimizer.register_step_pre_hook(self._check)
+
+    def _check(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        if self._done:
+            return
+        names = {id(one): name for name, one in self._model.named_parameters()}
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        ready = [one for one in trained if one.grad is not None]
+        if all(one.grad is None or not bool(torch.count_nonzero(_local(one.grad))) for one in trained):
+            return  # a step that only makes the states, or nothing to learn from
+        self._done = True
+        missing = [names[id(one)] for one in trained if one.grad is None]
+        if missing:
+            warnings.warn(
+                f"{len(missing)} parameters got no gradient at the first step, such as {missing[0]}: they do not learn",
+                stacklevel=2,
+            )
+        if self._layout.wraps:
+            self._same(
+                names, ready, self._layout.data_group, "call the model that spread returned, outside of no_sync()"
+            )
+        elif self._layout.tensor > 1:
+            whole = [one for one in ready if one.placements[-1].is_replicate()]
+            self._same(names, whole, self._layout.tensor_group, "give ranks that share layers the same batches")
+
+    def _same(self, names: dict[int, str], parameters: list[Any], group: Any, remedy: str) -> None:
+        norms = torch.stack([_local(one.grad).float().norm() for one in parameters])
+        low, high = norms.clone(), norms.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        largest = float(high.max())
+        for one, least, most in zip(parameters, low.tolist(), high.tolist(), strict=True):
+            if most - least > 1e-3 * (most + largest):
+                raise NotEqual(
+                    f"the gradient of {names[id(one)]} has norm {least:.4g} on one rank and {most:.4g} on another: it "
+                    f"has not travelled, or was made of other inputs; {remedy}"
+                )
+
+
+def _local(value: Any) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value

@@ -1,0 +1,219 @@
+"""A part of the model that every GPU of a group computes a share of: layers cut by columns, then one cut by rows."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+HEADS = re.compile(r"heads?$")
+"""Attributes that count the heads of an attention: num_heads, n_head, num_key_value_heads."""
+
+
+@dataclass
+class Region:
+    """Between its columns and its row a rank holds its own share of the features. `numbers` are attributes of modules
+    that say how wide it is or how many heads it has: they are divided."""
+
+    name: str
+    module: nn.Module
+    columns: list[nn.Module]
+    row: nn.Module
+    numbers: dict[tuple[nn.Module, str], int]
+    inside: set[nn.Module] = field(default_factory=set)
+    """Modules between columns and row that have parameters of their own, whose gradients are sums over the group."""
+
+    def role(self, module: nn.Module) -> str:
+        if module in self.columns:
+            return "column"
+        return "row" if module is self.row else "inside" if module in self.inside else "whole"
+
+    def divide(self, parts: int) -> None:
+        for (module, name), value in self.numbers.items():
+            setattr(module, name, value // parts)
+
+    def undivide(self) -> None:
+        for (module, name), value in self.numbers.items():
+            setattr(module, name, value)
+
+
+def cut_of(role: str, name: str) -> int | None:
+    """The dimension along which a parameter of a Linear is cut."""
+    if role == "column":
+        return 0
+    return 1 if role == "row" and name == "weight" else None
+
+
+def regions_of(name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int) -> Iterator[Region]:
+    """What may be cut in a module, by the shapes of its Linear layers, most likely first; a trial tells if it is right.
+
+    All but the last make features of one input, which the last brings together again: queries, keys, values and the
+    projection; gate, up and down. Or they follow each other in pairs.
+    """
+    inner = module.named_modules(prefix=name)
+    layers = [one for _, one in inner if type(one) is nn.Linear and one not in claimed]
+    layers = [one for one in layers if not any(id(own) in kept for own in one.parameters())]
+    choices = [(layers[:-1], layers[-1])] if len(layers) > 1 else []
+    if len(layers) > 2:
+        choices += [([first], second) for first, second in itertools.pairwise(layers)]
+    for columns, row in choices:
+        if _fit(columns, row, parts):
+            for numbers in _numbers(module, columns, row, parts):
+                yield Region(name, module, columns, row, numbers)
+
+
+def _fit(columns: list[Any], row: Any, parts: int) -> bool:
+    same_input = len({one.in_features for one in columns}) == 1
+    return (
+        same_input
+        and columns[0].out_features == row.in_features
+        and not any(one.out_features % parts for one in columns)
+    )
+
+
+def _numbers(module: nn.Module, columns: list[Any], row: Any, parts: int) -> list[dict[tuple[nn.Module, str], int]]:
+    whole = {
+        (one, key): value
+        for one in module.modules()
+        if one not in columns and one is not row
+        for key, value in vars(one).items()
+        if type(value) is int
+    }
+    heads = {place: value for place, value in whole.items() if HEADS.search(place[1])}
+    if any(value % parts for value in heads.values()):
+        return []
+    widths = {one.out_features for one in columns}
+    wide = heads | {place: value for place, value in whole.items() if value in widths}
+    return [one for one, _ in itertools.groupby([heads, wide, {}])]
+
+
+class Cut:
+    """A module of a tensor-parallel model: while it runs, its parameters are this rank's own plain tensors.
+
+    So nothing but storage is a DTensor: optimizers, clipping and checkpoints see them, and the forward pass never
+    mixes them with plain tensors nor pays for their dispatch.
+    """
+
+    def __init__(self, module: nn.Module, region: Region | None, group: Any, seeds: Seeds) -> None:
+        self._module, self._region, self._group, self._seeds = module, region, group, seeds
+        self._role = region.role(module) if region else "whole"
+        self._bias: Tensor | None = None
+        self.trial: dict[str, Tensor] = {}
+
+    def attach(self, caller: nn.Module) -> list[RemovableHandle]:
+        """The caller is the module itself, or what reads its parameters without calling it."""
+        after = caller.register_forward_hook(self._after, always_call=True)
+        return [caller.register_forward_pre_hook(self._before), after]
+
+    def _before(self, _caller: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        module = self._module
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                own = self.trial.get(name, parameter) if self.trial else _local(parameter)
+                module.__dict__[name] = _Copied.apply(own, self._group) if self._role == "inside" else own
+        if self._role == "row":
+            self._bias, module.__dict__["bias"] = module.bias, None
+            self._seeds.leave()
+        if self._role == "column":
+            return (self._seeds.copied(arguments[0], self._group), *arguments[1:])
+        return None
+
+    def _after(self, _caller: nn.Module, _arguments: Any, output: Any) -> Any:
+        for name in self._module._parameters:
+            self._module.__dict__.pop(name, None)
+        if output is None:  # it failed
+            return None
+        if self._role == "row":
+            output = _Summed.apply(output, self._group)
+            bias, self._bias = self._bias, None
+            return output if bias is None else output + bias
+        if self._role == "column":
+            self._seeds.enter()
+        return None
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class Seeds:
+    """What all regions of a model share: the copy of an input that several columns read, and random numbers.
+
+    Outside of regions all ranks of a group hold the same activations and must drop the same ones; inside, each holds
+    others. The key of the generator is changed there and its offset kept, so that checkpointed activations repeat.
+    """
+
+    def __init__(self, rank: int, device: torch.device, random: bool) -> None:
+        self._rank, self._device, self._random = rank, device, random
+        self._inside: Any = None
+        self._copy: tuple[Tensor, Tensor] | None = None
+
+    def copied(self, whole: Tensor, group: Any) -> Tensor:
+        """One sum of gradients for all that read the same input."""
+        if self._copy is None or self._copy[0] is not whole or self._copy[1].requires_grad != torch.is_grad_enabled():
+            self._copy = whole, _Copied.apply(whole, group)
+        return self._copy[1]
+
+    def enter(self) -> None:
+        if not self._random or self._inside is not None:
+            return
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index]
+            self._inside, offset = generator.initial_seed(), generator.get_offset()
+            generator.manual_seed(self._inside ^ (self._rank + 1) << 20)
+            generator.set_offset(offset)
+        else:
+            seed = int(torch.randint(1 << 30, ()))
+            self._inside = torch.get_rng_state()
+            torch.manual_seed(seed + self._rank)
+
+    def leave(self) -> None:
+        self._copy = None
+        if self._inside is None:
+            return
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index]
+            offset = generator.get_offset()
+            generator.manual_seed(self._inside)
+            generator.set_offset(offset)
+        else:
+            torch.set_rng_state(self._inside)
+        self._inside = None
+
+
+class _Copied(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
+    """The same on all ranks of a group, each of which does something else with it: gradients are summed."""
+
+    @staticmethod
+    def forward(context: Any, whole: Tensor, group: Any) -> Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, context.group), None
+
+
+class _Summed(torch.autograd.Function):  # type: ignore[misc]
+    """The sum of what each rank of a group has; the gradient is that of the sum."""
+
+    @staticmethod
+    def forward(_context: Any, part: Tensor, group: Any) -> Tensor:
+        return _sum(part, group)
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _sum(part: Tensor, group: Any) -> Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,197 @@
+"""Tensor parallelism: which layers are cut is derived from the module tree, tried on an example, and then done."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from keepbusy.runtime.spread.blocks import tied_parameters
+from keepbusy.runtime.spread.layout import RankLayout
+from keepbusy.runtime.spread.region import Cut, Region, Seeds, cut_of, regions_of
+
+TOLERANCE = 1e-2
+"""Of the norm: what a region may differ from the whole one. Sums in another order differ by 1e-6, with TF32 and
+bfloat16 by some 1e-3, and what is wrong by 0.1 and more."""
+
+_Known = tuple[list[str], str, list[tuple[str, str]], list[str]]
+Calls = Mapping[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
+"""What each module was called with when the example ran."""
+
+
+class TensorPlan:
+    """The regions of a model that are cut, each tried against the whole module on what the example brought it."""
+
+    def __init__(self, model: nn.Module, layout: RankLayout, calls: Calls, asked: Mapping[str, str]) -> None:
+        self.regions: list[Region] = []
+        self._model, self._layout, self._calls = model, layout, calls
+        kept, names = set(tied_parameters(model)), {one: name for name, one in model.named_modules()}
+        self._names = names
+        self._whole = {one for one, name in names.items() if _asked(name, asked) == "whole"}
+        kept |= {id(own) for one in self._whole for own in one.parameters()}
+        claimed: set[nn.Module] = set()
+        decided: dict[str, _Known | None] = {}
+        for name, module in reversed(list(model.named_modules())):  # inner ones come first
+            if module in calls and list(module.children()):
+                look = f"{module} {[path for path, one in module.named_modules() if one in claimed]}"
+                if look not in decided:
+                    found = self._first_right(regions_of(name, module, claimed, kept, layout.tensor))
+                    decided[look] = _described(found, module) if found else None
+                if (known := decided[look]) is not None:
+                    region = _like(known, name, module)
+                    self.regions.append(region)
+                    claimed |= {*region.columns, region.row}
+        self.regions.reverse()
+        if not self.regions:
+            raise ValueError(
+                f"spread found no layers to cut in {layout.tensor}: in no module do Linear layers follow each other by "
+                "columns and rows, with widths and heads that it divides; leave tensor= out"
+            )
+
+    def _caller(self, module: nn.Module) -> nn.Module:
+        """The innermost module around it that was called."""
+        name = self._names[module]
+        while module not in self._calls and name:
+            name = name.rpartition(".")[0]
+            module = self._model.get_submodule(name)
+        return module
+
+    def _first_right(self, choices: Any) -> Region | None:
+        return next((one for one in choices if self._is_right(one)), None)
+
+    def _is_right(self, region: Region) -> bool:
+        """The same on all ranks, or it would not be a plan."""
+        try:
+            right = self._differs(region) <= TOLERANCE
+        except Exception:  # code that knows how wide the whole is
+            right = False
+        vote = torch.tensor(float(right), device=self._layout.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._layout.tensor_group)
+        return bool(vote)
+
+    def _differs(self, region: Region) -> float:
+        """How far outputs and gradients are from those of the whole module, of their norms."""
+        arguments, options = self._calls[region.module]
+        layout = self._layout
+        whole = dict(region.module.named_parameters())
+        outputs, expected = _run(region.module, arguments, options, list(whole.values()))
+        seeds = Seeds(layout.tensor_rank, layout.device, random=False)
+        owners = {name: region.module.get_submodule(name.rpartition(".")[0]) for name in whole}
+        cuts = {one: Cut(one, region, layout.tensor_group, seeds) for one in owners.values()}
+        parts = {}
+        for name, parameter in whole.items():
+            part = _part(parameter, cut_of(region.role(owners[name]), name.rpartition(".")[2]), layout)
+            parts[name] = cuts[owners[name]].trial[name.rpartition(".")[2]] = part.detach().requires_grad_(True)
+        handles = [handle for one, cut in cuts.items() for handle in cut.attach(self._caller(one))]
+        region.divide(layout.tensor)
+        try:
+            found, gradients = _run(region.module, arguments, options, list(parts.values()))
+        finally:
+            region.undivide()
+            for handle in handles:
+                handle.remove()
+        worst = max(_distance(one, other) for one, other in zip(found, outputs, strict=True))
+        self._floor = 1e-2 * max(float(one.norm()) for one in expected if one is not None)
+        inputs = len(gradients) - len(parts)
+        for got, right in zip(gradients[:inputs], expected[:inputs], strict=True):
+            worst = max(worst, _distance(got, right, self._floor))
+        for name, got, right in zip(parts, gradients[inputs:], expected[inputs:], strict=True):
+            worst = max(worst, self._parameter_differs(region, owners[name], name, got, right))
+        return worst
+
+    def _parameter_differs(self, region: Region, owner: nn.Module, name: str, got: Any, right: Any) -> float:
+        if right is None or got is None:
+            return 0.0 if right is got else float("inf")
+        cut = cut_of(region.role(owner), name.rpartition(".")[2])
+        if cut is not None:
+            return _distance(got, _part(right, cut, self._layout), self._floor)
+        alone, summed = _distance(got, right, self._floor), got.clone()
+        dist.all_reduce(summed, group=self._layout.tensor_group)
+        if owner is not region.row and alone > TOLERANCE >= _distance(summed, right, self._floor):
+            region.inside.add(owner)
+            return 0.0
+        return alone
+
+    @property
+    def sums(self) -> int:
+        """Collectives of a step: each region's output, the gradient of its input, and those of parameters inside."""
+        inside = [one for region in self.regions for module in region.inside for one in module._parameters.values()]
+        return 2 * len(self.regions) + sum(one is not None for one in inside)
+
+    def apply(self, random: bool) -> None:
+        """Every parameter becomes a DTensor, so that optimizers and clipping never meet two kinds."""
+        mesh, layout = self._layout.mesh["tensor"], self._layout
+        seeds = Seeds(layout.tensor_rank, layout.device, random)
+        region_of = {one: region for region in self.regions for one in (*region.columns, region.row, *region.inside)}
+        made: dict[int, nn.Parameter] = {}
+        for module in self._model.modules():
+            region = region_of.get(module)
+            role = region.role(module) if region else "whole"
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                cut = cut_of(role, name)
+                placement = Replicate() if cut is None else Shard(cut)
+                if id(parameter) not in made:
+                    shared = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                    made[id(parameter)] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+            if module._parameters:
+                Cut(module, region, layout.tensor_group, seeds).attach(self._caller(module))
+        for region in self.regions:
+            region.divide(layout.tensor)
+
+
+def _asked(name: str, asked: Mapping[str, str]) -> str | None:
+    return next((role for pattern, role in asked.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _described(region: Region, module: nn.Module) -> _Known:
+    """By names within the module, so that its siblings need no trial."""
+    name = {one: path for path, one in module.named_modules()}
+    numbers = [(name[one], key) for one, key in region.numbers]
+    return [name[one] for one in region.columns], name[region.row], numbers, [name[one] for one in region.inside]
+
+
+def _like(known: _Known, name: str, module: nn.Module) -> Region:
+    columns, row, numbers, inside = known
+    at = module.get_submodule
+    values = {(at(path), key): getattr(at(path), key) for path, key in numbers}
+    return Region(name, module, [at(one) for one in columns], at(row), values, {at(one) for one in inside})
+
+
+def _part(whole: Tensor, cut: int | None, layout: RankLayout) -> Tensor:
+    return whole if cut is None else whole.chunk(layout.tensor, cut)[layout.tensor_rank]
+
+
+def _run(module: nn.Module, arguments: Any, options: Any, parameters: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    """Outputs, and the gradients of inputs and parameters under a weighting of the outputs that tells them apart."""
+
+    def fresh(value: Any) -> Any:
+        known = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().clone().requires_grad_(True) if known else value
+
+    arguments, options = tree_map(fresh, (arguments, options))
+    inputs = [one for one in tree_flatten((arguments, options))[0] if isinstance(one, Tensor) and one.requires_grad]
+    output = module(*arguments, **options)
+    outputs = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor) and one.requires_grad]
+    weights = [torch.linspace(-1, 1, one.numel(), device=one.device).view_as(one).to(one.dtype) for one in outputs]
+    trained = [one for one in parameters if one.requires_grad]
+    found = iter(torch.autograd.grad(outputs, [*inputs, *trained], weights, allow_unused=True))
+    gradients = [next(found) if one.requires_grad else None for one in [*inputs, *parameters]]
+    return [one.detach() for one in outputs], gradients
+
+
+def _distance(one: Any, other: Any, floor: float = 1e-12) -> float:
+    """Of the norm; what is nearly zero, as the gradient of a bias that a softmax cancels, is held against the rest."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one - other).norm()) / max(float(other.norm()), floor)

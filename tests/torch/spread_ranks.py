@@ -1,0 +1,385 @@
+"""Ranks over gloo: what `keepbusy.spread` trains in each layout, beside one process, and what it says. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from spread_models import GPT, WIDTH, WORDS, Encoder, ResNet
+from torch import Tensor, nn
+
+from keepbusy.runtime.accumulate import accumulate
+from keepbusy.runtime.save_later import save_later
+from keepbusy.runtime.spread import resume, state_of
+from keepbusy.runtime.spread.batch_share import share
+from keepbusy.runtime.spread.spread_model import spread
+
+RANKS = int(os.environ["WORLD_SIZE"])
+ROWS = 8
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {**{f"shard={one}": {"shard": one} for one in range(4)}, "tensor=2": {"tensor": 2}},
+    4: {
+        "shard=3": {"shard": 3},
+        **{f"shard={one}, tensor=2": {"shard": one, "tensor": 2} for one in (0, 2, 3)},
+    },
+}
+MODELS: dict[str, Callable[..., nn.Module]] = {"GPT": GPT, "ResNet": ResNet, "encoder": Encoder}
+Batch = tuple[Tensor, Tensor]
+
+
+def made(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """With a group of its own for what has one dimension: another learning rate, and no decay."""
+    torch.manual_seed(7)
+    model = MODELS[kind](**options)
+    flat = [one for one in model.parameters() if one.dim() < 2]
+    groups = [{"params": [one for one in model.parameters() if one.dim() > 1]}, {"params": flat, "lr": 3e-3}]
+    groups[1]["weight_decay"] = 0.0
+    return model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+
+
+def batch(kind: str, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    if kind == "ResNet":
+        return torch.randn(ROWS, 3, 6, 6, generator=generator), torch.randint(10, (ROWS,), generator=generator)
+    return tuple(torch.randint(WORDS, (ROWS, 12), generator=generator) for _ in range(2))
+
+
+def batches(kind: str, first: int = 0, count: int = 3) -> list[Batch]:
+    return [batch(kind, step) for step in range(first, first + count)]
+
+
+def cost(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, pairs: Iterable[Batch]) -> list[float]:
+    """A loop that knows nothing of ranks; losses are those of the whole batch."""
+    losses = []
+    for x, y in pairs:
+        loss = cost(model, x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [averaged(one) for one in losses]
+
+
+def averaged(loss: Tensor) -> float:
+    total = loss.clone()
+    dist.all_reduce(total)
+    return float(total) / RANKS
+
+
+def layouts_of(kind: str) -> dict[str, Any]:
+    found = {"one process": train(*made(kind), batches(kind))}
+    for name, layout in LAYOUTS[RANKS].items():
+        if kind != "ResNet" or "tensor" not in layout:
+            found[name] = train(*spread(*made(kind), batches(kind), example=batch(kind, 9)[0], **layout))
+    return found
+
+
+def without_an_example() -> dict[str, Any]:
+    found = {"one process": train(*made("GPT"), batches("GPT"))}
+    for shard in range(4):
+        model, optimizer = made("GPT")
+        if dist.get_rank():  # other ranks were made with another seed
+            nn.init.normal_(model.head.weight)
+        found[f"shard={shard}"] = train(*spread(model, optimizer, batches("GPT"), shard=shard))
+    return found
+
+
+def with_states_from_before() -> dict[str, Any]:
+    """Momenta, and a schedule that holds the optimizer."""
+
+    def halfway() -> tuple[Any, Any, Any]:
+        model, optimizer = made("GPT")
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, batches("GPT", 5, 2))
+        schedule.step()
+        return model, optimizer, schedule
+
+    found = {}
+    for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
+        model, optimizer, schedule = halfway()
+        pairs: Any = batches("GPT")
+        if layout is not None:
+            model, optimizer, pairs = spread(model, optimizer, pairs, example=batch("GPT", 9)[0], **layout)
+        schedule.step()
+        found[name] = [*train(model, optimizer, pairs), *(group["lr"] for group in optimizer.param_groups)]
+    return found
+
+
+def accumulated() -> dict[str, Any]:
+    found = {}
+    for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
+        model, optimizer = made("GPT")
+        pairs: Any = batches("GPT", 0, 4)
+        if layout is not None:
+            model, optimizer, pairs = spread(model, optimizer, pairs, example=batch("GPT", 9)[0], **layout)
+        for micro in accumulate(model, pairs, count=2):
+            (cost(model, *micro.batch) * micro.scale).backward()
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[name] = train(model, optimizer, [])
+        found[name] = [averaged(cost(model, *pair).detach()) for pair in pairs]
+    return found
+
+
+def scaled() -> dict[str, Any]:
+    """One rank's second step overflows: all must skip it."""
+    found = {}
+    for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
+        model, optimizer = made("GPT")
+        pairs: Any = batches("GPT")
+        if layout is not None:
+            model, optimizer, pairs = spread(model, optimizer, pairs, example=batch("GPT", 9)[0], **layout)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        losses = []
+        for step, (x, y) in enumerate(pairs):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = cost(model, x, y)
+            overflows = step == 1 and (layout is None or dist.get_rank() == RANKS - 1)
+            scaler.scale(loss * float("inf") if overflows else loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(averaged(loss.detach()))
+        found[name] = [*losses, scaler.get_scale() / 1024]
+    return found
+
+
+def resumed() -> dict[str, Any]:
+    """Every layout's checkpoint, read by every other."""
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    root, example = Path(folder[0]), batch("GPT", 9)[0]
+    found, saving = {}, None
+    model, optimizer = made("GPT")
+    train(model, optimizer, batches("GPT", 0, 2))
+    found["one process"] = train(model, optimizer, batches("GPT", 2, 2))
+    for name, layout in LAYOUTS[RANKS].items():
+        model, optimizer, pairs = spread(*made("GPT"), batches("GPT", 0, 2), example=example, **layout)
+        train(model, optimizer, pairs)
+        saving = save_later(state_of(model, optimizer), root / name)
+    assert saving is not None
+    saving.wait()
+    dist.barrier()
+    names = list(LAYOUTS[RANKS])
+    for written, read in [*zip(names, [*names[1:], names[0]], strict=True), (names[0], names[-1])]:
+        model, optimizer, pairs = spread(*made("GPT"), batches("GPT", 2, 2), example=example, **LAYOUTS[RANKS][read])
+        resume(model, optimizer, root / written)
+        found[f"{written} read as {read}"] = train(model, optimizer, pairs)
+    return found
+
+
+def dropped() -> dict[str, Any]:
+    """What random numbers outside and inside of regions are, by rank."""
+    model, optimizer = made("GPT", dropout=0.5)
+    layout = {"tensor": 2} if RANKS > 2 else {}
+    model, _ = spread(model, optimizer, example=batch("GPT", 9)[0], **layout)
+    outside, inside = [], []
+    model.blocks[0].drop.register_forward_hook(lambda _m, _a, out: outside.append(int((out == 0).sum())))
+    model.blocks[0].attention.out.register_forward_pre_hook(lambda _m, args: inside.append(float(args[0].sum())))
+    with torch.no_grad():
+        model(batch("GPT", 0)[0])
+    told: list[Any] = [None] * RANKS
+    dist.all_gather_object(told, (outside[0], inside[0]))
+    return {"outside": [one for one, _ in told], "inside": [one for _, one in told]}
+
+
+def loaded() -> dict[str, Any]:
+    """Rows that each rank gets of a shuffled `DataLoader`, of one epoch and the next."""
+    from keepbusy.runtime.spread.layout import lay_out
+
+    loader = torch.utils.data.DataLoader(torch.arange(18), batch_size=8, shuffle=True)
+    shared = share(loader, lay_out(0, None))
+    told: list[Any] = [None] * RANKS
+    dist.all_gather_object(told, [[one.tolist() for one in shared] for _ in range(2)])
+    return {"ranks": told, "length": len(shared)}
+
+
+def said(does: Callable[[], object]) -> str:
+    try:
+        does()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Halves(nn.Module):
+    """Whose loss is not a mean over rows: halves of a batch give other gradients than the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * len(x)
+
+
+class Twice(nn.Module):
+    """A parameter in two blocks that are wrapped apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.layers:
+            x = one(x)
+        return x
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def calls_the_module_inside() -> None:
+    model, optimizer = spread(*sgd(nn.Linear(4, 4)))
+    model.module(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def reads_other_batches() -> None:
+    model, optimizer = spread(*made("GPT"), tensor=2, example=batch("GPT", 9)[0])
+    train(model, optimizer, [batch("GPT", dist.get_rank())])
+
+
+def trains_another_model() -> None:
+    spread(nn.Linear(4, 4), sgd(nn.Linear(4, 4))[1])
+
+
+def weighs_rows_by_the_batch() -> None:
+    spread(*sgd(Halves()), shard=3, example=torch.randn(4, WIDTH))
+
+
+def wraps_twice() -> None:
+    spread(*spread(*sgd(nn.Linear(4, 4))))
+
+
+def cuts_what_cannot_be() -> None:
+    spread(*sgd(nn.Linear(4, 4)), tensor=2, example=torch.randn(2, 4))
+
+
+def cuts_without_an_example() -> None:
+    spread(*sgd(nn.Linear(4, 4)), tensor=2)
+
+
+def divides_badly() -> None:
+    spread(*sgd(nn.Linear(4, 4)), tensor=3, example=torch.randn(2, 4))
+
+
+def has_no_values() -> None:
+    spread(nn.Linear(4, 4, device="meta"))
+
+
+def resumes_from_nothing() -> None:
+    resume(*sgd(nn.Linear(4, 4)), "/nowhere/at/all")
+
+
+def tied_over_blocks() -> dict[str, Any]:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for name, layout in {"one process": None, "shard=3": {"shard": 3}}.items():
+        torch.manual_seed(0)
+        model, optimizer = sgd(Twice())
+        if layout is not None:
+            model, optimizer = spread(model, optimizer, **layout)
+        losses = []
+        for _ in range(3):
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        found[name] = losses
+    return found
+
+
+def unused_parameters() -> list[float]:
+    """Found in the example; without it DDP would fail at the second step."""
+    model, optimizer = spread(*sgd(Partly()), example=torch.randn(4, 4))
+    for _ in range(3):
+        model(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(one.detach().sum()) for one in model.used.parameters()]
+
+
+def kept_whole() -> list[str]:
+    """A plan that names what is not to be cut."""
+    model, _ = spread(*made("GPT"), tensor=2, plan={"*.attention": "whole"}, example=batch("GPT", 9)[0])
+    return sorted({name for name, one in model.named_parameters() if any(p.is_shard() for p in one.placements)})
+
+
+RUNS: dict[str, Callable[[], Any]] = {
+    "GPT": lambda: layouts_of("GPT"),
+    "states from before": with_states_from_before,
+    "resume": resumed,
+    "dropout": dropped,
+}
+AMONG_TWO: dict[str, Callable[[], Any]] = {
+    "ResNet": lambda: layouts_of("ResNet"),
+    "encoder": lambda: layouts_of("encoder"),
+    "accumulate": accumulated,
+    "scaler": scaled,
+    "without an example": without_an_example,
+    "loader": loaded,
+    "tied over blocks": tied_over_blocks,
+    "unused": unused_parameters,
+    "kept whole": kept_whole,
+}
+ERRORS = [
+    calls_the_module_inside,
+    reads_other_batches,
+    trains_another_model,
+    weighs_rows_by_the_batch,
+    wraps_twice,
+    cuts_what_cannot_be,
+    cuts_without_an_example,
+    divides_badly,
+    has_no_values,
+    resumes_from_nothing,
+]
+
+
+if __name__ == "__main__":
+    import time
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, run in (RUNS | (AMONG_TWO if RANKS == 2 else {})).items():
+        if len(sys.argv) > 1 and name not in sys.argv[1:]:
+            continue
+        began = time.perf_counter()
+        found[name] = run()
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"{name}: {time.perf_counter() - began:.1f} s\n")
+    if RANKS == 2 and not sys.argv[1:]:
+        found["errors"] = {one.__name__: said(one) for one in ERRORS}
+    if dist.get_rank() == 0:
+        os.write(1, json.dumps(found).encode() + b"\n")
+    dist.destroy_process_group()

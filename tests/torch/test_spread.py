@@ -1,0 +1,172 @@
+"""`keepbusy.spread`: each layout trains what one process trains, and each way to be silently wrong is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run
+
+import keepbusy
+
+Found = dict[str, Any]
+
+
+def found_by(ranks: int) -> Found:
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    finished = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(ranks), "spread_ranks.py"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    return json.loads(finished.stdout) | {"told": finished.stderr}
+
+
+@pytest.fixture(scope="module")
+def two() -> Found:
+    """What two ranks over gloo found: `spread_ranks.py`."""
+    return found_by(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Found:
+    """Two parts of the batch times two parts of each layer."""
+    return found_by(4)
+
+
+def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5) -> None:
+    right = found["one process"]
+    assert len(found) == layouts + 1
+    for name, losses in found.items():
+        assert losses == pytest.approx(right, rel=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("GPT", 5), ("ResNet", 4), ("encoder", 5), ("without an example", 4), ("tied over blocks", 1)],
+)
+def test_two_ranks_have_the_losses_of_one_process(two: Found, name: str, layouts: int) -> None:
+    assert_like_one_process(two[name], layouts)
+
+
+def test_four_ranks_have_the_losses_of_one_process(four: Found) -> None:
+    assert_like_one_process(four["GPT"], 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_learning_rates_schedules_and_momenta_of_each_group_go_along(ranks: int, request: Any) -> None:
+    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["states from before"]
+    assert_like_one_process(found, {2: 5, 4: 4}[ranks])
+    assert found["shard=3"][-2:] == pytest.approx([0.25e-3, 0.75e-3])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_checkpoint_of_any_layout_is_read_by_any_other(ranks: int, request: Any) -> None:
+    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["resume"]
+    assert_like_one_process(found, {2: 6, 4: 5}[ranks])
+
+
+def test_accumulation_defers_in_each_layout(two: Found) -> None:
+    assert_like_one_process(two["accumulate"], 5)
+
+
+def test_a_scaler_skips_on_all_ranks_what_overflows_on_one(two: Found) -> None:
+    assert_like_one_process(two["scaler"], 5, 1e-3)  # bfloat16
+    assert {losses[-1] for losses in two["scaler"].values()} == {0.5}
+
+
+def test_ranks_of_other_rows_drop_others(two: Found) -> None:
+    assert len(set(two["dropout"]["outside"])) == 2
+
+
+def test_ranks_that_share_layers_drop_the_same_but_within_their_shares(four: Found) -> None:
+    outside, inside = four["dropout"]["outside"], four["dropout"]["inside"]
+    assert outside[0] == outside[1] != outside[2] == outside[3]
+    assert len(set(inside)) == 4
+
+
+def test_a_loader_gives_each_rank_its_rows_of_the_same_batches(two: Found) -> None:
+    first, second = two["loader"]["ranks"]
+    assert [len(rows) for rows in first[0]] == [4, 4, 1]
+    assert two["loader"]["length"] == 3
+    for epoch in range(2):
+        both = [row for mine in (first, second) for rows in mine[epoch] for row in rows]
+        assert sorted(both) == list(range(18))
+    assert first[0] != first[1], "shuffled anew"
+
+
+def test_what_the_example_shows_to_be_unused_is_no_error(two: Found) -> None:
+    assert all(abs(one) < 10 for one in two["unused"])
+
+
+def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
+    assert {name.split(".")[2] for name in two["kept whole"]} == {"up", "down"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("calls_the_module_inside", "has not travelled, or was made of other inputs; call the model that spread"),
+        ("trains_another_model", r"ValueError: group 0 of SGD has a parameter of shape (4, 4) that the model"),
+        ("weighs_rows_by_the_batch", "differs from one process by 0.75 and the gradient of layer."),
+        ("wraps_twice", "ValueError: the model is wrapped already, by Replicas"),
+        ("cuts_what_cannot_be", "ValueError: spread found no layers to cut in 2"),
+        ("cuts_without_an_example", "ValueError: spread needs example= with tensor="),
+        ("divides_badly", "ValueError: spread got tensor=3 for 2 ranks; it must divide them"),
+        ("has_no_values", "ValueError: weight has no values (it is on the meta device)"),
+        ("resumes_from_nothing", "there is no checkpoint /nowhere/at/all"),
+        ("reads_other_batches", "give ranks that share layers the same batches"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_said(two: Found, name: str, said: str) -> None:
+    assert said in two["errors"][name]
+
+
+def test_what_it_did_is_told_once(two: Found) -> None:
+    told = two["told"]
+    assert "keepbusy: 2 shards, 50% of the parameters on each of 2 ranks, in 3 blocks (Block)\n" in told
+    moved = "it moves 7 all-gathers of 0.3127 MB, 4 reduce-scatters of 0.1601 MB"
+    assert "keepbusy: one step equals one process (gradients within" in told
+    assert moved in told
+
+
+def test_alone_it_gives_back_what_it_got() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert keepbusy.spread(model, optimizer, shard=3) == (model, optimizer)
+    loader = [torch.ones(1)]
+    assert keepbusy.spread(model, optimizer, loader)[2] is loader
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": 4}, "spread got shard=4; it is 0"),
+        ({"tensor": 0}, "spread got tensor=0"),
+        ({"tensor": 2}, "needs example="),
+    ],
+)
+def test_bad_arguments_are_told_also_alone(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        keepbusy.spread(torch.nn.Linear(2, 2), **options)
+    with pytest.raises(TypeError, match="spread got a int for its model"):
+        keepbusy.spread(3)
+
+
+def test_the_page_runs_on_virtual_gpus(run: Run) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/spread.md").read_text(encoding="utf-8")
+    program = page.split("```python\n")[1].split("```")[0]
+    finished = run(program, before=("--clock", "modelled", "--ranks", "2"))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "keepbusy: 2 shards, 50% of the parameters on each of 2 ranks, in 4 blocks (Block)" in finished.stderr
+    assert "one step equals one process" in finished.stderr
