@@ -126,7 +126,7 @@ LINES = {
     "instrument": 992,
     "recording": 3769,
     "virtual": 8810,
-    "explain": 3868,
+    "explain": 3884,
     "report": 2871,
     "runtime": 4950,
     "cli": 2404,

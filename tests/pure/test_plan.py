@@ -380,6 +380,28 @@ def test_a_stall_that_is_a_loop_of_its_own_is_told_once() -> None:
     assert plan_of_run(told, ()) == ()
 
 
+def timed(idle: int, ranks: tuple[int, ...] = (0,)) -> Diagnosis:
+    """The same stall where no window was open; of the 1.4 s at its line the GPU was idle for so many milliseconds."""
+    loop = replace(TREE.parts[1], lines=(LineTime("train.py:46", 1_400 * MS, idle * MS),))
+    marks = replace(stalled().plain_runs[0], stalls=(stalled().rare[0].stall,))
+    return stalled(rare=(), plain_runs={0: marks}, run=replace(TREE, parts=(loop,)), plain_step=30 * MS, ranks=ranks)
+
+
+@pytest.mark.parametrize(("idle", "gain"), [(1_400, 150), (1_050, 112.5), (701, 75.1), (699, 0)])
+def test_of_a_stall_that_was_only_timed_goes_no_more_than_the_gpu_waited(idle: int, gain: float) -> None:
+    """An evaluation keeps the GPU at work: it is no work of the host's that could go elsewhere."""
+    plan = plan_of_run(timed(idle), ())
+    assert [round(one.gain / MS, 1) for one in plan] == ([gain] if gain else [])
+    assert [(one.predicted.step, one.predicted.high) for one in plan] == [
+        (180 * MS - one.gain, 180 * MS) for one in plan
+    ]
+
+
+def test_of_work_that_all_ranks_share_each_keeps_its_part() -> None:
+    [fix] = plan_of_run(timed(1_400, ranks=(0, 1)), ())
+    assert (fix.causes, fix.gain) == (("peer_late",), 75 * MS)
+
+
 def test_what_saves_the_run_most_comes_first() -> None:
     own = replace(HEALTHY, plan=(shortened(5, 1),))
     told = stalled(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))

@@ -458,7 +458,22 @@ def _only_timed(told: Diagnosis) -> list[RareStall]:
     worst = max(
         of_ranks, key=lambda stalls: max(((bool(one.what), one.total) for one in stalls), default=()), default=[]
     )
-    return [one for one in worst if one.total > NOISE * told.plain_step * told.steps_of_run > 0]
+    enough = NOISE * told.plain_step * told.steps_of_run
+    return [one for one in worst if one.total > enough > 0 and 2 * _idle(one, told) >= one.time]
+
+
+def _idle(stall: RareStall, told: Diagnosis) -> int:
+    """How much of a stall the GPU had nothing to do, as the whole run shows its line; all of it where nobody knows."""
+    lines = [line for part in (told.run.within() if told.run else ()) for line in part.lines if line.idle != NONE]
+    here = [line for line in lines if line.time and line.place == _place(stall.lines[-1])]
+    seen = max(here, key=lambda line: line.time, default=None)
+    return round(stall.time * seen.idle / seen.time) if seen else stall.time
+
+
+def _place(name: str) -> str:
+    """`train.py:264` of a line's name."""
+    known = source_line(name)
+    return f"{known[0]}:{known[1]}" if known else name
 
 
 def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
@@ -466,8 +481,9 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     file, line, _ = source_line(stall.lines[-1]) or (stall.lines[-1], 0, "")
     ranks = len(told.ranks)
     remedy = CHECKPOINT if stall.what == "checkpoint" else ONE_FOR_ALL if ranks > 1 else REMEDIES["host_work"]
-    stays = stall.time // ranks if remedy is ONE_FOR_ALL else 0
-    after, gain = told.plain_step + stays, stall.time - stays
+    idle = _idle(stall, told)
+    gain = idle - (idle // ranks if remedy is ONE_FOR_ALL else 0)
+    after = told.plain_step + stall.time - gain
     return (
         PlannedFix(
             fix=remedy.name,
@@ -488,7 +504,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
 
 def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
     """Whether the stall is a loop that was explained by its own turns."""
-    lines = {f"{known[0]}:{known[1]}" for line in stall.lines if (known := source_line(line))}
+    lines = set(map(_place, stall.lines))
     explained = {one.place for one in told.loops}
     loops = [part for part in (told.run.within() if told.run else ()) if part.place in explained]
     return any(line.place in lines for part in loops for inner in part.within() for line in inner.lines)
