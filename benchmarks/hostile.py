@@ -1,13 +1,14 @@
 """Hostile files: damaged traces, and `.busy` files with valid checksums, thousands of each, by seed.
 
-    python benchmarks/hostile.py                              # 10,000 of each
-    python benchmarks/hostile.py --count 500 --kind busy
-    python benchmarks/hostile.py --again busy:facts:17        # one of them once more: what it says, and the file kept
+    python benchmarks/hostile.py --jobs 16 | tee hostile.txt   # 10,000 of each: about a core hour
+    python benchmarks/hostile.py --count 500 --kind busy --first 20000
+    python benchmarks/hostile.py --again busy:facts:17         # one of them once more: what it says, and the file kept
 
-Each file is given to `keepbusy explain` (every fourth to `keepbusy export`) in a worker process whose memory is
-limited. What may come of it is an answer or a refusal in one sentence (exit code 0 or 2); whatever else comes is a
-failure, and listed with its seed: exit code 3, a traceback, a warning of Python's, a control character on the terminal,
-a cell of CSV that a spreadsheet would compute, more than 1 GB, more than 20 s.
+It needs this tree, and Python with numpy, msgspec, isal and rich. Each file is given to `keepbusy explain` (every
+fourth to `keepbusy export`) in a worker process whose memory is limited. What may come of it is an answer or a refusal
+in one sentence (exit code 0 or 2); whatever else comes is a failure, and listed with its seed: exit code 3, a
+traceback, a warning of Python's, a control character on the terminal, a cell of CSV that a spreadsheet would compute,
+more than 1 GB, more than 20 s of the processor.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ SOURCES: list[tuple[Path, int | None]] = [
     *((_SNAPSHOTS / "tokens.trace.json.gz", rank) for rank in (0, 1)),
 ]
 """Sound traces; those with a rank are made one of two that meet in collectives."""
-SAVED = [TRUTH / "live" / f"{name}.busy" for name in ("copy_in_line", "made_on_host", "pageable_copy", "slow_loader")]
+SAVED = [
+    *(TRUTH / "live" / f"{name}.busy" for name in ("copy_in_line", "made_on_host", "pageable_copy", "slow_loader")),
+    *(TRUTH / "fourth" / f"{name}.busy" for name in ("both_late", "healthy_graph_decoding")),
+    TRUTH / "third" / "copy_behind_loader.busy",
+]
+"""Sound recordings: of one and of two ranks, with loops, loaders, stalls and graphs."""
 MEMORY, SECONDS = 1 << 30, 20.0
 """What no file may take."""
 ROOM = 3 << 30
@@ -839,6 +845,9 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 most, slowest = max(one.megabytes for one in ours), max(one.seconds for one in ours)
                 found = f"{len(ours):>8}{fine[0]:>11}{fine[1]:>9}{failed:>8}{most:>9}{slowest:>11.1f}"
                 yield f"{kind + ': ' + mutation:22}{found}"
+    for what, key in (("slowest", "seconds"), ("most memory", "megabytes")):
+        top = sorted(outcomes, key=lambda one: -getattr(one, key))[:3]
+        yield f"{what}: " + ", ".join(f"{one.kind}:{one.mutation}:{one.seed} ({getattr(one, key)})" for one in top)
 
 
 def failures(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -881,8 +890,11 @@ def main() -> int:
     began = time.monotonic()
     kinds, last = [options.kind] if options.kind else list(KINDS), options.first + options.count
     parts = [(kind, first, min(first + BATCH, last)) for kind in kinds for first in range(options.first, last, BATCH)]
+    outcomes: list[Outcome] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = [one for part in pool.map(lambda part: batch(*part), parts) for one in part]
+        for part in pool.map(lambda part: batch(*part), parts):
+            outcomes += part
+            print(*failures(part), sep="\n", end="", flush=True)
     print(*table(outcomes), "", *failures(outcomes), sep="\n")
     failed = sum(bool(one.failure) for one in outcomes)
     print(f"\n{len(outcomes)} files, {failed} failures; {time.monotonic() - began:.0f} s")

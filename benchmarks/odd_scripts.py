@@ -1,8 +1,8 @@
 """Odd scripts under keepbusy and under plain Python: is there a difference that a script or its user can see?
 
-    python benchmarks/odd_scripts.py                      # all of them, two at a time
-    python benchmarks/odd_scripts.py "gpu:" "forked"      # those whose theme and name contain one of these
-    python benchmarks/odd_scripts.py --show "forked"      # and what differs, line by line
+    python benchmarks/odd_scripts.py --jobs 16 | tee odd.txt   # all of them
+    python benchmarks/odd_scripts.py "gpu:" "forked"           # those whose theme and name contain one of these
+    python benchmarks/odd_scripts.py --show "forked"           # and what differs, line by line
 
 Each script runs twice in the same folder: `python SCRIPT` and `keepbusy run SCRIPT`. Compared are its own
 standard output and error (less keepbusy's report), its exit code or the signal that ended it, and the files that it

@@ -140,8 +140,8 @@ def decorated(draw: st.DrawFn) -> Timeline:
     spans = timeline.spans.change(
         name=_drawn(draw, length, 0, len(known) - 1),
         frame=_drawn(draw, length, NONE, len(frames) - 1),
-        size=_drawn(draw, length, -(1 << 63), (1 << 63) - 1),
-        work=_drawn(draw, length, -(1 << 63), (1 << 63) - 1),
+        size=_drawn(draw, length, 0, 1 << 48),
+        work=_drawn(draw, length, -(1 << 48), 1 << 48),
         direction=_drawn(draw, length, 0, len(Direction) - 1),
         pinned=_drawn(draw, length, NONE, 1),
         recording=_drawn(draw, length, 0, 5_000),

@@ -121,8 +121,8 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2111,
-    "traces": 2100,
+    "timeline": 2153,
+    "traces": 2106,
     "instrument": 992,
     "recording": 3769,
     "virtual": 8810,

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from strategies import decorated, timelines
 
 from keepbusy.timeline import busy_file, files
-from keepbusy.timeline.busy_file import from_bytes, load, save, to_bytes
+from keepbusy.timeline.busy_file import from_bytes, load, pack, save, to_bytes, unpack
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.replay import run
 from keepbusy.timeline.run_facts import STALL, RunFacts, WindowReason
+from keepbusy.timeline.run_tree import Part
 
 LANES = (Lane(0, None, 0, "main"), Lane(0, 0, 7))
 ONE_LAUNCH = Timeline(
@@ -56,8 +56,10 @@ def test_any_numbers_come_back(numbers: list[int], data: st.DataObject) -> None:
     others = [data.draw(st.permutations(numbers)) for _ in range(3)]
     lanes = data.draw(st.lists(st.integers(0, 1), min_size=len(numbers), max_size=len(numbers)))
     spans = Spans.of(len(numbers), lane=lanes, start=numbers, end=others[0], work=others[1], lag=others[2])
-    timeline = Timeline(lanes=LANES, names=("a",), spans=spans)
-    assert_same(timeline, from_bytes(to_bytes(timeline)))
+    packed = list(pack(spans.columns()))
+    content = memoryview(b"".join(content for _, content in packed))
+    for name, column in unpack([described for described, _ in packed], content, len(numbers)).items():
+        np.testing.assert_array_equal(column, getattr(spans, name), err_msg=name)
 
 
 def test_names_may_be_anything_and_facts_may_hold_numbers_of_numpy() -> None:
@@ -287,7 +289,32 @@ def test_a_launch_of_what_is_no_command_is_refused() -> None:
         from_bytes(to_bytes(wrong))
 
 
-def test_times_that_no_run_lasts_are_refused_in_a_sentence() -> None:
-    wrong = ONE_LAUNCH.change_spans(work=np.full(len(ONE_LAUNCH), 1 << 62))
-    with pytest.raises(BadInput, match="holds times that no run lasts"):
-        run(from_bytes(to_bytes(wrong)), rounds=4)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ONE_LAUNCH.change_spans(work=np.full(len(ONE_LAUNCH), 1 << 62)),
+        ONE_LAUNCH.change_spans(lag=np.full(len(ONE_LAUNCH), -(1 << 63))),
+        ONE_LAUNCH.change_spans(size=np.full(len(ONE_LAUNCH), 1 << 62)),
+        ONE_LAUNCH.change_spans(end=ONE_LAUNCH.spans.end + (1 << 53)),
+        ONE_LAUNCH.change_spans(start=ONE_LAUNCH.spans.end + 1),
+        ONE_LAUNCH.change(lanes=tuple(lane._replace(rank=10**30) for lane in ONE_LAUNCH.lanes)),
+        ONE_LAUNCH.change(lanes=tuple(lane._replace(rank=-1) for lane in ONE_LAUNCH.lanes)),
+        ONE_LAUNCH.change(lanes=ONE_LAUNCH.lanes * 1000),
+        ONE_LAUNCH.change(further=(ONE_LAUNCH.change(further=(ONE_LAUNCH,)),)),
+        ONE_LAUNCH.change(marks=np.array([0, 0])),
+    ],
+)  # fmt: skip
+def test_what_no_run_holds_is_refused_in_a_sentence(wrong: Timeline) -> None:
+    with pytest.raises(BadInput, match="is damaged"):
+        from_bytes(to_bytes(wrong))
+
+
+def test_a_tree_deeper_than_any_program_is_refused_in_a_sentence() -> None:
+    tree = Part("loop")
+    for _ in range(60):
+        tree = Part("loop", parts=(tree,))
+    assert from_bytes(to_bytes(ONE_LAUNCH.change_facts(run=tree))).facts.run == tree
+    for _ in range(60):
+        tree = Part("loop", parts=(tree,))
+    with pytest.raises(BadInput, match="is damaged"):
+        from_bytes(to_bytes(ONE_LAUNCH.change_facts(run=tree)))

@@ -21,6 +21,7 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import open_input, replacing
 from keepbusy.timeline.model import (
     EVERY_LANE,
+    LARGEST_RANK,
     NONE,
     Direction,
     FrameKind,
@@ -33,6 +34,7 @@ from keepbusy.timeline.model import (
     Meetings,
     Spans,
     Timeline,
+    check_times,
 )
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.table import Table
@@ -46,6 +48,8 @@ _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Fra
 _MOST_RATIO = 400
 _SMALL = 64 << 20
 """A file may take so many times its size of the memory, and this much in any case."""
+_SPARE_LANES = 1024
+"""A run may have so many threads and streams on which nothing happened."""
 _PARSED = 4
 """A header takes so many times its text in memory, or a little more."""
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
@@ -142,7 +146,10 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
         _check(timeline)
         if "role" not in tables["frames"]:  # of a file that is older than this column
             timeline = timeline.change(frames=timeline.frames.described(timeline.names))
-        timeline = timeline.change(further=tuple(_read(bytes(one), path, budget) for one in further))
+        within = tuple(_read(bytes(one), path, budget) for one in further)
+        if any(one.further for one in within):
+            raise ValueError("moments within a moment")
+        timeline = timeline.change(further=within)
     except MemoryError:
         raise BadInput(f"{path} needs more memory than this machine has; open it on a larger one.") from None
     except _FAULTS as error:
@@ -223,9 +230,13 @@ def _columns_of(timeline: Timeline) -> dict[str, Columns]:
 
 
 def _check(timeline: Timeline) -> None:
-    """Whatever points somewhere points to something, so that nobody who follows it falls."""
+    """Whatever points somewhere points to something, so that nobody who follows it falls; times are those of a run."""
     spans, links, frames, meetings = timeline.spans, timeline.links, timeline.frames, timeline.meetings
     lanes, names = len(timeline.lanes), len(timeline.names)
+    if lanes > _SPARE_LANES + len(spans):
+        raise ValueError(f"{lanes} lanes of {len(spans)} spans")
+    if not all(0 <= lane.rank < LARGEST_RANK and (lane.device or 0) >> 31 == 0 for lane in timeline.lanes):
+        raise ValueError("a rank or a device that does not exist")
     if not all(isinstance(name, str) for name in timeline.names):
         raise ValueError("a name that is no text")
     for what, numbers, low, high in (
@@ -242,7 +253,10 @@ def _check(timeline: Timeline) -> None:
         ("name of a frame", frames.name, 0, names),
         ("kind of frame", frames.kind, 0, len(FrameKind)),
         ("name of a meeting", meetings.name, 0, names),
+        ("rank of a meeting", meetings.members, 0, LARGEST_RANK),
+        ("part of a meeting", meetings.present, 0, LARGEST_RANK),
         ("mark", timeline.marks, 0, len(spans)),
+        ("mark after a mark", np.diff(timeline.marks), 1, len(spans) + 1),
     ):
         if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
             raise ValueError(f"a {what} that does not exist")
@@ -252,6 +266,7 @@ def _check(timeline: Timeline) -> None:
         raise ValueError("a launch of what is no command")
     if not ((frames.parent >= NONE) & (frames.parent < np.arange(len(frames)))).all():
         raise ValueError("a frame that stands before its parent")
+    check_times(timeline)
 
 
 def _plain(value: Any) -> Any:

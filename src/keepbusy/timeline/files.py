@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import stat
@@ -16,6 +15,10 @@ from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from keepbusy.timeline.errors import BadInput
 
 Kind = TypeVar("Kind")
+LARGEST = 1 << 60
+"""No time, size or count of ours is larger, so two of them still fit into 64 bits. (A nan is no smaller, either.)"""
+DEEPEST = 500
+"""Characters of the path to a fact: what stands deeper was not written by us, and who walks it might not come back."""
 PATIENCE = 10
 """Seconds in which somebody must begin to write into a pipe that we are to read."""
 
@@ -66,6 +69,8 @@ def typed(kind: type[Kind], value: object, path: str = "") -> Kind:
 
 
 def _typed(kind: Any, value: Any, path: str) -> Any:
+    if len(path) > DEEPEST:
+        raise ValueError("facts within facts without end")
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):  # only ever `… | None`
         return None if value is None else _typed(arguments[0], value, path)
@@ -82,9 +87,9 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         return tuple(_typed(arguments[0], one, path) for one in value)
     if origin is Mapping and isinstance(value, dict):  # JSON spells its keys as strings
         return {_number(key, path): _typed(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if type(value) is kind and (kind is not int or -(1 << 63) <= value < 1 << 63):
+    if kind in (int, float) and type(value) in (int, kind) and abs(value) <= LARGEST:
+        return kind(value)
+    if kind not in (int, float) and type(value) is kind:
         return value
     raise ValueError(f"{path.lstrip('.') or 'it'} is {type(value).__name__}")
 

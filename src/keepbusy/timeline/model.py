@@ -36,6 +36,9 @@ WORKERS = "loader workers"
 """The name of a host lane that stands for processes which prepare input."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
+LONGEST_RUN = 1 << 52
+"""Nanoseconds, 52 days: no recording holds more, all its lanes together."""
+LARGEST_RANK = 1 << 30
 
 
 class Kind(IntEnum):
@@ -238,6 +241,24 @@ class Timeline:
         frames, frame = self.frames.take(np.flatnonzero(kept)), self.spans.frame
         frame = np.where((frame != NONE) & np.append(kept, False)[frame], new[frame], NONE)
         return self.change(spans=self.spans.change(frame=frame), frames=frames.change(parent=new[frames.parent]))
+
+
+def check_times(timeline: Timeline) -> None:
+    """Raises ValueError for times of no run: of others no sum leaves 64 bits, however often they are replayed."""
+    spans, frames = timeline.spans, timeline.frames
+    if not len(spans):
+        return
+    first = int(spans.start[0])
+    for times in (spans.start, spans.end, frames.start, frames.end):
+        if np.abs(times.astype(np.float64) - first).max(initial=0) > LONGEST_RUN:
+            raise ValueError("times further apart than those of any run")
+    if (spans.end < spans.start).any() or (frames.end < frames.start).any():
+        raise ValueError("something that ends before it begins")
+    spent = (spans.work, spans.lag, spans.recording, timeline.links.lag)
+    if sum(float(np.abs(times.astype(np.float64)).sum()) for times in spent) > LONGEST_RUN:
+        raise ValueError("more time than any run takes")
+    if (spans.size < 0).any() or float(spans.size.sum(dtype=np.float64)) > LONGEST_RUN:
+        raise ValueError("more bytes than any run moves")
 
 
 def next_kept(lane: Ints, kept: Mask) -> Ints:

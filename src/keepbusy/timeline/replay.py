@@ -12,14 +12,14 @@ typical.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
 PENDING_LIMIT = 1022
@@ -39,18 +39,19 @@ EARLY_RETURN = 30_000
 _KERNEL, _SYNC = int(Kind.KERNEL), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, tuple[Release, ...], int]
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, Sequence[Release], int]
 Queue: TypeAlias = tuple[Ints, Ints, Ints]
 """A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Where a replay put the rows in its last round, and how far each lane was at each mark passed."""
+    """Where a replay put the rows in its last round, and how far each lane was at two marks that it passed."""
 
     start: Ints
     end: Ints
     progress: Ints  # a row a mark, a column a lane
+    steps: int  # between those marks
     rounds: int
     lasted: Ints | None = None  # of what does not repeat itself: of each lane, from the beginning to its last end
 
@@ -69,10 +70,8 @@ class Replayed:
         """Of each lane, nanoseconds a step, between the same mark of two rounds."""
         if self.lasted is not None:
             return self.lasted.astype(np.float64)
-        per_round, last = len(self.progress) // self.rounds, len(self.progress) - 1
-        first = last - max(1, self.rounds - max(1, self.rounds // 3) - 1) * per_round
-        moved = self.progress[first] > NEVER // 2
-        return np.where(moved, self.progress[last] - self.progress[first], 0) / (last - first)
+        first, last = self.progress
+        return np.where(first > NEVER // 2, last - first, 0) / self.steps
 
 
 def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
@@ -107,12 +106,8 @@ def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
     engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool), rounds)
     for _ in range(rounds):
         engine.round()
-    try:
-        start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
-        return Replayed(start, end, np.array(engine.progress, np.int64), rounds)
-    except OverflowError:
-        source = timeline.facts.source or "the recording"
-        raise BadInput(f"{source} holds times that no run lasts, so they are damaged; record it again.") from None
+    start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
+    return Replayed(start, end, np.array(engine.progress, np.int64), engine.steps, rounds)
 
 
 class _Engine:
@@ -136,6 +131,10 @@ class _Engine:
         most = rounds * int(commands.max(initial=0)) + 1
         self.limit = min(timeline.facts.pending_limit or PENDING_LIMIT, most)
         self.rings, self.places = [[NEVER] * (self.limit if held else 0) for held in commands.tolist()], [0] * lanes
+        last = rounds * len(self.marks) - 1
+        self.steps = max(1, rounds - max(1, rounds // 3) - 1) * len(self.marks)
+        """The last ones of the run, over which its pace is taken."""
+        self.passed, self.telling = -1, {last - self.steps, last}
         self.progress: list[list[int]] = []
 
     def round(self) -> None:
@@ -144,7 +143,9 @@ class _Engine:
         marks, limit = self.marks, self.limit
         for index, lane, kind, work, lag, awaits, launches, releases, meeting in self.rows:
             if index in marks:
-                self.progress.append(clocks.copy())
+                self.passed += 1
+                if self.passed in self.telling:
+                    self.progress.append(clocks.copy())
             begin = reached = clocks[lane] + lag
             for source, later, whole in releases:
                 released = (end[source] if whole else start[source]) + later
@@ -193,7 +194,7 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     return list(
         zip(
             *[column[kept].tolist() for column in columns],
-            [releases[row] for row in kept.tolist()],
+            [releases.get(row, ()) for row in kept.tolist()],
             meeting[kept].tolist(),
             strict=True,
         )
@@ -226,13 +227,13 @@ def _work_before(timeline: Timeline, joined: Mask) -> Ints:
     return np.where(joined | lane_start, 0, before)
 
 
-def _releases(timeline: Timeline) -> list[tuple[Release, ...]]:
+def _releases(timeline: Timeline) -> dict[int, list[Release]]:
     links = timeline.links
-    releases: list[tuple[Release, ...]] = [()] * len(timeline)
+    releases = defaultdict[int, list[Release]](list)
     whole = links.kind != LinkKind.LAUNCH
     each = zip(links.source.tolist(), links.lag.tolist(), whole.tolist(), strict=True)
     for target, release in zip(links.target.tolist(), each, strict=True):
-        releases[target] += (release,)
+        releases[target].append(release)
     return releases
 
 

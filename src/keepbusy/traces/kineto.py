@@ -7,7 +7,8 @@ import zlib
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, Spans, Timeline
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, Spans, Timeline, check_times
 from keepbusy.timeline.replay import settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.event_columns import Collective, Trace
@@ -46,7 +47,12 @@ def timeline_of(file: Trace, rank: int = 0) -> Timeline:
     timeline = timeline.change(links=links_of(trace, timeline, place, place[len(host.spans) :]))
     rows = timeline.rows_of(trace.main_lane)
     marks = np.searchsorted(spans.start[rows], trace.marks)
-    return settle(timeline.change(marks=np.unique(rows[marks[marks < len(rows)]])))
+    timeline = settle(timeline.change(marks=np.unique(rows[marks[marks < len(rows)]])))
+    try:
+        check_times(timeline)
+    except ValueError as error:
+        raise BadInput(f"{file.path} is damaged: it holds {error}; record it again.") from None
+    return timeline
 
 
 def _commands(trace: RankTrace, groups: Ints) -> IssuedSpans:
