@@ -121,10 +121,10 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2153,
+    "timeline": 2154,
     "traces": 2106,
-    "instrument": 992,
-    "recording": 3769,
+    "instrument": 1058,
+    "recording": 3836,
     "virtual": 8810,
     "explain": 3884,
     "report": 2871,

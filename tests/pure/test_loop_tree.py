@@ -361,3 +361,10 @@ def test_a_loop_that_is_counted_no_further_cannot_be_looked_at(train: Watched) -
     two_epochs(train)
     train.looks.uncounted.update(loop for loop, ends in train.looks.turns.items() if len(ends) == 20)
     assert [one.place for one in innermost_loops(train.looks, None)] == ["train.py:3"]
+
+
+def test_what_a_loop_that_is_counted_no_further_waits_is_its_outer_loops(train: Watched) -> None:
+    two_epochs(train)
+    train.looks.uncounted.update(loop for loop, ends in train.looks.turns.items() if len(ends) == 20)
+    [outer] = innermost_loops(train.looks, half)
+    assert (outer.time, outer.waits) == (2_400 * MS, 1_200 * MS)

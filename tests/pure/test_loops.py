@@ -90,6 +90,20 @@ def test_a_file_that_cannot_be_read_has_no_loops() -> None:
     assert (loops.text("train.py", 1), loops.text("other.py", 1), loops.text("other.py", 2)) == ("", "for x in", "")
 
 
+def test_of_a_function_its_own_lines_alone_are_read() -> None:
+    """Also where it lies within a class, and where a line of it begins further out than it does."""
+    text = (
+        "class Net:\n    @act\n    def forward(self):\n        for x in self:\n            act(\n  x\n            )\n"
+    )
+    code = codes_of(text)["forward"]
+    assert [loop[:2] for loop in SourceLoops(lambda file: text + "def broken(:\n").of(code)] == [(4, 7)]
+
+
+def test_where_its_end_is_not_seen_the_whole_file_is_read() -> None:
+    text = 'def f(xs):\n    for x in xs:\n        act(x)\n    return """\nfar out\n"""\n'
+    assert [loop[:2] for loop in SourceLoops(lambda file: text).of(codes_of(text)["f"])] == [(2, 3)]
+
+
 # which loop turns
 
 LONG = "    a = b.c(d, e, f)\n" * 300
@@ -441,3 +455,24 @@ def test_where_turns_cannot_be_counted_whoever_knows_tells(program: Program) -> 
         program.watch.passed(inner)  # type: ignore[arg-type]
     [(line, times)] = program.watch.looks.passes.items()
     assert (program.watch.looks.codes[line.code].co_name, line.line, len(times)) == ("train", 4, 3)
+
+
+@counting
+def test_something_is_done_once_where_the_next_line_begins() -> None:
+    text = "def train(each):\n    each(1)\n    each(2)\n    each(3)\n"
+    globe: dict[str, Any] = {}
+    exec(compile(text, "/home/user/train.py", "exec"), globe)
+    held = Frame(globe["train"].__code__, 2)
+    watch = LoopWatch(Clock(), lambda: held)  # type: ignore[arg-type,return-value]
+    watch.look()
+    told: list[int] = []
+
+    def each(number: int) -> None:
+        if number == 1:
+            watch.at_next_line(lambda: told.append(number))
+        elif told:
+            told.append(number)
+
+    globe["train"](each)
+    watch.end()
+    assert told == [1, 2, 3]

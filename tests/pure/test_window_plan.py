@@ -16,6 +16,7 @@ from keepbusy.recording.turn_times import StepLooks, Steps, changed_at
 from keepbusy.recording.window import SETTLING_TURNS
 from keepbusy.recording.window_plan import (
     KEPT_WINDOWS,
+    THINKING_SHARE,
     TURNS_BEFORE,
     WINDOWS_ALLOWANCE,
     WINDOWS_SHARE,
@@ -55,7 +56,7 @@ class Program:
 
     def windows(self, first: int = 14, costs: int = 0) -> list[Occasion]:
         """All that open from the end of the first one on, each of which costs so much."""
-        plan = WindowPlan(self, self.clock, self.looks, list)  # type: ignore[arg-type]
+        plan = WindowPlan(self, self.clock, self.looks, list, worked=self.clock)  # type: ignore[arg-type]
         found: list[Occasion] = []
         closed = first
         for count in range(first, len(self.took) + 2):
@@ -186,7 +187,7 @@ def busy_loop(place: str, waits: int, turn: int = 10) -> BusyLoop:
 
 def test_the_loop_in_which_the_gpu_waits_longest_is_looked_at_first_and_each_once() -> None:
     loops = [busy_loop("train.py:3", 400), busy_loop("train.py:9", 700), busy_loop("train.py:20", 20)]
-    plan = WindowPlan(Program(noisy(10)), lambda: 0, StepLooks, lambda: loops)  # type: ignore[arg-type]
+    plan = WindowPlan(Program(noisy(10)), lambda: 0, StepLooks, lambda: loops, worked=lambda: 0)  # type: ignore[arg-type]
     taken = []
     for _ in range(4):
         plan.think(2_000 * MS, 0, 0)
@@ -199,7 +200,7 @@ def test_asking_takes_little_of_the_run() -> None:
     took[np.random.default_rng(5).choice(3000, 300, replace=False)] += 10
     program = Program(took, cost=5 * MS)
     program.windows()
-    assert 0 < program.asked <= 2 + took.sum() // (5 * 200)
+    assert 0 < program.asked <= 2 + took.sum() // (5 * THINKING_SHARE)
 
 
 def stall(every: int, last: int) -> RareStall:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from keepbusy.recording.recorded_run import facts_in
+from keepbusy.instrument.loops import Line
+from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, Run, RunOptions
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window
 from keepbusy.recording.window_plan import Occasion
-from keepbusy.timeline.run_facts import STALL
+from keepbusy.timeline.run_facts import SCRIPT, STALL
 
 
 def stepping(run: Run, due: Callable[[int], Occasion | None], steps: int = 40) -> None:
@@ -82,3 +84,52 @@ def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:
     assert time.thread_time_ns() - worked < LONGEST_OPEN
     window.close()
     assert window.open_for() > 0
+
+
+def script(run: Run) -> None:
+    run._open_script()
+    torch.ones(8).sum()
+
+
+def test_a_script_is_recorded_to_its_end(tmp_path: Path) -> None:
+    run = Run(RunOptions(str(tmp_path)))
+    script(run)
+    run._give_way()
+    run.leave()
+    facts = facts_in(run.folder)
+    assert [(look["why"], look["part"], len(look["ticks"])) for look in facts["further"]] == [(SCRIPT, True, 2)]
+    told = _with_a_window(run.folder, facts)
+    assert (told["further"], told["why"], (run.folder / TRACE).exists()) == ([], SCRIPT, True)
+    assert _notes(told)[0].startswith("Recorded were ")
+
+
+def test_a_script_that_takes_steps_after_all_is_a_run_of_steps(tmp_path: Path) -> None:
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    script(run)
+    stepping(run, lambda count: None)
+    run.leave()
+    assert (run.notes, run.window.is_open) == ([], False)
+    told = _with_a_window(run.folder, facts_in(run.folder))
+    assert (told["opened"], len(told["ticks"]) > 2, told["further"]) == (STEPS_BEFORE_WINDOW, True, [])
+    assert "why" not in told
+
+
+LOOPING = "def main():\n    prepare()\n    for batch in loader:\n        step(batch)\n    save()\n"
+
+
+@pytest.mark.parametrize(("line", "one"), [(2, False), (4, False), (5, True)])
+def test_a_program_is_a_script_where_no_loop_is_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int, one: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    file = tmp_path / "main.py"
+    file.write_text(LOOPING, encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(LOOPING, str(file), "exec"), names)
+    run = Run(RunOptions(str(tmp_path)))
+    looks = run.loops.looks
+    looks.codes.append(names["main"].__code__)
+    looks.known_chains.append((Line(0, line),))
+    looks.chains.append(0)
+    assert not run._is_script(1)  # it has only begun
+    assert run._is_script(2_000_000_000) is one

@@ -19,7 +19,7 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
-from keepbusy.instrument.lines import HIDDEN, OUTSIDE, kind_of
+from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
 
 EVERY, TIMES_ITS_COST = 20_000_000, 400
 """From look to look, at first, and so many times as long as a look takes: the program waits for each."""
@@ -89,7 +89,7 @@ class LoopWatch:
         self.meanwhile: Callable[[], object] | None = None
         """Called in the looking thread after each look."""
         self._clock = clock
-        thread = threading.get_ident()
+        self._ident = thread = threading.get_ident()
         self._frame = frame or (lambda: sys._current_frames().get(thread))
         self._every, self._cost = EVERY, 0
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
@@ -108,6 +108,18 @@ class LoopWatch:
         """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
         if self._counters is not None:
             self._counters.followed, self._counters.on_turn = loops, on_turn
+
+    def at_next_line(self, act: Callable[[], object]) -> None:
+        """`act` is called once in the program's own thread, where the next of its lines begins."""
+        if self._counters is not None and self.here:
+            users = [self.looks.codes[line.code] for line in self.here if self._kinds[line.code] == USER]
+            self._counters.at_next_line(users, act, self._ident)
+
+    @property
+    def here(self) -> tuple[Line, ...]:
+        """Where the last look found the program, from the outside in."""
+        chains = self.looks.chains
+        return self.looks.known_chains[chains[-1]] if chains else ()
 
     def passed(self, frame: FrameType | None) -> None:
         """In the program's own thread, where turns cannot be counted: a step ended here, or a batch came.
@@ -235,14 +247,35 @@ class _Counters:
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
         self.followed: frozenset[tuple[int, int]] = frozenset()
         self.on_turn: Callable[[], object] | None = None
+        self._awaited: tuple[list[CodeType], Callable[[], object], int] | None = None
 
     def count(self, number: int, code: CodeType) -> None:
         if id(code) in self._counted or not self._has_place():
             return
         self._counted[id(code)] = number, code
         self._looks.entries[number] = array("q")
-        events = self._api.events
-        self._api.set_local_events(self._tool, code, events.JUMP | events.PY_START)
+        self._api.set_local_events(self._tool, code, self._events_of(code))
+
+    def _events_of(self, code: CodeType) -> int:
+        number, _ = self._counted.get(id(code), (None, code))
+        if number is None or number in self._looks.fleeting:
+            return 0
+        return int(self._api.events.JUMP | self._api.events.PY_START)
+
+    def at_next_line(self, codes: list[CodeType], act: Callable[[], object], thread: int) -> None:
+        if self._awaited is None and self._has_place():
+            self._awaited = codes, act, thread
+            for code in codes:
+                self._api.set_local_events(self._tool, code, self._events_of(code) | self._api.events.LINE)
+
+    def _line(self, _: CodeType, __: int) -> None:
+        if self._awaited is None or threading.get_ident() != self._awaited[2]:
+            return
+        codes, act, _thread = self._awaited
+        self._awaited = None
+        for code in codes:
+            self._api.set_local_events(self._tool, code, self._events_of(code))
+        act()
 
     def _has_place(self) -> bool:
         if self._tool is None:
@@ -250,9 +283,13 @@ class _Counters:
             if self._tool is None:
                 return False
             self._api.use_tool_id(self._tool, "keepbusy loops")
-            self._api.register_callback(self._tool, self._api.events.JUMP, self._jumped)
-            self._api.register_callback(self._tool, self._api.events.PY_START, self._entered)
+            for event, callback in self._callbacks().items():
+                self._api.register_callback(self._tool, event, callback)
         return True
+
+    def _callbacks(self) -> dict[int, Any]:
+        events = self._api.events
+        return {events.JUMP: self._jumped, events.PY_START: self._entered, events.LINE: self._line}
 
     def _jumped(self, code: CodeType, source: int, target: int) -> Any:
         if target > source:
@@ -288,9 +325,10 @@ class _Counters:
         if self._tool is None:
             return
         tool, self._tool = self._tool, None
-        for _, code in self._counted.values():
+        awaited, self._awaited = self._awaited[0] if self._awaited else [], None
+        for code in [*awaited, *(code for _, code in self._counted.values())]:
             self._api.set_local_events(tool, code, 0)
-        for event in (self._api.events.JUMP, self._api.events.PY_START):
+        for event in self._callbacks():
             self._api.register_callback(tool, event, None)
         self._api.free_tool_id(tool)
 
@@ -322,13 +360,20 @@ class SourceLoops:
     def __init__(self, read: Callable[[str], str]) -> None:
         """`read` gives the text of a file; OSError where there is none."""
         self._read = read
-        self._files: dict[str, dict[int, list[SourceLoop]]] = {}
+        self._loops: dict[tuple[str, int], list[SourceLoop]] = {}  # of each function, by file and first line
         self._lines: dict[str, list[str]] = {}
 
     def around(self, code: CodeType, line: int) -> list[SourceLoop]:
         """The loops of this code that the line is in, from the outside in."""
-        loops = self._of(code.co_filename).get(_first_line(code), ())
-        return [loop for loop in loops if loop.first <= line <= loop.last]
+        return [loop for loop in self.of(code) if loop.first <= line <= loop.last]
+
+    def of(self, code: CodeType) -> list[SourceLoop]:
+        """All loops of this code, from the outside in; none where its file went, or was never one."""
+        owner = code.co_filename, _first_line(code)
+        if owner not in self._loops:
+            found = _loops_within(self._text(code.co_filename), code)
+            self._loops[owner] = [loop for first, loop in found if first == owner[1]]
+        return self._loops[owner]
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
         """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
@@ -340,21 +385,42 @@ class SourceLoops:
         return next((loop for loop in self.around(code, position[0]) if loop.turns_at(iterates, position)), None)
 
     def text(self, file: str, line: int) -> str:
-        self._of(file)
-        lines = self._lines.get(file, [])
+        lines = self._text(file)
         return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
-    def _of(self, file: str) -> dict[int, list[SourceLoop]]:
-        if file not in self._files:
-            self._files[file] = {}
+    def _text(self, file: str) -> list[str]:
+        if file not in self._lines:
             try:
-                text = self._read(file)
-                self._lines[file] = text.splitlines()
-                for owner, loop in _loops(ast.parse(text), 0):
-                    self._files[file].setdefault(owner, []).append(loop)
-            except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-                pass  # a file that went, or that was never one: its frames stand at their lines, without loops
-        return self._files[file]
+                self._lines[file] = self._read(file).splitlines()
+            except (OSError, ValueError):
+                self._lines[file] = []
+        return self._lines[file]
+
+
+def _loops_within(text: list[str], code: CodeType) -> list[tuple[int, SourceLoop]]:
+    """Of a function its own lines alone are parsed: a file of thousands of lines takes a tenth of a second."""
+    first = _first_line(code)
+    for begin, end in ((first - 1, _end_of(text, code)), (0, len(text))) if first else ((0, len(text)),):
+        own = text[begin:end]
+        inside = bool(own) and own[0][:1].isspace()
+        try:
+            tree = ast.parse("\n".join(["if 1:"] * inside + own))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue  # a lambda may begin in the middle of something
+        return list(_loops(ast.increment_lineno(tree, begin - inside), 0))
+    return []
+
+
+def _end_of(text: list[str], code: CodeType) -> int:
+    """The line after which the text is no further in than where the function begins."""
+    inner = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
+    depth = _depth(text[code.co_firstlineno - 1]) if code.co_firstlineno <= len(text) else 0
+    rest = range(inner, len(text))
+    return next((row for row in rest if text[row].strip(" \t)]},:") and _depth(text[row]) <= depth), len(text))
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _first_line(code: CodeType) -> int:

@@ -83,22 +83,26 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
     tree = _Tree(looks, busy_until, "", sources)
     found: list[BusyLoop] = []
 
-    def visit(node: _Node) -> None:
-        for child in node.children.values():
-            visit(child)
-        if node.loop is None:
-            return
+    def visit(node: _Node) -> list[int]:
+        """Returns the looks that are no loop's by then: of one that cannot be followed they are those of the loop
+        around it."""
         own = [chain for chain, _ in node.chains]
-        time, busy = int(tree.time_of[own].sum()), tree._busy(own)
-        ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        for child in node.children.values():
+            own += visit(child)
+        if node.loop is None:
+            return own
         jumps = frozenset(
             (code, target)
             for code, target in list(looks.turns)
             if code == node.code and tree.sources.of_jump(looks.codes[code], target) == node.loop
         )
-        if jumps and not jumps & looks.uncounted:
-            place = tree._written(node.leads_here or Line(node.code, node.loop.first))
-            found.append(BusyLoop(jumps, place, time, time if busy == NONE else max(0, time - busy), ends))
+        if not jumps or jumps & looks.uncounted:
+            return own
+        time, busy = int(tree.time_of[own].sum()), tree._busy(own)
+        ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        place = tree._written(node.leads_here or Line(node.code, node.loop.first))
+        found.append(BusyLoop(jumps, place, time, time if busy == NONE else max(0, time - busy), ends))
+        return []
 
     root = _Node()
     for chain, lines in enumerate(looks.known_chains):

@@ -20,7 +20,7 @@ from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.run_facts import WindowReason
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, WindowReason
 from keepbusy.timeline.run_tree import LoaderUse, Part
 from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.kineto import timeline_of
@@ -49,6 +49,7 @@ def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     trace = _trace(folder, left, str(facts.get("source", "the program")))
     timeline = timeline_of(trace, left.get("rank", 0))
     told = {**_told(left, trace), **_of_the_run(left, timeline.ranks[0]), "notes": _notes(left), **facts}
+    told |= {"reason": _reason(left)} if left.get("why") == SCRIPT else {}
     return timeline.change_facts(**told).change(further=tuple(_further(folder, left, facts)))
 
 
@@ -71,26 +72,21 @@ def _of_the_run(left: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _with_a_window(folder: Path, left: dict[str, Any]) -> dict[str, Any]:
-    """Where the program took no steps, the loop that was looked at first stands for them."""
-    loops = [look for look in left.get("further", ()) if look["why"] == "loop" and len(look["ticks"]) > 2]
+    """Where the program took no steps, the loop that was looked at first stands for them; where there is no loop
+    either, the script."""
+    looks = [look for look in left.get("further", ()) if (folder / look["folder"] / TRACE).exists()]
+    loops = [look for look in looks if look["why"] == LOOP and len(look["ticks"]) > 2]
+    left["further"] = [look for look in left.get("further", ()) if look["why"] != SCRIPT]
+    loops += [look for look in looks if look["why"] == SCRIPT]
     if (folder / TRACE).exists() or not loops:
         return left
     within = folder / loops[0]["folder"]
-    if not (within / TRACE).exists():
-        return left
     (within / TRACE).replace(folder / TRACE)
     if (within / LINES).exists():
         (within / LINES).replace(folder / LINES)
     rest = [look for look in left["further"] if look is not loops[0]]
-    first = {name: loops[0][name] for name in ("ticks", "cost", "plain_step")}
-    return {
-        **left,
-        **first,
-        "further": rest,
-        "opened": 1,
-        "closed": True,
-        "step_is": loops[0]["about"].get("place", ""),
-    }
+    first = {name: loops[0][name] for name in ("ticks", "cost", "plain_step", "cut", "part", "why", "about")}
+    return {**left, **first, "further": rest, "opened": 1, "closed": True}
 
 
 def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Timeline]:
@@ -100,8 +96,11 @@ def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) ->
         with suppress(BadInput):
             trace = _trace(within, look, str(facts.get("source", "")))
             timeline = timeline_of(trace, left.get("rank", 0))
-            reason = typed(WindowReason, {"why": look["why"], **look["about"]})
-            yield timeline.change_facts(**{**_told(look, trace), "reason": reason, **facts})
+            yield timeline.change_facts(**{**_told(look, trace), "reason": _reason(look), **facts})
+
+
+def _reason(look: Mapping[str, Any]) -> WindowReason:
+    return typed(WindowReason, {"why": look["why"], **look["about"]})
 
 
 def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
@@ -127,6 +126,8 @@ def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
 def _notes(left: Mapping[str, Any]) -> tuple[str, ...]:
     notes = list(left.get("notes", ()))
     looks = [look for look in (left, *left.get("further", ())) if len(look.get("ticks", ())) > 1]
+    if left.get("why") == SCRIPT:
+        return (_part_of_a_script(left), *notes)
     if left.get("part"):
         notes.insert(0, _part_of_a_turn(left))
     elif looks:
@@ -143,6 +144,14 @@ def _part_of_a_turn(left: Mapping[str, Any]) -> str:
     return (
         f"{NOTE_OF_RECORDED} the first {(ended - began) / 1e9:.1f} s of step {number + 1}. A step{takes} "
         "so what is said here of a step is said of that part alone."
+    )
+
+
+def _part_of_a_script(left: Mapping[str, Any]) -> str:
+    (_, began, _), (_, _, ended) = left["ticks"]
+    return (
+        f"{NOTE_OF_RECORDED} {(ended - began) / 1e9:.1f} s of the script, from {left['about']['since'] / 1e9:.1f} s "
+        f"on; opening and closing the recorder held the program up for {left['cost'] / 1e9:.1f} s."
     )
 
 

@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 
 from keepbusy.instrument.children import follow, when_imported
+from keepbusy.instrument.lines import LIBRARY, USER, kind_of
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.loop_tree import BusyLoop, innermost_loops, read_source, step_looks, tree_of
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.window import LONGEST_OPEN, OtherProfilers, Window
+from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
 from keepbusy.recording.window_plan import Occasion, WindowPlan
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.run_facts import DRIFT
+from keepbusy.timeline.run_facts import DRIFT, SCRIPT
 
 FACTS, LIVE = "facts.json", "live"
 """What a process leaves in its folder, beside what its windows saw; the latter while somebody looks on."""
@@ -40,10 +41,15 @@ STEPS_BEFORE_WINDOW, LATEST_BEGIN = 8, 16
 by the latter is looked at as it is."""
 ALIKE_STEPS = 5
 _THINKS_EVERY, _FIRST_THOUGHT = 1_000_000_000, 3_000_000_000
-_WRITES_EVERY, _SHARE_OF_WRITING = 10_000_000_000, 200
+_READS_EVERY = 5_000_000_000
+"""The driver keeps twenty seconds of samples."""
+_WRITES_EVERY, _SHARE_OF_WRITING = 20_000_000_000, 1_000
 """What is known is written down again after so long, and after so many times as long as that took."""
+_AT_WORK_FOR, _SCRIPT_AT_MOST = 1_000_000_000, 30_000_000_000
+"""A program that has used its GPU for so long and has no loop ahead is a script; a window is open for so long there."""
 _SHOWS_EVERY = 200_000_000
 _QUIET = "99"
+_OWN = (USER, LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ class Run:
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._marks_facts: dict[str, Any] = {}
         self._writing = threading.RLock()  # both threads do; a signal may come while this one does
-        self._think_at = self._write_at = self._show_at = 0
+        self._think_at = self._write_at = self._show_at = self._read_at = 0
+        self._first_use = 0  # when the program was first seen to use its GPU
         self.unfollow: Callable[[], None] = lambda: None
         self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
 
@@ -137,9 +144,13 @@ class Run:
         if now < self._think_at:
             return
         self._think_at = now + _THINKS_EVERY
-        self.share.read()
+        if now >= self._read_at:
+            self._read_at = now + _READS_EVERY
+            self.share.read()
         if self.window.is_open or self.others.at_work:
             return
+        if not self._steps and not self._further and self._is_script(now):
+            self.loops.at_next_line(lambda: self._guarded(self._open_script))
         if self._may_look_again():
             self.loops.looks.ended = now
             passed = now - self.loops.looks.began
@@ -152,6 +163,18 @@ class Run:
             self._know_marks()
             self.leave()
             self._write_at = now + max(_WRITES_EVERY, _SHARE_OF_WRITING * (self.clock() - now))
+
+    def _is_script(self, now: int) -> bool:
+        """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not getattr(torch, "cuda", None) or not torch.cuda.is_initialized():
+            return False
+        self._first_use = self._first_use or now
+        if now - self._first_use < _AT_WORK_FOR or self.marks.replays_graphs:
+            return False
+        codes = self.loops.looks.codes
+        here = [(codes[one.code], one.line) for one in self.loops.here if kind_of(codes[one.code].co_filename) in _OWN]
+        return bool(here) and not any(loop.last >= line for code, line in here for loop in self._sources.of(code))
 
     def _spent(self) -> int:
         """For how long windows have held the program up so far."""
@@ -185,16 +208,16 @@ class Run:
         self._steps = count
         self.loops.passed(sys._getframe(1))
         if not self._sees_a_loop():
-            self._guarded(lambda: self._step(count))
+            self._guarded(self._step, count)
 
     def _on_turn(self) -> None:
         """At each turn of the loop that is to be looked at."""
         if os.getpid() == self.process and self._followed is not None:
             self._guarded(self._turn)
 
-    def _guarded(self, act: Callable[[], object]) -> None:
+    def _guarded(self, act: Callable[..., object], *arguments: object) -> None:
         try:
-            act()
+            act(*arguments)
         except Exception as error:
             self.notes.append(f"Recording failed ({type(error).__name__}: {error}), so it was given up.")
             self.loops.follow(frozenset(), None)
@@ -203,11 +226,14 @@ class Run:
             self.marks.look_closely(False)
 
     def _step(self, count: int) -> None:
+        if self._sees_script():
+            self.window.cut()
+            self._closed()
         if self.window.is_open:
             self._advance(count)
         elif not self._opened:
             if self._is_due(count):
-                self._opened = count
+                self._opened, self.window = count, self._first
                 self.window.usual = self.marks.plain_step() or 0
                 self._open(count)
         elif self._may_look_again() and (occasion := self._plan.due(count)) is not None:
@@ -222,9 +248,26 @@ class Run:
             self._add_window(self._followed, brief=True)
             self._open(self._turns)
 
+    def _open_script(self) -> None:
+        if self._steps or self.window.is_open or self.others.at_work:
+            return
+        since = self.clock() - self.loops.looks.began
+        self._add_window(Occasion(SCRIPT, 0, 1, {"since": since}), brief=False)
+        self.window.usual, self.window.at_most = max(since, SETTLES_WITHIN), _SCRIPT_AT_MOST
+        self._open(0)
+
+    def _open_for(self) -> Occasion | None:
+        """Why the window is open that is; of the first one there is nothing to say."""
+        occasion, its = self._further[-1] if self._further else (None, None)
+        return occasion if self.window.is_open and its is self.window else None
+
+    def _sees_script(self) -> bool:
+        occasion = self._open_for()
+        return occasion is not None and occasion.why == SCRIPT
+
     def _sees_a_loop(self) -> bool:
         """Whether the turns in the open window are those of the loop that is followed."""
-        return self.window.is_open and bool(self._further) and self._further[-1][0] is self._followed
+        return self._followed is not None and self._open_for() is self._followed
 
     def _add_window(self, occasion: Occasion, brief: bool) -> None:
         folder = self.folder / str(2 + len(self._further))
@@ -273,7 +316,7 @@ class Run:
         if self.window.is_open:
             self.marks.look_closely(False)
             with self.others.ourselves():
-                self.window.close()
+                (self.window.cut if self._sees_script() else self.window.close)()
 
     def _forked(self) -> None:
         """A child that is forked is none of ours."""
@@ -295,7 +338,7 @@ class Run:
             "further": [
                 {**self._about(window), "folder": window.folder.name, "why": one.why, "about": one.about}
                 for one, window in self._further
-                if self._plan.still_holds(one) and not window.is_cut
+                if self._plan.still_holds(one) and (one.why == SCRIPT or not window.is_cut)
             ],
             "held_up": self._spent(),
             "marks": self._marks_facts,

@@ -79,8 +79,11 @@ closing takes about as long as all that was seen, and holds the program up."""
 HELD_UP_AT_ONCE = 300_000_000
 """Once it is known how long closing takes here, a window may be open for as long as that allows, but no longer than:"""
 OPEN_AT_MOST = 3_000_000_000
-MANY_ALLOCATIONS = 6_000
-"""What takes long to close are the events, some ten for each tensor made; a turn that waits has few of them."""
+EVENTS_AT_ONCE, EVENTS_WITH_A_TURN = 40_000, 20_000
+"""What takes long to close are the events, 6 to 8 µs each on an H200's host; a turn that waits has few of them. With so
+many a window closes in the middle of its first turn, and with so many of a later one."""
+EVENTS_A_TENSOR, EVENTS_A_LINE = 10, 2
+"""Of each tensor that is made on the device, and of each line of the log, on average."""
 NEXT_ASK = 50_000_000
 
 
@@ -113,7 +116,7 @@ class Window:
         self.is_brief = brief
         self.usual = 0
         """What a turn takes when nobody looks, where that is known."""
-        self.longest = LONGEST_OPEN
+        self.longest, self.at_most = LONGEST_OPEN, OPEN_AT_MOST
         self.is_open = False
         self.ticks: list[Tick] = []
         self.is_cut = self.is_part = False
@@ -176,18 +179,24 @@ class Window:
         if len(self.ticks) < 3 and not self._has_much_to_close():
             self._ask.at = self.clock() + NEXT_ASK
             return
+        self.cut()
+        if self._closed is not None:
+            self._closed()
+
+    def cut(self) -> None:
+        """Close it within a turn."""
         self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
         if self.is_part:
             self.ticks.append(_tick(self._count + 1, self.clock))
         self.close()
-        if self._closed is not None:
-            self._closed()
 
     def _has_much_to_close(self) -> bool:
-        if self._log.is_full or self.clock() - self._opened > OPEN_AT_MOST:
+        if self._log.is_full or self.clock() - self._opened > self.at_most:
             return True
-        worked, allocations = time.thread_time_ns() - self._worked, allocations_so_far() - self._allocated
-        return worked >= LONGEST_OPEN and (allocations >= MANY_ALLOCATIONS or not self._allocated)
+        made = allocations_so_far() - self._allocated
+        events = EVENTS_A_TENSOR * made + EVENTS_A_LINE * len(self._log)
+        many = events >= (EVENTS_WITH_A_TURN if len(self.ticks) > 1 else EVENTS_AT_ONCE)
+        return many or (not self._allocated and time.thread_time_ns() - self._worked >= LONGEST_OPEN)
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""

@@ -7,6 +7,7 @@ all windows together hold the program up for no more than a hundredth of its run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -38,14 +39,14 @@ BEATS_AHEAD = 8
 """So many of its occurrences ahead are looked through for one at which nothing else happens."""
 MARKS_CONSIDERED = 4096
 """Marks: what was before is known by then."""
-THINKING_SHARE = 200
+THINKING_SHARE = 500
 """To find out takes time, too: it is asked again after so many times as long."""
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
 AT_ONCE = 0
 RECORDED_AT_MOST = 64
 """Turns of a loop whose turns are short."""
-TURNS_KNOWN, LONGEST_TURN = 16, 10_000_000_000
+TURNS_KNOWN, LONGEST_TURN = 8, 10_000_000_000
 """So many turns of a loop are known before it is looked at, and none takes too long to wait for."""
 
 
@@ -76,11 +77,13 @@ class WindowPlan:
     first: int = 0
     """What a plain step takes when the first window has closed."""
     not_before: int = 0
+    worked: Callable[[], int] = time.thread_time_ns
+    """What thinking takes of its thread; the program may have its turn meanwhile, and that is no matter."""
 
     def think(self, passed: int, spent: int, expected: int, longest: int = LONGEST_OPEN, loops: bool = True) -> None:
         """The run has gone on for `passed`; windows have held it up for `spent`, the next one may for `expected`, and
         it may be open for `longest`."""
-        began = self.clock()
+        began, worked = self.clock(), self.worked()
         granted = spent + expected <= max(WINDOWS_ALLOWANCE, WINDOWS_SHARE * passed)
         if began < self.not_before or not granted or self.planned is not None or len(self.taken) >= KEPT_WINDOWS:
             return
@@ -89,8 +92,7 @@ class WindowPlan:
             steps = self.marks.steps(MARKS_CONSIDERED)
             found += [*self._stalls(steps, longest), *self._change(steps)]
         self.planned = max(found, key=lambda one: one.time, default=None)
-        ended = self.clock()
-        self.not_before = ended + THINKING_SHARE * (ended - began)
+        self.not_before = self.clock() + THINKING_SHARE * (self.worked() - worked)
 
     def due(self, count: int) -> Occasion | None:
         """The occasion for which a window opens at this mark, if there is one."""

@@ -10,7 +10,7 @@ from keepbusy.timeline.files import typed
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_tree import LoaderUse, Part
 
-STALL, DRIFT, LOOP = "stall", "drift", "loop"
+STALL, DRIFT, LOOP, SCRIPT = "stall", "drift", "loop", "script"
 SLOWEST_LINK, FASTEST_LINK = 0.001, 1e6
 """Bytes a nanosecond between which any link between host and device lies."""
 LARGEST_QUEUE = 1 << 20
@@ -19,13 +19,14 @@ LARGEST_QUEUE = 1 << 20
 
 @dataclass(frozen=True)
 class WindowReason:
-    """Why a further window of a run was recorded."""
+    """Why a window was recorded that is not that of the first steps."""
 
-    why: str  # STALL: one was foreseen; DRIFT: steps have changed for good; LOOP: another loop
+    why: str  # STALL: one was foreseen; DRIFT: steps have changed for good; LOOP: another loop; SCRIPT: no loop at all
     step: int | None = None  # of a stall: in which it was foreseen
     stall: RareStall | None = None
     began: int | None = None  # of a drift: since which step
     place: str = ""  # of a loop: where it stands
+    since: int = 0  # of a script: how long the run had gone on when it began
 
 
 @dataclass(frozen=True)
