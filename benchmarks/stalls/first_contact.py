@@ -36,7 +36,7 @@ def measure(name: str, options: argparse.Namespace, seat: Seat) -> dict:
     ranks = ["torchrun", f"--master-port={seat.port}", "--nproc_per_node=2"] if options.kind == "ranks" else [sys.executable]
     watching = [sys.executable, "-m", "keepbusy", "run", "--save", str(out / f"{name}.busy")]
     watching += ["--ranks", "2"] if options.kind == "ranks" else []
-    commands = {"stalled": [*ranks, script], "watched": [*watching, script], "fixed": [*ranks, script, "--fixed"]}
+    commands = {"stalled": [*ranks, script], "watched": [*watching, script], "fixed": [*ranks, script, *options.variant.split()]}
     found: dict = {"name": name, "kind": options.kind, "stalled": [], "fixed": [], "watched": []}
     for which in ["stalled", "watched", "fixed", *["stalled", "fixed"] * (options.pairs - 1)]:
         log = out / f"{name}.{which}.log"
@@ -69,6 +69,7 @@ def main() -> None:
     arguments.add_argument("--gpus", type=int, default=1)
     arguments.add_argument("--seconds", type=float, default=540)
     arguments.add_argument("--pairs", type=int, default=2)
+    arguments.add_argument("--variant", default="--fixed", help="what makes a program run its fixed variant")
     options = arguments.parse_args()
     options.out, options.folder = options.out.resolve(), options.folder.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
