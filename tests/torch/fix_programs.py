@@ -619,6 +619,65 @@ found += [one.sum().item() for one in kept]
 """,
 }
 
+DRAWS = {
+    "the same shapes turn after turn": """
+for step in range(14):
+    for shape in ((4, 4), (300, 1000), (4, 1), (4, 4)): found.append(torch.randn(shape).to("cuda").sum().item())
+    found.append((torch.randint(0, 9, (400, 1000)).sum().item(), torch.randperm(40000)[:3].tolist()))
+""",
+    "another draw in between": """
+drop = nn.Dropout(0.5)
+for step in range(16):
+    x = torch.randn(600, 1000)
+    if step % 5 == 4: found.append(drop(torch.ones(9)).tolist())
+    found.append((x.cuda().sum().item(), torch.rand(3).tolist()))
+""",
+    "seeds set again in the loop": """
+for step in range(16):
+    if step % 6 == 5: torch.manual_seed(step)
+    found.append(torch.randn(600, 1000).cuda().sum().item())
+""",
+    "a state that is kept and restored": """
+for step in range(16):
+    if step == 9: kept = torch.get_rng_state()
+    found.append(torch.randn(600, 1000).cuda().sum().item())
+    if step == 12: torch.set_rng_state(kept)
+""",
+    "generators of the program's own": """
+mine = torch.Generator().manual_seed(7)
+for step in range(10):
+    found.append((torch.randn(600, 1000, generator=mine).sum().item(), torch.randn(600, 1000).sum().item()))
+""",
+    "types, gradients, devices": """
+for step in range(10):
+    x = torch.rand([600, 1000], dtype=torch.float64, requires_grad=True); y = torch.randn(600, 1000, device="cpu")
+    with torch.inference_mode(): z = torch.randn(600, 1000)
+    out = torch.empty(600, 1000); torch.randn(600, 1000, out=out)
+    torch.set_default_dtype(torch.float64 if step % 4 == 3 else torch.float32); w = torch.randn(600, 1000)
+    torch.set_default_dtype(torch.float32)
+    found.append((x.requires_grad, x.is_leaf, x.dtype, y.sum().item(), z.is_inference(), w.dtype, w.sum().item()))
+    found.append((out.sum().item(), x.sum().item(), torch.normal(0.0, 1.0, (600, 500)).sum().item(), x.is_pinned()))
+""",
+    "draws that nobody asks for in the end": """
+for step in range(9): found.append(torch.randn(600, 1000).sum().item())
+found += [random.random(), torch.rand(5).tolist(), torch.get_rng_state().sum().item()]
+""",
+    "workers of a loader that draw": """
+class Noisy(Rows):
+    def __getitem__(self, at): return self.x[at] + torch.randn(513), at
+for step in range(8): torch.randn(600, 1000)
+for x, y in DataLoader(Noisy(), batch_size=2, num_workers=2):
+    found.append((x.sum().item(), torch.randn(600, 1000).sum().item()))
+""",
+    "numbers changed in place": """
+for step in range(12):
+    x = torch.randn(600, 1000); x.mul_(2); sent = x.cuda(); x.zero_(); found.append(sent.sum().item())
+""",
+    "shapes that change": """
+for step in range(24): found.append(torch.randn(600 + 100 * (step * step % 7), 1000).sum().item())
+""",
+}
+
 LIVES = {
     "a schedule": """
 net = model(); optimizer = sgd(net, momentum=0.9); schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -701,4 +760,4 @@ found += [total, losses]
 """,
 }
 
-PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **HOMES, **WAITS, **LIVES}
+PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **HOMES, **WAITS, **DRAWS, **LIVES}

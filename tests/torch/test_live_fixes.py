@@ -135,3 +135,7 @@ found = torch.tensor(found)
         names.append(held)
     assert names[1]["optimizer"].defaults["fused"]
     assert torch.allclose(names[0]["found"], names[1]["found"], rtol=1e-5)
+
+
+def test_numbers_are_drawn_ahead_once_their_order_is_known(tmp_path: Path) -> None:
+    assert done("the same shapes turn after turn", tmp_path)["draws"] > 40

@@ -1,8 +1,8 @@
 """Copies to the device that Python does not wait for.
 
-A copy that blocks makes Python wait for all that the stream has to do, and then for the bus. Here the values are
-taken down into pinned memory at the call, so that the program may do with its tensor what it likes afterwards, and
-travel from there: small ones on the current stream, large ones on a stream of their own, beside the computation.
+A copy that blocks makes Python wait for all that the stream has to do, and then for the bus. Here the values are taken
+down at the call, so that the program may do with its tensor what it likes afterwards: small ones by the driver, large
+ones into pinned memory, from which they travel on a stream of their own, beside the computation.
 
 What could tell the difference, and what is done about it:
 - the program changes its tensor after the call: it was copied at the call, or the call waits for its bytes to be gone;
@@ -28,7 +28,7 @@ from keepbusy.fix.live.switch import FixSwitch, is_ours, ours, same_bits
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 _SMALL = 1 << 16
-"""Bytes up to which the bus is no matter: a stream of its own would cost more than it saves."""
+"""Bytes up to which the driver takes the values along with the call, as CUDA documents."""
 _IN_FLIGHT = 4
 """Large copies that may be under way at once; who is further ahead waits for the oldest."""
 _NUMBERS = {int, float, bool}
@@ -209,8 +209,12 @@ class DeferredCopies:
             return None  # that is what the plain copy does
         self._note_pinned(tensor, non_blocking)
         with ours():
-            source = tensor if pinned and not small else _staged(tensor, dtype)
-            sent = self._beside(source, device, pinned and not non_blocking) if not small else _in_order(source, device)
+            if small:  # the driver takes the bytes of ordinary memory along
+                source = tensor if dtype == tensor.dtype and not pinned else tensor.to(dtype, copy=True)
+                sent = source.to(device, non_blocking=True)
+            else:
+                source = tensor if pinned else _staged(tensor, dtype)
+                sent = self._beside(source, device, pinned and not non_blocking)
         self.switch.count()
         return sent
 
@@ -250,12 +254,6 @@ def _staged(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     staged = torch.empty_like(tensor, dtype=dtype, pin_memory=True)
     staged.copy_(tensor)
     return staged
-
-
-def _in_order(source: Tensor, device: torch.device) -> Tensor:
-    sent = torch.empty_like(source, device=device)
-    sent.copy_(source, non_blocking=True)
-    return sent
 
 
 def _holds_tensor(data: Any) -> bool:

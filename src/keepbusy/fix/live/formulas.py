@@ -85,7 +85,7 @@ def is_plain(value: ast.expr) -> bool:
     return False
 
 
-class Placed:
+class FormulaParts:
     """A formula with a parameter in place of each value that it reads, and of each plain part."""
 
     def __init__(self, value: ast.expr) -> None:

@@ -28,7 +28,7 @@ _CARRIED = 4
 """Larger values that may be on their way; who is further ahead waits for the oldest."""
 
 
-class ComingHome(Protocol):
+class HostBound(Protocol):
     """Something of the device as it is at the call."""
 
     def home(self) -> Any:
@@ -82,7 +82,7 @@ class PageNumber:
         return self._page.read(self._place).reshape(self._shape)
 
 
-class Sent:
+class HomewardCopy:
     """A larger tensor, on its way at once."""
 
     def __init__(self, value: Tensor) -> None:
@@ -96,7 +96,7 @@ class Sent:
             return came.clone() if came.is_pinned() else came
 
 
-class Held:
+class DeviceCopy:
     """A larger tensor that stays on the device: the name that it belongs to may never be looked at."""
 
     def __init__(self, value: Tensor) -> None:
@@ -107,7 +107,7 @@ class Held:
             return self._value.cpu()
 
 
-class Recorded:
+class TimedEvent:
     """An event, which is asked for a time once it has passed."""
 
     def __init__(self, event: Any) -> None:
@@ -123,7 +123,7 @@ class LateValue:
 
     __slots__ = ("_formula", "_lock", "_number", "_others", "snapshots")
 
-    def __init__(self, formula: Callable[..., Any], snapshots: tuple[ComingHome, ...], others: tuple[Any, ...]) -> None:
+    def __init__(self, formula: Callable[..., Any], snapshots: tuple[HostBound, ...], others: tuple[Any, ...]) -> None:
         self._formula: Callable[..., Any] | None = formula
         self.snapshots, self._others, self._number, self._lock = snapshots, others, None, Lock()
 
@@ -171,7 +171,7 @@ class LateNumbers:
 
     def add(self, total: Any, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`total += formula(...)`."""
-        late = self._late(formula, values, others, Sent) if isinstance(total, LateSum | int | float) else None
+        late = self._late(formula, values, others, HomewardCopy) if isinstance(total, LateSum | int | float) else None
         if late is None:
             before = self.value(total)
             before += formula(*values, *others)
@@ -190,15 +190,15 @@ class LateNumbers:
 
     def keep(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`name = formula(...)`."""
-        late = self._late(formula, values, others, Held)
+        late = self._late(formula, values, others, DeviceCopy)
         return formula(*values, *others) if late is None else late
 
     def bring(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """One of many values that are kept."""
-        late = self._late(formula, values, others, Sent)
+        late = self._late(formula, values, others, HomewardCopy)
         if late is None:
             return formula(*values, *others)
-        if any(isinstance(one, Sent) for one in late.snapshots):
+        if any(isinstance(one, HomewardCopy) for one in late.snapshots):
             self._carriage.call(late.settle)
             self._on_their_way.append(late)
             if len(self._on_their_way) > _CARRIED:
@@ -223,7 +223,11 @@ class LateNumbers:
     # how values are put aside
 
     def _late(
-        self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...], large: type[Sent | Held]
+        self,
+        formula: Callable[..., Any],
+        values: tuple[Any, ...],
+        others: tuple[Any, ...],
+        large: type[HomewardCopy | DeviceCopy],
     ) -> LateValue | None:
         """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
         if not self.switch.on or not all(map(_can_wait, values)) or not _in_order():
@@ -245,9 +249,9 @@ class LateNumbers:
             self._settle_timed(waiting=False)
         return late
 
-    def _aside(self, value: Any, alone: bool, large: type[Sent | Held]) -> ComingHome:
+    def _aside(self, value: Any, alone: bool, large: type[HomewardCopy | DeviceCopy]) -> HostBound:
         if not isinstance(value, Tensor):
-            return Recorded(value)
+            return TimedEvent(value)
         if not _is_single(value):
             return large(value.detach())
         value = value.detach() if alone else value.detach().clone()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch
     from keepbusy.fix.live.trial import FixTrial, TrialResult
 
-SAFE = ("copies", "late_numbers", "syncs", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "draws", "syncs", "cache", "garbage")
 ASKED = ("fused",)
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
 NOISE = 0.02
@@ -88,6 +88,7 @@ class LiveFixes:
             return
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.copies import DeferredCopies
+        from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial
@@ -98,6 +99,7 @@ class LiveFixes:
         fixes: dict[str, Any] = {
             "copies": copies,
             "late_numbers": late,
+            "draws": DrawsAhead(),
             "syncs": SkippedWaits(copies, lambda: trial.turns),
             "cache": KeptCache(lambda: trial.turns),
             "garbage": QuickCollection(lambda: trial.turns),

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.fix.live.formulas import Placed, is_formula, is_plain
+from keepbusy.fix.live.formulas import FormulaParts, is_formula, is_plain
 
 NAME = "__keepbusy_late__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -49,7 +49,7 @@ def rewritten(tree: ast.Module, is_script: bool = True) -> tuple[ast.Module, lis
 
 
 @dataclass(frozen=True)
-class PutOff:
+class LateStatement:
     """A statement that can be put off, and the name that it is about."""
 
     statement: ast.stmt
@@ -70,7 +70,7 @@ class Scope:
         if any(isinstance(one, ast.Name) and one.id in _LOOKING for one in self._own):
             return []
         shared = self._shared_names()
-        by_name: dict[str, list[PutOff]] = {}
+        by_name: dict[str, list[LateStatement]] = {}
         for one in map(_deferral, _statements_in_loops(self._scope)):
             if one is not None and one.name not in shared:
                 by_name.setdefault(one.name, []).append(one)
@@ -89,7 +89,7 @@ class Scope:
         used = {node.id for one in inner for node in ast.walk(one) if isinstance(node, ast.Name)}
         return used | {name for node in declared for name in node.names}
 
-    def _may_wait(self, name: str, deferrals: list[PutOff]) -> bool:
+    def _may_wait(self, name: str, deferrals: list[LateStatement]) -> bool:
         if any(self._is_looked_at_each_turn(name, one.statement) for one in deferrals):
             return False
         if any(one.into_list for one in deferrals):
@@ -103,7 +103,7 @@ class Scope:
             loop = self._parents[id(loop)]
         return _looks(loop, name, statement)
 
-    def _is_private_list(self, name: str, deferrals: list[PutOff]) -> bool:
+    def _is_private_list(self, name: str, deferrals: list[LateStatement]) -> bool:
         """Made here, of numbers at most, and handed to nobody before the loops that fill it have ended."""
         filled = max(self._outermost_loop(one.statement).end_lineno or 0 for one in deferrals)
         targets = {id(one.statement.target) for one in deferrals if isinstance(one.statement, ast.AugAssign)}
@@ -160,20 +160,20 @@ class Scope:
         return None
 
 
-def _deferral(statement: ast.stmt) -> PutOff | None:
+def _deferral(statement: ast.stmt) -> LateStatement | None:
     match statement:
         case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if is_formula(value):
-            return PutOff(statement, name)
+            return LateStatement(statement, name)
         case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name), slice=place), op=ast.Add(), value=value) if (
             is_plain(place) and is_formula(value)
         ):
-            return PutOff(statement, name, into_list=True)
+            return LateStatement(statement, name, into_list=True)
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_formula(value) or _element(value) is not None:
-            return PutOff(statement, name)
+            return LateStatement(statement, name)
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value], keywords=[])
         ) if is_formula(value):
-            return PutOff(statement, name, into_list=True)
+            return LateStatement(statement, name, into_list=True)
     return None
 
 
@@ -288,7 +288,7 @@ class _Rewriter(ast.NodeTransformer):
         return value
 
     def _formula(self, value: ast.expr) -> list[ast.expr]:
-        formula, *given = Placed(copy.deepcopy(value)).arguments()
+        formula, *given = FormulaParts(copy.deepcopy(value)).arguments()
         for part in given:
             self.generic_visit(part)
         return [formula, *given]
