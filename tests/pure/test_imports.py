@@ -130,7 +130,7 @@ LINES = {
     "report": 2871,
     "runtime": 4950,
     "cli": 2404,
-    "fix": 2940,
+    "fix": 3141,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
