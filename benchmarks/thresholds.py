@@ -109,7 +109,7 @@ RECORDED = {
         Threshold("TURNS_AFTER", 0, "A stall may come a step late."),
         Threshold("BEATS_AHEAD", 1, "Of eight occurrences ahead one is chosen at which nothing else happens."),
         Threshold("DELAYED_SHARE", INFINITE, "Where others had the processors for 5% of the run no change counts."),
-        Threshold("TURNS_KNOWN", 2, "A loop is looked at once sixteen of its turns are known."),
+        Threshold("TURNS_KNOWN", 2, "A loop is looked at once eight of its turns are known."),
         Threshold("LONGEST_TURN", INFINITE, "Nobody waits for a turn of ten seconds."),
     ),
     "keepbusy.recording.recorder": (
@@ -128,7 +128,8 @@ BOUNDS = {
     "keepbusy.recording.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),
     "keepbusy.recording.turn_times": ("COURSE_ROWS",),
     "keepbusy.recording.window": (
-        *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "MANY_ALLOCATIONS", "NEXT_ASK"),
+        *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK"),
+        *("EVENTS_AT_ONCE", "EVENTS_WITH_A_TURN", "EVENTS_A_TENSOR", "EVENTS_A_LINE"),
     ),
     "keepbusy.recording.window_plan": (
         *("WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "MARKS_CONSIDERED", "THINKING_SHARE", "AT_ONCE"),
