@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from warm_python import WarmPython
+from warm_python import WarmPython, warm
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,7 +15,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    warm = WarmPython()
-    yield warm
-    warm.end()
+def warm_python() -> WarmPython:
+    return warm()

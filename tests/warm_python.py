@@ -2,16 +2,22 @@
 
 Starting Python and importing PyTorch takes two seconds of the processor, and some hundred tests would pay for it each.
 What is asked for goes in and comes out as lines of JSON; what the command prints goes to files, as it would to a pipe.
+What a test wants to know of Python's own start (streams, `sys.argv`, what is imported) needs a Python of its own.
+
+Ranks of `--ranks` are forks as well, with what torchrun would tell them; `agent=True` lets torchrun itself start them.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import json
 import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,23 +47,39 @@ class WarmPython:
         )
 
     def keepbusy(
-        self, *arguments: str, cwd: Path, env: Mapping[str, str], timeout: int = 120
+        self,
+        *arguments: str,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: int = 120,
+        agent: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` of `python -m keepbusy`, with its output captured as text."""
+        """`keepbusy` on the command line."""
+        return self.python("-m", "keepbusy", *arguments, cwd=cwd, env=env, timeout=timeout, agent=agent)
+
+    def python(
+        self,
+        *command: str,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: int = 120,
+        agent: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run` of `python` with a script, with `-m module` or `-c text`; output is captured as text."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
             paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, error)]
-            asked = {"arguments": arguments, "cwd": str(cwd), "env": {**env}, "paths": paths, "timeout": timeout}
+            env = {**os.environ, "PYTHONPATH": str(SOURCES)} if env is None else {**env}
+            asked = {"command": command, "cwd": str(cwd), "env": env, "paths": paths, "agent": agent}
             assert self._process.stdin
             assert self._process.stdout
+            asked["timeout"] = timeout
             print(json.dumps(asked), file=self._process.stdin, flush=True)
             status = json.loads(self._process.stdout.readline())
             if status is None:
-                raise subprocess.TimeoutExpired(["keepbusy", *arguments], timeout)
+                raise subprocess.TimeoutExpired(command, timeout)
             for file in (out, error):
                 file.seek(0)
-            return subprocess.CompletedProcess(
-                ["keepbusy", *arguments], os.waitstatus_to_exitcode(status), out.read(), error.read()
-            )
+            return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status), out.read(), error.read())
 
     def end(self) -> None:
         assert self._process.stdin
@@ -67,9 +89,19 @@ class WarmPython:
         self._process.wait()
 
 
+@functools.cache
+def warm() -> WarmPython:
+    """That of this process of tests."""
+    python = WarmPython()
+    atexit.register(python.end)
+    return python
+
+
 def _serve() -> None:
     for module in IMPORTED:
         import_module(module)
+    from keepbusy.cli.program import launch
+
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")  # closed in each fork, as standard output is replaced
     for line in sys.stdin:
@@ -77,8 +109,34 @@ def _serve() -> None:
         child = os.fork()
         if not child:
             answers.close()
-            _run(asked["arguments"], asked["cwd"], asked["env"], asked["paths"])
+            if not asked["agent"]:
+                launch.launch = _forked_ranks
+            _run(asked["command"], asked["cwd"], asked["env"], asked["paths"])
         print(json.dumps(_status(child, asked["timeout"])), file=answers, flush=True)
+
+
+def _forked_ranks(count: int, command: Sequence[str]) -> int:
+    """Stands in for torchrun's agent: when one rank fails, the others are ended."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": str(os.getpid())}
+    left = set[int]()
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            os.environ |= meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            sys.exit(import_module("keepbusy.cli").main(["run", *command]))
+        left.add(child)
+    failed = False
+    while left:
+        ended, status = os.wait()
+        left.discard(ended)
+        if status and not failed:
+            failed = True
+            for child in left:
+                os.kill(child, signal.SIGTERM)
+    return int(failed)
 
 
 def _status(child: int, timeout: int) -> int | None:
@@ -92,7 +150,7 @@ def _status(child: int, timeout: int) -> int | None:
     return status if ended else None
 
 
-def _run(arguments: Sequence[str], folder: str, environment: Mapping[str, str], paths: Sequence[str]) -> NoReturn:
+def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], paths: Sequence[str]) -> NoReturn:
     """Of what a fresh Python reads at its start: the environment, the import path, sitecustomize."""
     os.chdir(folder)
     for number, path in enumerate(("/dev/null", *paths)):
@@ -102,11 +160,22 @@ def _run(arguments: Sequence[str], folder: str, environment: Mapping[str, str], 
     os.environ.clear()
     os.environ.update(environment)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = list(dict.fromkeys([folder, *given, *sys.path[1:]]))
-    sys.argv = ["keepbusy", *arguments]
+    how = command[0] if command[0] in ("-m", "-c") else ""
+    first = folder if how else str(Path(command[0]).parent)
+    sys.path[:] = list(dict.fromkeys([first, *given, *sys.path[1:]]))
+    sys.argv = [how, *command[2:]] if how else [*command]
     if given and Path(given[0], "sitecustomize.py").exists():
         runpy.run_path(str(Path(given[0], "sitecustomize.py")))
-    sys.exit(import_module("keepbusy.cli").main(arguments))
+    if how == "-c":
+        exec(compile(command[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
+    elif not how:
+        runpy.run_path(command[0], run_name="__main__")
+    elif command[1] == "keepbusy":  # without reading its `__main__` anew
+        sys.argv[0] = "keepbusy"
+        sys.exit(import_module("keepbusy.cli").main(sys.argv[1:]))
+    else:
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

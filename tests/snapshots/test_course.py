@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPython
 
 pytest.importorskip("torch")
 COURSE = Path(__file__).parents[2] / "docs" / "course"
@@ -15,15 +13,10 @@ PAGES = sorted(COURSE.glob("[1-6]-*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_chapter_is_what_its_programs_make(page: Path, tmp_path: Path) -> None:
+def test_a_chapter_is_what_its_programs_make(page: Path, tmp_path: Path, warm_python: WarmPython) -> None:
     """A program whose assert fails ends the build, and its output is told here."""
-    done = subprocess.run(
-        [sys.executable, COURSE / "build.py", "--to", tmp_path, page.name[0]],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    build = [str(COURSE / "build.py"), "--to", str(tmp_path), page.name[0]]
+    done = warm_python.python(*build, cwd=tmp_path, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
     assert (tmp_path / page.name).read_text(encoding="utf-8") == text, "if this is meant, `make course`"

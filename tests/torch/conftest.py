@@ -40,10 +40,10 @@ def run(tmp_path: Path, warm_python: WarmPython) -> Run:
     """Write a script and run it with `keepbusy run`, in a folder and a process of its own."""
 
     def run(
-        source: str, *arguments: str, before: tuple[str, ...] = ("--clock", "modelled")
+        source: str, *arguments: str, before: tuple[str, ...] = ("--clock", "modelled"), agent: bool = False
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "train.py").write_text(source)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(tmp_path)])}
-        return warm_python.keepbusy("run", *before, "train.py", *arguments, cwd=tmp_path, env=environment)
+        return warm_python.keepbusy("run", *before, "train.py", *arguments, cwd=tmp_path, env=environment, agent=agent)
 
     return run

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from warm_python import warm
 
 from keepbusy.cli import main
 
@@ -37,14 +38,7 @@ READS = HEALTHY.replace("total += loss.detach()", "total += loss.item()")
 
 
 def keepbusy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "keepbusy", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
+    return warm().keepbusy(*arguments, cwd=folder)
 
 
 @pytest.fixture
@@ -191,16 +185,12 @@ FAIL = {f"keepbusy check {options}train.py" for options in ("", "--junit keepbus
 def test_every_command_of_the_page_works(folder: Path) -> None:
     assert len(COMMANDS) == 10
     for command in COMMANDS:
-        words = f'"{sys.executable}" -m keepbusy '
-        line = command.replace("keepbusy ", words, 1).replace("| python", f'| "{sys.executable}"')
-        done = subprocess.run(
-            line,
-            shell=True,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        )
+        ours, _, reader = command.partition(" | python ")
+        done = keepbusy(folder, *shlex.split(ours)[1:])
+        if reader:
+            done = subprocess.run(
+                [sys.executable, *shlex.split(reader)], cwd=folder, input=done.stdout, capture_output=True, text=True
+            )
         expected = 1 if command in FAIL or "explain" in command else 0
         assert done.returncode == expected, (command, done)
     assert (folder / "keepbusy.xml").exists()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm
 
 pytest.importorskip("libcst")
 
-SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = """\
 import torch
 
@@ -34,13 +32,7 @@ main()
 
 
 def keepbusy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "keepbusy", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-    )
+    return warm().keepbusy(*arguments, cwd=folder)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from warm_python import warm
 
 SOURCES = Path(__file__).parents[2] / "src"
 TESTS = """\
@@ -48,16 +49,15 @@ def test_no_gpu():
 """
 
 
-def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def pytest_in(folder: Path, *arguments: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """`fresh`: in a Python that has imported nothing yet."""
     installed = any(one.name == "keepbusy" for one in entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "keepbusy.pytest_plugin"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-    )
+    command = ["-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *arguments]
+    if not fresh:
+        return warm().python(*command, cwd=folder)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_unasked_it_imports_nothing(folder: Path) -> None:
         "    assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
         "    assert [one for one in sys.modules if one.startswith('keepbusy.')] in ([], ['keepbusy.pytest_plugin'])\n"
     )
-    assert "1 passed" in pytest_in(folder).stdout
+    assert "1 passed" in pytest_in(folder, fresh=True).stdout
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
@@ -109,7 +109,7 @@ def test_budgets_are_written_and_held(folder: Path, workers: tuple[str, ...]) ->
         "test_them.py::test_step": {"syncs": 0, "blocking_copies": 0, "memory": 512},
     }
     (folder / "test_them.py").write_text(source.replace("device=gpu)", "device=gpu).sum().item()"))
-    told = pytest_in(folder, "--keepbusy", *workers).stdout
+    told = pytest_in(folder, "--keepbusy", *(["-n", "1"] if workers else [])).stdout  # each worker starts a Python
     assert "1 failed, 1 passed" in told
     assert "1 syncs, where the budget is 0; --keepbusy-update writes a new one" in told
 

@@ -71,12 +71,17 @@ def record(tmp_path: Path, warm_python: WarmPython):
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def record(
-        source: str, *before: str, name: str = "train.py", after: Sequence[str] = (), stderr: int | None = None
+        source: str,
+        *before: str,
+        name: str = "train.py",
+        after: Sequence[str] = (),
+        stderr: int | None = None,
+        agent: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / name).with_suffix(".py").write_text(source)
         command = ["run", *before, name, *after]
         if stderr is None:
-            return warm_python.keepbusy(*command, cwd=tmp_path, env=environment)
+            return warm_python.keepbusy(*command, cwd=tmp_path, env=environment, agent=agent)
         return subprocess.run(
             [sys.executable, "-m", "keepbusy", *command], cwd=tmp_path, text=True, timeout=120, env=environment,
             stderr=stderr,
@@ -201,7 +206,9 @@ RANKS = LONG.replace("import sys\n", "import os\nimport sys\nimport torch.distri
 
 
 def test_ranks_look_at_the_same_steps_and_make_one_report(record) -> None:
-    done = record(RANKS.replace("DIES", "pass") + "dist.destroy_process_group()\n", "--ranks", "2", "--json")
+    done = record(
+        RANKS.replace("DIES", "pass") + "dist.destroy_process_group()\n", "--ranks", "2", "--json", agent=True
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["ranks"] == [0, 1]

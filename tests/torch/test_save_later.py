@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
+from warm_python import WarmPython
 
 import keepbusy
 from keepbusy.runtime import save_later, tensor_readback
@@ -153,18 +152,15 @@ keepbusy.save_later({"a": torch.ones(1000, 1000)}, sys.argv[1])
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "1 / 0"])
-def test_the_program_does_not_end_before_it_is_written(tmp_path: Path, end: str) -> None:
-    script = ENDS.replace("{end}", end)
-    subprocess.run([sys.executable, "-c", script, tmp_path / "one.pt"], capture_output=True)
+def test_the_program_does_not_end_before_it_is_written(tmp_path: Path, end: str, warm_python: WarmPython) -> None:
+    warm_python.python("-c", ENDS.replace("{end}", end), str(tmp_path / "one.pt"), cwd=tmp_path)
     assert torch.load(tmp_path / "one.pt")["a"].sum() == 1e6
 
 
-def test_a_failure_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> None:
+def test_a_failure_nobody_asked_for_is_told_at_the_end(tmp_path: Path, warm_python: WarmPython) -> None:
     (tmp_path / "one.pt").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS.replace("{end}", ""), "one.pt"], cwd=tmp_path, capture_output=True
-    )
-    assert done.stderr.decode().startswith("keepbusy: the checkpoint one.pt was not written ([Errno 21]")
+    done = warm_python.python("-c", ENDS.replace("{end}", ""), "one.pt", cwd=tmp_path)
+    assert done.stderr.startswith("keepbusy: the checkpoint one.pt was not written ([Errno 21]")
 
 
 LOOP = """\

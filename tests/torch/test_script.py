@@ -11,17 +11,34 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from warm_python import warm
 
 SOURCES = Path(__file__).parents[2] / "src"
 WORK = "import torch\nx = torch.ones(8, device='cuda') * 2\n"
 
 
-def both(folder: Path, *program: str, under: tuple[str, ...] = (), **more) -> list[subprocess.CompletedProcess[str]]:
-    """Under plain Python, and under `keepbusy run`."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONDONTWRITEBYTECODE": "1"}
-    settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 120, **more}
-    ours = [sys.executable, *under, "-m", "keepbusy", "run", "--clock", "modelled", *program]
-    return [subprocess.run(command, **settings) for command in ([sys.executable, *under, *program], ours)]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONDONTWRITEBYTECODE": "1"}
+MODELLED = ("--clock", "modelled")
+
+
+def both(
+    folder: Path, *program: str, under: tuple[str, ...] = (), fresh: bool = False
+) -> list[subprocess.CompletedProcess[str]]:
+    """Under plain Python, and under `keepbusy run`; `fresh`: that in a Python of its own, too."""
+    plain, ours = python(folder, *under, *program), (*MODELLED, *program)
+    if fresh or under:
+        return [plain, python(folder, *under, "-m", "keepbusy", "run", *ours)]
+    return [plain, run(folder, *ours)]
+
+
+def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return warm().keepbusy("run", *options, cwd=folder, env=ENVIRONMENT)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> tuple[str, str, int]:
@@ -62,10 +79,14 @@ ODD = {
 }
 
 
+STARTS = ("names", "descriptors closed", "few descriptors")
+"""These are about what Python does at its start, too."""
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_it_is_as_under_python(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ODD[name])
-    plain, ours = both(tmp_path, "train.py", "--epochs", "--", "2")
+    plain, ours = both(tmp_path, "train.py", "--epochs", "--", "2", fresh=name in STARTS)
     assert said(ours) == said(plain)
 
 
@@ -115,7 +136,7 @@ def test_the_report_does_not_mind_what_became_of_the_streams(tmp_path: Path) -> 
         WORK + "import os, sys\nos.chdir('away')\nsys.stdout.close()\nsys.stderr = None\n"
         "import keepbusy\nfor _ in range(6):\n    x.sum().item()\n    keepbusy.step()\n"
     )
-    ours = both(tmp_path, "--json", "--save", "run.busy", "train.py")[1]
+    ours = run(tmp_path, *MODELLED, "--json", "--save", "run.busy", "train.py")
     assert (tmp_path / "run.busy").exists(), ours.stderr
     assert json.loads(ours.stdout)["device"] == "NVIDIA H200"
     assert ours.returncode == 0
@@ -127,7 +148,7 @@ def test_work_of_threads_and_exit_handlers_is_in_the_report(tmp_path: Path) -> N
         "def work():\n    time.sleep(0.1)\n    import torch\n    torch.ones(8, device='cuda')\n"
         "atexit.register(work)\nthreading.Thread(target=work).start()\n"
     )
-    ours = both(tmp_path, "--save", "run.busy", "train.py")[1]
+    ours = run(tmp_path, *MODELLED, "--save", "run.busy", "train.py")
     from keepbusy.timeline.busy_file import load
 
     assert load(tmp_path / "run.busy").on_device.sum() == 2, ours.stderr
@@ -135,7 +156,7 @@ def test_work_of_threads_and_exit_handlers_is_in_the_report(tmp_path: Path) -> N
 
 def test_the_first_sigterm_ends_the_program_and_the_report_follows(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORK + "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('no')\n")
-    ours = both(tmp_path, "--save", "run.busy", "train.py")[1]
+    ours = run(tmp_path, *MODELLED, "--save", "run.busy", "train.py")
     assert ours.returncode == -signal.SIGTERM
     assert (tmp_path / "run.busy").exists()
     assert "no\n" not in ours.stdout

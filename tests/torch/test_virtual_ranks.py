@@ -252,7 +252,7 @@ def test_ranks_that_the_program_spawns_itself_are_in_the_report(run) -> None:
 
 
 def test_every_collective_moves_the_right_values(run) -> None:
-    done = run(COLLECTIVES, before=("--ranks", "2"))
+    done = run(COLLECTIVES, before=("--ranks", "2"), agent=True)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
 
