@@ -129,7 +129,7 @@ BOUNDS = {
     "keepbusy.recording.turn_times": ("COURSE_ROWS",),
     "keepbusy.recording.window": (
         *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK"),
-        *("EVENTS_AT_ONCE", "EVENTS_WITH_A_TURN", "EVENTS_A_TENSOR", "EVENTS_A_LINE"),
+        *("EVENTS_AT_ONCE", "EVENTS_WITH_A_TURN", "EVENTS_A_TENSOR"),
     ),
     "keepbusy.recording.window_plan": (
         *("WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "MARKS_CONSIDERED", "THINKING_SHARE", "AT_ONCE"),

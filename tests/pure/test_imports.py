@@ -124,7 +124,7 @@ LINES = {
     "timeline": 2154,
     "traces": 2106,
     "instrument": 1058,
-    "recording": 3836,
+    "recording": 3854,
     "virtual": 8810,
     "explain": 3884,
     "report": 2871,

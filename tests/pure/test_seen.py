@@ -159,6 +159,15 @@ def test_a_loop_in_pure_python_does_not_fill_the_log() -> None:
     assert [line for name, what, line in rows if name == "main" and what == LINE][-1] == 7
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.settrace tells each line")
+def test_a_batch_that_is_made_line_by_line_does_not_fill_the_log() -> None:
+    """However slow its lines are, as those that call NumPy are."""
+    log = Log(count(step=10_000).__next__)
+    program(log, 50_000)
+    assert len(log) < 40_000
+    assert log.rows()[-1, [2, 4]].tolist() == [LINE, 7]
+
+
 def test_the_users_code_and_packages_are_followed_by_line_and_python_not_at_all() -> None:
     """Code that reads alike is told apart by where it stands."""
     log = Log()

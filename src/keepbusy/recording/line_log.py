@@ -195,14 +195,26 @@ def _ended(stack: list[_OpenFunction], code: int) -> int:
     return 0
 
 
+def time_of_an_entry(count: int = 256) -> float:
+    """Nanoseconds of the processor's, which differ by a factor of three from host to host."""
+    log, code = Log(), time_of_an_entry.__code__
+    began = time.thread_time_ns()
+    for _ in range(count):
+        log.add(LINE, code)
+    return (time.thread_time_ns() - began) / count
+
+
 # Lines by `sys.monitoring`, since Python 3.12: events of the code that is followed, and none elsewhere.
 
 _TOOLS = (4, 3, 5, 2, 1, 0)
 """Places for tools; the ones without a meaning of their own first."""
 CHUNK, HOT_IN_CHUNK = 1024, 32
 """What is seen so often within so many entries is in a loop."""
-LAUNCHES_NOTHING = 1_800
-"""Nanoseconds between entries on average; where they follow each other as quickly, nothing is launched."""
+LAUNCHES_NOTHING = 2.25
+"""Times what it takes to write an entry: where they follow each other as quickly on average, nothing is launched."""
+PRESSED_FROM, PRESSED_CHUNK = KEPT_ENTRIES // 8, 8192
+"""With so many entries loops fall silent at any pace, and longer ones, for else a batch that is made line by line would
+fill the log."""
 
 
 @dataclass
@@ -228,10 +240,12 @@ class MonitoringFollower:
         self._hot: set[tuple[int, int]] = set()
         self._silent: set[int] = set()
         self._left_out: set[int] = set()
-        self._looked = 0
+        self._looked = self._quick = 0
+        self._chunk = CHUNK
 
     def begin(self) -> str:
         """Returns why not, if it cannot."""
+        self._quick = round(LAUNCHES_NOTHING * time_of_an_entry())
         self._tool = next((one for one in _TOOLS if self._api.get_tool(one) is None), None)
         if self._tool is None:
             return "other tools hold all places of sys.monitoring"
@@ -286,7 +300,7 @@ class MonitoringFollower:
 
     def _add(self, what: int, code: CodeType, line: int) -> int:
         now = self.log.add(what, code, line)
-        if len(self.log) - self._looked >= CHUNK:
+        if len(self.log) - self._looked >= self._chunk:
             self._look()
         return now
 
@@ -307,7 +321,9 @@ class MonitoringFollower:
         """Find the loops among what came last."""
         last = self.log.rows(self._looked)
         self._looked = len(self.log)
-        if last[-1, 0] - last[0, 0] < LAUNCHES_NOTHING * len(last):
+        is_pressed = self._looked >= PRESSED_FROM
+        self._chunk = PRESSED_CHUNK if is_pressed else CHUNK
+        if is_pressed or last[-1, 0] - last[0, 0] < self._quick * len(last):
             places, counts = np.unique(last[:, 2:], axis=0, return_counts=True)
             often = [
                 (what, id(self.log.codes[code]), line) for what, code, line in places[counts > HOT_IN_CHUNK].tolist()

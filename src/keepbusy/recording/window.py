@@ -82,8 +82,8 @@ OPEN_AT_MOST = 3_000_000_000
 EVENTS_AT_ONCE, EVENTS_WITH_A_TURN = 40_000, 20_000
 """What takes long to close are the events, 6 to 8 µs each on an H200's host; a turn that waits has few of them. With so
 many a window closes in the middle of its first turn, and with so many of a later one."""
-EVENTS_A_TENSOR, EVENTS_A_LINE = 10, 2
-"""Of each tensor that is made on the device, and of each line of the log, on average."""
+EVENTS_A_TENSOR = 10
+"""Of each that is made on the device, on average."""
 NEXT_ASK = 50_000_000
 
 
@@ -193,8 +193,7 @@ class Window:
     def _has_much_to_close(self) -> bool:
         if self._log.is_full or self.clock() - self._opened > self.at_most:
             return True
-        made = allocations_so_far() - self._allocated
-        events = EVENTS_A_TENSOR * made + EVENTS_A_LINE * len(self._log)
+        events = EVENTS_A_TENSOR * (allocations_so_far() - self._allocated)
         many = events >= (EVENTS_WITH_A_TURN if len(self.ticks) > 1 else EVENTS_AT_ONCE)
         return many or (not self._allocated and time.thread_time_ns() - self._worked >= LONGEST_OPEN)
 
