@@ -10,7 +10,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -454,6 +458,25 @@ def test_a_pipe_gets_no_colour_and_no_progress() -> None:
     done = process("explain", str(TRACE), *PLAIN)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["explain", "show"])
+def test_progress_is_of_the_whole_and_never_goes_back(
+    verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[tuple[str, float]] = []
+
+    @contextmanager
+    def recorded(_quiet: bool = False) -> Iterator[Any]:
+        yield lambda what, share: told.append((what, share))
+
+    monkeypatch.setattr(import_module(f"keepbusy.cli.{verb}"), "progress", recorded)
+    cli.main([verb, str(TRACE), *PLAIN, *(["-o", str(tmp_path / "p.html"), "--no-open"] if verb == "show" else [])])
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] < 1
+    assert max(share for what, share in told if what.startswith("reading")) < 0.5
+    assert len({what for what, _ in told}) == 6
 
 
 def test_colour_can_be_forced_and_forbidden() -> None:

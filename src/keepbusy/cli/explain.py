@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
-from keepbusy.cli.console.sources import matches, open_timeline, progress
+from keepbusy.cli.console.sources import READ, matches, open_timeline, part, progress
 
 WORKERS = 8
 EXAMPLES = """\
@@ -62,9 +62,14 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.save:
         check_name(options.save)
     with progress(options.quiet) as on_progress:
-        timeline = open_timeline(options.files, on_progress)
+        timeline = open_timeline(options.files, part(on_progress, 0.0, READ))
         diagnosis = explained(
-            timeline, options.plain_step, options.what_if, options.workers, on_progress, options.timeline
+            timeline,
+            options.plain_step,
+            options.what_if,
+            options.workers,
+            part(on_progress, READ, 1.0),
+            options.timeline,
         )
     text = rendered(diagnosis, options.json, _again(options))
     if options.save:

@@ -12,7 +12,7 @@ from pathlib import Path
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import explained, write_page
 from keepbusy.cli.console.output import check_place
-from keepbusy.cli.console.sources import expand, open_timeline, progress
+from keepbusy.cli.console.sources import READ, expand, open_timeline, part, progress
 from keepbusy.cli.explain import WORKERS, add_plain_step
 
 EXAMPLES = """\
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     path = options.output or first.with_name(f"{first.name.split('.')[0]}.html")
     check_place(path)
     with progress(options.quiet) as on_progress:
-        timeline = open_timeline(options.files, on_progress)
+        timeline = open_timeline(options.files, part(on_progress, 0.0, READ))
         diagnosis = explained(
-            timeline, options.plain_step, workers=options.workers, on_progress=on_progress, turns=True
+            timeline, options.plain_step, workers=options.workers, on_progress=part(on_progress, READ, 1.0), turns=True
         )
     write_page(diagnosis, path, first.name if len(options.files) == 1 else "")
     opened = not options.no_open and _has_a_screen() and webbrowser.open(path.resolve().as_uri())

@@ -9,6 +9,9 @@ from typing import Any
 
 from keepbusy.timeline.model import Timeline
 
+READ = 0.7
+"""Finding out what released what takes the rest of the time."""
+
 
 def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] | None = None) -> Timeline:
     """All ranks of one run, from the files that their profilers wrote."""
@@ -23,11 +26,11 @@ def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] |
     paths = list(paths)
     if not paths or not all(isinstance(path, str | PathLike) for path in paths):
         raise BadInput(f"read was given {paths!r:.80}; give it a list of paths, one trace of each rank.")
-    traces = read_traces(paths, on_progress)
+    say = on_progress or (lambda _what, _share: None)
+    traces = read_traces(paths, lambda what, share: say(what, READ * share))
     ranks = ranks_of(traces)
     timelines: list[Timeline] = []
     for rank, trace in sorted(zip(ranks, traces, strict=True), key=lambda pair: pair[0]):
-        if on_progress:
-            on_progress("finding what released what", len(timelines) / len(traces))
+        say("finding what released what", READ + (1 - READ) * len(timelines) / len(traces))
         timelines.append(timeline_of(trace, rank))
     return merge(timelines)

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 SAVED = ".busy"
 Progress: TypeAlias = Callable[[str, float], None]
+READ = 0.5
+"""To read a long trace takes so much of explaining it."""
+
+
+def part(on_progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Of what is done in parts, who wants to know how far all of it is."""
+    return on_progress and (lambda what, share: on_progress(what, begin + share * (end - begin)))
 
 
 def open_timeline(arguments: Sequence[str], on_progress: Progress | None = None) -> Timeline:
