@@ -19,6 +19,8 @@ export const GLOSSARY: Record<string, string> = {
   cause: "Why a gap is there, named after whoever is late.",
   rank: "One process of several that train together, by PyTorch's number for it.",
   collective: "One operation across ranks: nobody leaves before the last one has arrived.",
+  allocated: "Device memory that tensors hold.",
+  reserved: "Device memory that PyTorch has taken from the driver and keeps, used or not.",
   GPU: "All lanes of the device as one: computing, copying, exchanging data, or, hatched, nothing at all.",
   "your lines": "The line of your program that was being executed.",
   Python: "What the thread that runs your program does: work, launches, and syncs.",

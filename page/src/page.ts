@@ -11,6 +11,7 @@ import { causesSection, notesSection } from "./sections/causes";
 import { compareSection } from "./sections/compare";
 import { copiesSection } from "./sections/copies";
 import { ledgerSection } from "./sections/ledger";
+import { memorySection } from "./sections/memory";
 import { planSection } from "./sections/plan";
 import { ranksSection } from "./sections/ranks";
 import { SourcePanel } from "./sections/source";
@@ -97,6 +98,7 @@ async function show(shown: Shown, page: HTMLElement): Promise<void> {
       turns,
       ledgerSection(header, told, choice),
       choice && ranksSection(header, choice),
+      choice && memorySection(choice),
       choice && copiesSection(header, choice),
       causesSection(header, told, choice),
       notesSection(header, told, choice),

@@ -16,6 +16,7 @@ from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import Diagnosis, LoopDiagnosis
 from keepbusy.report.page.page_file import render, render_both
 from keepbusy.timeline.busy_file import load
+from keepbusy.timeline.model import MemoryUse
 from keepbusy.timeline.run_tree import IMPORTS, LOOP, RUN, Part
 from keepbusy.timeline.steps import one_turn
 from keepbusy.traces import read
@@ -147,6 +148,29 @@ def test_copies_are_told_with_their_bandwidth(opened: Any) -> None:
     row = opened(html(COPY)).locator("#copies tbody tr").first.inner_text()
     assert "host to device · pinned" in row
     assert "copy in line" in row
+
+
+def with_memory(said: Diagnosis) -> Diagnosis:
+    """Each turn takes 2 GB at its beginning, and gives them back in its middle; 1 GB is held throughout."""
+    timeline = said.turns.timeline
+    begun = np.repeat(timeline.spans.start[timeline.marks], 2) + np.tile([1_000, 9_000_000], len(timeline.marks))
+    size = np.tile([2 * 10**9, -2 * 10**9], len(timeline.marks))
+    held = MemoryUse.of(
+        len(size), time=begun, block=np.full(len(size), 7), size=size, allocated=10**9 + np.maximum(size, 0)
+    )
+    held = held.change(reserved=np.full(len(size), 4 * 10**9))
+    return replace(said, turns=replace(said.turns, timeline=timeline.change(memory=held)))
+
+
+def test_memory_is_told_over_time_and_by_the_line_that_holds_the_peak(opened: Any) -> None:
+    page = opened(render(with_memory(told(ITEM))))
+    assert "At most 3 GB allocated of 4 GB reserved" in page.locator("#memory").inner_text()
+    first = page.locator("#memory .holders tr").first.inner_text()
+    assert re.match(r"stallbench/\S+:\d+\s+2 GB\s+67%", first)
+    assert "by no line that is known\t1 GB" in page.locator("#memory .holders tr").last.inner_text()
+    canvas = page.locator("#memory canvas")
+    canvas.hover(position={"x": 3, "y": 20})
+    assert "3 GB allocated of 4 GB reserved" in canvas.get_attribute("data-says")
 
 
 def test_dark_and_light_change_at_a_switch(item: Any) -> None:

@@ -30,10 +30,11 @@ def read(tmp_path: Path) -> Read:
 
 
 def assert_same(one: Trace, other: Trace) -> None:
-    for name, column in one.events.columns().items():
-        np.testing.assert_array_equal(column, getattr(other.events, name), err_msg=name)
+    for ours, theirs in ((one.events, other.events), (one.memory, other.memory)):
+        for name, column in ours.columns().items():
+            np.testing.assert_array_equal(column, getattr(theirs, name), err_msg=name)
     for field in fields(Trace):
-        if field.name not in ("path", "events"):
+        if field.name not in ("path", "events", "memory"):
             assert getattr(one, field.name) == getattr(other, field.name), field.name
 
 

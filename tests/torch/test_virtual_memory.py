@@ -242,3 +242,16 @@ def test_blocks_never_overlap_and_sums_hold(program: list[tuple[bool, int, int]]
     mine.empty_cache()
     assert mine.stats()["reserved_bytes.all.current"] == 0
     assert mine.stats()["inactive_split_bytes.all.current"] == 0
+
+
+def test_the_timeline_tells_what_was_held_over_time() -> None:
+    on, mine, stream = memory()
+    first = mine.allocate(0, 3 * MB, stream)
+    mine.allocate(0, 512, stream)
+    mine.free(first)
+    mine.allocate(0, 4 * MB, stream)
+    held = on.timeline().memory
+    assert held.size.tolist() == [3 * MB, 512, -3 * MB, 4 * MB]
+    assert held.allocated.tolist() == [3 * MB, 3 * MB + 512, 512, 4 * MB + 512]
+    assert held.reserved[-1] == mine.stats()["reserved_bytes.all.current"]
+    assert held.block[0] == held.block[2]

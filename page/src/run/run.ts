@@ -97,6 +97,17 @@ export interface Compared {
   notes: string[];
 }
 
+/** When most of a device's memory was allocated, and by which places. */
+export interface Peak {
+  rank: number;
+  device: number;
+  time: number;
+  allocated: number;
+  reserved: number;
+  lines: [place: number, size: number][];
+  rest: number;
+}
+
 interface Described {
   lanes: [number, number | null, number, string][];
   names: string[];
@@ -105,6 +116,7 @@ interface Described {
   once: boolean;
   ratio: number;
   ranks: number[];
+  peaks: Peak[];
 }
 
 export interface Header {
@@ -146,6 +158,7 @@ export interface Moment extends Omit<Described, "lanes"> {
   direction: Numbers;
   pinned: Numbers;
   meetings: Record<string, Numbers>;
+  memory: Record<string, Numbers> | null;
   fixes: (Edit | null)[];
 }
 
@@ -215,6 +228,7 @@ async function momentOf(block: Block<Header>, index: number): Promise<Moment> {
     direction: spans.direction,
     pinned: spans.pinned,
     meetings,
+    memory: block.has(`${index}.memory`) ? await table("memory") : null,
     fixes: await Promise.all(fixes),
   };
 }

@@ -32,6 +32,7 @@ from keepbusy.timeline.model import (
     LinkKind,
     Links,
     Meetings,
+    MemoryUse,
     Spans,
     Timeline,
     check_times,
@@ -45,6 +46,8 @@ _PREFACE = struct.Struct("<8sIIQ")  # magic, version, checksum and length of the
 _LENGTH = struct.Struct("<Q")
 _LEVEL = 6
 _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Frames, "meetings": Meetings}
+_OPTIONAL: dict[str, type[Table]] = {"memory": MemoryUse}
+"""Tables that stand in a file only where they hold something; older files have none of them."""
 _MOST_RATIO = 400
 _SMALL = 64 << 20
 """A file may take so many times its size of the memory, and this much in any case."""
@@ -67,6 +70,7 @@ _GUESSES = {
     "source": "before",
     "target": "before",
     "marks": "before",
+    **dict.fromkeys(("time", "block", "allocated", "reserved"), "before"),
 }
 _NEEDS = {"lane": ("lane",), "start": ("start",), "length": ("start", "end")}
 """From which columns a guess is made."""
@@ -185,9 +189,10 @@ def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Column
     header = json.loads(text.decode("utf-8", "surrogatepass"))
     content = rest[_LENGTH.size + size :]
     tables = {}
-    for name in (*_TABLES, "marks"):
+    kinds = _TABLES | _OPTIONAL
+    for name in (*_TABLES, "marks", *(one for one in _OPTIONAL if one in header["tables"])):
         rows, described = header["tables"][name]["rows"], header["tables"][name]["columns"]
-        columns = len(_TABLES[name].of(0).columns()) if name in _TABLES else 1  # a column that is missing takes as much
+        columns = len(kinds[name].of(0).columns()) if name in kinds else 1  # a column that is missing takes as much
         if type(rows) is not int or rows < 0 or len(described) > columns:
             raise ValueError(f"{rows} rows of {name}")
         budget.spend(rows * 8 * columns)
@@ -210,7 +215,8 @@ def _inflated(content: memoryview, most: int) -> bytes:
 
 
 def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
-    made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in _TABLES.items()}
+    kinds = {name: kind for name, kind in (_TABLES | _OPTIONAL).items() if name in tables}
+    made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in kinds.items()}
     lanes = tuple(
         Lane(int(rank), None if device is None else int(device), int(number), str(name))
         for rank, device, number, name in header["lanes"]
@@ -226,7 +232,8 @@ def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
 
 def _columns_of(timeline: Timeline) -> dict[str, Columns]:
     tables = {name: getattr(timeline, name).columns() for name in _TABLES}
-    return tables | {"marks": {"marks": np.asarray(timeline.marks)}}
+    more = {name: getattr(timeline, name).columns() for name in _OPTIONAL if len(getattr(timeline, name))}
+    return tables | {"marks": {"marks": np.asarray(timeline.marks)}} | more
 
 
 def _check(timeline: Timeline) -> None:
@@ -257,6 +264,7 @@ def _check(timeline: Timeline) -> None:
         ("part of a meeting", meetings.present, 0, LARGEST_RANK),
         ("mark", timeline.marks, 0, len(spans)),
         ("mark after a mark", np.diff(timeline.marks), 1, len(spans) + 1),
+        ("lane of memory", timeline.memory.lane, 0, lanes),
     ):
         if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
             raise ValueError(f"a {what} that does not exist")

@@ -38,6 +38,8 @@ EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
 LONGEST_RUN = 1 << 52
 """Nanoseconds, 52 days: no recording holds more, all its lanes together."""
+LARGEST_MEMORY = 1 << 50
+"""Bytes that no device has."""
 LARGEST_RANK = 1 << 30
 
 
@@ -152,6 +154,19 @@ class Meetings(Table):
     present: Ints = column(np.int32)  # of how many the part is in this timeline
 
 
+@dataclass(frozen=True, eq=False)
+class MemoryUse(Table):
+    """What a device's memory held: a row for each block that was taken or given back, in order of time."""
+
+    lane: Ints = column(np.int32)  # the host thread's
+    device: Ints = column(np.int32)
+    time: Ints = column(np.int64)
+    block: Ints = column(np.int64)  # where it begins: what was taken there is given back there
+    size: Ints = column(np.int64)  # bytes, negative where they are given back
+    allocated: Ints = column(np.int64)  # by tensors, from here on
+    reserved: Ints = column(np.int64)  # by PyTorch, from the driver
+
+
 class Span(NamedTuple):
     """One row, for reading."""
 
@@ -176,6 +191,7 @@ class Timeline:
     meetings: Meetings = field(default_factory=lambda: Meetings.of(0))
     marks: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Rows of host spans at which a step begins, each rank's own; the last one ends the last step."""
+    memory: MemoryUse = field(default_factory=lambda: MemoryUse.of(0))
     facts: RunFacts = RunFacts()
     further: tuple[Timeline, ...] = ()
     """Other moments of the same run that were recorded, each a timeline of its own; its facts tell why."""
@@ -245,11 +261,11 @@ class Timeline:
 
 def check_times(timeline: Timeline) -> None:
     """Raises ValueError for times of no run: of others no sum leaves 64 bits, however often they are replayed."""
-    spans, frames = timeline.spans, timeline.frames
+    spans, frames, memory = timeline.spans, timeline.frames, timeline.memory
     if not len(spans):
         return
     first = int(spans.start[0])
-    for times in (spans.start, spans.end, frames.start, frames.end):
+    for times in (spans.start, spans.end, frames.start, frames.end, memory.time):
         if np.abs(times.astype(np.float64) - first).max(initial=0) > LONGEST_RUN:
             raise ValueError("times further apart than those of any run")
     if (spans.end < spans.start).any() or (frames.end < frames.start).any():
@@ -259,6 +275,9 @@ def check_times(timeline: Timeline) -> None:
         raise ValueError("more time than any run takes")
     if (spans.size < 0).any() or float(spans.size.sum(dtype=np.float64)) > LONGEST_RUN:
         raise ValueError("more bytes than any run moves")
+    held = (memory.size, memory.allocated, memory.reserved)
+    if max(float(np.abs(sizes.astype(np.float64)).max(initial=0)) for sizes in held) > LARGEST_MEMORY:
+        raise ValueError("more memory than any device has")
 
 
 def next_kept(lane: Ints, kept: Mask) -> Ints:

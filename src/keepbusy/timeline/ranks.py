@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, Spans, Timeline
+from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, MemoryUse, Spans, Timeline
 from keepbusy.timeline.replay import last_arrival, settle
 
 MOST_SHIFT = 400
@@ -35,6 +35,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
     links: list[Links] = []
     frames: list[Frames] = []
     marks: list[Ints] = []
+    memory: list[MemoryUse] = []
     lanes: list[tuple[Lane, ...]] = []
     for one in timelines:
         new = np.array([names.setdefault(name, len(names)) for name in one.names], np.int64)
@@ -43,6 +44,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         links.append(one.links.change(source=one.links.source + row, target=one.links.target + row))
         frames.append(_shift_frames(one.frames, new, frame, lane))
         marks.append(one.marks + row)
+        memory.append(one.memory.change(lane=one.memory.lane + lane))
         lanes.append(one.lanes)
     sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
     runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
@@ -56,6 +58,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         links=Links.concatenate(links),
         frames=Frames.concatenate(frames),
         marks=np.concatenate(marks),
+        memory=MemoryUse.concatenate(memory),
         facts=replace(
             timelines[0].facts, sources=tuple(sources), plain_runs=runs, groups=groups, loaders=tuple(loaders)
         ),
@@ -160,7 +163,9 @@ def _align_clocks(timeline: Timeline) -> Timeline:
     frames, lane_shift = timeline.frames, np.zeros(len(timeline.lanes), np.int64)
     lane_shift[spans.lane] = shift
     frames = frames.change(start=frames.start + lane_shift[frames.lane], end=frames.end + lane_shift[frames.lane])
-    return timeline.change(spans=spans.change(start=spans.start + shift, end=spans.end + shift), frames=frames)
+    memory = timeline.memory.change(time=timeline.memory.time + lane_shift[timeline.memory.lane])
+    spans = spans.change(start=spans.start + shift, end=spans.end + shift)
+    return timeline.change(spans=spans, frames=frames, memory=memory)
 
 
 def _without_early_leavers(timeline: Timeline) -> Timeline:

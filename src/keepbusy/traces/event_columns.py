@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from keepbusy.timeline.model import MemoryUse
 from keepbusy.timeline.table import NONE, Ints, Mask, Table, column
-from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, EventBatch, Naming
+from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, EventBatch, Instant, Naming
 from keepbusy.traces.kineto_names import CATEGORIES, OLD_OPERATOR, Category
 
 
@@ -75,6 +76,8 @@ class Trace:
     """Everything that stands beside `traceEvents`: schemaVersion, deviceProperties, distributedInfo, with_stack, …"""
     skipped: int = 0
     """Events that could not be read."""
+    memory: MemoryUse = field(default_factory=lambda: MemoryUse.of(0))
+    """Its lanes are indices into `threads`."""
 
     def named(self, fits: Callable[[str], object]) -> Mask:
         """Which events have a name that fits."""
@@ -141,6 +144,7 @@ class Collector:
         self.names, self.threads, self.collectives = Interned(), ThreadNumbers(), Interned()
         self.skipped = 0
         self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
+        self.memory: list[MemoryUse] = []
         self._count = 0
         self._dense: list[Columns] = []
         self._sparse: list[tuple[Ints, Columns]] = []  # what only the events of these rows can say
@@ -150,6 +154,8 @@ class Collector:
 
     def add(self, batch: EventBatch) -> None:
         self.threads.label(batch.naming)
+        if batch.memory:
+            self.memory.append(_memory(batch.memory, self.threads))
         complete, category = _telling(batch.complete)
         if not complete:
             self.foreign.update((row.cat[:40], str(row.pid)[:40]) for row in batch.complete[:8])
@@ -212,6 +218,17 @@ class Collector:
             for here, one in zip(kernel, arguments, strict=True)
         ]
         return np.array(found, np.int64)
+
+
+def _memory(rows: list[Instant], threads: ThreadNumbers) -> MemoryUse:
+    time = np.nan_to_num(np.clip([row.ts for row in rows], -_LARGEST_TIME, _LARGEST_TIME))
+    held = [row.args for row in rows if row.args is not None]
+    numbers = {
+        name: integers([getattr(one, name) for one in held])
+        for name in ("device", "block", "size", "allocated", "reserved")
+    }
+    lane = np.array([threads[row.pid, row.tid] for row in rows], np.int64)
+    return MemoryUse.of(len(rows), lane=lane, time=np.rint(1000 * time).astype(np.int64), **numbers)
 
 
 def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Ints, Mask
-from keepbusy.traces.kineto_names import ARGUMENTS
+from keepbusy.traces.kineto_names import ARGUMENTS, CUDA_MEMORY, MEMORY, MEMORY_ARGUMENTS
 
 RECORD = "record with torch.profiler.profile(...) and give what its export_chrome_trace writes"
 
@@ -87,12 +87,37 @@ class Naming(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
     args: Label | None = None
 
 
+class Held(msgspec.Struct, gc=False, rename=MEMORY_ARGUMENTS):
+    """`args` of an Instant."""
+
+    kind: Any = -1
+    device: Any = 0
+    block: Any = 0
+    size: Any = 0
+    allocated: Any = 0
+    reserved: Any = 0
+
+
+class Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
+    """An event without a duration: among others, memory that was taken or given back."""
+
+    ts: float = 0.0
+    name: str = ""
+    pid: int | str | float | None = 0
+    tid: int | str | float | None = 0
+    args: Held | None = None
+
+    @property
+    def is_memory(self) -> bool:
+        return self.name == MEMORY and self.args is not None and self.args.kind == CUDA_MEMORY
+
+
 _OTHERS = [
     msgspec.defstruct(f"Other{index}", [], gc=False, tag_field="ph", tag=phase)
-    for index, phase in enumerate("BEIiCbneSTpFstfPNODVvRc()")
+    for index, phase in enumerate("BEICbneSTpFstfPNODVvRc()")
 ]
-_Row: Any = Union[(Complete, Naming, *_OTHERS)]
-_ExactRow: Any = Union[(ExactlyTimed, Naming, *_OTHERS)]
+_Row: Any = Union[(Complete, Naming, Instant, *_OTHERS)]
+_ExactRow: Any = Union[(ExactlyTimed, Naming, Instant, *_OTHERS)]
 
 LARGEST_FLOAT_TIME = 2.0**43
 """Microseconds up to which a float keeps each nanosecond apart from the next."""
@@ -131,6 +156,7 @@ class EventBatch(NamedTuple):
 
     complete: list[Complete]
     naming: list[Naming]
+    memory: list[Instant]
 
 
 class Decoder:
@@ -171,7 +197,9 @@ class Decoder:
     def _sorted(self, rows: list[Any]) -> EventBatch:
         self.read += len(rows)
         complete: list[Any] = [row for row in rows if type(row) is self._kind]
-        return EventBatch(complete, [row for row in rows if type(row) is Naming])
+        others = [row for row in rows if type(row) is not self._kind]
+        memory = [row for row in others if type(row) is Instant and row.is_memory]
+        return EventBatch(complete, [row for row in others if type(row) is Naming], memory)
 
 
 def repair(text: bytes) -> bytes:

@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, Spans, Timeline, check_times
+from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, MemoryUse, Spans, Timeline, check_times
 from keepbusy.timeline.replay import settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.event_columns import Collective, Trace
@@ -34,6 +34,7 @@ def timeline_of(file: Trace, rank: int = 0) -> Timeline:
         names=(*file.names, UNRECORDED),
         spans=spans,
         frames=trace.frames.described(file.names),
+        memory=_memory(trace),
         facts=RunFacts(
             device=device_name(file),
             pinned_bandwidth=pinned_bandwidth(file),
@@ -53,6 +54,14 @@ def timeline_of(file: Trace, rank: int = 0) -> Timeline:
     except ValueError as error:
         raise BadInput(f"{file.path} is damaged: it holds {error}; record it again.") from None
     return timeline
+
+
+def _memory(trace: RankTrace) -> MemoryUse:
+    """What the program's own threads took and gave back."""
+    memory, lanes = trace.file.memory, trace.lane_of_thread
+    begun, over = trace.events.start.min(), trace.events.end.max()
+    memory = memory.take(np.isin(memory.lane, list(lanes)) & (memory.time >= begun) & (memory.time <= over))
+    return memory.change(lane=np.array([lanes[thread] for thread in memory.lane.tolist()], np.int64))
 
 
 def _commands(trace: RankTrace, groups: Ints) -> IssuedSpans:

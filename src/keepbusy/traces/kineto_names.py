@@ -78,6 +78,19 @@ ARGUMENTS = {
     "collective_sequence": "Seq",
 }
 """What we call an argument of an event, and what Kineto does."""
+MEMORY = "[memory]"
+"""The name of an instant at which memory was taken or given back: with `profile_memory=True` alone."""
+MEMORY_ARGUMENTS = {
+    "kind": "Device Type",
+    "device": "Device Id",
+    "block": "Addr",
+    "size": "Bytes",
+    "allocated": "Total Allocated",
+    "reserved": "Total Reserved",
+}
+"""What we call its arguments, and what Kineto does."""
+CUDA_MEMORY = 1
+"""The kind of device whose memory we tell of."""
 
 SYNC_CALL = re.compile(
     r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"

@@ -19,6 +19,7 @@ from isal import igzip, isal_zlib
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import open_input
+from keepbusy.timeline.model import MemoryUse
 from keepbusy.traces.event_columns import Collector, Trace
 from keepbusy.traces.json_events import RECORD, Batches
 
@@ -96,6 +97,7 @@ def _read(path: str, on_progress: OnProgress | None) -> Trace:
     return Trace(
         path=path,
         events=collector.events(),
+        memory=MemoryUse.concatenate(collector.memory) if collector.memory else MemoryUse.of(0),
         names=tuple(collector.names),
         threads=collector.threads.table(),
         collectives=tuple(collector.collectives),

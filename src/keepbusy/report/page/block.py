@@ -18,7 +18,7 @@ import numpy as np
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis
 from keepbusy.explain.edit import UNLIMITED, Edit
 from keepbusy.explain.turns import Turns
-from keepbusy.report.page import contents
+from keepbusy.report.page import contents, memory
 from keepbusy.report.words import tame
 from keepbusy.timeline.busy_file import pack
 from keepbusy.timeline.model import NONE, Ints
@@ -73,6 +73,7 @@ def _moment(turns: Turns) -> dict[str, Any]:
         "pending": timeline.facts.pending_limit,
         "once": timeline.facts.one_turn,
         "ratio": turns.ratio,
+        "peaks": memory.peaks(turns),
         "ranks": timeline.ranks,
     }
 
@@ -93,6 +94,8 @@ def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, Columns]:
         "meetings": meetings,
         "marks": {"marks": np.asarray(timeline.marks, np.int64)},
     }
+    if len(timeline.memory):
+        tables["memory"] = memory.table(turns, origin)
     for number, fix in enumerate(diagnosis.plan):
         edit = contents.edit_in(diagnosis, fix)
         if edit is not None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, LinkKind, Links, Spans, Timeline
+from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, LinkKind, Links, MemoryUse, Spans, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 
 COLUMNS = (
@@ -97,6 +97,7 @@ class Rows:
         self._links = Packed(4)
         self.frames = Packed(len(_FRAME_COLUMNS))
         self.frame_ends = array("q")
+        self.memory = array("q")  # of each block taken or given back: lane, device, time, address, bytes, reserved
         self.add: Callable[[Row], int] = self.spans.add
 
     def lane(self, lane: Lane) -> int:
@@ -134,8 +135,17 @@ class Rows:
             links=self._all_links(launch, latency),
             frames=self._all_frames(now).described(tuple(self.names)),
             marks=np.array(self._sound_marks(), np.int64),
+            memory=self._all_memory(),
             facts=facts,
         )
+
+    def _all_memory(self) -> MemoryUse:
+        lane, device, time, block, size, reserved = np.array(self.memory, np.int64).reshape(-1, 6).T
+        allocated = np.zeros(len(size), np.int64)
+        for one in np.unique(device):
+            allocated[device == one] = np.cumsum(size[device == one])
+        held = {"lane": lane, "device": device, "time": time, "block": block, "size": size, "reserved": reserved}
+        return MemoryUse.of(len(size), **held, allocated=allocated)
 
     def _all_links(self, launch: Ints, latency: Ints) -> Links:
         launched = np.flatnonzero(launch != NONE)

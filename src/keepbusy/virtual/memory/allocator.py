@@ -179,6 +179,7 @@ class Memory:
             block.free = False
             block.requested = size
             one.tally.journal.append((small, 1, block.size, size))
+            self._note(device, block, block.size)
             return block
 
     def free(self, block: Block | None) -> None:
@@ -248,6 +249,12 @@ class Memory:
 
     # with the lock held
 
+    def _note(self, device: int, block: Block, size: int) -> None:
+        """For the timeline: what was taken or given back just now."""
+        host = self.clock.host()
+        row = (host.lane, device, host.now, block.address, size, self._devices[device].reserved)
+        self.clock.rows.memory.extend(row)
+
     def _segment(self, device: int, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
         small = size <= SMALL_LIMIT
@@ -282,6 +289,7 @@ class Memory:
             block = self._freed.popleft()
             one = self._devices[block.device]
             one.tally.journal.append((block.pool.small, -1, -block.size, -block.requested))
+            self._note(block.device, block, -block.size)
             if len(one.tally.journal) > _LONG_JOURNAL:
                 one.tally.used  # noqa: B018  # which reads it
             if block.users:
