@@ -128,7 +128,7 @@ LINES = {
     "virtual": 8828,
     "explain": 3884,
     "report": 2975,
-    "runtime": 4950,
+    "runtime": 4982,
     "cli": 2416,
     "fix": 3141,
 }

@@ -117,6 +117,28 @@ def with_states_from_before() -> dict[str, Any]:
     return found
 
 
+class Normed(torch.optim.Optimizer):
+    """Takes norms of whole parameters: a slice of one would be stepped too far."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.add_(one.grad / one.grad.norm(), alpha=-group["lr"])
+
+
+def normed() -> dict[str, Any]:
+    found = {}
+    for name, layout in {"one process": None, **{f"shard={one}": {"shard": one} for one in (0, 1, 3)}}.items():
+        model, _ = made("GPT")
+        optimizer = Normed(model.parameters(), {"lr": 1e-2})
+        pairs: Any = batches("GPT")
+        if layout is not None:
+            model, optimizer, pairs = spread(model, optimizer, pairs, **layout)
+        found[name] = train(model, optimizer, pairs)
+    return found
+
+
 def accumulated() -> dict[str, Any]:
     found = {}
     for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
@@ -343,6 +365,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 AMONG_TWO: dict[str, Callable[[], Any]] = {
     "ResNet": lambda: layouts_of("ResNet"),
     "encoder": lambda: layouts_of("encoder"),
+    "norms of the optimizer": normed,
     "accumulate": accumulated,
     "scaler": scaled,
     "without an example": without_an_example,

@@ -53,7 +53,14 @@ def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5)
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    [("GPT", 5), ("ResNet", 4), ("encoder", 5), ("without an example", 4), ("tied over blocks", 1)],
+    [
+        ("GPT", 5),
+        ("ResNet", 4),
+        ("encoder", 5),
+        ("without an example", 4),
+        ("tied over blocks", 1),
+        ("norms of the optimizer", 3),
+    ],
 )
 def test_two_ranks_have_the_losses_of_one_process(two: Found, name: str, layouts: int) -> None:
     assert_like_one_process(two[name], layouts)

@@ -133,7 +133,7 @@ class Cut:
         if self._role == "row":
             output = _Summed.apply(output, self._group)
             bias, self._bias = self._bias, None
-            return output if bias is None else output + bias
+            return output if bias is None else output + bias.to(output.dtype)
         if self._role == "column":
             self._seeds.enter()
         return None
@@ -156,9 +156,11 @@ class Seeds:
         self._copy: tuple[Tensor, Tensor] | None = None
 
     def copied(self, whole: Tensor, group: Any) -> Tensor:
-        """One sum of gradients for all that read the same input."""
+        """One sum of gradients for all that read the same input, in the type in which autocast will have them read."""
         if self._copy is None or self._copy[0] is not whole or self._copy[1].requires_grad != torch.is_grad_enabled():
-            self._copy = whole, _Copied.apply(whole, group)
+            kind = whole.device.type
+            low = torch.is_autocast_enabled(kind) and whole.dtype == torch.float32
+            self._copy = whole, _Copied.apply(whole.to(torch.get_autocast_dtype(kind)) if low else whole, group)
         return self._copy[1]
 
     def enter(self) -> None:
