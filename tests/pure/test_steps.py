@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from build import Run, loop
+from build import MB, Run, loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import loops
@@ -219,6 +219,28 @@ def test_a_run_that_does_not_repeat_has_no_steps() -> None:
         run.launch(kernel=30, name=f"kernel {number}")
     with pytest.raises(BadInput, match="fewer than two whole steps"):
         whole_steps(run.timeline())
+
+
+def products(run: Run, count: int) -> Run:
+    for _ in range(count):
+        run.launch(kernel=500, name="gemm")
+    return run
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_turns_to_warm_up_are_not_what_a_script_is_about(after: int) -> None:
+    """Twenty products, a copy that holds all up, and then perhaps more of the same."""
+    script = products(products(Run.of(), 20).sync().copy(64 * MB, 8_000), after).launch(kernel=700, name="sum").sync()
+    whole = whole_steps(script.timeline(virtual=True))
+    assert whole.facts.one_turn
+    assert launches(whole) == 22 + after
+
+
+def test_waits_before_the_turns_do_not_make_a_script_of_a_loop() -> None:
+    script = products(Run.of().copy(64 * MB, 18_000), 20).sync().launch(kernel=10, name="sum").sync()
+    whole = whole_steps(script.timeline(virtual=True))
+    assert not whole.facts.one_turn
+    assert steps_of(whole) > 10
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(4, 10))

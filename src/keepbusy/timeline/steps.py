@@ -12,20 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Mask, Timeline
+from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, Timeline
 from keepbusy.timeline.replay import pace
 
 SAME_PART, OTHER_PART = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
 RARE_STEP = 1.25
 """A rare step takes half as long again as others; recorded, the others may have lost more to it."""
+MATTERS = 0.03
+"""Of a script: to wait for less is noise."""
 WHOLE_STRETCH = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
 
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
-    timeline = by_pattern(timeline) if not len(timeline.marks) else timeline
+    timeline = _guessed(timeline) if not len(timeline.marks) else timeline
     timeline = _begun_together(timeline) if timeline.facts.plain_runs else timeline
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
@@ -193,6 +195,30 @@ def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
         last = np.maximum(np.searchsorted(borders, frames.end[mine], side="right"), first + 1)
         within[mine] = before[np.minimum(last, len(marks))] > before[np.minimum(first, len(marks))]
     return within
+
+
+def _guessed(timeline: Timeline) -> Timeline:
+    """By the pattern of launches. Where a whole script was recorded, and most of what its GPU waits does not come again
+    in each of these turns, they were there to warm up, and the script is explained whole.
+    """
+    guessed = by_pattern(timeline)
+    marks = guessed.marks_of(guessed.ranks[0])
+    if not timeline.facts.virtual or len(marks) < 2:
+        return guessed
+    row, gap, lasted = _waits_for_kernels(timeline)
+    turn = np.searchsorted(marks, row, side="right") - 1
+    waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
+    again = len(marks) * np.median(waits)
+    return guessed if waits.sum() - again <= max(again, MATTERS * lasted) else timeline
+
+
+def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
+    """Of each kernel of the first rank how long none ran before it; and how long it took from the first to the last."""
+    spans = timeline.spans
+    rows = np.flatnonzero((spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0]))
+    rows = rows[np.argsort(spans.start[rows], kind="stable")]
+    reached = np.maximum.accumulate(spans.end[rows])
+    return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1]), int(reached[-1] - spans.start[rows[0]])
 
 
 def by_pattern(timeline: Timeline) -> Timeline:
