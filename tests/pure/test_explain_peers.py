@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from build import MB, WIRE, Run, loop
+from build import MB, US, WIRE, Run, loop
 from told import cause, explained, names, near, told
 
 from keepbusy.report import terminal
@@ -244,8 +244,53 @@ def test_collectives_within_a_forward_pass_are_no_gradients() -> None:
             for rank in run.ranks:
                 run.on(rank).launch(10)
 
-    assert cause(told(body, ranks=2), "exposed_collective").api == "torch.nn.parallel.DistributedDataParallel"
+    assert cause(told(body, ranks=2), "exposed_collective").fix == "compute_meanwhile"
 
+
+FSDP = "FSDP::all_gather (body.layers.1)"
+
+
+@pytest.mark.parametrize(
+    ("around", "fix"),
+    [((), "overlap_collectives"), ((GRADIENTS,), "size_buckets"), ((FSDP,), "gather_ahead")],
+)
+def test_what_is_advised_fits_whose_collective_it_is(around: tuple[str, ...], fix: str) -> None:
+    """By hand after the backward pass, DDP's own, and FSDP's."""
+
+    def body(run: Run) -> None:
+        with inside(run, "autograd::engine::evaluate_function: MmBackward0"):
+            for rank in run.ranks:
+                run.on(rank).launch([1_000] * 4)
+        with inside(run, *around):
+            meet(run, 3_000, 100 * MB, read=False)
+        with inside(run, "Optimizer.step#SGD.step"):
+            for rank in run.ranks:
+                run.on(rank).launch(10)
+
+    assert cause(told(body, ranks=2), "exposed_collective").fix == fix
+
+
+def test_all_of_the_host_that_a_collective_of_gradients_takes_leaves_with_it() -> None:
+    """In a launch-bound step that is most of what it costs: 8 calls of 400 µs after each of four micro-batches."""
+
+    def body(run: Run) -> None:
+        for _ in range(4):
+            for rank in run.ranks:
+                run.on(rank).work(600).launch(10)
+            with inside(run, GRADIENTS):
+                for rank in run.ranks:
+                    run.on(rank).launch(10)
+                for _ in range(8):
+                    with inside(run, "c10d::allreduce_"):
+                        for rank in run.ranks:
+                            run.on(rank).work(400)
+                        run.collective(20)
+        with inside(run, "Optimizer.step#SGD.step"):
+            for rank in run.ranks:
+                run.on(rank).launch(10)
+
+    found = told(body, ranks=2)
+    assert cause(found, "exposed_collective").predicted.step == near(found.plain_step / US - 3 * 8 * 405, 0.02)
 
 def test_no_collective_is_faster_than_its_wire() -> None:
     found = told(lambda run: reduced(run, 9_000), ranks=2)

@@ -115,7 +115,7 @@ def _explained(
     ordinary = replace(
         ordinary,
         loop_turns=loop.turns if loop else 0,
-        one_turn=whole.facts.one_turn and whole.facts.virtual,
+        one_turn=whole.facts.runs_once,
         plan=plan_of(story.scene, story.forecast, story.found),
         run=run,
         loops=_loops(timeline, workers, run, turns),

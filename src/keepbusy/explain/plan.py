@@ -94,9 +94,10 @@ class Candidate:
 def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     """Every remedy that something seen here asks for."""
     named: dict[str, list[Candidate]] = {}
-    eager = scene.timeline.facts.compiled_eagerly  # compiled, it launches less: nobody knows how much less
+    facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; and once nothing pays for that
+    as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     for cause, finding in found.items():
-        for one in () if eager and cause == "launch_bound" else _of_cause(scene, cause, finding, found):
+        for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
             same = named.setdefault(one.fix, [])
             if same and (one.fix in ONE_FIX or one.causes[0] in WHOLE_LOOP):
                 same[0] = same[0].joined(one)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +17,7 @@ from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import SideLane
 from keepbusy.explain.places import by_place, late_ranks
 from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Kind
 
 
@@ -241,50 +245,84 @@ BESIDE = Remedy(
 """Of a script without a loop: there is no next batch to be fetched ahead."""
 
 
+LAUNCHED_ONCE = Remedy(
+    "launch_less",
+    "Of a script that runs once nothing pays for compiling it or for capturing a graph: in a loop it would.",
+    "",
+    "",
+)
+SHARDED = Remedy(
+    "gather_ahead",
+    "Gather the next layers' parameters while these compute, or keep them gathered until the backward pass.",
+    "block.set_modules_to_forward_prefetch([next_block])  # or fully_shard(block, reshard_after_forward=False)",
+    "torch.distributed.fsdp.fully_shard",
+)
+IN_BUCKETS = Remedy(
+    "size_buckets",
+    "DDP sends gradients while it computes the others: what is left comes last, or the link is full. Try other buckets, "
+    "or send fewer bytes.",
+    "DistributedDataParallel(model, bucket_cap_mb=50)  # or model.register_comm_hook(None, bf16_compress_hook)",
+    "torch.nn.parallel.DistributedDataParallel",
+)
+NEEDED_AT_ONCE = Remedy(
+    "compute_meanwhile",
+    "What travels here is needed at once: give the GPU something else meanwhile, such as another half of the batch.",
+    "work = dist.all_reduce(part, async_op=True)  # the other half; then work.wait()",
+    "torch.distributed.all_reduce",
+)
+PIECES_TOGETHER = Remedy(
+    "overlap_stages",
+    "Each micro-batch goes there and back before the next begins: let the next ones follow it at once, all forward and "
+    "then all backward, so that stages work at the same time.",
+    "ScheduleGPipe(stage, n_microbatches=count)  # or 1F1B; by hand: dist.irecv of the next one before this one",
+    "torch.distributed.pipelining.ScheduleGPipe",
+)
+MORE_PIECES = Remedy(
+    "cut_into_micro_batches",
+    "Cut the batch into more, smaller micro-batches: a stage waits only while the first of them comes and the last one "
+    "leaves.",
+    "Schedule1F1B(stage, n_microbatches={pieces})  # torch.distributed.pipelining",
+    "torch.distributed.pipelining.Schedule1F1B",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A cause at one place."""
+
+    scene: Scene
+    finding: Finding
+    where: Where
+
+    @cached_property
+    def rows(self) -> Ints:
+        return by_place(self.scene, self.finding.rows, self.finding.cause == "peer_late")[self.where]
+
+
 def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
     """By the cause, the place that costs most, and what was seen of it."""
-    spans, edit, cause = scene.timeline.spans, finding.edit, finding.cause
-    copies = scene.is_copy & (edit.lane != SideLane.STAY)
-    back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
-    match cause:
-        case "peer_late":
-            return _of_a_late_rank(scene, by_place(scene, finding.rows, of_one_rank=True)[where], where)
-        case "launch_bound" if (spans.kind == Kind.COLLECTIVE).any():
-            return COMPILED_AMONG_RANKS
-        case "launch_bound" if why := _no_graph_because(scene):
-            return COMPILED._replace(advice=COMPILED.advice.format(why=why))
-        case "exposed_collective" if edit.drop[finding.culprit != NONE].any():
-            return _sent_early(scene, finding, where)
-        case "input_late" if "_MultiProcessing" in where.operator:
-            return MORE_WORKERS
-        case "blocking_copy" if spans.work[back].sum() > spans.work[copies & ~back].sum():
-            return COPY_BACK_LATER
-        case "blocking_copy" if spans.size[copies].max(initial=0) <= LARGE:
-            return KEEP_ON_DEVICE
-        case "blocking_copy" if scene.timeline.facts.one_turn:
-            return PINNED
-        case "copy_not_overlapped" if scene.timeline.facts.one_turn:
-            return BESIDE
-        case "host_sync" if _sends_objects(scene, finding, where):
-            return SEND_TENSORS
-        case "host_sync" if "grad_scaler" in where.library:
-            return SCALER
-        case "host_sync":
-            found = (remedy for pattern, remedy in SYNCS if pattern.search(where.operator))
-            return next(found, REMEDIES[cause])
-        case "host_work" if "serialization" in where.library:
-            return CHECKPOINT
-    remedy = REMEDIES[cause]
+    choose = CHOICES.get(finding.cause)
+    remedy = (choose(Seen(scene, finding, where)) if choose else None) or REMEDIES[finding.cause]
     return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
 
 
-def _of_a_late_rank(scene: Scene, rows: Ints, where: Where) -> Remedy:
+def _of_a_late_rank(seen: Seen) -> Remedy | None:
     """What only one rank does can be shared, or written later; what all do can be dealt out evenly."""
-    if "serialization" in where.library:
+    if _writes(seen):
         return CHECKPOINT
-    if (loader_frame(scene)[rows] != NONE).all():
+    if (loader_frame(seen.scene)[seen.rows] != NONE).all():
         return LATE_LOADER
-    return ONE_FOR_ALL if (scene.frame_of_one_rank[rows] != NONE).all() else REMEDIES["peer_late"]
+    return ONE_FOR_ALL if (seen.scene.frame_of_one_rank[seen.rows] != NONE).all() else None
+
+
+def _of_launches(seen: Seen) -> Remedy | None:
+    """What would take them away has its price, which a script that runs once never earns back."""
+    facts, why = seen.scene.timeline.facts, _no_graph_because(seen.scene)
+    if facts.runs_once:
+        return LAUNCHED_ONCE
+    if (seen.scene.timeline.spans.kind == Kind.COLLECTIVE).any():
+        return COMPILED_AMONG_RANKS
+    return COMPILED._replace(advice=COMPILED.advice.format(why=why)) if why else None
 
 
 def _no_graph_because(scene: Scene) -> str:
@@ -296,16 +334,63 @@ def _no_graph_because(scene: Scene) -> str:
     return "its steps differ in their launches" if len(np.unique(np.diff(launches[steps]))) > 1 else ""
 
 
-def _sends_objects(scene: Scene, finding: Finding, where: Where) -> bool:
-    return bool(finding.edit.drop.any()) and bool(finding.edit.drop[by_place(scene, finding.rows)[where]].any())
+def _of_a_blocking_copy(seen: Seen) -> Remedy | None:
+    spans = seen.scene.timeline.spans
+    copies = seen.scene.is_copy & (seen.finding.edit.lane != SideLane.STAY)
+    back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
+    if spans.work[back].sum() > spans.work[copies & ~back].sum():
+        return COPY_BACK_LATER
+    if spans.size[copies].max(initial=0) <= LARGE:
+        return KEEP_ON_DEVICE
+    return PINNED if seen.scene.timeline.facts.runs_once else None
 
 
-def _sent_early(scene: Scene, finding: Finding, where: Where) -> Remedy:
-    """At a place where gradients travel after every micro-batch; elsewhere collectives are only exposed."""
-    rows = by_place(scene, finding.rows)[where]
-    if not finding.edit.drop[rows].any():
-        return REMEDIES["exposed_collective"]
-    return SEND_ONCE if scene.hands_over_gradients[rows].any() else AVERAGE_ONCE
+def _of_a_sync(seen: Seen) -> Remedy | None:
+    if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
+        return SEND_TENSORS
+    if "grad_scaler" in seen.where.library:
+        return SCALER
+    return next((remedy for pattern, remedy in SYNCS if pattern.search(seen.where.operator)), None)
+
+
+def _of_a_collective(seen: Seen) -> Remedy | None:
+    """By whose it is: gradients that travel too often or too late, parameters that FSDP gathers, or values."""
+    scene, launch = seen.scene, seen.scene.launch[seen.rows]
+    rows = np.where(launch == NONE, seen.rows, launch)  # of a collective that nobody launched here, itself
+    of_gradients = scene.hands_over_gradients[rows].any()
+    if seen.finding.edit.drop[rows].any():
+        return SEND_ONCE if of_gradients else AVERAGE_ONCE
+    if scene.within(scene.frames_with(Role.SHARDS))[rows].any():
+        return SHARDED
+    if of_gradients:
+        return IN_BUCKETS
+    return NEEDED_AT_ONCE if _before_the_gradients(scene, int(rows[0])) else None
+
+
+def _before_the_gradients(scene: Scene, row: int) -> bool:
+    """Whether a backward pass is still to come in its step, or to be finished; so it is also where there is none."""
+    timeline = scene.timeline
+    mine = timeline.rank_of_rows == timeline.rank_of_rows[row]
+    backward = mine & scene.within(scene.frames_with(Role.BACKWARD))
+    marks = np.append(timeline.marks[mine[timeline.marks]], len(timeline))
+    return bool(backward[row : marks[np.searchsorted(marks, row, side="right")]].any()) or not backward.any()
+
+
+def _writes(seen: Seen) -> bool:
+    return "serialization" in seen.where.library
+
+
+CHOICES: dict[str, Callable[[Seen], Remedy | None]] = {
+    "peer_late": _of_a_late_rank,
+    "launch_bound": _of_launches,
+    "exposed_collective": _of_a_collective,
+    "input_late": lambda seen: MORE_WORKERS if "_MultiProcessing" in seen.where.operator else None,
+    "blocking_copy": _of_a_blocking_copy,
+    "copy_not_overlapped": lambda seen: BESIDE if seen.scene.timeline.facts.runs_once else None,
+    "host_sync": _of_a_sync,
+    "host_work": lambda seen: CHECKPOINT if _writes(seen) else None,
+}
+"""Of causes with more than one remedy, who chooses by what was seen; none where the usual one fits."""
 
 
 LESSONS = (
@@ -330,46 +415,62 @@ def lesson(cause: str, where: Where) -> str:
 
 def what_happened(scene: Scene, finding: Finding) -> str:
     """A sentence with its counts. Durations are left to the report."""
-    a_step = finding.count / scene.steps / len(scene.timeline.ranks)
-    count = times(a_step)
+    spans, of_a_rank = scene.timeline.spans, scene.steps * len(scene.timeline.ranks)
+    copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
+    count, said = finding.count / of_a_rank, SAID[finding.cause]
+    return (said if isinstance(said, str) else said(scene, finding)).format(
+        often=times(count),
+        launches="1 launch" if round(count) == 1 else f"{count:,.0f} launches",
+        moved=_bytes(float(spans.size[copies].sum()) / of_a_rank),
+    )
+
+
+def _copied(scene: Scene, finding: Finding) -> str:
     spans = scene.timeline.spans
     copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
-    moved = _bytes(float(spans.size[copies].sum()) / scene.steps / len(scene.timeline.ranks))
-    match finding.cause:
-        case "host_sync":
-            return f"Python waits for the GPU {count}; then the GPU has nothing to do until Python has caught up."
-        case "blocking_copy":
-            pageable = scene.timeline.facts.one_turn and not spans.pinned[copies].any()
-            why = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
-            return f"{moved} a step are copied while Python waits ({count}){why}."
-        case "copy_not_overlapped":
-            return f"{moved} a step are copied before the kernels instead of beside them ({count})."
-        case "input_late" if scene.by_workers.any():
-            waits = np.unique(scene.timeline.rank_of_rows[finding.rows]).tolist()
-            if len(waits) < len(scene.timeline.ranks):
-                return f"Rank {waits[0]} waits for its loader's workers, and the other ranks wait for it."
-            return "The loop waits for the loader's workers, and the GPU waits for the loop."
-        case "input_late":
-            return "The training process prepares its own batches, and the GPU waits for them."
-        case "made_on_host":
-            return f"A tensor is made on the CPU and then copied to the GPU ({count})."
-        case "launch_bound":
-            launches = "1 launch" if round(a_step) == 1 else f"{a_step:,.0f} launches"
-            return f"{launches} a step: the GPU finishes them faster than Python can launch them."
-        case "allocator":
-            return f"Memory is asked from the driver, or given back to it, {count}; some of these calls stop the GPU."
-        case "host_work":
-            return "The training thread does other work between its launches, and the GPU has nothing to do meanwhile."
-        case "peer_late":
-            late = sorted(one.rank for one in late_ranks(scene, finding))
-            several = (
-                f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]}" if len(late) <= 4 else f"{len(late)} ranks"
-            )
-            comes = f"Rank {late[0]} comes" if len(late) == 1 else f"{several} come"
-            return f"{comes} late to the collectives, and the others wait there."
-        case "exposed_collective" if finding.edit.drop.any():
-            return f"The gradients travel after every micro-batch, though only their sum is used ({count} too often)."
-    return f"Collectives ({count}) run after the computation instead of beside it."
+    pageable = scene.timeline.facts.runs_once and not spans.pinned[copies].any()
+    why = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
+    return f"{{moved}} a step are copied while Python waits ({{often}}){why}."
+
+
+def _waited_for_input(scene: Scene, finding: Finding) -> str:
+    if not scene.by_workers.any():
+        return "The training process prepares its own batches, and the GPU waits for them."
+    waits = np.unique(scene.timeline.rank_of_rows[finding.rows]).tolist()
+    if len(waits) < len(scene.timeline.ranks):
+        return f"Rank {waits[0]} waits for its loader's workers, and the other ranks wait for it."
+    return "The loop waits for the loader's workers, and the GPU waits for the loop."
+
+
+def _came_late(scene: Scene, finding: Finding) -> str:
+    late = sorted(one.rank for one in late_ranks(scene, finding))
+    if len(late) == 1:
+        who = f"Rank {late[0]} comes"
+    elif len(late) <= 4:
+        who = f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]} come"
+    else:
+        who = f"{len(late)} ranks come"
+    return f"{who} late to the collectives, and the others wait there."
+
+
+def _travelled(scene: Scene, finding: Finding) -> str:
+    if finding.edit.drop.any():
+        return "The gradients travel after every micro-batch, though only their sum is used ({often} too often)."
+    return "Collectives ({often}) run after the computation instead of beside it."
+
+
+SAID: dict[str, str | Callable[[Scene, Finding], str]] = {
+    "host_sync": "Python waits for the GPU {often}; then the GPU has nothing to do until Python has caught up.",
+    "blocking_copy": _copied,
+    "copy_not_overlapped": "{moved} a step are copied before the kernels instead of beside them ({often}).",
+    "input_late": _waited_for_input,
+    "made_on_host": "A tensor is made on the CPU and then copied to the GPU ({often}).",
+    "launch_bound": "{launches} a step: the GPU finishes them faster than Python can launch them.",
+    "allocator": "Memory is asked from the driver, or given back to it, {often}; some of these calls stop the GPU.",
+    "host_work": "The training thread does other work between its launches, and the GPU has nothing to do meanwhile.",
+    "peer_late": _came_late,
+    "exposed_collective": _travelled,
+}
 
 
 def times(count: float) -> str:

@@ -239,7 +239,7 @@ class Story:
         for cause, finding in self.found.items():
             if cause not in named and cause not in SILENT:
                 for place, mine in by_place(self.scene, self._seen_in_vain(finding)).items():
-                    told = lesson(cause, place) if self.scene.timeline.facts.one_turn else why
+                    told = lesson(cause, place) if self.scene.timeline.facts.runs_once else why
                     held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
                     rows.append(Harmless(cause, place, len(mine) / per_step, told, max(0, self.gain(cause)), held))
         return tuple(sorted(rows, key=lambda one: -one.count))

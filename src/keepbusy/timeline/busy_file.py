@@ -148,8 +148,8 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
         header, tables, further = _tables(rest, budget)
         timeline = _timeline(header, tables)
         _check(timeline)
-        if "role" not in tables["frames"]:  # of a file that is older than this column
-            timeline = timeline.change(frames=timeline.frames.described(timeline.names))
+        # what a frame does follows from its name: files are older than some roles, and than these columns
+        timeline = timeline.change(frames=timeline.frames.described(timeline.names))
         within = tuple(_read(bytes(one), path, budget) for one in further)
         if any(one.further for one in within):
             raise ValueError("moments within a moment")

@@ -46,6 +46,8 @@ class Role(IntFlag):
     GRADIENTS = 8192  # gradients are done: what travels within it is theirs
     SCALES = 16384  # an operator that divides or multiplies: of gradients, for their mean over the ranks
     OBJECTS = 32768  # Python objects travel to other ranks, pickled
+    SHARDS = 65536  # FSDP's own: parameters are gathered, gradients scattered
+    RECEIVES = 131072  # of messages, the one that comes
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -63,7 +65,9 @@ _BEGINNINGS = (
     (("backward",), Role.BACKWARD),  # a whole pass, as a virtual run calls it
     (("FSDP::post_backward", "FSDP::root_post_backward"), Role.GRADIENTS),
     (("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",), Role.GRADIENTS),
+    (("FSDP::",), Role.SHARDS),
     (("nccl:send", "nccl:recv"), Role.MESSAGE),
+    (("nccl:recv",), Role.RECEIVES),
     (("nccl:", "DistributedDataParallel."), Role.INTERNAL),
 )
 _OPERATORS = (

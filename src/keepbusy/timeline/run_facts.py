@@ -59,6 +59,11 @@ class RunFacts:
     left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
     left_out_time: int = 0
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether it is a script that is one turn, and not the one turn of a loop that was recorded."""
+        return self.one_turn and not any(run.steps for run in self.plain_runs.values())
+
     def as_json(self) -> dict[str, Any]:
         """Only what differs from what is assumed of every run."""
         usual = RunFacts()

@@ -21,6 +21,8 @@ from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Timeline
 
 LATE, LATE_TIMES = 1_000_000, 1.25
 """A host is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
+PASS = Role.BACKWARD | Role.GRADIENTS
+"""What is around the calls that are made of gradients, and no part of them."""
 UNEQUAL, UNEQUAL_TIMES = 500_000, 1.1
 """Device work varies less: a rank that has so much more of it than its peers is given more."""
 
@@ -87,18 +89,18 @@ class BackwardPass:
         return np.concatenate([inside, np.flatnonzero(np.isin(scene.launch, inside))])
 
     def call_of(self, scene: Scene, row: int) -> Ints:
-        """The rows that leave with a collective: of one that the program makes, all that is called for it."""
-        launch, frames = int(scene.launch[row]), scene.timeline.frames
-        if launch <= self.last:
-            return np.array([launch, row], np.int64)
-        begins, frame, call = int(scene.timeline.spans.end[self.last]), int(scene.timeline.spans.frame[launch]), NONE
-        while frame != NONE and frames.start[frame] >= begins:
+        """The rows that leave with a collective: all that is called for it, within the pass or after it."""
+        launch, spans, frames = int(scene.launch[row]), scene.timeline.spans, scene.timeline.frames
+        begins = int(spans.end[self.last]) if launch > self.last else 0
+        frame, call = int(spans.frame[launch]), NONE
+        while frame != NONE and frames.start[frame] >= begins and not frames.role[frame] & PASS:
             frame, call = int(frames.parent[frame]), frame
         if call == NONE:
             return np.array([launch, row], np.int64)
-        spans, rows = scene.timeline.spans, np.arange(self.last, self.end)
-        inside = rows[(spans.lane[rows] == frames.lane[call]) & (spans.start[rows] >= frames.start[call])]
-        inside = inside[spans.end[inside] <= frames.end[call]]
+        rows = np.arange(self.first, self.end)
+        rows = rows[(spans.lane[rows] == frames.lane[call]) & (spans.frame[rows] != NONE)]
+        of_row = spans.frame[rows]
+        inside = rows[(frames.start[of_row] >= frames.start[call]) & (frames.end[of_row] <= frames.end[call])]
         commands = np.flatnonzero(np.isin(scene.launch, inside))
         return np.concatenate([inside, commands])
 
