@@ -328,3 +328,86 @@ def test_one_rank_alone_shows_no_peers() -> None:
     assert found.late == ()
     assert any("Peers of this rank" in note for note in found.notes)
     assert found.ledger["exposed_collective"] == near(3_000)
+
+
+# Stages of a pipeline
+
+
+def message(run: Run, sender: int, receiver: int) -> None:
+    with (
+        run.on(sender).inside(f"nccl:send {sender}->{receiver}"),
+        run.on(receiver).inside(f"train.py({20 + receiver}): stage", f"nccl:recv {receiver}<-{sender}"),
+    ):
+        run.collective(10, 16 * MB, stream=7, ranks=(0, 1))
+
+
+def forward(run: Run) -> None:
+    run.on(0).launch(1_000)
+    message(run, 0, 1)
+    run.on(1).launch(1_000)
+
+
+def backward(run: Run) -> None:
+    run.on(1).launch(2_000)
+    message(run, 1, 0)
+    run.on(0).launch(2_000)
+
+
+def one_at_a_time(run: Run) -> None:
+    for _ in range(4):
+        forward(run)
+        backward(run)
+
+
+def all_there_then_all_back(run: Run) -> None:
+    for _ in range(4):
+        run.on(0).launch(1_000)
+        message(run, 0, 1)
+        run.on(1).launch(1_000)
+    for _ in range(4):
+        backward(run)
+
+
+def in_one_piece(run: Run) -> None:
+    forward(run)
+    backward(run)
+
+
+@pytest.mark.parametrize(
+    ("body", "fix", "step", "after"),
+    [
+        (one_at_a_time, "overlap_stages", 4 * 6_000, 5 * 3_000),
+        (all_there_then_all_back, "cut_into_micro_batches", 5 * 3_000, 4 * 3_000 + 1_500),
+        (in_one_piece, "cut_into_micro_batches", 6_000, 3_000 + 750),
+    ],
+)
+def test_stages_that_wait_for_each_other_are_in_the_plan(
+    body: Callable[[Run], None], fix: str, step: float, after: float
+) -> None:
+    """What stays is that the pipeline fills and drains: of one piece, however many there are."""
+    found = told(body, ranks=2)
+    assert found.plain_step == near(step, 0.02)
+    first = found.plan[0]
+    assert (first.fix, first.causes) == (fix, ("pipeline_bubble",))
+    assert {str(place) for place in first.where} == {"train.py:20", "train.py:21"}
+    assert first.predicted.step == near(after, 0.02)
+    assert first.predicted.low <= first.predicted.step <= first.predicted.high
+
+
+def test_ranks_that_exchange_messages_are_no_stages() -> None:
+    """A ring: each sends to its neighbour, and then receives."""
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            run.on(rank).launch(1_000 + 1_000 * rank)
+        message(run, 0, 1)
+        with run.on(1).inside("nccl:send 1->0"), run.on(0).inside("nccl:recv 0<-1"):
+            run.collective(10, 16 * MB, stream=7)
+
+    def ring(run: Run) -> None:
+        for rank in run.ranks:
+            with run.on(rank).inside(f"nccl:send {rank}->{1 - rank}"):
+                run.on(rank).launch(10)
+        body(run)
+
+    assert not any("pipeline_bubble" in one.causes for one in told(ring, ranks=2).plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -60,13 +60,6 @@ class Edit:
             self.capture | other.capture,
             self.scale * other.scale,
         )
-
-    def in_part(self, work: Ints, share: float) -> Edit:
-        """The same, but what a row takes shrinks by no more than this share, and nothing is captured or leaves."""
-        shrunk = work - share * (work - np.where(self.drop, 0, np.minimum(work, self.work)))
-        limited = self.drop | (self.work < UNLIMITED)
-        nothing = np.zeros(len(work), bool)
-        return replace(self, work=np.where(limited, shrunk.astype(np.int64), UNLIMITED), capture=nothing, drop=nothing)
 
     def only(self, rows: Mask) -> Edit:
         """The same for these rows; nothing happens to the others."""

@@ -15,6 +15,7 @@ from operator import or_
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
+from keepbusy.explain.causes.peers import Pipeline, without_messages
 from keepbusy.explain.diagnosis import (
     COMPUTING,
     Diagnosis,
@@ -28,9 +29,19 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
-from keepbusy.explain.remedies import CHECKPOINT, COMPILED, MORE_WORKERS, ONE_FOR_ALL, REMEDIES, Remedy, remedy_for
+from keepbusy.explain.remedies import (
+    CHECKPOINT,
+    COMPILED,
+    MORE_PIECES,
+    MORE_WORKERS,
+    ONE_FOR_ALL,
+    PIECES_TOGETHER,
+    REMEDIES,
+    Remedy,
+    remedy_for,
+)
 from keepbusy.explain.scene import Scene
-from keepbusy.timeline.frame_roles import source_line
+from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
@@ -71,7 +82,12 @@ class Candidate:
     causes: tuple[str, ...]
     edit: Edit
     in_the_middle: bool = False  # waits between the launches of one step, so that these cannot be captured together
-    at_best: Edit | None = None  # what it could change, where it seldom does
+    share: float = 1.0  # of what the edit gains, as much as is expected of the fix
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether some programs gain nothing by it."""
+        return self.remedy.api == COMPILED.api
 
     @property
     def captures(self) -> bool:
@@ -103,7 +119,7 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
                 same[0] = same[0].joined(one)
             else:
                 same.append(one)
-    return [one for same in named.values() for one in _few(same)]
+    return [*(one for same in named.values() for one in _few(same)), *_of_pipeline(scene)]
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
@@ -120,9 +136,21 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
             if cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
-            at_best = edit if remedy.api == COMPILED.api else None
-            edit = edit if at_best is None else edit.in_part(scene.timeline.spans.work, COMPILED_AWAY)
-            yield Candidate(remedy.name, remedy, tuple(places), (cause,), edit, middle, at_best)
+            share = COMPILED_AWAY if remedy.api == COMPILED.api else 1.0
+            yield Candidate(remedy.name, remedy, tuple(places), (cause,), edit, middle, share)
+
+
+def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
+    """Stages that wait for each other's micro-batches: replayed is what they would take if they never did."""
+    pipeline = Pipeline.of(scene)
+    if pipeline is None:
+        return
+    remedy = PIECES_TOGETHER if pipeline.pieces_after == pipeline.pieces else MORE_PIECES
+    remedy = remedy._replace(code=remedy.code.format(pieces=pipeline.pieces_after))
+    receives = scene.within(scene.frames_with(Role.RECEIVES)) & (scene.command != NONE)
+    places = by_place(scene, np.flatnonzero(receives))
+    edit, share = without_messages(scene), 1.0 - pipeline.stays
+    yield Candidate(remedy.name, remedy, tuple(places), ("pipeline_bubble",), edit, share=share)
 
 
 def _in_the_middle(scene: Scene, rows: Ints) -> bool:
@@ -170,10 +198,11 @@ class Search:
     candidates: list[Candidate]
     uncertain: bool = False  # whether to look also at what gains something in some programs only
     _gains: dict[frozenset[int], int] = field(default_factory=dict)
+    _whole: dict[frozenset[int], int] = field(default_factory=dict)
     _left: int = 0
 
     def may_take(self, index: int) -> bool:
-        return self.uncertain or self.candidates[index].at_best is None
+        return self.uncertain or not self.candidates[index].is_uncertain
 
     @staticmethod
     def of(forecast: Forecast, timeline: Timeline, found: Sequence[Candidate]) -> Search:
@@ -182,6 +211,7 @@ class Search:
         alone = [(search.gain(frozenset([index])), -index) for index in range(len(found))]
         kept = sorted(-index for _, index in sorted(alone, reverse=True)[:CANDIDATES])
         search.candidates = [found[index] for index in kept]
+        search._whole = {frozenset([place]): search._whole[frozenset([index])] for place, index in enumerate(kept)}
         search._gains = {frozenset([place]): search._gains[frozenset([index])] for place, index in enumerate(kept)}
         return search
 
@@ -190,12 +220,33 @@ class Search:
         return edits[0] if len(edits) == 1 else reduce(or_, edits, self.nothing)
 
     def gain(self, chosen: frozenset[int]) -> int:
+        """What is expected: of a fix that gives only a share of what its edit gains on top of the others, that share."""
+        if chosen not in self._gains:
+            part = next((index for index in sorted(chosen) if self.candidates[index].share < 1), None)
+            gained = self._at_best(chosen)
+            if part is not None:
+                others = chosen - {part}
+                more = self.candidates[part].share * (gained - self._at_best(others))
+                gained = self.gain(others) + max(0, round(more))
+            self._gains[chosen] = gained
+        return self._gains[chosen]
+
+    def _at_best(self, chosen: frozenset[int]) -> int:
         if not chosen:
             return 0
-        if chosen not in self._gains:
+        if chosen not in self._whole:
             self._left -= 1
-            self._gains[chosen] = self.forecast.gain(self.edit(chosen))
-        return self._gains[chosen]
+            self._whole[chosen] = self.forecast.gain(self.edit(chosen))
+        return self._whole[chosen]
+
+    def predict(self, chosen: frozenset[int]) -> Prediction:
+        """From all that the edits give to what they give without those that may give nothing."""
+        best = self.forecast.predict(self.edit(chosen))
+        sure = frozenset(index for index in chosen if not self.candidates[index].is_uncertain)
+        step = self.forecast.plain.step - self.gain(chosen)
+        if sure == chosen:
+            return Prediction(step, min(best.low, step), max(step, min(self.forecast.plain.step, step + best.high - best.step)))
+        return Prediction(step, min(best.low, step), max(step, self.predict(sure).high))
 
     def best_set(self, done: frozenset[int]) -> frozenset[int]:
         """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise."""
@@ -254,10 +305,6 @@ def _planned(
     search: Search, index: int, done: frozenset[int], gain: int, together: Sequence[int] | frozenset[int]
 ) -> PlannedFix:
     one, forecast = search.candidates[index], search.forecast
-    predicted = forecast.predict(search.edit(done))
-    if one.at_best is not None:
-        best = forecast.predict(search.edit(done) | one.at_best)
-        predicted = Prediction(predicted.step, min(predicted.low, best.low), max(predicted.high, predicted.step + gain))
     partners = [search.candidates[other] for other in sorted(together) if other != index]
     alone = search.gain(frozenset([index]))
     return PlannedFix(
@@ -265,14 +312,14 @@ def _planned(
         where=one.where,
         causes=one.causes,
         gain=max(0, gain),
-        predicted=predicted,
+        predicted=search.predict(done),
         alone=alone,
         needs=_needed(search, index, partners, alone),
         instead=tuple(_instead(search, index, done)),
         advice=one.remedy.advice,
         code=one.remedy.code,
         api=one.remedy.api,
-        edit=one.edit,
+        edit=one.edit if one.share == 1 else None,
     )
 
 

@@ -31,7 +31,7 @@ def find_exposed(scene: Scene) -> Finding:
     """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute."""
     draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
     paired = np.array(["SendRecv" in name for name in scene.timeline.names], bool)[spans.name]
-    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired
+    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired & ~is_message(scene)
     early, all_of_them = _sent_early(scene, travels)
     for launch, rows in early.items():
         draft.edit.drop[rows] = True
@@ -139,10 +139,44 @@ def _whole(scene: Scene, group: Sequence[BackwardPass]) -> Iterator[list[Backwar
 
 def without_messages(scene: Scene) -> Edit:
     """No fix, but a measure: what stages of a pipeline would spend if no message had to be waited for."""
-    within = np.append(scene.within(scene.frames_with(Role.MESSAGE)), False)
     edit = Edit.nothing(scene.timeline)
-    edit.lane[(scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]] = SideLane.WIRE
+    edit.lane[is_message(scene)] = SideLane.WIRE
     return edit
+
+
+def is_message(scene: Scene) -> Mask:
+    """Which commands go from one rank to one other."""
+    within = np.append(scene.within(scene.frames_with(Role.MESSAGE)), False)
+    return (scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]
+
+
+class Pipeline(NamedTuple):
+    """Micro-batches of a step, as the first stage sends them: how many there are, and how many are under way at once."""
+
+    pieces: int
+    together: int
+
+    @staticmethod
+    def of(scene: Scene) -> Pipeline | None:
+        """None where ranks exchange messages, and none of them begins its steps with waiting for one."""
+        role, rank = np.append(scene.timeline.frames.role, 0)[scene.timeline.spans.frame], scene.timeline.rank_of_rows
+        rows = np.flatnonzero((role & Role.MESSAGE != 0) & (scene.command != NONE))
+        sent = np.where(role[rows] & Role.RECEIVES, -1, 1)
+        of_rank = [sent[rank[rows] == one] for one in scene.timeline.ranks]
+        first = next((one for one in of_rank if len(one) and one[0] > 0), None)
+        if first is None or not any(len(one) and one[0] < 0 for one in of_rank):
+            return None
+        return Pipeline(max(1, round((first > 0).sum() / scene.steps)), int(np.cumsum(first).max()))
+
+    @property
+    def pieces_after(self) -> int:
+        """By the remedy: as many as there are, where they only have to follow each other; else twice as many."""
+        return self.pieces if self.together == 1 < self.pieces else 2 * max(self.pieces, 2)
+
+    @property
+    def stays(self) -> float:
+        """The share of the wait that is left: what the stages wait while the pipeline fills and drains."""
+        return self.together / self.pieces_after
 
 
 def find_late(scene: Scene) -> Finding:
