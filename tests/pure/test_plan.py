@@ -87,7 +87,7 @@ def test_two_waits_behind_one_another_are_one_set() -> None:
     assert [one.fix for one in found.plan] == ["readback", "readback"]
     assert {place for one in found.plan for place in places(one)} == {"read.py:1", "other.py:2"}
     assert all(one.alone <= found.noise for one in found.plan)
-    assert all(one.needs == ("readback",) for one in found.plan)
+    assert {one.needs for one in found.plan} == {("readback at read.py:1",), ("readback at other.py:2",)}
     assert found.plan[-1].predicted.step == near(9_000)
     assert sum(one.gain for one in found.plan) == near(2_000, 0.02)
 
@@ -151,7 +151,7 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
         one.edit
         for one in candidates(story.scene, story.found)
         if (one.fix, [str(place) for place in one.where]) in named
-        or f"{one.fix} at {', '.join(map(str, one.where))}" in needed
+        or one.named in needed
     ]
     assert len(chosen) >= len(plan)
     if plan:

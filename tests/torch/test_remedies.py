@@ -9,6 +9,7 @@ import pytest
 from keepbusy.explain import remedies
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.remedies import REMEDIES, SYNCS, Remedy
+from keepbusy.report import words
 
 pytest.importorskip("torch")
 ALL = [
@@ -35,6 +36,14 @@ def resolve(dotted: str) -> object:
 @pytest.mark.parametrize("remedy", ALL, ids=lambda remedy: remedy.api)
 def test_what_it_uses_exists(remedy: Remedy) -> None:
     assert not remedy.api or resolve(remedy.api) is not None  # some have no line of code
+
+
+@pytest.mark.parametrize("remedy", ALL, ids=lambda remedy: remedy.api)
+def test_a_plan_says_it_in_words(remedy: Remedy) -> None:
+    said = words.fix(f"{remedy.name} at train.py:3 and 2 more")
+    assert said.endswith(" at train.py:3 and 2 more")
+    assert "_" not in said.partition(" at ")[0]
+    assert said != f"{remedy.name} at train.py:3 and 2 more"
 
 
 def test_every_cause_that_can_be_fixed_has_a_remedy() -> None:

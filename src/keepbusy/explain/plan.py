@@ -85,6 +85,12 @@ class Candidate:
     share: float = 1.0  # of what the edit gains, as much as is expected of the fix
 
     @property
+    def named(self) -> str:
+        """With its place, and how many more there are."""
+        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
+        return f"{self.fix} at {self.where[0]}{more}" if self.where else self.fix
+
+    @property
     def is_uncertain(self) -> bool:
         """Whether some programs gain nothing by it."""
         return self.remedy.api == COMPILED.api
@@ -326,10 +332,8 @@ def _planned(
 def _needed(search: Search, index: int, partners: Sequence[Candidate], alone: int) -> tuple[str, ...]:
     """Of a capture the waits that have to go before it; of a fix that gains nothing alone the others of its set."""
     if search.candidates[index].captures:
-        return tuple(
-            f"{one.fix} at {', '.join(str(place) for place in one.where[:2])}" for one in partners if one.in_the_middle
-        )
-    return tuple(one.fix for one in partners) if alone <= search.forecast.noise else ()
+        return tuple(one.named for one in partners if one.in_the_middle)
+    return tuple(one.named for one in partners) if alone <= search.forecast.noise else ()
 
 
 def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
@@ -341,7 +345,7 @@ def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
         if other not in done and search.gain(frozenset([other])) >= AS_GOOD * mine:
             both = search.gain(frozenset([index, other]))
             if both - mine <= noise:
-                yield f"{candidate.fix} at {candidate.where[0]}" if candidate.where else candidate.fix
+                yield candidate.named
 
 
 # the whole run: what saves it most comes first, and the fixes of one loop stay together, as they build on each other

@@ -76,7 +76,7 @@ def _plan(comparison: Comparison) -> Iterator[RenderableType]:
         fix, verdict = one.fix, "made" if one.made else "not made"
         where = f" at {words.spot(fix.where[0], 48)}" if fix.where else ""
         turn = words.transition(fix.predicted.step + fix.gain, fix.predicted.step)
-        yield line((f"{verdict:9}", BETTER if one.made else FAINT), (fix.fix, STRONG), f"{where}   ", turn)
+        yield line((f"{verdict:9}", BETTER if one.made else FAINT), (words.fix(fix.fix), STRONG), f"{where}   ", turn)
     if comparison.foretold is not None:
         step, foretold = comparison.step, comparison.foretold
         span = words.span_of(foretold.low, foretold.high, step.before)

@@ -132,16 +132,16 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             (f" · the run {whole}" if whole else "", GAIN),
         )
         where = (" at ", (f"{places}{more}", PLACE + link_to(one.where[0]))) if places else ()
-        yield line(f"{number}  ", (one.fix, STRONG), *where, "   ", *_pieces(after))
+        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *where, "   ", *_pieces(after))
         for sentence in (one.reason, *(lateness(late, diagnosis.ranks) for late in one.late)):
             if sentence:
                 yield line((tame(sentence), FAINT), indent=3)
         if one.needs:
-            needed = words.listing([tame(other, 70) for other in dict.fromkeys(one.needs)])
+            needed = words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
             alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
-            yield line((f"{alone}it goes together with {needed}", FAINT), indent=3)
+            yield line((f"{alone}it goes together with: {needed}", FAINT), indent=3)
         if one.instead:
-            yield line((f"or {tame(one.instead[0], 60)} instead: either of the two", FAINT), indent=3)
+            yield line((f"or {tame(words.fix(one.instead[0]), 80)} instead: either of the two", FAINT), indent=3)
 
 
 def lateness(late: Late, ranks: Sequence[int]) -> str:

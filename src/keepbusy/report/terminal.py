@@ -357,6 +357,8 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
     if unknown > max(diagnosis.noise, _UNEXPLAINED * step):
         lost = f"{duration(unknown, step)} of it ({share(unknown, step)})"
         return f"Not explained: the GPU computes {busy} of the step and waits {lost} for reasons this recording hides."
+    if any("pipeline_bubble" in one.causes for one in diagnosis.plan):
+        return f"The GPU computes {busy} of the step: no line is to blame, but that stages wait for each other."
     here = "in an ordinary step" if diagnosis.plan else "here"
     verdict = "No line is to blame" if any(_bubble(diagnosis)) else f"Nothing to gain {here}"
     return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
@@ -384,10 +386,7 @@ def _bubble(diagnosis: Diagnosis) -> Iterator[str]:
     time = diagnosis.ledger.get("pipeline_bubble", 0)
     if time > diagnosis.noise:
         lost = f"{duration(time, diagnosis.plain_step)} a step ({share(time, diagnosis.plain_step)})"
-        yield (
-            f"the stages of the pipeline wait {lost} for each other's messages; "
-            "cut a batch into more, smaller parts: with twice as many they wait half as long"
-        )
+        yield f"the stages of the pipeline wait {lost} for each other's messages"
 
 
 def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:

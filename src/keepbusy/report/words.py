@@ -104,6 +104,45 @@ def _from_the_end(path: str, limit: int) -> str:
     return path if len(path) <= limit else f"…{path[len(path) - limit + 1 :]}"
 
 
+_FIXES = {
+    "accumulate": "let gradients travel once a step",
+    "align_ranks": "give every rank the same work",
+    "average_once": "average gradients once a step",
+    "capture_graph": "torch.compile",
+    "compile": "torch.compile",
+    "compute_meanwhile": "compute something else meanwhile",
+    "copy_beside": "copy on a stream of its own",
+    "cut_into_micro_batches": "cut the batch into more micro-batches",
+    "drop_sync": "drop the synchronization",
+    "fuse_optimizer": "use a fused optimizer",
+    "gather_ahead": "let FSDP gather ahead",
+    "graph": "capture a CUDA graph",
+    "keep_memory": "leave the allocator its memory",
+    "keep_on_device": "keep it on the GPU",
+    "keep_shapes": "torch.where in place of a mask",
+    "launch_less": "launch less",
+    "make_on_device": "make the tensor on the GPU",
+    "move_off_the_loop": "take the host's work out of the loop",
+    "overlap_collectives": "overlap communication with the backward pass",
+    "overlap_stages": "let micro-batches follow each other",
+    "pin_memory": "pin the memory",
+    "prefetch": "prefetch batches",
+    "prepare_in_workers": "prepare batches in workers",
+    "readback": "read the value later",
+    "save_later": "write the checkpoint in the background",
+    "send_tensors": "send tensors in place of objects",
+    "share_among_ranks": "share the work among the ranks",
+    "size_buckets": "try other DDP buckets",
+    "tell_sizes": "tell PyTorch the size",
+}
+
+
+def fix(named: str) -> str:
+    """A fix in words that users of PyTorch say, also with its place: `readback at train.py:31` is read the value later."""
+    name, at_place, place = named.partition(" at ")
+    return f"{_FIXES.get(name, name)}{at_place}{place}"
+
+
 def files(sources: tuple[str, ...]) -> str:
     """One file by its name, several by their number."""
     if len(sources) == 1:

@@ -175,7 +175,7 @@ def _plan(told: Diagnosis, turns: Turns, thread: int, origin: int) -> Iterator[E
         if edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
             continue
         for one in turns.timeline.ranks:
-            name = f"fix {number}: {fix.fix}"
+            name = f"fix {number}: {words.fix(fix.fix)}"
             yield _heading(one, thread + number, "thread_name", name=tame(name))
             rows = np.flatnonzero(edit.touched & (rank == one) & ~turns.timeline.on_device)
             rows = rows[np.argsort(spans.start[rows], kind="stable")]

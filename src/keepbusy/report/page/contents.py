@@ -109,7 +109,7 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         late = [run_report.lateness(late, diagnosis.ranks) for late in one.late]
         yield {
             "number": number,
-            "fix": text(one.fix),
+            "fix": text(words.fix(one.fix)),
             "where": [place(where) for where in one.where[:6]],
             "causes": list(one.causes),
             "before": one.predicted.step + one.gain,
@@ -117,8 +117,8 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
             "turns": text(run_report.turns_meant(one)),
             "run": [before, saved] if diagnosis.run is not None and saved else None,
             "alone": one.alone,
-            "needs": [text(other) for other in dict.fromkeys(one.needs)],
-            "instead": [text(other) for other in one.instead],
+            "needs": [text(words.fix(other)) for other in dict.fromkeys(one.needs)],
+            "instead": [text(words.fix(other)) for other in one.instead],
             "says": [text(said) for said in (one.reason, *late, one.advice) if said],
             "code": text(one.code),
             "loop": text(one.loop),
