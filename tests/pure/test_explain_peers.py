@@ -292,6 +292,7 @@ def test_all_of_the_host_that_a_collective_of_gradients_takes_leaves_with_it() -
     found = told(body, ranks=2)
     assert cause(found, "exposed_collective").predicted.step == near(found.plain_step / US - 3 * 8 * 405, 0.02)
 
+
 def test_no_collective_is_faster_than_its_wire() -> None:
     found = told(lambda run: reduced(run, 9_000), ranks=2)
     assert found.plain_step == near(4_000 + 9_000)

@@ -116,7 +116,9 @@ class Candidate:
 def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     """Every remedy that something seen here asks for."""
     named: dict[str, list[Candidate]] = {}
-    facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; and once nothing pays for that
+    facts = (
+        scene.timeline.facts
+    )  # compiled, it launches less: nobody knows how much less; and once nothing pays for that
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     for cause, finding in found.items():
         for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
@@ -251,7 +253,9 @@ class Search:
         sure = frozenset(index for index in chosen if not self.candidates[index].is_uncertain)
         step = self.forecast.plain.step - self.gain(chosen)
         if sure == chosen:
-            return Prediction(step, min(best.low, step), max(step, min(self.forecast.plain.step, step + best.high - best.step)))
+            return Prediction(
+                step, min(best.low, step), max(step, min(self.forecast.plain.step, step + best.high - best.step))
+            )
         return Prediction(step, min(best.low, step), max(step, self.predict(sure).high))
 
     def best_set(self, done: frozenset[int]) -> frozenset[int]:
