@@ -121,13 +121,13 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2186,
+    "timeline": 2221,
     "traces": 2178,
     "instrument": 1058,
     "recording": 3851,
     "virtual": 8828,
-    "explain": 3884,
-    "report": 2975,
+    "explain": 4065,
+    "report": 3013,
     "runtime": 4982,
     "cli": 2416,
     "fix": 3141,

@@ -116,9 +116,7 @@ class Candidate:
 def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     """Every remedy that something seen here asks for."""
     named: dict[str, list[Candidate]] = {}
-    facts = (
-        scene.timeline.facts
-    )  # compiled, it launches less: nobody knows how much less; and once nothing pays for that
+    facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     for cause, finding in found.items():
         for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
@@ -228,7 +226,7 @@ class Search:
         return edits[0] if len(edits) == 1 else reduce(or_, edits, self.nothing)
 
     def gain(self, chosen: frozenset[int]) -> int:
-        """What is expected: of a fix that gives only a share of what its edit gains on top of the others, that share."""
+        """What is expected: of what an edit gains on top of the others, the share that its fix gives."""
         if chosen not in self._gains:
             part = next((index for index in sorted(chosen) if self.candidates[index].share < 1), None)
             gained = self._at_best(chosen)
@@ -249,14 +247,11 @@ class Search:
 
     def predict(self, chosen: frozenset[int]) -> Prediction:
         """From all that the edits give to what they give without those that may give nothing."""
-        best = self.forecast.predict(self.edit(chosen))
+        best, plain = self.forecast.predict(self.edit(chosen)), self.forecast.plain.step
         sure = frozenset(index for index in chosen if not self.candidates[index].is_uncertain)
-        step = self.forecast.plain.step - self.gain(chosen)
-        if sure == chosen:
-            return Prediction(
-                step, min(best.low, step), max(step, min(self.forecast.plain.step, step + best.high - best.step))
-            )
-        return Prediction(step, min(best.low, step), max(step, self.predict(sure).high))
+        step = plain - self.gain(chosen)
+        high = self.predict(sure).high if sure != chosen else min(plain, step + best.high - best.step)
+        return Prediction(step, min(best.low, step), max(step, high))
 
     def best_set(self, done: frozenset[int]) -> frozenset[int]:
         """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise."""
@@ -314,7 +309,7 @@ def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> t
 def _planned(
     search: Search, index: int, done: frozenset[int], gain: int, together: Sequence[int] | frozenset[int]
 ) -> PlannedFix:
-    one, forecast = search.candidates[index], search.forecast
+    one = search.candidates[index]
     partners = [search.candidates[other] for other in sorted(together) if other != index]
     alone = search.gain(frozenset([index]))
     return PlannedFix(

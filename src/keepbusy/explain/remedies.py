@@ -259,8 +259,8 @@ SHARDED = Remedy(
 )
 IN_BUCKETS = Remedy(
     "size_buckets",
-    "DDP sends gradients while it computes the others: what is left comes last, or the link is full. Try other buckets, "
-    "or send fewer bytes.",
+    "DDP sends gradients while others are computed: these come last, or the link is full. Try other buckets, or send "
+    "fewer bytes.",
     "DistributedDataParallel(model, bucket_cap_mb=50)  # or model.register_comm_hook(None, bf16_compress_hook)",
     "torch.nn.parallel.DistributedDataParallel",
 )
@@ -453,7 +453,7 @@ def _came_late(scene: Scene, finding: Finding) -> str:
     return f"{who} late to the collectives, and the others wait there."
 
 
-def _travelled(scene: Scene, finding: Finding) -> str:
+def _travelled(_: Scene, finding: Finding) -> str:
     if finding.edit.drop.any():
         return "The gradients travel after every micro-batch, though only their sum is used ({often} too often)."
     return "Collectives ({often}) run after the computation instead of beside it."

@@ -138,7 +138,7 @@ _FIXES = {
 
 
 def fix(named: str) -> str:
-    """A fix in words that users of PyTorch say, also with its place: `readback at train.py:31` is read the value later."""
+    """A fix in words that users of PyTorch say, also with its place: what stands for `readback at train.py:31`."""
     name, at_place, place = named.partition(" at ")
     return f"{_FIXES.get(name, name)}{at_place}{place}"
 

@@ -151,7 +151,7 @@ def is_message(scene: Scene) -> Mask:
 
 
 class Pipeline(NamedTuple):
-    """The micro-batches of a step, as the first stage sends them: how many in all, and how many are under way at once."""
+    """The micro-batches of a step, as the first stage sends them: how many there are, how many at once under way."""
 
     pieces: int
     together: int
