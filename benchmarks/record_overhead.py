@@ -270,7 +270,7 @@ class Switches:
         run.marks._running = on[MARKS]
         self._count_turns(on[TURNS])
         pauses = run.marks.pauses
-        pauses._thread = run.loaders._thread = threading.get_ident() if on[PAUSES] else 0
+        pauses._thread = threading.get_ident() if on[PAUSES] else 0
         if on[PAUSES] != before[PAUSES]:
             (gc.callbacks.append if on[PAUSES] else gc.callbacks.remove)(pauses._collected)
 

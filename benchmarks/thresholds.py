@@ -122,7 +122,7 @@ RECORDED = {
 
 BOUNDS = {
     "keepbusy.instrument.loops": (
-        *("EVERY", "TIMES_ITS_COST", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
+        *("EVERY", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
         *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
     ),
     "keepbusy.recording.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepbusy
-from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, without_processor
+from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, Pauses, without_processor
 from keepbusy.recording.marks import SETTLING_MARKS, Marks
 from keepbusy.recording.step_detector import SILENT_AFTER
 from keepbusy.timeline.plain_run import FiguresFile, PlainRun
@@ -406,13 +406,16 @@ def test_linux_counts_how_long_a_thread_had_no_processor() -> None:
 def test_of_very_many_turns_a_loader_keeps_means_of_neighbours(machine: object) -> None:
     """Every turn that waits for nothing takes 5 ms, but each 100th takes 2 s."""
     now = [0]
-    loaders = Loaders(clock=lambda: now[0])
+    loaders, pauses = Loaders(clock=lambda: now[0]), Pauses(lambda: now[0])
+    pauses.came = loaders.came
     loaders.begin()
+    pauses.begin()
     try:
         for number, _ in enumerate(DataLoader(range(3 * KEPT_TURNS))):
             now[0] += 2_000 * MS if number % 100 == 0 else 5 * MS
     finally:
         loaders.end()
+        pauses.end()
     [use] = loaders.used()
     assert (use.batches, use.passes, use.each, len(use.turns)) == (3 * KEPT_TURNS, 1, 4, (3 * KEPT_TURNS - 1) // 4)
     assert use.turn == 5 * MS

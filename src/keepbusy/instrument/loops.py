@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
 
-EVERY, TIMES_ITS_COST = 20_000_000, 400
-"""From look to look, at first, and so many times as long as a look takes: the program waits for each."""
+EVERY, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.05
+"""From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
+long as a look takes. The program waits for each, and for the interpreter to go back and forth: three times as long."""
 KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
 STAYED = 3
@@ -91,7 +92,8 @@ class LoopWatch:
         self._clock = clock
         self._ident = thread = threading.get_ident()
         self._frame = frame or (lambda: sys._current_frames().get(thread))
-        self._every, self._cost = EVERY, 0
+        self._every = self._pace = EVERY
+        self._cost = 0
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
         self._kinds: list[int] = []
         self._lines: dict[tuple[int, int], Line] = {}  # of each code, by instruction
@@ -161,8 +163,9 @@ class LoopWatch:
 
     def _look_on(self) -> None:
         try:
-            while not self._stop.acquire(timeout=max(self._every, TIMES_ITS_COST * self._cost) / 1e9):
+            while not self._stop.acquire(timeout=max(self._every, self._pace) / 1e9):
                 began = self._clock()
+                self._pace = min(round(GROWTH * self._pace), TIMES_ITS_COST * self._cost)
                 self.look()
                 took = self._clock() - began
                 self._cost = (7 * self._cost + min(took, 2 * self._cost or took)) // 8  # others may have had their turn
@@ -211,6 +214,8 @@ class LoopWatch:
         for code, count in stays.values():
             if count > looks.longest_stay.get(code, 0):
                 looks.longest_stay[code] = count
+                if count == STAYED:
+                    self._pace = self._every
             if count == STAYED and counters is not None:
                 counters.count(code, looks.codes[code])
         if len(looks.times) > KEPT_LOOKS:

@@ -31,6 +31,8 @@ class Pauses:
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self.now = {INPUT: 0, COLLECTOR: 0, CHECKPOINT: 0}
+        self.came: Callable[[Any, int, int], object] = lambda *_: None
+        """Told of each batch: its iterator, since when it was waited for, and until when."""
         self._clock = clock
         self._thread = 0
         self._open: set[str] = set()
@@ -44,7 +46,7 @@ class Pauses:
         from torch.utils.data import dataloader
 
         self._patches.replace(torch, "save", self._timed(CHECKPOINT))
-        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._timed(INPUT))
+        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._waiting)
         self._patches.replace(dataloader.DataLoader, "__iter__", self._timed(INPUT))
         when_imported("torch.distributed.checkpoint", self._time_distributed)
         gc.callbacks.append(self._collected)
@@ -83,6 +85,27 @@ class Pauses:
             return timed
 
         return made
+
+    def _waiting(self, original: Function) -> Function:
+        """A loader may draw from another: that is one wait, and a batch of each."""
+
+        def waiting(iterator: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(iterator)
+            before, is_outer = self._clock(), INPUT not in self._open
+            self._open.add(INPUT)
+            try:
+                batch = original(iterator)
+            finally:
+                after = self._clock()
+                if is_outer:
+                    self.now[INPUT] += after - before
+                    self._open.discard(INPUT)
+            with suppress(Exception):  # whatever goes wrong here is ours, and no business of the program's
+                self.came(iterator, before, after)
+            return batch
+
+        return waiting
 
     def _collected(self, phase: str, _info: dict[str, int]) -> None:
         """The collector stops all threads, whichever it runs in."""
@@ -189,16 +212,11 @@ class _Loader:
 
 
 class Loaders:
-    """Watches the loaders of one thread. What workers take they write down themselves, in memory that they share."""
+    """Knows the loaders of one thread, whose waits `Pauses` tells. What workers take they write down themselves, in
+    memory that they share."""
 
-    def __init__(
-        self,
-        clock: Callable[[], int] = time.perf_counter_ns,
-        came: Callable[[FrameType | None], object] | None = None,
-    ) -> None:
-        """`came` is told of the frame in which a batch came."""
-        self._clock, self._came = clock, came
-        self._thread = threading.get_ident()
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
         self._made: dict[int, str] = {}  # where each data set's loader was made
         self._known: dict[int, _Loader] = {}  # by data set
         self._passes: dict[int, int] = {}  # of each iterator, when its first batch came
@@ -210,7 +228,6 @@ class Loaders:
         from torch.utils.data._utils import fetch
 
         self._patches.replace(dataloader.DataLoader, "__init__", self._noting_where)
-        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._waiting)
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
             self._patches.replace(kind, "fetch", self._fetching)
 
@@ -246,21 +263,8 @@ class Loaders:
 
         return made
 
-    def _waiting(self, original: Function) -> Function:
-        def waiting(iterator: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return original(iterator)
-            before = self._clock()
-            batch = original(iterator)
-            with suppress(Exception):  # whatever goes wrong here is ours, and no business of the program's
-                self._note(iterator, before, self._clock())
-                if self._came is not None:
-                    self._came(sys._getframe(1))
-            return batch
-
-        return waiting
-
-    def _note(self, iterator: Any, before: int, after: int) -> None:
+    def came(self, iterator: Any, before: int, after: int) -> None:
+        """A batch did."""
         dataset = id(iterator._dataset)
         one = self._known.get(dataset)
         if one is None:

@@ -413,11 +413,11 @@ class Marks:
 
     def _ended(self, verdict: int) -> None:
         if self._running:
-            self._guarded(lambda: self._mark(verdict))
+            self._guarded(self._mark, verdict)
 
-    def _guarded(self, act: Callable[[], object]) -> None:
+    def _guarded(self, act: Callable[..., object], *arguments: object) -> None:
         try:
-            act()
+            act(*arguments)
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
             self.end()

@@ -76,7 +76,8 @@ class Run:
         self.others = OtherProfilers(self._give_way)
         self.loops = LoopWatch()
         self.share = GpuShare()
-        self.loaders = Loaders(came=self.loops.passed)
+        self.loaders = Loaders()
+        self.marks.pauses.came = self._on_batch
         self.clock = self.window.clock
         self._sources = SourceLoops(read_source)
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
@@ -209,6 +210,10 @@ class Run:
         self.loops.passed(sys._getframe(1))
         if not self._sees_a_loop():
             self._guarded(self._step, count)
+
+    def _on_batch(self, iterator: Any, before: int, after: int) -> None:
+        self.loaders.came(iterator, before, after)
+        self.loops.passed(sys._getframe(2))
 
     def _on_turn(self) -> None:
         """At each turn of the loop that is to be looked at."""
