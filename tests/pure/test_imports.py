@@ -123,8 +123,8 @@ STILL_TWICE = {
 LINES = {
     "timeline": 2221,
     "traces": 2178,
-    "instrument": 1058,
-    "recording": 3851,
+    "instrument": 1063,
+    "recording": 3860,
     "virtual": 8828,
     "explain": 4065,
     "report": 3013,
