@@ -8,6 +8,7 @@ import { apply, together } from "./run/edit";
 import { steady } from "./run/replay";
 import { load, type Header, type Moment, type Run, type Told } from "./run/run";
 import { causesSection, notesSection } from "./sections/causes";
+import { collectivesSection } from "./sections/collectives";
 import { compareSection } from "./sections/compare";
 import { copiesSection } from "./sections/copies";
 import { ledgerSection } from "./sections/ledger";
@@ -98,6 +99,7 @@ async function show(shown: Shown, page: HTMLElement): Promise<void> {
       turns,
       ledgerSection(header, told, choice),
       choice && ranksSection(header, choice),
+      choice && collectivesSection(choice),
       choice && memorySection(choice),
       choice && copiesSection(header, choice),
       causesSection(header, told, choice),

@@ -142,6 +142,37 @@ def test_ranks_have_their_lanes_and_the_late_one_is_a_stripe(opened: Any) -> Non
     page = opened(html(LATE))
     assert page.evaluate("() => new Set(keepbusy.panel.state.scene.tracks.map(track => track.rank)).size") == 4
     assert page.locator("#ranks").inner_text().count("arrives") >= 1
+    waiting = page.locator("#collectives tbody tr").first.inner_text().split("\t")
+    assert waiting[2:6] == ["5 times", "118 MB", "639 µs", "22.3 ms"]
+
+
+def test_pointing_at_a_lane_a_colour_or_a_word_says_what_it_is(item: Any) -> None:
+    canvas, bubble = drawing(item), item.locator("#bubble")
+    canvas.scroll_into_view_if_needed()
+    tracks = item.evaluate("() => keepbusy.panel.state.scene.tracks.map(track => [track.label, track.y, track.height])")
+    for label, y, height in tracks:
+        canvas.hover(position={"x": 30, "y": y + height / 2})
+        assert re.match(rf"{label}: [A-Z].*\.$", bubble.inner_text()), label
+    canvas.focus()
+    item.keyboard.press("n")
+    gap, y, height = item.evaluate(
+        """() => { const { track, part } = keepbusy.panel.state.spot, { above } = keepbusy.panel;
+        return [above.x((track.parts.start[part] + track.parts.end[part]) / 2), track.y, track.height]; }"""
+    )
+    canvas.hover(position={"x": gap, "y": y + height / 2})
+    assert "Sync: Python waits for the GPU, then the GPU idles." in bubble.inner_text()
+    item.locator("#turn .legend li", has_text="launch").first.hover()
+    assert bubble.inner_text() == "The call on the host that hands the device its next command."
+    item.locator("#turn .term", has_text="gap").hover()
+    assert bubble.inner_text() == "A device lane with nothing to do."
+
+
+def test_a_copy_is_held_against_what_the_link_carries(opened: Any) -> None:
+    page = opened(html("live/pageable_copy.busy"))
+    rate = page.locator("#copies .rate").first
+    assert "the link carries 52.0 GB/s from pinned memory" in rate.get_attribute("data-says")
+    share = rate.locator(".meter span").evaluate("one => parseFloat(one.style.width)")
+    assert share == pytest.approx(100 * 10.1 / 52, abs=0.5)
 
 
 def test_copies_are_told_with_their_bandwidth(opened: Any) -> None:

@@ -127,7 +127,7 @@ LINES = {
     "recording": 3860,
     "virtual": 8828,
     "explain": 4065,
-    "report": 3013,
+    "report": 3014,
     "runtime": 4982,
     "cli": 2416,
     "fix": 3141,

@@ -116,6 +116,8 @@ interface Described {
   once: boolean;
   ratio: number;
   ranks: number[];
+  /** Bytes a nanosecond that the link between host and device carries, where that is known. */
+  link: number | null;
   peaks: Peak[];
 }
 

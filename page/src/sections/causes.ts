@@ -6,7 +6,7 @@ import type { Header, Place, Reason, Told } from "../run/run";
 import { change, duration, range, share, times, transition } from "../words";
 import { swatch } from "./ledger";
 
-function placeButton(place: Place, choice: Choice | null): HTMLElement {
+export function placeButton(place: Place, choice: Choice | null): HTMLElement {
   if (!place.file || !choice) return element("span", { class: "place", text: place.text });
   return element("button", { type: "button", class: "place", text: place.text, on: { click: () => choice.line(place.file, place.line) } });
 }

@@ -6,6 +6,7 @@ import { launchOf } from "../run/replay";
 import type { Header } from "../run/run";
 import { Kind, NONE } from "../run/timeline";
 import { bytes, duration, plural } from "../words";
+import { placeButton } from "./causes";
 
 const DIRECTIONS = ["copy", "host to device", "device to host", "within the device", "within the host"];
 const MOST = 12;
@@ -42,6 +43,11 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
   if (!groups.size) return null;
   const turns = Math.max(1, now.turns.length) * moment.ranks.length;
   const rows = [...groups.values()].sort((one, other) => other.time - one.time).slice(0, MOST);
+  // between host and device it is known what the link carries, or at least what the fastest copy reached
+  const limitOf = (direction: string): [limit: number, what: string] => {
+    const link = direction.includes("host") && direction.includes("device") ? moment.link : null;
+    return link ? [link, `the link carries ${link.toFixed(1)} GB/s from pinned memory`] : [fastest.get(direction) ?? 0, `the fastest ${direction} here reached ${(fastest.get(direction) ?? 0).toFixed(1)} GB/s`];
+  };
   const rate = ({ size, time }: Copies) => (time ? size / time : 0);
   const fastest = new Map<string, number>();
   for (const one of groups.values()) if (one.size / one.count >= LARGE) fastest.set(one.direction, Math.max(fastest.get(one.direction) ?? 0, rate(one)));
@@ -51,17 +57,17 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
   const body = element("tbody");
   for (const one of rows) {
     const place = one.place === NONE ? null : moment.places[one.place];
-    const best = fastest.get(one.direction) ?? 0;
+    const [best, what] = limitOf(one.direction);
     const large = one.size / one.count >= LARGE;
     body.append(
       element("tr", {},
         element("th", { scope: "row" }, one.direction, one.memory ? element("span", { class: "faint", text: ` · ${one.memory}` }) : null),
-        element("td", {}, place?.file ? element("button", { type: "button", class: "place", text: place.text, on: { click: () => choice.line(place.file, place.line) } }) : element("span", { class: "faint", text: place?.text ?? "" })),
+        element("td", {}, place && placeButton(place, choice)),
         element("td", { class: "figure", text: plural(Math.round(one.count / turns) || 1, "time") }),
         element("td", { class: "figure", text: bytes(one.size / turns) }),
         element("td", { class: "figure", text: duration(one.time / turns) }),
         element("td", { class: "figure" },
-          element("span", { class: "rate", "data-says": large ? `${rate(one).toFixed(1)} GB/s; the fastest ${one.direction} here reached ${best.toFixed(1)} GB/s` : "Small copies are slow for their size: what they take is the call." },
+          element("span", { class: "rate", "data-says": large ? `${rate(one).toFixed(1)} GB/s; ${what}.` : "Small copies are slow for their size: what they take is the call." },
             element("span", { class: "meter", "aria-hidden": "true" }, element("span", { look: { width: `${best ? Math.min(100, (100 * rate(one)) / best) : 0}%` } })),
             large ? rate(one).toFixed(1) : "small"),
           one.aside !== NONE ? element("span", { class: "faint", text: ` ${header.looks[moment.causes[one.aside]].name}` }) : null,
@@ -70,5 +76,5 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
     );
   }
   table.append(body);
-  return section("copies", "Copies", "What a turn copies, and how fast beside the fastest large copy of this run in the same direction: pinned memory is what makes the difference.", element("div", { class: "wide" }, table));
+  return section("copies", "Copies", `What a turn copies, and how fast: beside ${moment.link ? `what the link between host and device carries, ${moment.link.toFixed(1)} GB/s` : "the fastest large copy of this run in the same direction"}. Pinned memory is what makes the difference.`, element("div", { class: "wide" }, table));
 }

@@ -4,21 +4,24 @@ import type { Choice } from "../choice";
 import { element, section } from "../element";
 import { term } from "../glossary";
 import type { Header } from "../run/run";
-import { Kind, NONE } from "../run/timeline";
+import { Kind, NONE, firstMarks } from "../run/timeline";
 import { duration, shortened } from "../words";
 
 const CELL = 22;
 const GUTTER = 64;
+const TURNS = 18;
 
 export function ranksSection(header: Header, choice: Choice): HTMLElement | null {
   const { moment, now } = choice;
   if (moment.ranks.length < 2) return null;
   const { timeline } = moment;
+  const issued = new Map<number, number>();
   const arrivals = new Map<number, Map<number, number>>();
   for (let row = 0; row < timeline.rows; row++) {
     const meeting = timeline.meeting[row];
     if (timeline.kind[row] !== Kind.COLLECTIVE || meeting === NONE) continue;
     const here = arrivals.get(meeting) ?? new Map<number, number>();
+    issued.set(meeting, issued.get(meeting) ?? row);
     here.set(timeline.lanes[timeline.lane[row]].rank, now.start[now.here[row]]);
     arrivals.set(meeting, here);
   }
@@ -28,11 +31,14 @@ export function ranksSection(header: Header, choice: Choice): HTMLElement | null
   const latest = Math.max(1, ...meetings.map(({ here, first }) => Math.max(...here.values()) - first));
   const canvas = element("canvas", { class: "heat", role: "img", "aria-label": "How late each rank comes to each collective" });
   const says = element("p", { class: "faint", text: `${meetings.length} collectives, in their order; the darker a cell, the later that rank came. The latest came ${duration(latest)} after the first.` });
+  // the device may be behind: what counts is in which turn the host issued it
+  const marks = firstMarks(timeline);
+  const turnOf = meetings.map(({ meeting }) => marks.findLastIndex((mark) => mark <= issued.get(meeting)!));
   const wide = () => Math.max(1, (canvas.clientWidth || 600) - GUTTER) / meetings.length;
   const draw = (): void => {
     const context = canvas.getContext("2d")!;
     const density = Math.min(window.devicePixelRatio || 1, 2);
-    const height = moment.ranks.length * CELL + 4;
+    const height = moment.ranks.length * CELL + TURNS;
     canvas.width = canvas.clientWidth * density;
     canvas.height = height * density;
     canvas.style.setProperty("height", `${height}px`);
@@ -55,13 +61,20 @@ export function ranksSection(header: Header, choice: Choice): HTMLElement | null
         context.globalAlpha = 1;
       });
     });
+    context.fillStyle = colour("--soft");
+    meetings.forEach((_, at) => {
+      if (turnOf[at] < 0 || turnOf[at] === turnOf[at - 1]) return;
+      const x = GUTTER + at * wide();
+      context.fillRect(Math.round(x), 0, 1, height - 6);
+      if (at === 0 || x - GUTTER - wide() * meetings.findIndex((_, one) => turnOf[one] === turnOf[at - 1]) > 46) context.fillText(`turn ${turnOf[at] + 1}`, x + 4, height - TURNS / 2 + 1);
+    });
   };
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const at = meetings[Math.floor((event.clientX - box.left - GUTTER) / wide())];
     const rank = moment.ranks[Math.floor((event.clientY - box.top) / CELL)];
     const time = at?.here.get(rank);
-    if (time !== undefined) canvas.title = `rank ${rank}: ${duration(time - at.first)} after the first, at ${shortened(moment.names[moment.meetings.name[at.meeting]] ?? "", 60)}`;
+    canvas.dataset.says = time === undefined ? "" : `Rank ${rank} came ${duration(time - at.first)} after the first, to ${shortened(moment.names[moment.meetings.name[at.meeting]] ?? "", 60)}.`;
   });
   new ResizeObserver(draw).observe(canvas);
   document.addEventListener("recolour", draw);

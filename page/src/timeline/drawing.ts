@@ -121,11 +121,14 @@ export class Drawing {
     return this.gutter + ((time - this.from) / this.viewport.span) * (this.width - this.gutter);
   }
 
+  trackAt(y: number): Track | undefined {
+    return this.scene.tracks.find((one) => y >= one.y - 1 && y < one.y + one.height + 1);
+  }
+
   /** What stands there; a little beside it, if that is all there is. */
   spot(x: number, y: number): Spot | null {
-    if (x < this.gutter) return null;
-    const track = this.scene.tracks.find((one) => y >= one.y - 1 && y < one.y + one.height + 1);
-    if (!track) return null;
+    const track = this.trackAt(y);
+    if (x < this.gutter || !track) return null;
     const near = (3 * this.viewport.span) / this.width;
     const time = this.time(x);
     const part = track.at(time - near);

@@ -2,7 +2,7 @@
 
 import type { Choice } from "../choice";
 import { element, section } from "../element";
-import { term } from "../glossary";
+import { GLOSSARY, KINDS, term } from "../glossary";
 import type { Header, Moment, Place } from "../run/run";
 import { NONE, isCommand } from "../run/timeline";
 import { AT_WORK, swatch } from "../sections/ledger";
@@ -10,6 +10,7 @@ import { bytes, duration, exactDuration, plural } from "../words";
 import { Drawing, type Arrow, type Spot } from "./drawing";
 import { gapStory, named, released, releases, story } from "./releases";
 import { GPU, causeOf, isGap as hasNothingToDo, type Scene } from "./scene";
+import type { Track } from "./track";
 import { Viewport } from "./viewport";
 
 const WHEEL = 0.0016;
@@ -156,14 +157,8 @@ export class TimelinePanel {
     }
     const looks = this.header.looks;
     const item = (place: string, name: string, says: string) => element("li", { "data-says": says, tabindex: "0" }, swatch(place), name);
-    const host: [string, string, string][] = [
-      ["work", "host work", "The host computes, or runs Python."],
-      ["launch", "launch", "The call on the host that hands the device its next command."],
-      ["sync", "sync", "A host call that returns only when the device has caught up."],
-      ["allocate", "memory", "Memory is asked from the driver, or given back to it."],
-    ];
     return element("ul", { class: "legend", "aria-label": "Colours" },
-      ...host.map(([place, name, says]) => item(place, name, says)),
+      ...["work", "launch", "sync", "allocate"].map((place, kind) => item(place, ...KINDS[kind])),
       ...[...AT_WORK, ...causes].filter((place) => shown.has(place)).map((place) => item(place, looks[place].name, looks[place].sentence)),
     );
   }
@@ -341,6 +336,17 @@ export class TimelinePanel {
     this.told.replaceChildren(element("p", { class: "said", text: said }), this.facts(scene, row, isGap || isGpu ? null : row, from, to, drawing));
   }
 
+  /** One sentence on what is pointed at: what it is, how long it lasts, and what its colour means. */
+  private says(drawing: Drawing, { track, part }: Spot): string {
+    const { tone, start, end } = track.parts;
+    const what = `${drawing.label(track, part)} · ${exactDuration(end[part] - start[part])}`;
+    if (track.kind === "lines") return `${what}. ${GLOSSARY[track.label] ?? ""}`;
+    if (track.kind !== "gpu") return `${what}. ${KINDS[tone[part]]?.[1] ?? ""}`;
+    const cause = causeOf(tone[part]);
+    const name = cause === NONE ? AT_WORK[tone[part]] : this.choice.moment.causes[cause];
+    return `${what}. ${name ? this.header.looks[name].sentence : "A gap that only recording made"}.`;
+  }
+
   private facts(scene: Scene, row: number, whole: number | null, from: number, to: number, drawing: Drawing): HTMLElement {
     const { moment } = scene;
     const base = scene.base[row];
@@ -388,9 +394,9 @@ export class TimelinePanel {
         canvas.classList.toggle("over", Boolean(spot));
         if (spot?.track !== drawing.hover?.track || spot?.part !== drawing.hover?.part) {
           drawing.hover = spot;
-          canvas.title = spot ? `${drawing.label(spot.track, spot.part)} · ${exactDuration(lengthOf(spot))}` : "";
           drawing.later();
         }
+        canvas.dataset.says = spot ? this.says(drawing, spot) : laneSays(drawing.trackAt(here.y));
         return;
       }
       this.pointers.set(event.pointerId, here);
@@ -522,6 +528,11 @@ function rowsNamed(moment: Moment, wanted: string): number[] {
   const hit = moment.names.map((name) => name.toLowerCase().includes(wanted));
   const there = moment.places.map((place) => place.text.toLowerCase().includes(wanted));
   return Array.from(moment.name.keys()).filter((row) => hit[moment.name[row]] || hit[moment.call[row]] || there[moment.place[row]]);
+}
+
+function laneSays(track: Track | undefined): string {
+  if (!track) return "";
+  return `${track.label}: ${GLOSSARY[track.label] ?? GLOSSARY.stream}`;
 }
 
 /** How much earlier than its row a part is drawn: what runs over the end is drawn once more at the beginning. */

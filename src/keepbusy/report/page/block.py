@@ -73,6 +73,7 @@ def _moment(turns: Turns) -> dict[str, Any]:
         "pending": timeline.facts.pending_limit,
         "once": timeline.facts.one_turn,
         "ratio": turns.ratio,
+        "link": timeline.facts.pinned_bandwidth,
         "peaks": memory.peaks(turns),
         "ranks": timeline.ranks,
     }
