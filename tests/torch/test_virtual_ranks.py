@@ -265,6 +265,33 @@ def test_groups_messages_and_objects_among_four_ranks(run) -> None:
     ]
 
 
+LEAVES = """\
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+numbers = torch.arange(1000.0, device="cuda")
+if rank == 1:
+    dist.isend(numbers, 0)
+else:
+    time.sleep(0.5)  # the other one is at its end by now
+    received = torch.empty_like(numbers)
+    dist.recv(received, 1)
+    assert torch.equal(received, numbers)
+    print("all of it is here")
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""])
+def test_a_rank_that_is_done_ends_once_its_message_is_taken(run, end: str) -> None:
+    done = run(LEAVES.replace("{end}", end), before=("--ranks", "2", "--clock", "modelled"))
+    assert (done.returncode, "all of it is here\n" in done.stdout) == (0, True), done.stderr
+
+
 def test_tensor_parallel_training_is_that_of_one_device(run) -> None:
     done = run(TENSOR_PARALLEL, before=("--ranks", "2"))
     assert done.returncode == 0, done.stderr

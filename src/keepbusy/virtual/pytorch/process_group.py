@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import sys
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -131,7 +136,6 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             MACHINE.rank = rank
             MACHINE.clock.await_others("init_process_group", self._last_arrival)
         self._streams: dict[tuple[int, int], int] = {}
-        self._posted: list[tuple[Any, Tensor]] = []
 
     def size(self) -> int:
         return self.members
@@ -319,8 +323,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
-        self._posted = [one for one in self._posted if not one[0].is_completed()]
-        self._posted.append((self.gloo.send([message], peer, tag), message))
+        _posted[:] = [one for one in _posted if not one[0].is_completed()]
+        _posted.append((self.gloo.send([message], peer, tag), message))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
@@ -351,6 +355,21 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         with DeviceCall("nccl:barrier"):
             MACHINE.clock.sync_stream(MACHINE.stream(CURRENT.device))
         return Handle([])
+
+
+_posted: list[tuple[Any, Tensor]] = []
+"""Messages of this process that their receivers may not have asked for yet."""
+PATIENCE = 10.0
+"""Seconds that a rank at its end waits for them: on a GPU it would wait for ever."""
+
+
+def _see_messages_off() -> None:
+    """A rank that is done ends once its messages are taken; one that failed ends at once."""
+    until = monotonic() + (0.0 if hasattr(sys, "last_value") else PATIENCE)
+    while _posted and (left := until - monotonic()) > 0:
+        work, _ = _posted.pop()
+        with contextlib.suppress(RuntimeError):  # nobody asks for it any more
+            work.wait(timedelta(seconds=left))
 
 
 def _number(value: int) -> Tensor:
@@ -385,10 +404,13 @@ def patch() -> None:
         {
             "init_process_group": _init(native.init_process_group),
             "new_group": _new_group(native.new_group),
+            "destroy_process_group": _destroy(native.destroy_process_group),
             "get_backend": _get_backend(native.get_backend),
             "is_nccl_available": lambda: True,
         },
     )
+    atexit.register(_see_messages_off)
+    os.register_at_fork(after_in_child=_posted.clear)
     # DDP's logger reads native CUDA timers
     torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda _self: None
     hide_native_timer()
@@ -416,6 +438,14 @@ def _new_group(native: Callable[..., Any]) -> Callable[..., Any]:
         return native(ranks, timeout, backend if backend is None else _ours(backend), *args, **kwargs)
 
     return new_group
+
+
+def _destroy(native: Callable[..., Any]) -> Callable[..., Any]:
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        _see_messages_off()
+        native(*args, **kwargs)
+
+    return destroy_process_group
 
 
 def _get_backend(native: Callable[..., Any]) -> Callable[..., Any]:
