@@ -160,3 +160,37 @@ def test_the_first_sigterm_ends_the_program_and_the_report_follows(tmp_path: Pat
     assert ours.returncode == -signal.SIGTERM
     assert (tmp_path / "run.busy").exists()
     assert "no\n" not in ours.stdout
+
+
+INTERRUPTED = """\
+import os, signal
+import keepbusy.cli.run as run
+import torch
+from keepbusy.virtual.clock.engine import Clock
+x = torch.ones(8, device="cuda")
+reports, operator = run._report, Clock.operator
+def reported(*given):
+    import threading
+    print(threading.current_thread().name, IN_US)
+    reports(*given)
+def interrupted(*given):  # in the midst of what is written down of an operator
+    global IN_US
+    IN_US = True
+    os.kill(os.getpid(), signal.SIGTERM)
+    operator(*given)
+    IN_US = False
+run._report, Clock.operator, IN_US = reported, interrupted, False
+interrupted.__code__ = interrupted.__code__.replace(co_filename=operator.__code__.co_filename)
+x + 1
+while True:
+    sum(range(1000))
+"""
+
+
+def test_a_sigterm_within_us_waits_until_the_program_goes_on(tmp_path: Path) -> None:
+    """The report is made in a thread of its own, not in the midst of whatever the signal came upon."""
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+    ours = run(tmp_path, *MODELLED, "train.py")
+    assert (ours.returncode, ours.stderr) == (-signal.SIGTERM, "")
+    assert ours.stdout.startswith("keepbusy report False\n")
+    assert "train.py" in ours.stdout

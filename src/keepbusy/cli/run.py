@@ -240,7 +240,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
             streams.complain(sentence_of(error))
 
     left = make_folder()  # exit handlers run the last one first: the folder goes after the report
-    ending = Ending(finish)
+    ending = Ending(finish, in_handler=False)
     device = "h200" if options.on == "auto" else options.on
     if device.endswith(".toml"):
         device = str(Path(device).absolute())

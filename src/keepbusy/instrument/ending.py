@@ -10,7 +10,11 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from keepbusy.instrument.lines import LIBRARY, USER, is_ours, kind_of
 from keepbusy.instrument.script import flush
+
+_AGAIN = 0.002
+"""Seconds after which the signal is sent again where it came at a bad moment."""
 
 
 class Ending:
@@ -20,8 +24,10 @@ class Ending:
     the program forks nothing is finished, and all else is as if we were not there.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish, self._process = finish, os.getpid()
+    def __init__(self, finish: Callable[[], None], in_handler: bool = True) -> None:
+        """`in_handler`: whether `finish` may run wherever a signal comes; else it has a thread of its own, and the
+        program stands at a line of its own meanwhile."""
+        self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
         self._signal = 0
         atexit.register(self._at_exit)
         self._takes_term = (
@@ -43,15 +49,34 @@ class Ending:
         if self._signal:
             _die_of(self._signal)
 
-    def _terminated(self, number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == self._process:
-            self._finish()
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        if self._in_handler or os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL)
+            if os.getpid() == self._process:
+                self._finish()
+        elif _is_within_us(frame):  # what is being written down is half written: this waits until it is done
+            main = threading.main_thread().ident
+            threading.Timer(_AGAIN, lambda: signal.pthread_kill(main or 0, number)).start()
+            return
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            report = threading.Thread(target=self._finish, name="keepbusy report")
+            report.start()
+            report.join()
         os.kill(os.getpid(), number)
 
     def _forked(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_within_us(frame: FrameType | None) -> bool:
+    """Whether the program's innermost line has called us, or is importing."""
+    while frame is not None and kind_of(frame.f_code.co_filename) not in (USER, LIBRARY):
+        if is_ours(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _die_of(number: int) -> None:

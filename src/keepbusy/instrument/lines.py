@@ -97,6 +97,11 @@ def kind_of(file: str) -> int:
     return PYTHON if file.startswith(_LIBRARIES) else USER
 
 
+def is_ours(file: str) -> bool:
+    """Ours, or Python's own way of importing: code in whose midst the program cannot be left."""
+    return file.startswith((_OURS, "<frozen importlib")) and file != _SCRIPT
+
+
 def _program() -> str:
     """The file that runs, or the folder of its package where that was named: `-m package.module`.
 
