@@ -100,6 +100,11 @@ def warm() -> WarmPython:
 def _serve() -> None:
     for module in IMPORTED:
         import_module(module)
+    from keepbusy.virtual.pytorch.kernels import overload_named
+
+    for name in import_module("torch")._C._dispatch_get_all_op_names():
+        if name.startswith("aten::"):
+            overload_named(name)  # PyTorch keeps them
     from keepbusy.cli.program import launch
 
     gc.freeze()

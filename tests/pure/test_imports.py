@@ -123,9 +123,9 @@ STILL_TWICE = {
 LINES = {
     "timeline": 2221,
     "traces": 2178,
-    "instrument": 1063,
+    "instrument": 1093,
     "recording": 3860,
-    "virtual": 8828,
+    "virtual": 8829,
     "explain": 4065,
     "report": 3014,
     "runtime": 4982,

@@ -108,13 +108,10 @@ def test_the_report_names_exact_lines_and_says_what_was_recorded(record) -> None
     assert "torch/nn/utils/clip_grad.py" in done.stdout or "torch/optim/adam" in done.stdout
 
 
-def test_the_program_computes_what_it_computes_alone(record, tmp_path: Path) -> None:
+def test_the_program_computes_what_it_computes_alone(record, tmp_path: Path, warm_python: WarmPython) -> None:
     source = LONG + "print(loss.item(), torch.rand(3).tolist(), sys.gettrace())\n"
     (tmp_path / "alone.py").write_text(source)
-    alone = subprocess.run(
-        [sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    alone = warm_python.python("alone.py", cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert record(source).stdout.splitlines()[0] == alone.stdout.strip()
 
 
@@ -391,12 +388,9 @@ print(folder.exists(), run.explain().plain_step == said.plain_step)
 """
 
 
-def test_a_stretch_of_a_program_is_recorded_from_within(tmp_path: Path) -> None:
+def test_a_stretch_of_a_program_is_recorded_from_within(tmp_path: Path, warm_python: WarmPython) -> None:
     source = SESSION.replace("HERE", repr(str(HERE))).replace("LOOP", repr(LONG))
-    done = subprocess.run(
-        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-    )  # fmt: skip
+    done = warm_python.python("-c", source, cwd=tmp_path)
     first, second = done.stdout.splitlines()
     steps, has_lines = first.split()
     assert (2 <= int(steps) <= 5, has_lines) == (True, "True"), done.stderr

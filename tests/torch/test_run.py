@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import SOURCES
+from warm_python import WarmPython
 
 LOOP = """\
 import sys
@@ -88,7 +87,9 @@ def test_a_module_runs_too(run) -> None:
     assert "train.py" in done.stderr
 
 
-def test_the_lines_of_an_installed_module_that_was_named_are_the_users_own(tmp_path: Path) -> None:
+def test_the_lines_of_an_installed_module_that_was_named_are_the_users_own(
+    tmp_path: Path, warm_python: WarmPython
+) -> None:
     package = tmp_path / "site-packages" / "installed"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -96,10 +97,9 @@ def test_the_lines_of_an_installed_module_that_was_named_are_the_users_own(tmp_p
         "from installed.model import is_nan\n" + LOOP.replace("torch.isnan(loss)", "is_nan(loss)")
     )
     (package / "model.py").write_text("def is_nan(loss):\n    return loss.item() != loss.item()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "keepbusy", "run", "--clock", "modelled", "-m", "installed.train"],
-        capture_output=True,
-        text=True,
+    done = warm_python.keepbusy(
+        *("run", "--clock", "modelled", "-m", "installed.train"),
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(package.parent)])},
     )
     assert "installed/model.py:2" in done.stdout, done.stdout + done.stderr

@@ -238,12 +238,11 @@ def _natives() -> None:
     import torch
 
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-    left = [name for name in names if name.startswith("aten::") and _is_native(torch._C._dispatch_dump(name))]
+    dumps = {name: torch._C._dispatch_dump(name).splitlines() for name in names if name.startswith("aten::")}
+    left = [
+        name for name, dump in dumps.items() if any(one.startswith("CUDA:") and "RegisterCUDA" in one for one in dump)
+    ]
     _must(len(left) < 40, f"native kernels are left: {left[:5]}")
-
-
-def _is_native(dump: str) -> bool:
-    return any(line.startswith("CUDA:") and "RegisterCUDA" in line for line in dump.splitlines())
 
 
 def _must(holds: bool, otherwise: str) -> None:

@@ -199,23 +199,10 @@ class HostThread:
         rows = self._rows
         row = rows.add(
             (
-                self.lane,
-                kind,
-                rows.names[name],
-                self.frame,
-                self.now,
-                end,
-                work,
-                0,
-                awaits,
-                NONE,
-                size,
-                0,
-                NONE,
-                NONE,
-                0,
+                self.lane, kind, rows.names[name], self.frame, self.now, end, work, 0, awaits, NONE, size, 0, NONE,
+                NONE, 0,
             )
-        )
+        )  # fmt: skip
         self.now, self.last = end, row
         if self.releases:
             for source in self.releases:

@@ -19,20 +19,8 @@ from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, LinkKind, Li
 from keepbusy.timeline.run_facts import RunFacts
 
 COLUMNS = (
-    "lane",
-    "kind",
-    "name",
-    "frame",
-    "start",
-    "end",
-    "work",
-    "lag",
-    "awaits",
-    "group",
-    "size",
-    "direction",
-    "pinned",
-)
+    "lane", "kind", "name", "frame", "start", "end", "work", "lag", "awaits", "group", "size", "direction", "pinned",
+)  # fmt: skip
 """Of a row as the clock writes it; then its launch, and the lag after it."""
 _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
 PACKED = 1 << 16
@@ -134,7 +122,8 @@ class Rows:
             spans=Spans.of(columns.shape[1], **dict(zip(COLUMNS, columns[:-2], strict=True))),
             links=self._all_links(launch, latency),
             frames=self._all_frames(now).described(tuple(self.names)),
-            marks=np.array(self._sound_marks(), np.int64),
+            # a mark stands at the next row of its thread; one at the very end has none yet
+            marks=np.unique([row for row in self.marks if row < self.spans.count]).astype(np.int64),
             memory=self._all_memory(),
             facts=facts,
         )
@@ -164,7 +153,3 @@ class Rows:
         current = np.array([now.get(lane, 0) for lane in range(len(self.lanes))], np.int64)
         end = np.where(end == NONE, current[columns[0]], end)
         return Frames.of(len(end), **dict(zip(_FRAME_COLUMNS, columns, strict=True)), end=end)
-
-    def _sound_marks(self) -> list[int]:
-        """A mark stands at the next row of its thread; one at the very end has none yet."""
-        return sorted({row for row in self.marks if row < self.spans.count})
