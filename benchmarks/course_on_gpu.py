@@ -1,10 +1,12 @@
 """Claim: what the programs of the course say of a virtual H200 holds on a real one.
 
-    python benchmarks/course_on_gpu.py [--out docs/course/h200.json] [chapter…]
+    python benchmarks/course_on_gpu.py [--out docs/course/h200.json] [chapter or program…]
+    python benchmarks/course_on_gpu.py 5 6 full_queue reading overlap
 
 Each program of each chapter runs as a reader would run it, also with the constants that its experiments change; those
-of several ranks need as many GPUs. What each printed goes into that file, from which `make course` makes the tables;
-a program whose `assert` fails is told, and left out. It takes some three seconds a program.
+of several ranks need as many GPUs. What each printed goes into that file, beside what others printed before, and
+`make course` makes the tables from it; a program whose `assert` fails is told, and left out. It takes some three
+seconds a program.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def needed(run: Run) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=MEASURED)
-    parser.add_argument("chapters", nargs="*")
+    parser.add_argument("wanted", nargs="*", metavar="chapter or program")
     options = parser.parse_args()
     for module in IMPORTED:
         import_module(module)
@@ -97,10 +99,11 @@ def main() -> None:
     asked = {
         f"{page.name[0]} {name}": run
         for page in chapters()
-        if not options.chapters or page.name[0] in options.chapters
         for name, run in runs_of(page).items()
-        if needed(run) <= count
+        if (not options.wanted or {page.name[0], run.program.stem} & set(options.wanted)) and needed(run) <= count
     }
+    if not asked:
+        sys.exit(f"no chapter and no program that {count} GPUs suffice for is called {' or '.join(options.wanted)}")
     found: dict[str, list[str]] = {}
     failed = []
     alone = [name for name, run in asked.items() if needed(run) == 1]
