@@ -38,7 +38,7 @@ export const KINDS: Record<number, [name: string, says: string]> = {
   0: ["host work", "The host computes, or runs Python."],
   1: ["launch", "The call on the host that hands the device its next command."],
   2: ["sync", "A host call that returns only when the device has caught up."],
-  3: ["memory", "Memory is asked from the driver, or given back to it."],
+  3: ["memory", "Memory is requested from the driver, or given back to it."],
   4: ["recording", "What the recorder took for itself."],
   8: ["computing", "A kernel computes."],
   9: ["copying", "Bytes are copied."],

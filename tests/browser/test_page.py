@@ -160,7 +160,7 @@ def test_pointing_at_a_lane_a_colour_or_a_word_says_what_it_is(item: Any) -> Non
         return [above.x((track.parts.start[part] + track.parts.end[part]) / 2), track.y, track.height]; }"""
     )
     canvas.hover(position={"x": gap, "y": y + height / 2})
-    assert "Sync: Python waits for the GPU, then the GPU idles." in bubble.inner_text()
+    assert "Python waits for the GPU, and then the GPU waits for Python." in bubble.inner_text()
     item.locator("#turn .legend li", has_text="launch").first.hover()
     assert bubble.inner_text() == "The call on the host that hands the device its next command."
     item.locator("#turn .term", has_text="gap").hover()

@@ -130,7 +130,7 @@ def test_a_read_in_a_launch_bound_step_costs_nothing() -> None:
     assert names(found) == ["launch_bound"]
     (one,) = found.harmless
     assert (one.cause, one.count, one.where.operator) == ("host_sync", 1.0, "aten::item")
-    assert one.why == "the step is launch-bound: the host would not have been ahead anyway"
+    assert one.why == "the step is launch-bound, so the host would not have been ahead anyway"
 
 
 def test_a_read_that_the_host_makes_up_for_costs_nothing() -> None:

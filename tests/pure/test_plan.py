@@ -519,15 +519,14 @@ def test_what_the_plan_saves_of_a_long_run() -> None:
     plan = (replace(shortened(30, 6), run_gain=2_400 * MS),)
     told = replace(HEALTHY, plan=plan, run=TREE, ranks=(0, 1))
     said = run_report.of_a_long_run(told, 50, 2.5)
-    assert said == "Of a run of 50 hours the plan saves 5.0, which are 10.0 hours of 2 GPUs, at 2.5 an hour 25.00."
+    both = "10.0 of its 2 GPUs together; at 2.5 an hour of a GPU that is 25.00."
+    assert said == f"The plan saves 5.0 hours of a run of 50 hours, {both}"
 
 
 def test_without_the_whole_run_a_step_stands_for_it() -> None:
     told = replace(HEALTHY, plan=(shortened(30, 24),), plain_step=30 * MS)
-    assert (
-        run_report.of_a_long_run(told, 10) == "Of a run of 10 hours the plan saves 2.0, which are 2.0 hours of its GPU."
-    )
+    assert run_report.of_a_long_run(told, 10) == "The plan saves 2.0 hours of a run of 10 hours."
 
 
 def test_an_empty_plan_saves_nothing_of_any_run() -> None:
-    assert "nothing is saved" in run_report.of_a_long_run(HEALTHY, 10)
+    assert "it saves nothing" in run_report.of_a_long_run(HEALTHY, 10)

@@ -102,7 +102,7 @@ class Harmless:
     cause: str
     where: Where
     count: float
-    why: str  # one sentence: "the step is launch-bound: the host would not have been ahead anyway"
+    why: str  # one sentence: "the step is launch-bound, so the host would not have been ahead anyway"
     gain: int = 0  # what fixing the cause alone would give; less than the noise
     held: int = 0  # how long Python was held there, a step
 

@@ -409,7 +409,7 @@ def lesson(cause: str, where: Where) -> str:
     return {
         "blocking_copy": "Python waits until all of it is copied",
         "copy_not_overlapped": "kernels that were launched after it wait until all of it is copied",
-        "allocator": "memory is asked from the driver once, and kept for the next time",
+        "allocator": "memory is requested from the driver once, and kept for the next time",
     }.get(cause, "")
 
 
@@ -460,13 +460,13 @@ def _travelled(_: Scene, finding: Finding) -> str:
 
 
 SAID: dict[str, str | Callable[[Scene, Finding], str]] = {
-    "host_sync": "Python waits for the GPU {often}; then the GPU has nothing to do until Python has caught up.",
+    "host_sync": "Python waits for the GPU {often}, and then the GPU has nothing to do until Python has launched more.",
     "blocking_copy": _copied,
     "copy_not_overlapped": "{moved} a step are copied before the kernels instead of beside them ({often}).",
     "input_late": _waited_for_input,
     "made_on_host": "A tensor is made on the CPU and then copied to the GPU ({often}).",
-    "launch_bound": "{launches} a step: the GPU finishes them faster than Python can launch them.",
-    "allocator": "Memory is asked from the driver, or given back to it, {often}; some of these calls stop the GPU.",
+    "launch_bound": "{launches} a step: the GPU is done with each before Python has launched the next.",
+    "allocator": "PyTorch asks the driver for memory, or gives it back, {often}; some of these calls stop the GPU.",
     "host_work": "The training thread does other work between its launches, and the GPU has nothing to do meanwhile.",
     "peer_late": _came_late,
     "exposed_collective": _travelled,

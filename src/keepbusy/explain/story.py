@@ -232,7 +232,7 @@ class Story:
         if waiting_share < 0.05:
             why = "the GPU has work all the time"
         elif "launch_bound" in named:
-            why = "the step is launch-bound: the host would not have been ahead anyway"
+            why = "the step is launch-bound, so the host would not have been ahead anyway"
         else:
             why = "something else holds the step up at the same time"
         rows, spans = [], self.scene.timeline.spans
@@ -283,29 +283,35 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
             "Time a step without the profiler and give it with --plain-step."
         )
     if not facts.values:
-        notes.append("Nothing was computed (--values none): all values are 0.")
+        notes.append("With --values none nothing is computed: whatever the program reads is 0.")
     if facts.modelled:
-        notes.append("The CPU's time is modelled: operators take some; Python, files and loader workers take none.")
+        notes.append("The CPU's time is modelled: operators take time; Python, files and loader workers take none.")
     if not facts.stacks:
-        notes.append("Without stacks the places are operators, not lines; record with with_stack=True for lines.")
+        notes.append(
+            "The trace holds no stacks, so places are operators, not lines; for lines, record with with_stack=True."
+        )
     if facts.skipped:
         notes.append(f"{facts.skipped} events of the trace could not be read, and are missing here.")
     if facts.marks_a_step:
         notes.append(f"{facts.marks_a_step} marked steps count as one: the plain step given is that long.")
     if left_out := facts.left_out_steps:
         which = f"step{'s' if len(left_out) > 1 else ''} {' and '.join(map(str, left_out))}"
-        notes.append(f"Of these, {which} stalled as steps do now and then: left out here, told under *rarely*.")
+        notes.append(
+            f"Of these, {which} stalled, as steps do now and then: they are left out here and told beside `rarely`."
+        )
     steps = len(whole.marks_of(whole.ranks[0]))
     if scene.steps < steps:
-        notes.append(f"Replayed were {scene.steps} of the {steps} steps, evenly from the fastest to the slowest.")
+        notes.append(
+            f"{scene.steps} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest."
+        )
     met, given = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist(), len(whole.ranks)
     if given > 1 and (facts.world or 0) > given:
         notes.append(
             f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
-            "waiting for it counts as the wire."
+            "waiting for it counts as communication."
         )
     elif any(facts.groups.get(group, 2) > given for group in met):
-        notes.append("Peers of this rank are not in the recording, so waiting for them counts as the wire.")
+        notes.append("Other ranks are not in the recording, so waiting for them counts as communication.")
     if plain_given and not 0.85 < plain.ratio < 1.15:
         # plain step and recording of one live run are of the same program: only that moment can have been another
         why = "were they of the same program and machine?"

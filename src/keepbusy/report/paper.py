@@ -27,20 +27,26 @@ class Look(NamedTuple):
 
 LOOKS = {
     "computing": Look("computing", "The GPU computes", "#4fa870", "█"),
-    "copying": Look("copying", "The GPU copies and computes nothing meanwhile", "#45a0a8", "▓"),
-    "collective": Look("collective", "A collective is on the wire and nothing computes", "#5b8fd4", "▒"),
-    "host_sync": Look("host sync", "Sync: Python waits for the GPU, then the GPU idles", "#e06c62"),
-    "blocking_copy": Look("blocking copy", "Blocking copy: Python and the GPU wait until it is done", "#e69a4c"),
-    "copy_not_overlapped": Look(
-        "copy in line", "The GPU copies first, then computes, instead of both at once", "#d8bb55"
+    "copying": Look("copying", "The GPU copies, and computes nothing meanwhile", "#45a0a8", "▓"),
+    "collective": Look("collective", "Ranks exchange data, and nothing is computed meanwhile", "#5b8fd4", "▒"),
+    "host_sync": Look("host sync", "Python waits for the GPU, and then the GPU waits for Python", "#e06c62"),
+    "blocking_copy": Look(
+        "blocking copy", "Python waits for a copy, and the GPU does nothing but copy meanwhile", "#e69a4c"
     ),
-    "input_late": Look("late input", "Late input: the GPU waits for the next batch", "#c07fd0"),
+    "copy_not_overlapped": Look(
+        "copy in line", "The GPU copies first and computes afterwards, instead of doing both at once", "#d8bb55"
+    ),
+    "input_late": Look("late input", "The GPU waits for the next batch", "#c07fd0"),
     "made_on_host": Look("made on host", "Tensors are made on the CPU and copied to the GPU", "#e288b0"),
-    "launch_bound": Look("launch-bound", "Launch-bound: the GPU is faster than Python can launch kernels", "#cf8064"),
-    "allocator": Look("allocator", "Memory is asked from the driver again and again", "#b0a06a"),
-    "host_work": Look("host work", "CPU work in the training loop", "#b58b70"),
+    "launch_bound": Look(
+        "launch-bound", "The GPU finishes its kernels sooner than Python can launch new ones", "#cf8064"
+    ),
+    "allocator": Look("allocator", "PyTorch asks the driver for memory again and again", "#b0a06a"),
+    "host_work": Look("host work", "Python does other work in the training loop, and the GPU waits for it", "#b58b70"),
     "peer_late": Look("late peer", "A rank is late and the others wait for it", "#9d90dc"),
-    "exposed_collective": Look("exposed collective", "Communication while nothing computes", "#7aa5e2"),
+    "exposed_collective": Look(
+        "exposed collective", "Ranks exchange data, and nothing is computed meanwhile", "#7aa5e2"
+    ),
     "pipeline_bubble": Look("bubble", "Stages of a pipeline wait for each other", "#b7c7dd", "o"),
     "unknown": Look("unknown", "Not explained", "#8b9099", "?"),
 }

@@ -161,10 +161,10 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
         saved, looped = sum(one.gain for one in steps), diagnosis.plain_step
     less, gpus = hours * min(1.0, saved / looped), len(diagnosis.ranks)
     if not less:
-        return f"Of a run of {hours:g} hours nothing is saved: there is nothing in the plan."
-    worth = f", at {price:g} an hour {less * gpus * price:,.2f}" if price else ""
-    of_gpus = f"{less * gpus:,.1f} hours of {'its GPU' if gpus == 1 else f'{gpus} GPUs'}"
-    return f"Of a run of {hours:g} hours the plan saves {less:,.1f}, which are {of_gpus}{worth}."
+        return f"The plan is empty: it saves nothing of a run of {hours:g} hours."
+    together = f", {less * gpus:,.1f} of its {gpus} GPUs together" if gpus > 1 else ""
+    worth = f"; at {price:g} an hour of a GPU that is {less * gpus * price:,.2f}" if price else ""
+    return f"The plan saves {less:,.1f} hours of a run of {hours:g} hours{together}{worth}."
 
 
 def turns_meant(one: PlannedFix) -> str:

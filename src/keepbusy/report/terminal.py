@@ -280,8 +280,8 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
     number = [one.cause for one in diagnosis.causes].index(cause.same_wait_as)
     alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
-    rest = "fix either" if alike else "fixing that one removes this, too"
-    return f"Same idle time as {number + 1}: {rest}."
+    rest = "fix either of them" if alike else "fixing that one removes this as well"
+    return f"This is the same waiting as in {number + 1}: {rest}."
 
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
@@ -356,9 +356,10 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
     noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
     if unknown > max(diagnosis.noise, _UNEXPLAINED * step):
         lost = f"{duration(unknown, step)} of it ({share(unknown, step)})"
-        return f"Not explained: the GPU computes {busy} of the step and waits {lost} for reasons this recording hides."
+        unseen = "for reasons that this recording does not show"
+        return f"Not explained: the GPU computes {busy} of the step and waits {lost} {unseen}."
     if any("pipeline_bubble" in one.causes for one in diagnosis.plan):
-        return f"The GPU computes {busy} of the step: no line is to blame, but that stages wait for each other."
+        return f"The GPU computes {busy} of the step: no line is to blame; its stages wait for each other."
     here = "in an ordinary step" if diagnosis.plan else "here"
     verdict = "No line is to blame" if any(_bubble(diagnosis)) else f"Nothing to gain {here}"
     return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
