@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spread_models import GPT, WIDTH, WORDS, Encoder, ResNet
+from spread_models import GPT, HEADS, WIDTH, WORDS, Encoder, ResNet
 from torch import Tensor, nn
 
 from keepbusy.runtime.accumulate import accumulate
@@ -84,6 +84,51 @@ def layouts_of(kind: str) -> dict[str, Any]:
         if kind != "ResNet" or "tensor" not in layout:
             found[name] = train(*spread(*made(kind), batches(kind), example=batch(kind, 9)[0], **layout))
     return found
+
+
+def llama() -> nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_hidden_layers=2, **sizes))
+
+
+def vision() -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(16, 8, num_classes=10, embed_dim=WIDTH, depth=2, num_heads=HEADS)
+
+
+def public(make: Callable[[], nn.Module], example: Any, rate: Callable[[nn.Module], Tensor]) -> dict[str, Any]:
+    """A model of another library, as it comes."""
+    found: dict[str, Any] = {}
+    for name, layout in {"one process": None, "shard=3": {"shard": 3}, "tensor=2": {"tensor": 2}}.items():
+        torch.manual_seed(0)
+        try:
+            model, optimizer = sgd(make())
+        except ImportError as error:
+            return {"missing": str(error.name)}
+        if layout is not None:
+            model, optimizer = spread(model, optimizer, example=example, **layout)
+        losses = []
+        for _ in range(3):
+            loss = rate(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(averaged(loss.detach()))
+        found[name] = losses
+    return found
+
+
+def public_llama() -> dict[str, Any]:
+    words = batch("GPT", 1)[0]
+    return public(llama, {"input_ids": words, "labels": words}, lambda model: model(input_ids=words, labels=words).loss)
+
+
+def public_vision() -> dict[str, Any]:
+    pictures = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return public(vision, pictures, lambda model: model(pictures).square().mean())
 
 
 def without_an_example() -> dict[str, Any]:
@@ -369,6 +414,8 @@ AMONG_TWO: dict[str, Callable[[], Any]] = {
     "accumulate": accumulated,
     "scaler": scaled,
     "without an example": without_an_example,
+    "transformers": public_llama,
+    "timm": public_vision,
     "loader": loaded,
     "tied over blocks": tied_over_blocks,
     "unused": unused_parameters,

@@ -66,6 +66,13 @@ def test_two_ranks_have_the_losses_of_one_process(two: Found, name: str, layouts
     assert_like_one_process(two[name], layouts)
 
 
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_a_public_model_trains_as_it_comes(two: Found, library: str) -> None:
+    if missing := two[library].get("missing"):
+        pytest.skip(f"{missing} is not installed")
+    assert_like_one_process(two[library], 2)
+
+
 def test_four_ranks_have_the_losses_of_one_process(four: Found) -> None:
     assert_like_one_process(four["GPT"], 4)
 

@@ -174,8 +174,7 @@ def _run(module: nn.Module, arguments: Any, options: Any, parameters: list[Tenso
     """Outputs, and the gradients of inputs and parameters under a weighting of the outputs that tells them apart."""
 
     def fresh(value: Any) -> Any:
-        known = isinstance(value, Tensor) and value.is_floating_point()
-        return value.detach().clone().requires_grad_(True) if known else value
+        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
     arguments, options = tree_map(fresh, (arguments, options))
     inputs = [one for one in tree_flatten((arguments, options))[0] if isinstance(one, Tensor) and one.requires_grad]
