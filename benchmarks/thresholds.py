@@ -132,7 +132,15 @@ BOUNDS = {
         *("EVENTS_AT_ONCE", "EVENTS_WITH_A_TURN", "EVENTS_A_TENSOR"),
     ),
     "keepbusy.recording.window_plan": (
-        *("WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "MARKS_CONSIDERED", "THINKING_SHARE", "AT_ONCE"),
+        *(
+            "WINDOWS_ALLOWANCE",
+            "KEPT_WINDOWS",
+            "PLANNING_TIME",
+            "STEPS_KNOWN",
+            "MARKS_CONSIDERED",
+            "THINKING_SHARE",
+            "AT_ONCE",
+        ),
         "RECORDED_AT_MOST",
     ),
     "keepbusy.recording.recorder": (),

@@ -124,7 +124,7 @@ LINES = {
     "timeline": 2221,
     "traces": 2178,
     "instrument": 1093,
-    "recording": 3860,
+    "recording": 3874,
     "virtual": 8827,
     "explain": 4071,
     "report": 3021,

@@ -73,6 +73,15 @@ def test_a_window_within_a_long_turn_closes_where_a_line_begins(
     assert (tmp_path / TRACE).exists()
 
 
+def test_where_turns_cease_to_come_before_it_has_settled_it_leaves_nothing(tmp_path: Path) -> None:
+    """As where a program has trained, and goes on without steps."""
+    window = Window(tmp_path)
+    window.longest = 10_000_000
+    window.open(7)
+    busy_turn(window)
+    assert (window.is_open, window.ticks, list(tmp_path.iterdir())) == (False, [], [])
+
+
 def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:
     """Little is to be closed of it."""
     window = Window(tmp_path)

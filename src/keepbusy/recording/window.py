@@ -174,7 +174,7 @@ class Window:
 
     def _is_asked(self) -> None:
         """Where a line begins, and the window has been open for long or has seen as much as it can keep."""
-        if not self.is_open or threading.get_ident() != self._thread or not self.ticks:
+        if not self.is_open or threading.get_ident() != self._thread:
             return
         if len(self.ticks) < 3 and not self._has_much_to_close():
             self._ask.at = self.clock() + NEXT_ASK
@@ -184,9 +184,9 @@ class Window:
             self._closed()
 
     def cut(self) -> None:
-        """Close it within a turn."""
+        """Close it within a turn. Where it has not even settled, turns have ceased to come, and it leaves nothing."""
         self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
-        if self.is_part:
+        if len(self.ticks) == 1:
             self.ticks.append(_tick(self._count + 1, self.clock))
         self.close()
 
@@ -199,18 +199,23 @@ class Window:
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""
+        import torch
+
         if not self.is_open:
             return
-        began = self.clock()
         self.is_open = False
-        self.was_open = began - self._opened
         self._follower.end()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # as the profiler would; what the device has yet to do holds nothing up
+        began = self.clock()
+        self.was_open = began - self._opened
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
-        with replacing(self.folder / TRACE, durable=False) as part:
-            results.save(str(part))
-            self._log.record().save(self.folder / LINES)
-            self._log = Log(self.clock)
+        if self.ticks:
+            with replacing(self.folder / TRACE, durable=False) as part:
+                results.save(str(part))
+                self._log.record().save(self.folder / LINES)
+        self._log = Log(self.clock)
         self.cost += self.clock() - began
 
     def open_for(self) -> int:
