@@ -105,11 +105,13 @@ class Contest:
             return cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
     def stepping(self, model: nn.Module, optimizer: Any, backward: Any = Tensor.backward) -> Step:
-        def steps() -> None:
+        def steps() -> Tensor:
             for x in self.batches:
-                backward(self.loss(model, x))
+                loss = self.loss(model, x)
+                backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            return loss.detach()
 
         return steps
 
@@ -196,7 +198,11 @@ def fabric(contest: Contest, shard: int, _tensor: Any) -> Step:
     run = Fabric(accelerator="cuda" if CUDA else "cpu", devices=ranks, strategy=strategy)
     run.launch()
     model, optimizer = contest.fresh()
-    model, optimizer = run.setup(model, optimizer)
+    if shard:  # `setup` of both leaves the optimizer with parameters that are no longer there
+        model = run.setup_module(model)
+        optimizer = run.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA))
+    else:
+        model, optimizer = run.setup(model, optimizer)
     return contest.stepping(model, optimizer, run.backward)
 
 
@@ -212,10 +218,12 @@ def deepspeed(contest: Contest, shard: int, _tensor: Any) -> Step:
     }
     engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
 
-    def steps() -> None:
+    def steps() -> Tensor:
         for x in contest.batches:
-            engine.backward(contest.loss(engine, x))
+            loss = contest.loss(engine, x)
+            engine.backward(loss)
             engine.step()
+        return loss.detach()
 
     return steps
 
@@ -274,6 +282,12 @@ def worst_loss(device: torch.device, shard: int, tensor: int | None) -> tuple[fl
     return float((found / dist.get_world_size() - right).abs().max()), float(right[0])
 
 
+def forget_accelerate() -> None:
+    """Its next accelerator would be configured as its first one was."""
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state()
+
+
 def sync() -> None:
     if CUDA:
         torch.cuda.synchronize()
@@ -297,6 +311,8 @@ def compared(contest: Contest, shard: int, tensor: int | None, peers: dict[str, 
     rows: dict[str, dict[str, Any]] = {}
     for name, make in {"keepbusy": ours, **peers}.items():
         began = time.perf_counter()
+        if make is accelerate:
+            forget_accelerate()
         try:
             ready[name] = make(contest, shard, tensor)
             for _ in range(2):
@@ -315,6 +331,9 @@ def compared(contest: Contest, shard: int, tensor: int | None, peers: dict[str, 
         for name in list(ready)[:: 1 if turn % 2 else -1]:
             times[name].append(timed(ready[name]))
     for name, taken in times.items():
+        loss = ready[name]()  # after as many steps as all others: one that trains nothing is seen
+        dist.all_reduce(loss)
+        rows[name] |= {"loss": float(loss) / dist.get_world_size()}
         rows[name] |= {"ms": statistics.median(taken), "low": min(taken), "high": max(taken)}
     return rows
 
@@ -322,8 +341,8 @@ def compared(contest: Contest, shard: int, tensor: int | None, peers: dict[str, 
 def line(name: str, row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"  {name:26} {row['failed']}"
-    span = f"({row['low']:.2f}-{row['high']:.2f})"
-    return f"  {name:26} {row['ms']:8.2f} ms {span:18} {row['lines']:3} lines, ready in {row['ready_in_s']} s"
+    span, loss = f"({row['low']:.2f}-{row['high']:.2f})", f"loss {row['loss']:.4f}"
+    return f"  {name:26} {row['ms']:8.2f} ms {span:18} {row['lines']:3} lines, {loss}, ready in {row['ready_in_s']} s"
 
 
 def main() -> None:
