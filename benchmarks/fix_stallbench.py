@@ -30,6 +30,8 @@ HERE = Path(__file__).resolve().parent
 FOLDERS = (HERE / "stalls" / "cases", HERE / "stalls" / "second")
 STEPS, WARM, FIRST = 50, 12, 6
 """Of a run, of these not counted, and of the short run before."""
+LOADED_STEPS, LOADED_WARM = 64, 32
+"""The same where workers have to be found wanting and started first."""
 NULL = 0.03
 """Cases whose author gains less are to be left alone."""
 LONG = 8
@@ -42,7 +44,11 @@ def cases(folders: list[Path], only: list[str]) -> list[Path]:
     """Those that seldom end soon come first."""
     found = [one for folder in folders for one in sorted(folder.glob("*.py"))]
     found = [one for one in found if "distributed" not in one.read_text() and (not only or one.stem in only)]
-    return sorted(found, key=lambda one: "DataLoader(" not in one.read_text())
+    return sorted(found, key=lambda one: not is_loaded(one))
+
+
+def is_loaded(path: Path) -> bool:
+    return "DataLoader(" in path.read_text()
 
 
 class Case:
@@ -50,6 +56,7 @@ class Case:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.steps, self.warm = (LOADED_STEPS, LOADED_WARM) if is_loaded(path) else (STEPS, WARM)
         sys.path[:0] = [str(path.parent), str(path.parent.parent)]
         self.optimizers: list[Any] = []
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -60,12 +67,12 @@ class Case:
         if not any(one is optimizer for one in self.optimizers):
             self.optimizers.append(optimizer)
 
-    def run(self, fixed: bool, live: Any = None, steps: int = STEPS) -> dict[str, Any]:
+    def run(self, fixed: bool, live: Any = None, steps: int = 0) -> dict[str, Any]:
         """Milliseconds a step once warm, and what became of the weights."""
         import torch
 
         source, path = self.path.read_bytes(), str(self.path)
-        os.environ["STALLBENCH_STEPS"] = str(steps)
+        os.environ["STALLBENCH_STEPS"] = str(steps or self.steps)
         for shared in ("models", "common"):
             sys.modules.pop(shared, None)
         if live is not None:
@@ -89,10 +96,11 @@ class Case:
             if live is not None:
                 live.end()
             torch.set_num_threads(threads)
-        warm = min(WARM, len(marks) // 3)
+        warm = min(self.warm, len(marks) // 2)
         each = marks[warm].elapsed_time(marks[-1]) / max(1, len(marks) - 1 - warm)
         weights = [digest(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
         self.optimizers.clear()
+        names.clear()
         gc.unfreeze()
         gc.collect()
         return {"ms": each, "weights": hash(tuple(weights))}
@@ -250,7 +258,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--also", nargs="*", default=[], help="fixes that are asked for by name: fused")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=int, default=75, help="for one case")
+    parser.add_argument("--seconds", type=int, default=150, help="for one case")
     parser.add_argument("--deadline", type=int, default=300, help="seconds, after which no case begins")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -619,6 +619,123 @@ found += [one.sum().item() for one in kept]
 """,
 }
 
+SLOW = """
+class Slow(Rows):
+    def __init__(self, count=40):
+        super().__init__(count); self.wide = torch.rand(count, 300)
+    def __getitem__(self, at):
+        for _ in range(200): sum(range(1000))
+        return self.x[at] * 2, at % 3
+def look(loader):
+    for x, y in loader: found.append((x.cuda().sum().item(), y.tolist(), torch.rand(1).item(), random.random()))
+"""
+WORKERS = {
+    "samples that take long": SLOW + "look(DataLoader(Slow(), batch_size=1)); look(DataLoader(Slow(), batch_size=2))",
+    "the same loader, epoch after epoch": SLOW
+    + """
+loader = DataLoader(Slow(), batch_size=2, shuffle=True)
+for epoch in range(3): look(loader)
+""",
+    "one worker, shuffled": SLOW
+    + """
+look(DataLoader(Slow(), batch_size=1, shuffle=True, num_workers=1, pin_memory=True))
+""",
+    "random numbers in some samples": SLOW
+    + """
+class Now(Slow):
+    def __getitem__(self, at):
+        x, y = super().__getitem__(at)
+        return (x + torch.rand(1) if at > 25 else x), y
+look(DataLoader(Now(), batch_size=1)); look(DataLoader(Now(), batch_size=1, num_workers=2))
+""",
+    "generators of its own": SLOW
+    + """
+class Own(Slow):
+    def __init__(self): super().__init__(); self.random = np.random.default_rng(0)
+    def __getitem__(self, at): x, y = super().__getitem__(at); return x * self.random.random(), y
+look(DataLoader(Own(), batch_size=1)); look(DataLoader(Own(), batch_size=1, num_workers=1))
+""",
+    "counts its samples": SLOW
+    + """
+class Counting(Slow):
+    count = 0
+    def __getitem__(self, at): x, y = super().__getitem__(at); self.count += 1; return x * self.count, y
+data = Counting(); look(DataLoader(data, batch_size=1)); found.append(data.count)
+""",
+    "a global count": SLOW
+    + """
+calls = []
+class Global(Slow):
+    def __getitem__(self, at): calls.append(at); x, y = super().__getitem__(at); return x * len(calls), y
+look(DataLoader(Global(), batch_size=1)); found.append(calls)
+""",
+    "a slow data set that the loop changes": SLOW
+    + """
+data = Slow()
+for at, (x, y) in enumerate(DataLoader(data, batch_size=1)):
+    found.append(x.sum().item())
+    if at == 20: data.x.mul_(2)
+    if at == 30: data.x = data.x + 1
+""",
+    "an open file": SLOW
+    + """
+import tempfile
+handle = tempfile.TemporaryFile(); handle.write(bytes(range(200))); handle.seek(0)
+class Reading(Slow):
+    def __getitem__(self, at): x, y = super().__getitem__(at); return x, handle.read(1)[0]
+look(DataLoader(Reading(), batch_size=1)); handle.close()
+""",
+    "errors in samples": SLOW
+    + """
+class Bad(Slow):
+    def __getitem__(self, at):
+        if at == 30: raise ZeroDivisionError("thirty")
+        return super().__getitem__(at)
+for workers in (0, 1):
+    try: look(DataLoader(Bad(), batch_size=1, num_workers=workers))
+    except ZeroDivisionError as error: found.append(str(error)[-6:])
+""",
+    "its worker's number": SLOW
+    + """
+from torch.utils.data import get_worker_info
+class Asking(Slow):
+    def __getitem__(self, at):
+        info = get_worker_info(); x, y = super().__getitem__(at)
+        return x, -1 if info is None else info.id
+look(DataLoader(Asking(), batch_size=1)); look(DataLoader(Asking(), batch_size=1, num_workers=2))
+""",
+    "leaving a slow loader early": SLOW
+    + """
+loader = DataLoader(Slow(), batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(3))
+for stop in (3, 20, 50):
+    for at, (x, y) in enumerate(loader):
+        found.append((x.sum().item(), torch.rand(1).item()))
+        if at == stop: break
+""",
+    "a slow loader by hand": SLOW
+    + """
+batches = iter(DataLoader(Slow(), batch_size=2, shuffle=True)); found.append(torch.rand(1).item())
+for step in range(20): found.append(next(batches)[0].sum().item())
+try: next(batches)
+except StopIteration: found.append("over")
+found.append(torch.rand(1).item())
+""",
+    "a collate function that counts": SLOW
+    + """
+made = []
+def collate(samples): made.append(len(samples)); return torch.stack([x for x, _ in samples]), torch.tensor([len(made)])
+look(DataLoader(Slow(), batch_size=2, collate_fn=collate)); found.append(made)
+""",
+    "types of batches": SLOW
+    + """
+class Mixed(Slow):
+    def __getitem__(self, at):
+        x, y = super().__getitem__(at); return {"x": x, "name": str(y), "both": (y, 0.5), "n": x.numpy()}
+for one in DataLoader(Mixed(), batch_size=2):
+    found.append([type(v).__name__ for v in one.values()] + [one["name"], one["both"][1].dtype, one["n"].sum().item()])
+""",
+}
+
 DRAWS = {
     "the same shapes turn after turn": """
 for step in range(14):
@@ -760,4 +877,4 @@ found += [total, losses]
 """,
 }
 
-PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **HOMES, **WAITS, **DRAWS, **LIVES}
+PROGRAMS = {**COPIES, **LOADERS, **NUMBERS, **HOMES, **WAITS, **DRAWS, **WORKERS, **LIVES}

@@ -16,6 +16,11 @@ from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen
 from keepbusy.timeline.errors import BadInput
 
 
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+
+
 def found_by(source: str, path: str, compiled: Callable[[bytes, str], Any]) -> str:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compiled(source.encode(), path), names)
@@ -139,3 +144,13 @@ found = torch.tensor(found)
 
 def test_numbers_are_drawn_ahead_once_their_order_is_known(tmp_path: Path) -> None:
     assert done("the same shapes turn after turn", tmp_path)["draws"] > 40
+
+
+@pytest.mark.parametrize("name", ["samples that take long", "one worker, shuffled", "types of batches"])
+def test_a_loop_that_waits_for_its_loader_gets_workers(name: str, tmp_path: Path) -> None:
+    assert done(name, tmp_path)["workers"] > 10
+
+
+@pytest.mark.parametrize("name", ["generators of its own", "counts its samples", "a global count", "an open file"])
+def test_samples_that_are_not_the_same_anywhere_are_left_where_they_are(name: str, tmp_path: Path) -> None:
+    assert done(name, tmp_path)["workers"] == 0

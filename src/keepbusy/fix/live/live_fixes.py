@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch
     from keepbusy.fix.live.trial import FixTrial, TrialResult
 
-SAFE = ("copies", "late_numbers", "draws", "syncs", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "draws", "workers", "syncs", "cache", "garbage")
 ASKED = ("fused",)
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
+_BY_THEMSELVES = ("workers",)
+"""Those that compare times before and after: they cannot be switched by turns."""
 NOISE = 0.02
 """Of a turn: who gains less is switched off."""
 _SHOWN = 4
@@ -90,6 +92,7 @@ class LiveFixes:
         from keepbusy.fix.live.copies import DeferredCopies
         from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.late_numbers import LateNumbers
+        from keepbusy.fix.live.loaders import MoreWorkers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial
 
@@ -100,6 +103,7 @@ class LiveFixes:
             "copies": copies,
             "late_numbers": late,
             "draws": DrawsAhead(),
+            "workers": MoreWorkers(trial.begin_again),
             "syncs": SkippedWaits(copies, lambda: trial.turns),
             "cache": KeptCache(lambda: trial.turns),
             "garbage": QuickCollection(lambda: trial.turns),
@@ -121,13 +125,14 @@ class LiveFixes:
 
     def _switch(self, on: bool) -> None:
         for one in self.switches:
-            one.on = on and not one.off_because
+            one.on = (on or one.name in _BY_THEMSELVES) and not one.off_because
 
     def _judge(self, result: TrialResult) -> None:
         """What gains nothing here is left to the program as it is."""
         if result.gain < NOISE:
             for one in self.switches:
-                one.stop("it gained nothing here")
+                if one.name not in _BY_THEMSELVES:
+                    one.stop("it gained nothing here")
 
     def told(self) -> str:
         """What was done, how often, and what it gained."""
@@ -163,6 +168,8 @@ def _about(switch: FixSwitch) -> Iterator[str]:
         yield f"              {count} at {place}"
     if switch.tolerance and times:
         yield f"              {switch.tolerance}"
+    for note in dict.fromkeys(switch.notes):
+        yield f"              {note}"
     if switch.off_because:
         yield f"              switched off: {switch.off_because}"
 

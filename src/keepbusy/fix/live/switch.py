@@ -26,6 +26,8 @@ class FixSwitch:
         self.checked = 0
         """How often it was done both ways and compared."""
         self.off_because = ""
+        self.notes: list[str] = []
+        """What else there is to tell of it."""
 
     def count(self, frame: FrameType | None = None) -> None:
         """Once more, at the user's line."""

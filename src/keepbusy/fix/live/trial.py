@@ -35,18 +35,26 @@ class FixTrial:
 
     def __init__(self, switch: Callable[[bool], None], judge: Callable[[TrialResult], None]) -> None:
         self._switch, self._judge = switch, judge
-        self.turns = 0
+        self.turns, self._first = 0, _WARM_UP
         self.result: TrialResult | None = None
         self._times: dict[bool, list[int]] = {False: [], True: []}
         self._marks: deque[tuple[bool, Any, Any]] = deque()
         self._began: Any = None
+
+    def begin_again(self) -> None:
+        """The loop has become another: what was measured so far is of no use."""
+        self._first = self.turns + _WARM_UP
+        self._times, self._began = {False: [], True: []}, None
+        self._marks.clear()
+        if self.result is None:
+            self._switch(True)
 
     def turn(self, tried: bool = True) -> None:
         """Another step of an optimizer."""
         if not torch.cuda.is_initialized():
             return
         self.turns += 1
-        at = self.turns - _WARM_UP
+        at = self.turns - self._first
         if self.result is not None or at < 0 or not tried:
             return
         block, place = divmod(at, _BLOCK + _SETTLE)
