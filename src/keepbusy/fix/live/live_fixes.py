@@ -92,9 +92,9 @@ class LiveFixes:
         from keepbusy.fix.live.copies import DeferredCopies
         from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.late_numbers import LateNumbers
-        from keepbusy.fix.live.loaders import MoreWorkers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial
+        from keepbusy.fix.loaders.more_workers import MoreWorkers
 
         trial = self.trial = FixTrial(self._switch, self._judge)
         late, copies = LateNumbers(), DeferredCopies()

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import _utils as loading
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
-from keepbusy.fix.live.reach import Reach, Unshared, random_states
 from keepbusy.fix.live.switch import FixSwitch, same_bits
+from keepbusy.fix.loaders.reach import Reach, Unshared, random_states
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.report.words import duration
 

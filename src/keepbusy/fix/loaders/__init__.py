@@ -1,0 +1,1 @@
+"""Fixes of what feeds the GPU: who prepares the samples of a data set."""
