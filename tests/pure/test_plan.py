@@ -396,6 +396,39 @@ def test_of_a_stall_that_was_only_timed_goes_no_more_than_the_gpu_waited(idle: i
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (SlowTurns(10, 12.0, True, 160 * MS, 1_600 * MS, "train.py:48"), "train.py:48"),
+        (SlowTurns(10, 12.0, True, 10 * MS, 100 * MS, "train.py:48"), "train.py:46"),
+        (SlowTurns(10, 7.0, True, 160 * MS, 1_600 * MS, "train.py:48"), "train.py:46"),
+        (SlowTurns(10, 12.0, True, 160 * MS, 1_600 * MS, "train.py:30"), "train.py:46"),
+    ],
+    ids=["another line", "another stall", "another rhythm", "around it"],
+)
+def test_where_a_stall_is_all_of_the_run_knows_better_than_a_few_steps(kind: SlowTurns, place: str) -> None:
+    told = timed(1_400)
+    assert told.run is not None
+    stall = replace(told.plain_runs[0].stalls[0], lines=("train.py(30): main", "train.py(46): train"))
+    runs = {0: replace(told.plain_runs[0], stalls=(stall,))}
+    loops = tuple(replace(part, kinds=(kind,)) for part in told.run.parts)
+    [fix] = plan_of_run(replace(told, plain_runs=runs, run=replace(told.run, parts=loops)), ())
+    assert places(fix) == [place]
+
+
+def test_a_stall_without_a_line_is_where_the_run_shows_it() -> None:
+    """A distributed checkpoint: marks know what it is, and not where."""
+    told = timed(1_400)
+    assert told.run is not None
+    stall = replace(told.plain_runs[0].stalls[0], what="checkpoint", lines=())
+    runs = {0: replace(told.plain_runs[0], stalls=(stall,))}
+    assert plan_of_run(replace(told, plain_runs=runs), ()) == ()
+    kind = SlowTurns(10, 12.0, True, 160 * MS, 1_600 * MS, "train.py:48")
+    loops = tuple(replace(part, kinds=(kind,)) for part in told.run.parts)
+    [fix] = plan_of_run(replace(told, plain_runs=runs, run=replace(told.run, parts=loops)), ())
+    assert (fix.fix, places(fix)) == ("save_later", ["train.py:48"])
+
+
 def test_of_work_that_all_ranks_share_each_keeps_its_part() -> None:
     [fix] = plan_of_run(timed(1_400, ranks=(0, 1)), ())
     assert (fix.causes, fix.gain) == (("peer_late",), 75 * MS)

@@ -501,7 +501,7 @@ def _only_timed(told: Diagnosis) -> list[RareStall]:
         [
             one
             for one in run.stalls
-            if one.count > 1 and one.what != "input" and one.lines
+            if one.count > 1 and one.what != "input" and _place_of(one, told)
             if one.lines not in seen and round(one.every) not in beats  # its peers wait in the same steps
         ]
         for run in told.plain_runs.values()
@@ -516,9 +516,21 @@ def _only_timed(told: Diagnosis) -> list[RareStall]:
 def _idle(stall: RareStall, told: Diagnosis) -> int:
     """How much of a stall the GPU had nothing to do, as the whole run shows its line; all of it where nobody knows."""
     lines = [line for part in (told.run.within() if told.run else ()) for line in part.lines if line.idle != NONE]
-    here = [line for line in lines if line.time and line.place == _place(stall.lines[-1])]
+    here = [line for line in lines if line.time and line.place == _place_of(stall, told)]
     seen = max(here, key=lambda line: line.time, default=None)
     return round(stall.time * seen.idle / seen.time) if seen else stall.time
+
+
+def _place_of(stall: RareStall, told: Diagnosis) -> str:
+    """The innermost line that marks saw; where turns of the run's tree stall as often, one of those that they saw there.
+
+    Marks look at the few steps that stall, and the tree at all that the program did.
+    """
+    kinds = [kind for part in (told.run.within() if told.run else ()) for kind in part.kinds if kind.place]
+    alike = [kind for kind in kinds if kind.count > 1 and round(kind.every) == round(stall.every)]
+    same = [kind.place for kind in alike if max(kind.longer, stall.time) <= 2 * min(kind.longer, stall.time)]
+    seen = [_place(line) for line in stall.lines]
+    return seen[-1] if seen and (not same or set(same) & set(seen)) else next(iter(same), "")
 
 
 def _place(name: str) -> str:
@@ -529,7 +541,8 @@ def _place(name: str) -> str:
 
 def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
-    file, line, _ = source_line(stall.lines[-1]) or (stall.lines[-1], 0, "")
+    place = _place_of(stall, told)
+    file, _, line = place.rpartition(":")
     ranks = len(told.ranks)
     remedy = CHECKPOINT if stall.what == "checkpoint" else ONE_FOR_ALL if ranks > 1 else REMEDIES["host_work"]
     idle = _idle(stall, told)
@@ -538,7 +551,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     return (
         PlannedFix(
             fix=remedy.name,
-            where=(Where(file=file, line=line, exact=True),),
+            where=(Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place),),
             causes=("peer_late" if ranks > 1 else "host_work",),
             gain=gain,
             predicted=Prediction(after, after, told.plain_step + stall.time),
