@@ -395,6 +395,33 @@ def test_stages_that_wait_for_each_other_are_in_the_plan(
     assert first.predicted.low <= first.predicted.step <= first.predicted.high
 
 
+def test_a_schedule_of_pytorchs_own_is_known_by_its_pieces() -> None:
+    """Two of them, there and back; nothing says which way a message goes, and a sum of the stage's own is none."""
+
+    def passed(run: Run, number: int, piece: str) -> None:
+        with inside(run, f"{piece} {number}"):
+            run.collective(10, 16 * MB, stream=7, name="ncclDevKernel_SendRecv", at=["nccl:coalesced"])
+            run.collective(10, 16 * MB, stream=7, name="ncclDevKernel_AllReduce", at=["c10d::allreduce_"])
+
+    def body(run: Run) -> None:
+        for number in range(2):
+            run.on(0).launch(1_000)
+            passed(run, number, "Forward")
+            run.on(1).launch(1_000)
+        for number in range(2):
+            run.on(1).launch(2_000)
+            passed(run, number, "Backward")
+            run.on(0).launch(2_000)
+
+    first = told(body, ranks=2).plan[0]
+    assert (first.fix, first.code.partition("  #")[0]) == (
+        "cut_into_micro_batches",
+        "Schedule1F1B(stage, n_microbatches=4)",
+    )
+    assert first.reason
+    assert first.predicted.high >= told(body, ranks=2).plain_step - US
+
+
 def test_ranks_that_exchange_messages_are_no_stages() -> None:
     """A ring: each sends to its neighbour, and then receives."""
 

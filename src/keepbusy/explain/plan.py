@@ -15,7 +15,7 @@ from operator import or_
 import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
-from keepbusy.explain.causes.peers import Pipeline, without_messages
+from keepbusy.explain.causes.peers import Pipeline, is_message, without_messages
 from keepbusy.explain.diagnosis import (
     COMPUTING,
     Diagnosis,
@@ -66,6 +66,7 @@ COMPILED_AWAY = 0.2
 two, a fifth, and three fifths. What calls no module, the backward pass and the optimizer are launched as before."""
 COMPILING = 20_000_000_000
 """What it took them once, in the median: 11 to 63 seconds."""
+SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
 ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
@@ -92,8 +93,8 @@ class Candidate:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether some programs gain nothing by it."""
-        return self.remedy.api == COMPILED.api
+        """Whether some programs gain nothing by it: compiling leaves most launches, and small pieces fill no GPU."""
+        return self.remedy.api in (COMPILED.api, MORE_PIECES.api)
 
     @property
     def captures(self) -> bool:
@@ -153,8 +154,9 @@ def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
         return
     remedy = PIECES_TOGETHER if pipeline.pieces_after == pipeline.pieces else MORE_PIECES
     remedy = remedy._replace(code=remedy.code.format(pieces=pipeline.pieces_after))
-    receives = scene.within(scene.frames_with(Role.RECEIVES)) & (scene.command != NONE)
-    places = by_place(scene, np.flatnonzero(receives))
+    messages = scene.launch[is_message(scene)]
+    receives = messages[scene.within(scene.frames_with(Role.RECEIVES))[messages]]
+    places = by_place(scene, receives if len(receives) else messages)
     edit, share = without_messages(scene), 1.0 - pipeline.stays
     yield Candidate(remedy.name, remedy, tuple(places), ("pipeline_bubble",), edit, share=share)
 
@@ -325,6 +327,7 @@ def _planned(
         code=one.remedy.code,
         api=one.remedy.api,
         edit=one.edit if one.share == 1 else None,
+        reason=SMALLER_PIECES if one.remedy.api == MORE_PIECES.api else "",
     )
 
 
@@ -522,7 +525,7 @@ def _idle(stall: RareStall, told: Diagnosis) -> int:
 
 
 def _place_of(stall: RareStall, told: Diagnosis) -> str:
-    """The innermost line that marks saw; where turns of the run's tree stall as often, one of those that they saw there.
+    """The innermost line that marks saw; where the run's tree has turns that stall as often, one that these saw, too.
 
     Marks look at the few steps that stall, and the tree at all that the program did.
     """

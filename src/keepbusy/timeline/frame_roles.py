@@ -48,6 +48,7 @@ class Role(IntFlag):
     OBJECTS = 32768  # Python objects travel to other ranks, pickled
     SHARDS = 65536  # FSDP's own: parameters are gathered, gradients scattered
     RECEIVES = 131072  # of messages, the one that comes
+    PIECE = 262144  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -87,6 +88,8 @@ _SHAPES = re.compile(
 )
 _ATEN = "aten::"
 _OBJECTS = re.compile(r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list)$")
+
+_PIECE = re.compile(r"(Forward|Backward) \d+$")
 
 _LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
 _ELSEWHERE = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
@@ -139,4 +142,5 @@ def _role(name: str) -> int:
         for beginnings, one in _BEGINNINGS:
             role |= one if name.startswith(beginnings) else 0
         role |= Role.OBJECTS if _OBJECTS.match(name) else 0
+        role |= Role.PIECE if _PIECE.match(name) else 0
     return int(role)

@@ -30,8 +30,7 @@ UNEQUAL, UNEQUAL_TIMES = 500_000, 1.1
 def find_exposed(scene: Scene) -> Finding:
     """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute."""
     draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
-    paired = np.array(["SendRecv" in name for name in scene.timeline.names], bool)[spans.name]
-    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~paired & ~is_message(scene)
+    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~_is_paired(scene) & ~is_message(scene)
     early, all_of_them = _sent_early(scene, travels)
     for launch, rows in early.items():
         draft.edit.drop[rows] = True
@@ -145,9 +144,15 @@ def without_messages(scene: Scene) -> Edit:
 
 
 def is_message(scene: Scene) -> Mask:
-    """Which commands go from one rank to one other."""
-    within = np.append(scene.within(scene.frames_with(Role.MESSAGE)), False)
-    return (scene.timeline.spans.kind == Kind.COLLECTIVE) & within[scene.launch]
+    """Which commands go from one rank to one other: sent or received alone, or as a micro-batch comes and goes."""
+    alone, of_a_piece = (np.append(scene.within(scene.frames_with(role)), False) for role in (Role.MESSAGE, Role.PIECE))
+    known = alone[scene.launch] | (of_a_piece[scene.launch] & _is_paired(scene))
+    return (scene.timeline.spans.kind == Kind.COLLECTIVE) & known
+
+
+def _is_paired(scene: Scene) -> Mask:
+    """Which rows are of NCCL's kernel that sends and receives; all-to-all is made of it, too."""
+    return np.array(["SendRecv" in name for name in scene.timeline.names], bool)[scene.timeline.spans.name]
 
 
 class Pipeline(NamedTuple):
@@ -158,11 +163,17 @@ class Pipeline(NamedTuple):
 
     @staticmethod
     def of(scene: Scene) -> Pipeline | None:
-        """None where ranks exchange messages, and none of them begins its steps with waiting for one."""
+        """None where ranks exchange messages, and none of them begins its steps with waiting for one.
+
+        Which way those of PyTorch's own schedules go is not told: half of them forward, all of these first.
+        """
         role, rank = np.append(scene.timeline.frames.role, 0)[scene.timeline.spans.frame], scene.timeline.rank_of_rows
-        rows = np.flatnonzero((role & Role.MESSAGE != 0) & (scene.command != NONE))
+        rows = scene.launch[is_message(scene)]
         sent = np.where(role[rows] & Role.RECEIVES, -1, 1)
         of_rank = [sent[rank[rows] == one] for one in scene.timeline.ranks]
+        if scene.frames_with(Role.PIECE).any():
+            pieces = max(1, min(map(len, of_rank)) // scene.steps // 2)
+            return Pipeline(pieces, pieces)
         first = next((one for one in of_rank if len(one) and one[0] > 0), None)
         if first is None or not any(len(one) and one[0] < 0 for one in of_rank):
             return None
