@@ -39,7 +39,7 @@ from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Lane, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, RUN, SPARE, LineTime, LoaderUse, Part, SlowTurns
+from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, SPARE, LineTime, LoaderUse, Part, SlowTurns
 from keepbusy.timeline.steps import sample, whole_steps
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -282,6 +282,43 @@ def test_a_run_of_which_no_turn_was_recorded_has_its_tree_and_its_plan() -> None
     assert "no workers" in shown
     assert "computes" not in shown
     assert "why" in shown
+
+
+def test_a_script_of_which_only_the_tree_is_known_has_its_lines_in_the_plan() -> None:
+    """It made its points, gave the GPU work, and took a matrix home twice; the first lines waited for nothing."""
+
+    def line(place: str, began: int, time: int, busy: int, call: str = "") -> Part:
+        lines = (LineTime(place, time * MS, (time - busy) * MS, call),)
+        return Part(LINE, place=place, began=began * MS, time=time * MS, busy=busy * MS, lines=lines)
+
+    run = Part(
+        RUN,
+        time=7_000 * MS,
+        busy=100 * MS,
+        parts=(
+            Part(IMPORTS, time=3_000 * MS, busy=0),
+            line("rings.py:11", 3_000, 400, 0),
+            Part(FIRST_USE, began=3_400 * MS, time=200 * MS, busy=0),
+            line("rings.py:23", 3_600, 2_400, 0, "median"),
+            line("rings.py:30", 6_000, 100, 100),
+            line("rings.py:37", 6_100, 900, 50),
+        ),
+    )
+    found = explain(Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=RunFacts(source="rings.py", run=run)))
+    assert [(one.fix, places(one), one.run_gain) for one in found.plan] == [
+        ("compute_on_gpu", ["rings.py:23"], 2_400 * MS),
+        ("compute_on_gpu", ["rings.py:37"], 850 * MS),
+    ]
+    assert found.plan[1].predicted == Prediction(50 * MS, 50 * MS, 900 * MS)
+    shown = " ".join(terminal.render(found).split())
+    assert "1 compute it on the GPU at rings.py:23 2.40 → 0 s (0–2.40) · the run 7.00 → 4.60 s" in shown
+    assert "in median" in shown
+
+
+def test_the_lines_of_a_run_with_loops_are_no_plan() -> None:
+    parts = (Part(LINE, place="train.py:3", time=9_000 * MS, busy=0), *TREE.parts)
+    timeline = Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=RunFacts(run=replace(TREE, parts=parts)))
+    assert explain(timeline).plan == ()
 
 
 def test_a_turn_cut_short_before_it_gave_the_gpu_anything_is_no_turn() -> None:

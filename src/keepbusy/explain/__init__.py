@@ -84,6 +84,7 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         notes=(*facts.notes, *notes),
         plain_runs=facts.plain_runs,
         run=facts.run,
+        one_turn=not step,
     )
     return replace(told, plan=plan_of_run(told, facts.loaders))
 

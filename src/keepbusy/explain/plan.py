@@ -34,6 +34,7 @@ from keepbusy.explain.remedies import (
     COMPILED,
     MORE_PIECES,
     MORE_WORKERS,
+    ON_THE_GPU,
     ONE_FOR_ALL,
     PIECES_TOGETHER,
     REMEDIES,
@@ -45,7 +46,7 @@ from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
-from keepbusy.timeline.run_tree import LoaderUse, Part
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part
 
 Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3
@@ -359,6 +360,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
     parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
     parts += [_of_loop(one) for one in told.loops]
+    parts += [_of_line(one) for one in _idle_lines(told)]
     return tuple(fix for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
 
 
@@ -427,13 +429,12 @@ def _no_faster_than(plan: Sequence[PlannedFix], pace: float, told: Diagnosis) ->
 
 def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> PlannedFix:
     """A turn of its loop is told as it is on average, waiting included."""
-    file, _, line = use.place.rpartition(":")
     batches = max(1, use.batches)
     turn = round((use.looped or use.turn * batches + use.waited) / batches) - saved // batches
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
     return PlannedFix(
         fix=f"num_workers={enough}",
-        where=(Where(file=file, line=int(line), exact=True),) if line.isdecimal() else (),
+        where=(_where(use.place),) if use.place else (),
         causes=("input_late",),
         gain=saved // batches,
         predicted=Prediction(turn, turn, turn),
@@ -536,6 +537,11 @@ def _place_of(stall: RareStall, told: Diagnosis) -> str:
     return seen[-1] if seen and (not same or set(same) & set(seen)) else next(iter(same), "")
 
 
+def _where(place: str) -> Where:
+    file, _, line = place.rpartition(":")
+    return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
+
+
 def _place(name: str) -> str:
     """`train.py:264` of a line's name."""
     known = source_line(name)
@@ -544,8 +550,6 @@ def _place(name: str) -> str:
 
 def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
-    place = _place_of(stall, told)
-    file, _, line = place.rpartition(":")
     ranks = len(told.ranks)
     remedy = CHECKPOINT if stall.what == "checkpoint" else ONE_FOR_ALL if ranks > 1 else REMEDIES["host_work"]
     idle = _idle(stall, told)
@@ -554,7 +558,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     return (
         PlannedFix(
             fix=remedy.name,
-            where=(Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place),),
+            where=(_where(_place_of(stall, told)),),
             causes=("peer_late" if ranks > 1 else "host_work",),
             gain=gain,
             predicted=Prediction(after, after, told.plain_step + stall.time),
@@ -580,6 +584,37 @@ def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
 def _of_loop(one: LoopDiagnosis) -> Plan:
     return tuple(
         replace(fix, loop=one.place, run_gain=fix.gain * one.turns if one.turns else NONE) for fix in one.diagnosis.plan
+    )
+
+
+def _idle_lines(told: Diagnosis) -> list[Part]:
+    """Of a script that takes no steps the lines at which the GPU waits, once it is in use, and that nobody recorded."""
+    run = told.run
+    if run is None or told.steps_of_run or any(part.kind == LOOP for part in run.parts):
+        return []
+    begun = min((part.began for part in run.parts if part.kind == FIRST_USE or part.busy > 0), default=run.time)
+    seen = {str(site.where) for cause in told.causes for site in cause.sites} | {
+        str(one.where) for one in told.harmless
+    }
+    lines = [part for part in run.parts if part.kind == LINE and part.place not in seen and part.began >= begun]
+    return [part for part in lines if part.waits > NOISE * run.time]
+
+
+def _of_line(part: Part) -> Plan:
+    """What it takes is known, and how long the GPU was idle meanwhile: at worst nothing of that can go."""
+    after, called = part.time - part.waits, next((one.call for one in part.lines if one.call), "")
+    return (
+        PlannedFix(
+            fix=ON_THE_GPU.name,
+            where=(_where(part.place),),
+            causes=("host_work",),
+            gain=part.waits,
+            predicted=Prediction(after, after, part.time),
+            alone=part.waits,
+            run_gain=part.waits,
+            reason=f"The host was there{f', in {called}' if called else ''}; that was timed, and not recorded closely.",
+            advice=ON_THE_GPU.advice,
+        ),
     )
 
 

@@ -306,6 +306,14 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
     return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
 
 
+ON_THE_GPU = Remedy(
+    "compute_on_gpu",
+    "The GPU has nothing to do while the host is here: compute this on the GPU, or where nothing waits for it.",
+    "",
+    "",
+)
+
+
 def _of_a_late_rank(seen: Seen) -> Remedy | None:
     """What only one rank does can be shared, or written later; what all do can be dealt out evenly."""
     if _writes(seen):

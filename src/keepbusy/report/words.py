@@ -110,6 +110,7 @@ _FIXES = {
     "average_once": "average gradients once a step",
     "capture_graph": "torch.compile",
     "compile": "torch.compile",
+    "compute_on_gpu": "compute it on the GPU",
     "compute_meanwhile": "compute something else meanwhile",
     "copy_beside": "copy on a stream of its own",
     "cut_into_micro_batches": "cut the batch into more micro-batches",
