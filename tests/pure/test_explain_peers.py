@@ -327,7 +327,7 @@ def test_one_rank_alone_shows_no_peers() -> None:
 
     found = told(body)
     assert found.late == ()
-    assert any("Peers of this rank" in note for note in found.notes)
+    assert any("Other ranks are not in the recording" in note for note in found.notes)
     assert found.ledger["exposed_collective"] == near(3_000)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import combinations
 from operator import or_
+from typing import Any
 
 import numpy as np
 
@@ -206,7 +207,6 @@ class Search:
     nothing: Edit
     candidates: list[Candidate]
     uncertain: bool = False  # whether to look also at what gains something in some programs only
-    _gains: dict[frozenset[int], int] = field(default_factory=dict)
     _whole: dict[frozenset[int], int] = field(default_factory=dict)
     _left: int = 0
 
@@ -221,7 +221,6 @@ class Search:
         kept = sorted(-index for _, index in sorted(alone, reverse=True)[:CANDIDATES])
         search.candidates = [found[index] for index in kept]
         search._whole = {frozenset([place]): search._whole[frozenset([index])] for place, index in enumerate(kept)}
-        search._gains = {frozenset([place]): search._gains[frozenset([index])] for place, index in enumerate(kept)}
         return search
 
     def edit(self, chosen: frozenset[int]) -> Edit:
@@ -230,15 +229,12 @@ class Search:
 
     def gain(self, chosen: frozenset[int]) -> int:
         """What is expected: of what an edit gains on top of the others, the share that its fix gives."""
-        if chosen not in self._gains:
-            part = next((index for index in sorted(chosen) if self.candidates[index].share < 1), None)
-            gained = self._at_best(chosen)
-            if part is not None:
-                others = chosen - {part}
-                more = self.candidates[part].share * (gained - self._at_best(others))
-                gained = self.gain(others) + max(0, round(more))
-            self._gains[chosen] = gained
-        return self._gains[chosen]
+        part = next((index for index in sorted(chosen) if self.candidates[index].share < 1), None)
+        if part is None:
+            return self._at_best(chosen)
+        others = chosen - {part}
+        more = self.candidates[part].share * (self._at_best(chosen) - self._at_best(others))
+        return self.gain(others) + max(0, round(more))
 
     def _at_best(self, chosen: frozenset[int]) -> int:
         if not chosen:
@@ -315,18 +311,15 @@ def _planned(
     one = search.candidates[index]
     partners = [search.candidates[other] for other in sorted(together) if other != index]
     alone = search.gain(frozenset([index]))
-    return PlannedFix(
-        fix=one.fix,
-        where=one.where,
-        causes=one.causes,
-        gain=max(0, gain),
-        predicted=search.predict(done),
+    return _row(
+        one.remedy,
+        one.where,
+        one.causes,
+        max(0, gain),
+        search.predict(done),
         alone=alone,
         needs=_needed(search, index, partners, alone),
         instead=tuple(_instead(search, index, done)),
-        advice=one.remedy.advice,
-        code=one.remedy.code,
-        api=one.remedy.api,
         edit=one.edit if one.share == 1 else None,
         reason=SMALLER_PIECES if one.remedy.api == MORE_PIECES.api else "",
     )
@@ -362,6 +355,13 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     parts += [_of_loop(one) for one in told.loops]
     parts += [_of_line(one) for one in _idle_lines(told)]
     return tuple(fix for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
+
+
+def _row(
+    remedy: Remedy, where: Sequence[Where], causes: tuple[str, ...], gain: int, predicted: Prediction, **more: Any
+) -> PlannedFix:
+    told: dict[str, Any] = {"alone": gain, "advice": remedy.advice, "code": remedy.code, "api": remedy.api}
+    return PlannedFix(remedy.name, tuple(where), causes, gain, predicted, **(told | more))
 
 
 def _saved(fix: PlannedFix) -> int:
@@ -432,20 +432,17 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     batches = max(1, use.batches)
     turn = round((use.looped or use.turn * batches + use.waited) / batches) - saved // batches
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
-    return PlannedFix(
-        fix=f"num_workers={enough}",
-        where=(_where(use.place),) if use.place else (),
-        causes=("input_late",),
-        gain=saved // batches,
-        predicted=Prediction(turn, turn, turn),
-        alone=saved // batches,
+    code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
+    return _row(
+        MORE_WORKERS._replace(fix=f"num_workers={enough}", code=code),
+        [_where(use.place)] if use.place else [],
+        ("input_late",),
+        saved // batches,
+        Prediction(turn, turn, turn),
         run_gain=saved,
         reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
         f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
         f"and there are {use.workers or 'no'} workers and {use.cores} cores.",
-        advice=MORE_WORKERS.advice,
-        code=f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)",
-        api=MORE_WORKERS.api,
     )
 
 
@@ -459,17 +456,14 @@ def _of_stall(rare: Rare, told: Diagnosis) -> Plan:
         if before - after <= NOISE * rare.plain_step:
             break
         rows.append(
-            PlannedFix(
-                fix=Remedy(cause.fix, cause.advice, cause.remedy, cause.api).name,
-                where=tuple(site.where for site in cause.sites[:3]),
-                causes=(cause.cause,),
-                gain=before - after,
-                predicted=cause.predicted if not number else rare.predicted,
+            _row(
+                Remedy(cause.fix, cause.advice, cause.remedy, cause.api),
+                [site.where for site in cause.sites[:3]],
+                (cause.cause,),
+                before - after,
+                cause.predicted if not number else rare.predicted,
                 alone=rare.plain_step - cause.predicted.step,
                 run_gain=round((before - after) * often) if steps else NONE,
-                advice=cause.advice,
-                code=cause.remedy,
-                api=cause.api,
                 every=every or steps,
                 late=rare.late if cause.cause == "peer_late" else (),
             )
@@ -556,18 +550,14 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     gain = idle - (idle // ranks if remedy is ONE_FOR_ALL else 0)
     after = told.plain_step + stall.time - gain
     return (
-        PlannedFix(
-            fix=remedy.name,
-            where=(_where(_place_of(stall, told)),),
-            causes=("peer_late" if ranks > 1 else "host_work",),
-            gain=gain,
-            predicted=Prediction(after, after, told.plain_step + stall.time),
-            alone=gain,
+        _row(
+            remedy,
+            [_where(_place_of(stall, told))],
+            ("peer_late" if ranks > 1 else "host_work",),
+            gain,
+            Prediction(after, after, told.plain_step + stall.time),
             run_gain=round(stall.total * gain / max(1, stall.time)),
             reason="It was timed over the whole run, and not recorded closely.",
-            advice=remedy.advice,
-            code=remedy.code,
-            api=remedy.api,
             every=stall.every or told.steps_of_run,
         ),
     )
@@ -604,16 +594,14 @@ def _of_line(part: Part) -> Plan:
     """What it takes is known, and how long the GPU was idle meanwhile: at worst nothing of that can go."""
     after, called = part.time - part.waits, next((one.call for one in part.lines if one.call), "")
     return (
-        PlannedFix(
-            fix=ON_THE_GPU.name,
-            where=(_where(part.place),),
-            causes=("host_work",),
-            gain=part.waits,
-            predicted=Prediction(after, after, part.time),
-            alone=part.waits,
+        _row(
+            ON_THE_GPU,
+            [_where(part.place)],
+            ("host_work",),
+            part.waits,
+            Prediction(after, after, part.time),
             run_gain=part.waits,
             reason=f"The host was there{f', in {called}' if called else ''}; that was timed, and not recorded closely.",
-            advice=ON_THE_GPU.advice,
         ),
     )
 
