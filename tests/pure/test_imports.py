@@ -22,7 +22,7 @@ ROOMS = {
     "instrument": ({"timeline.errors"}, {"torch"}),
     "recording": ({"timeline", "instrument", "traces"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
-    "explain": 4130({"timeline"}, {"numpy"}),
+    "explain": ({"timeline"}, {"numpy"}),
     "report": (
         {"timeline", "explain.diagnosis", "explain.comparison", "explain.edit", "explain.turns"},
         {"numpy", "rich"},
