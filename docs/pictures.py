@@ -18,6 +18,10 @@ TRUTH, OUT = ROOT / "tests" / "gpu" / "truth", ROOT / "docs" / "pictures"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
+def as_it_opens(page: Page) -> None:
+    """One turn."""
+
+
 def switch_on(page: Page) -> None:
     page.locator("#plan .flip").first.click()
 
@@ -32,9 +36,26 @@ def gap_and_fix(page: Page) -> None:
     switch_on(page)
 
 
+def longest_copy(page: Page) -> None:
+    """On a stream of its own, beside what is computed meanwhile."""
+    page.evaluate("""() => {
+      const { panel } = keepbusy;
+      const track = panel.state.scene.tracks.filter(one => one.kind === "stream").pop();
+      const { start, end } = track.parts;
+      const length = at => end[at] - start[at];
+      const longest = Array.from(start.keys()).reduce((one, other) => (length(other) > length(one) ? other : one));
+      panel.viewport.show(start[longest] - 2 * length(longest), end[longest] + 3 * length(longest));
+      panel.select({ track, part: longest }, panel.above);
+    }""")
+
+
 PICTURES: dict[str, tuple[str, str, str, Callable[[Page], None]]] = {
     "sync": ("live/item_every_step.busy", "light", "#turn", gap_and_fix),
     "copies": ("live/copy_in_line.busy", "light", "#turn", gap_and_fix),
+    "serialised": ("live/copy_in_line.busy", "light", "#turn", as_it_opens),
+    "overlapped": ("with_stack/healthy_resnet.stalled.busy", "light", "#turn", longest_copy),
+    "two_ranks": ("third/rank0_accuracy.busy", "light", "#turn", as_it_opens),
+    "run": ("fourth/rank0_saves.busy", "light", "#run", as_it_opens),
     "late_rank": ("live/late_rank.busy", "dark", "#turn", longest_gap),
 }
 """Of each picture the recording, light or dark, what is shown of the page, and what is done before."""

@@ -40,6 +40,7 @@ def html(path: str) -> str:
 
 
 ITEM, COPY, LATE = "live/item_every_step.busy", "live/copy_in_line.busy", "live/late_rank.busy"
+HEALTHY = "live/healthy.busy"
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ def hostile() -> Diagnosis:
     """A real run whose every name and sentence is an attack, one of them very long."""
     said = told(COPY)
     names = tuple(f"{HOSTILE[index % 4]} {name}" for index, name in enumerate(said.turns.timeline.names))
-    names = (names[0] + HOSTILE[0] * 250_000, *names[1:])
+    names = (names[0] + HOSTILE[0] * 300_000, *names[1:])
     lanes = tuple(lane._replace(name=HOSTILE[1] + lane.name) for lane in said.turns.timeline.lanes)
     places = tuple(replace(one, file=HOSTILE[0] + one.file, function=HOSTILE[1]) for one in said.turns.places)
     everywhere = tuple(replace(one, file=HOSTILE[0], around=HOSTILE[1]) for one in said.plan[0].where)
@@ -364,7 +365,6 @@ def test_a_wait_that_is_known_by_its_function_alone_says_so(opened: Any) -> None
     assert "this recording does not know which of its lines" in page.locator(".source").inner_text()
 
 
-HEALTHY = "live/healthy.busy"
 TURNS_STAND_AT = """() => [keepbusy.panel.above, keepbusy.panel.below, keepbusy.panel.beside].map(drawing => {
   const seen = drawing.scene.turns.map(turn => drawing.x(turn.start)).filter(x => x > drawing.gutter);
   return Math.round(seen[0]);
@@ -376,7 +376,9 @@ def test_two_runs_stand_beneath_each_other_turn_by_turn(opened: Any) -> None:
     page = opened(render_both(done, "item.busy", "healthy.busy"))
     assert page.title() == "item.busy → healthy.busy · keepbusy"
     assert "A turn took 18.0 ms and takes 37.5 ms: 2.1× as long." in page.locator("#changed").inner_text()
-    assert "made readback at stallbench/cases/item_every_step.py:25" in page.locator("#changed").inner_text()
+    assert (
+        "made read the value later at stallbench/cases/item_every_step.py:25" in page.locator("#changed").inner_text()
+    )
     widths = page.locator("#changed .bar").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().width)")
     assert widths[0] / widths[1] == pytest.approx(done.step.before / done.step.after, rel=0.01)
     first_fix = page.locator("#plan .flip").first

@@ -80,7 +80,7 @@ export class Drawing {
     const few = this.scene.tracks.length <= FEW;
     for (const track of this.scene.tracks) {
       if (few) track.height = track.tall;
-      if (track.heading) y += 16;
+      if (track.heading) y += y > RULER ? 24 : 16;
       track.y = y;
       y += track.height + (track.kind === "lines" ? 0 : GAP);
     }

@@ -142,7 +142,7 @@ def compared(done: Comparison) -> dict[str, Any]:
         "ledger": [[name, *_change(change)] for name, change in done.ledger.items()],
         "plan": [
             {
-                "fix": text(one.fix.fix),
+                "fix": text(words.fix(one.fix.fix)),
                 "where": words.spot(one.fix.where[0], 80) if one.fix.where else "",
                 "made": one.made,
                 "gain": one.fix.gain,
