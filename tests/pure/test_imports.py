@@ -125,7 +125,7 @@ LINES = {
     "traces": 2178,
     "instrument": 1093,
     "recording": 3874,
-    "virtual": 8827,
+    "virtual": 8833,
     "explain": 4130,
     "report": 3022,
     "runtime": 4982,

@@ -87,15 +87,21 @@ def register() -> None:
 def refuse_triton(patches: Patches) -> None:
     """Triton imports and defines kernels as on a machine with a GPU; to launch one is refused by its name."""
 
-    def run(_native: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(_native: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(kernel: Any, *_args: Any, **_kwargs: Any) -> Any:
-            name = getattr(kernel, "__name__", "one")
+            name = getattr(getattr(kernel, "base_fn", kernel), "__name__", "one")  # of a tuned one, the function within
             raise NotImplementedError(f"keepbusy's virtual GPU runs no kernels written in Triton ({name}).")
 
         return refuse
 
-    module = "triton.runtime.jit"
-    when_imported(module, lambda: patches.replace(sys.modules[module].JITFunction, "run", run))
+    def patch() -> None:
+        module = sys.modules["triton.runtime.jit"]
+        patches.replace(module.JITFunction, "run", refused)
+        patches.replace(
+            module.KernelInterface, "__getitem__", refused
+        )  # kernel[grid](…): tuned ones ask a driver first
+
+    when_imported("triton.runtime.jit", patch)
 
 
 def _registered(key: str) -> set[str]:
