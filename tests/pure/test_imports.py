@@ -121,8 +121,8 @@ STILL_TWICE = {
 }
 """Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
-    "timeline": 2225,
-    "traces": 2178,
+    "timeline": 2229,
+    "traces": 2188,
     "instrument": 1093,
     "recording": 3874,
     "virtual": 8833,

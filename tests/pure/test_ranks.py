@@ -296,7 +296,7 @@ def test_what_was_waited_for_ranks_that_are_not_here_was_recorded_too() -> None:
     assert pace(plain.timeline) == pytest.approx(6_000_000, rel=0.01)
     wire = plain.timeline.spans.work[plain.timeline.spans.kind == Kind.COLLECTIVE]
     assert wire.min() == pytest.approx(200_000, rel=0.1)
-    assert "Peers of this rank are not in the recording" in explain(first, 6_000_000).notes[0]
+    assert "Other ranks are not in the recording" in explain(first, 6_000_000).notes[0]
 
 
 def test_of_some_ranks_it_is_said_what_cannot_be_known() -> None:

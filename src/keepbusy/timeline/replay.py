@@ -143,9 +143,7 @@ class _Engine:
         marks, limit = self.marks, self.limit
         for index, lane, kind, work, lag, awaits, launches, releases, meeting in self.rows:
             if index in marks:
-                self.passed += 1
-                if self.passed in self.telling:
-                    self.progress.append(clocks.copy())
+                self._pass()
             begin = reached = clocks[lane] + lag
             for source, later, whole in releases:
                 released = (end[source] if whole else start[source]) + later
@@ -170,6 +168,12 @@ class _Engine:
                 if launches >= 0 and rings[launches][places[launches]] > reached:
                     reached = rings[launches][places[launches]]  # the queue of that stream is full
             end[index] = clocks[lane] = reached + work
+
+    def _pass(self) -> None:
+        """A mark: where each lane stands there, if the pace is taken from it."""
+        self.passed += 1
+        if self.passed in self.telling:
+            self.progress.append(self.clocks.copy())
 
     def _meet(self, meeting: int, part: tuple[int, int, int, int], queued: bool) -> None:
         """A part has come, with a place of its own in the queue; after the last one all leave, as they came."""

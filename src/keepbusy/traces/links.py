@@ -139,29 +139,27 @@ class _Stream:
 
 
 def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
-    """Who waited for whom: a command that begins just as another stream's command ends has waited for it.
-
-    Where none does, the stream that launches next is taken to wait for the last commands of the
-    others, if its times allow that; a release that did not bind costs nothing to assume.
-    """
+    """Who waited for whom: of each stream, what it issued after that moment may have waited for the others."""
     places = [(stream, stream.next_after(when)) for stream in streams]
     waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda one: one[0].issued[one[1]])
-    for stream, place in waiting:
-        tight = [other.ended_by(stream.start[place], last) for other, last in places if other is not stream]
-        tight = [
-            (end, row) for end, row in tight if stream.start[place] - end < RELEASE_GAP and stream.held_up(place, end)
-        ]
-        if tight:
-            return [(max(tight)[1], stream.row[place])]
-    for stream, place in waiting:
-        released = [
-            (other.row[last - 1], stream.row[place])
-            for other, last in places
-            if other is not stream and last > 0 and other.end[last - 1] <= stream.start[place] + CLOCK_JITTER
-        ]
-        if released:
-            return released
-    return []
+    found = (_seen(*pair, places) for pair in waiting)
+    assumed = (_possible(*pair, places) for pair in waiting)
+    return next(filter(None, found), []) or next(filter(None, assumed), [])
+
+
+def _seen(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
+    """A command that begins just as another stream's command ends has waited for it."""
+    begin = stream.start[place]
+    ended = [other.ended_by(begin, last) for other, last in places if other is not stream]
+    tight = [one for one in ended if begin - one[0] < RELEASE_GAP and stream.held_up(place, one[0])]
+    return [(max(tight)[1], stream.row[place])] if tight else []
+
+
+def _possible(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
+    """Where none does, the stream that launches next is taken to wait for the last commands of the others, if its
+    times allow that; a release that did not bind costs nothing to assume."""
+    latest = [(other.end[last - 1], other.row[last - 1]) for other, last in places if other is not stream and last]
+    return [(row, stream.row[place]) for end, row in latest if end <= stream.start[place] + CLOCK_JITTER]
 
 
 def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: Said) -> list[tuple[int, int]]:

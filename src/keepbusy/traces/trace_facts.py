@@ -21,14 +21,7 @@ _IN_NAME = re.compile(r"rank[-_.]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 def ranks_of(traces: Sequence[Trace]) -> list[int]:
     """By `distributedInfo`, else by the file's name, else by the order given; refused if they are not of one run."""
-    ranks = [_stated_rank(trace) for trace in traces]
-    if None in ranks or len(set(ranks)) < len(ranks):
-        found = [_IN_NAME.search(Path(trace.path).name) for trace in traces]
-        named = [int(one[1]) if one else None for one in found]
-        if None not in named and len(set(named)) == len(named):
-            ranks = named
-        elif all(rank is None for rank in ranks):
-            ranks = list(range(len(traces)))
+    ranks = _told(traces)
     known = [rank for rank in ranks if rank is not None]
     if len(known) < len(ranks) or len(set(known)) < len(known):
         raise BadInput(
@@ -38,6 +31,17 @@ def ranks_of(traces: Sequence[Trace]) -> list[int]:
     if len(traces) > 1:  # one file alone may be any rank of any run
         _refuse_other_runs(traces)
     return known
+
+
+def _told(traces: Sequence[Trace]) -> list[int | None]:
+    stated = [_stated_rank(trace) for trace in traces]
+    if None not in stated and len(set(stated)) == len(stated):
+        return stated
+    found = [_IN_NAME.search(Path(trace.path).name) for trace in traces]
+    named = [int(one[1]) if one else None for one in found]
+    if None not in named and len(set(named)) == len(named):
+        return named
+    return list(range(len(traces))) if set(stated) == {None} else stated
 
 
 def _stated_rank(trace: Trace) -> int | None:

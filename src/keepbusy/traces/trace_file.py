@@ -66,9 +66,8 @@ def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = No
     if len(names) == 1:
         return [read_trace(names[0], on_progress)]
     sizes = [_size(name) for name in names]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = sum(sizes) < WORTH_PROCESSES or cores < 2 or not sys.executable
-    answers = ((index, None) for index in range(len(names))) if alone else _elsewhere(names, deal(sizes, cores))
+    hands = deal(sizes, _cores()) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
+    answers = _elsewhere(names, hands) if len(hands) > 1 else ((index, None) for index in range(len(names)))
     traces, done = dict[int, Trace](), 0
     for index, answer in answers:
         if isinstance(answer, BadInput):
@@ -146,12 +145,10 @@ def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) ->
     what = f"reading {''.join(letter if letter.isprintable() else '?' for letter in Path(path).name)}"
     while block := source.read(BLOCK):
         if not done:
-            for beginning, kind, advice in _FOREIGN_BEGINNINGS:
-                if block.startswith(beginning):
-                    raise BadInput(f"{path} is {kind}; {advice}.")
+            _refuse_foreign(path, block)
         done += len(block)
         consumed = file.tell() if file.seekable() else done
-        if zipped and ((done > SMALL and done > MOST_RATIO * consumed) or done > MOST_BYTES):
+        if zipped and done > SMALL and done > min(MOST_RATIO * consumed, MOST_BYTES):
             raise BadInput(
                 f"{path} unpacks to more than {done >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
                 "check where it comes from, or unpack it yourself and give the .json."
@@ -161,6 +158,13 @@ def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) ->
         yield block
     if not done:
         raise BadInput(f"{path} is empty; export the trace again, after the profiler has stopped.")
+
+
+def _refuse_foreign(path: str, block: bytes) -> None:
+    """What is known by its first bytes to be something else."""
+    for beginning, kind, advice in _FOREIGN_BEGINNINGS:
+        if block.startswith(beginning):
+            raise BadInput(f"{path} is {kind}; {advice}.")
 
 
 def deal(sizes: list[int], processes: int) -> list[list[int]]:
@@ -208,6 +212,10 @@ def serve() -> None:
             answer = error
         pickle.dump(answer, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _size(name: str) -> int:
