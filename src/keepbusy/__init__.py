@@ -70,6 +70,13 @@ def in_a_notebook(shown: Timeline | Diagnosis) -> str | None:
         return None
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """By `%load_ext keepbusy`: the magic `%%keepbusy` runs a cell and explains it."""
+    from keepbusy.integrations.notebook import load as load_magic
+
+    load_magic(shell)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'keepbusy' has no attribute {name!r}")

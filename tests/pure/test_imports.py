@@ -32,6 +32,10 @@ ROOMS = {
         {"torch", "libcst", "numpy"},
     ),
     "runtime": (set(), {"torch"}),
+    "integrations": (
+        {"timeline", "instrument.step", "virtual.virtual_run", "explain.diagnosis", "report"},
+        {"torch", "transformers", "lightning", "pytorch_lightning", "accelerate", "wandb", "mlflow", "IPython"},
+    ),
     "cli": (
         {"timeline", "instrument", "traces", "recording", "virtual", "explain", "report", "fix", "runtime", "cli"},
         {"rich", "torch"},

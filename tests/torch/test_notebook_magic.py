@@ -1,0 +1,45 @@
+"""`%%keepbusy` in a real kernel: a cell on the virtual GPU, and what goes wrong in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="there is no nbformat: pip install nbclient ipykernel")
+nbclient = pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
+pytest.importorskip("ipykernel", reason="there is no ipykernel: pip install ipykernel")
+SUMS = """%%keepbusy --clock modelled
+import torch
+x = torch.ones(64, 64, device="cuda")
+for _ in range(5):
+    print((x @ x).sum().item())
+"""
+CELLS = (
+    "%load_ext keepbusy",
+    SUMS,
+    "print(type(_).__name__, _.plan[0].where[0].line)",
+    "%%keepbusy --ranks nonsense\nprint(1)",
+    "%%keepbusy\nprint(1 / 0)",
+)
+
+
+def printed(outputs: list[Any]) -> str:
+    """It comes in pieces, as it was printed."""
+    return "".join(one["text"] for one in outputs if one["output_type"] == "stream")
+
+
+def test_a_cell_is_run_and_explained() -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    _, sums, about, nonsense, failed = (cell.outputs for cell in notebook.cells)
+    assert printed(sums) == "262144.0\n" * 5
+    assert sums[-1]["data"]["text/html"].startswith('<iframe sandbox="allow-scripts" srcdoc="')
+    assert sums[-1]["data"]["text/plain"].startswith("keepbusy · cell.py · NVIDIA H200 · 4 steps\n\nWhat to do\n1  ")
+    assert printed(about) == "Diagnosis 4\n"
+    assert printed(nonsense).startswith("keepbusy: argument --ranks: 'nonsense' is not a number of GPUs")
+    assert printed(failed) == (
+        "Traceback (most recent call last):\n"
+        '  File "cell.py", line 1, in <module>\n    print(1 / 0)\n          ~~^~~\n'
+        "ZeroDivisionError: division by zero\nkeepbusy: cell.py ran nothing on the GPU.\n"
+    )
