@@ -58,7 +58,7 @@ def drawing(page: Any, number: int = 0) -> Any:
 
 def test_it_says_what_a_step_takes_and_what_to_do(item: Any) -> None:
     assert "A step takes 18.0 ms. Of it the GPU computes for 12.1 ms (67%)" in item.locator("#headline").inner_text()
-    assert "readback at stallbench/cases/item_every_step.py:25" in item.locator("#plan").inner_text()
+    assert "read the value later at stallbench/cases/item_every_step.py:25" in item.locator("#plan").inner_text()
     assert item.title() == "item_every_step.busy · keepbusy"
 
 

@@ -131,7 +131,7 @@ LINES = {
     "recording": 3874,
     "virtual": 8833,
     "explain": 4130,
-    "report": 3022,
+    "report": 3039,
     "runtime": 4982,
     "cli": 2416,
     "fix": 3683,

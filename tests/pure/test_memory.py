@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from handwritten import MAIN, frame, launched, mark, showing
 from traces import event
 
 from keepbusy.explain import explain
+from keepbusy.report.exports import perfetto
 from keepbusy.report.page import memory
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import MemoryUse, Timeline
@@ -103,3 +105,9 @@ def test_ranks_keep_their_own_by_one_clock() -> None:
     assert joined.memory.size.tolist() == [MB, MB + 1]
     assert [joined.lanes[lane].rank for lane in joined.memory.lane] == [0, 1]
     assert abs(int(np.diff(joined.memory.time)[0])) < US
+
+
+def test_perfetto_gets_it_as_a_counter(run: Timeline) -> None:
+    events = json.loads("".join(perfetto.parts(run, explain(run, turns=True))))["traceEvents"]
+    counted = [one["args"]["allocated"] for one in events if one["ph"] == "C"]
+    assert counted[:4] == [96, 128, 64, 32]

@@ -29,6 +29,16 @@ def slices_of(thread: str) -> list[dict[str, Any]]:
     return [one for one in events() if one["ph"] == "X" and one["tid"] == named]
 
 
+def test_it_opens_on_the_turns_that_were_explained() -> None:
+    """A viewer shows at first all that a file holds."""
+    told = explain(load(RECORDING))
+    steps = slices_of("steps")
+    assert len(steps) == told.steps
+    times = [one["ts"] for one in events() if "ts" in one]
+    assert min(times) == steps[0]["ts"] == 0
+    assert max(times) <= steps[-1]["ts"] + 1.5 * steps[-1]["dur"]
+
+
 def test_the_longest_gap_bears_its_cause_and_line() -> None:
     gaps = slices_of("GPU: gaps by cause")
     longest = max(gaps, key=lambda one: one["dur"])
@@ -46,6 +56,6 @@ def test_a_flow_leads_from_the_call_to_its_gap() -> None:
 
 
 def test_each_fix_has_a_thread_with_what_it_changes() -> None:
-    changed = slices_of("fix 1: readback")
+    changed = slices_of("fix 1: read the value later")
     assert len(changed) >= 5
     assert all(before["ts"] + before["dur"] <= after["ts"] for before, after in pairwise(changed))

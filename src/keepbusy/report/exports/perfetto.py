@@ -32,8 +32,11 @@ _SPANS, _FRAMES, _ANNOTATIONS = 1, 2, 3
 def parts(timeline: Timeline, told: Diagnosis | None = None) -> Iterator[str]:
     """The file, piece by piece: a trace of millions of spans is never held as text.
 
-    With what was explained: beside each GPU's lanes its gaps by their causes, what is to blame, and the plan.
+    With what was explained: beside each GPU's lanes its gaps by their causes, what is to blame, and the plan. A viewer
+    opens on all that a file holds, so then it holds the turns that were explained.
     """
+    if told is not None and told.turns is not None:
+        timeline = told.turns.timeline
     yield '{"displayTimeUnit": "ns", "otherData": {"made by": "keepbusy"}, "traceEvents": [\n'
     separator = ""
     for event in _events(timeline, told):
@@ -46,10 +49,11 @@ def _events(timeline: Timeline, told: Diagnosis | None) -> Iterator[Event]:
     origin = int(timeline.spans.start.min()) if len(timeline) else 0
     names = [tame(name) for name in timeline.names]
     yield from _headings(timeline)
-    yield from _steps(timeline, origin)
+    yield from _steps(timeline, origin, told is not None and told.turns is not None)
     yield from _frames(timeline, names, origin)
     yield from _spans(timeline, names, origin)
     yield from _flows(timeline, origin)
+    yield from _memory(timeline, origin)
     if told is not None and told.turns is not None:
         yield from _gaps(told.turns, 3 * len(timeline.lanes) + 1, origin)
         yield from _plan(told, told.turns, 3 * len(timeline.lanes) + 2, origin)
@@ -76,16 +80,19 @@ def _thread(lane: int, part: int = _SPANS) -> int:
     return 3 * lane + part
 
 
-def _steps(timeline: Timeline, origin: int) -> Iterator[Event]:
+def _steps(timeline: Timeline, origin: int, whole: bool) -> Iterator[Event]:
+    """`whole`: the last step ends with the last row; else a mark ends it."""
+    host = ~timeline.on_device
     for rank in timeline.ranks:
         starts = timeline.spans.start[timeline.marks_of(rank)].tolist()
-        for number, (start, end) in enumerate(pairwise(starts)):
+        over = [int(timeline.spans.end[host & (timeline.rank_of_rows == rank)].max(initial=0))] if whole else []
+        for number, (start, end) in enumerate(pairwise([*starts, *over])):
             yield _slice(rank, _STEPS, f"step {number}", start - origin, end - origin)
 
 
 def _frames(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event]:
-    frames = timeline.frames
-    columns = (frames.lane, frames.kind, frames.name, frames.start - origin, frames.end - origin)
+    frames = timeline.frames.take(np.flatnonzero(timeline.frames.end > origin))
+    columns = (frames.lane, frames.kind, frames.name, np.maximum(frames.start - origin, 0), frames.end - origin)
     for lane, kind, name, start, end in _rows(*columns):
         thread = _thread(lane, _ANNOTATIONS if kind == FrameKind.ANNOTATION else _FRAMES)
         yield _slice(timeline.lanes[lane].rank, thread, names[name], start, end, cat=FrameKind(kind).name.lower())
@@ -141,6 +148,16 @@ def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
             "ts": reached / 1e3,
             **name,
         }
+
+
+def _memory(timeline: Timeline, origin: int) -> Iterator[Event]:
+    memory, last = timeline.memory, int(timeline.spans.end.max(initial=0))
+    memory = memory.take(np.flatnonzero((memory.time >= origin) & (memory.time <= last)))
+    for lane, device, time, allocated, reserved in _rows(
+        memory.lane, memory.device, memory.time - origin, memory.allocated, memory.reserved
+    ):
+        held = {"allocated": allocated, "reserved": reserved}
+        yield {"ph": "C", "pid": timeline.lanes[lane].rank, "name": f"memory {device}", "ts": time / 1e3, "args": held}
 
 
 def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[Event]:
