@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from screens import PaperScreen
 
 from keepbusy.cli.program.live import latest, live
-from keepbusy.report.live_line import BottomLine, line
+from keepbusy.report.live_line import BottomLines, line, lines
 from keepbusy.timeline.plain_run import Figures, FiguresFile
+from keepbusy.timeline.run_tree import Part
 
 FIGURES = Figures(1240, ms(25), ms(24.1), ms(26.3), ms(3.2), ended=10**12, limit=ms(38))
 NOW = 10**12 + ms(5)
@@ -61,6 +62,31 @@ def test_what_has_no_room_is_left_out_and_the_worst_line_is_not() -> None:
     assert shown(diagnosis=stalled, width=60) == "keepbusy · 25.0 ms · blocking copy train.py:3: 20.1 ms a s…"
 
 
+EPOCHS = Part("loop", "src/train.py:9", time=ms(9_000), busy=ms(4_500), turns=3, turn=ms(3_000))
+BATCHES = Part("loop", "src/train.py:11", time=ms(8_000), busy=ms(4_400), turns=1_200, turn=ms(6.7))
+SAVED = Part("loop", "src/train.py:20", time=ms(100), busy=0, turns=3)
+GROWN = Part("run", time=ms(12_000), busy=ms(4_500), parts=(replace(EPOCHS, parts=(BATCHES, SAVED)),))
+
+
+def grown(width: int = 100, rows: int = 40) -> list[str]:
+    return lines(FIGURES, GROWN, STALLED, NOW, (width, rows), colour=False)
+
+
+def test_it_shows_the_tree_as_far_as_it_has_grown() -> None:
+    assert [text.rstrip() for text in grown()[:3]] == [
+        "12.00 s so far, GPU at work 38%",
+        "train.py:9  ×3  9.00 s  3.00 s a turn  GPU at work 50%",
+        "  train.py:11  ×1,200  8.00 s  6.7 ms a turn  GPU at work 55%",
+    ]
+    assert grown()[-1] == shown(diagnosis=STALLED, width=100)
+
+
+def test_a_small_terminal_has_one_line() -> None:
+    assert len(grown(rows=12)) == len(grown(width=50)) == 1
+    assert len(grown(rows=16)) == 4
+    assert all(len(text) < 60 for text in grown(width=60))
+
+
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_it_never_wraps(width: int) -> None:
     coloured = line(FIGURES, STALLED, NOW, width)
@@ -71,10 +97,10 @@ def test_it_never_wraps(width: int) -> None:
 
 def test_what_the_program_prints_scrolls_above_it() -> None:
     screen = PaperScreen(rows=5)
-    bottom = BottomLine(screen)
+    bottom = BottomLines(screen)
     for number in range(12):
         screen.write(f"epoch {number}\n")
-        bottom.show(f"line {number}")
+        bottom.show([f"line {number}"])
     assert screen.lines == ["epoch 9", "epoch 10", "epoch 11", "", "line 11"]
     assert screen.scrolled == [f"epoch {number}" for number in range(9)]
     bottom.end()
@@ -85,15 +111,15 @@ def test_what_the_program_prints_scrolls_above_it() -> None:
 
 @given(
     rows=st.integers(4, 12),
-    said=st.lists(st.sampled_from(["show", "text", "text\n", "\r", "\n"]), max_size=60),
+    said=st.lists(st.sampled_from([1, 2, 3, "text", "text\n", "\r", "\n"]), max_size=60),
 )
-def test_whatever_the_program_prints_is_all_there(rows: int, said: list[str]) -> None:
-    """With our line and without it, the same text in the same order."""
+def test_whatever_the_program_prints_is_all_there(rows: int, said: list[str | int]) -> None:
+    """With our lines, which grow and shrink, and without them, the same text in the same order."""
     with_us, without = PaperScreen(rows=rows), PaperScreen(rows=rows)
-    bottom = BottomLine(with_us)
+    bottom = BottomLines(with_us)
     for number, one in enumerate(said):
-        if one == "show":
-            bottom.show("ours")
+        if isinstance(one, int):
+            bottom.show(["ours"] * one)
         else:
             text = one.replace("text", f"<{number}>")
             with_us.write(text)
@@ -107,29 +133,29 @@ def test_whatever_the_program_prints_is_all_there(rows: int, said: list[str]) ->
 
 def test_a_progress_bar_stays_where_it_is() -> None:
     screen = PaperScreen()
-    bottom = BottomLine(screen)
+    bottom = BottomLines(screen)
     for percent in range(0, 101, 20):
         screen.write(f"\rtraining {percent}%")
-        bottom.show("ours")
+        bottom.show(["ours"])
     assert screen.lines[0] == "training 100%"
     assert screen.lines[-1] == "ours"
 
 
 def test_a_terminal_that_changes_its_size_keeps_one_line() -> None:
     screen = PaperScreen(rows=6)
-    bottom = BottomLine(screen)
-    bottom.show("ours")
+    bottom = BottomLines(screen)
+    bottom.show(["ours"])
     screen.resize(9)
-    bottom.show("ours")
+    bottom.show(["ours"])
     assert (screen.top, screen.bottom) == (0, 7)
     assert screen.lines[8] == "ours"
 
 
 def test_a_change_is_one_write() -> None:
     screen = PaperScreen()
-    bottom = BottomLine(screen)
-    bottom.show("one")
-    bottom.show("two")
+    bottom = BottomLines(screen)
+    bottom.show(["one"])
+    bottom.show(["two"])
     bottom.end()
     bottom.end()
     assert screen.writes == 3

@@ -10,11 +10,13 @@ from strategies import loops
 
 from keepbusy.explain import explain
 from keepbusy.explain.plain import plain_run
+from keepbusy.recording.recorded_run import where_ranks_differ
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import pace, replay, settle
 from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.run_tree import Part
 from keepbusy.timeline.steps import whole_steps
 
 SECOND = 10**9
@@ -303,3 +305,19 @@ def test_of_some_ranks_it_is_said_what_cannot_be_known() -> None:
     found = explain(steps_of_two(late=2_000).timeline(world=64))
     assert found.late[0].rank == 1
     assert any("Of the run's 64 ranks 2 are here" in note for note in found.notes)
+
+
+def tree(turn: int, busy: float) -> Part:
+    loop = Part(
+        "loop", "train.py:9", time=100 * turn * US, busy=round(100 * turn * busy * US), turns=100, turn=turn * US
+    )
+    return Part("run", time=110 * turn * US, parts=(loop,))
+
+
+def test_where_ranks_differ_is_said_of_the_loop() -> None:
+    assert list(where_ranks_differ({})) == []
+    assert list(where_ranks_differ({0: tree(50_000, 0.5), 1: tree(51_000, 0.52)})) == []
+    [slow] = where_ranks_differ({0: tree(50_000, 0.5), 1: tree(51_000, 0.5), 2: tree(70_000, 0.5)})
+    assert slow == "train.py:9: a turn takes rank 2 70.0 ms, and the others 50.0 to 51.0 ms."
+    [late] = where_ranks_differ({0: tree(50_000, 0.9), 1: tree(50_000, 0.5)})
+    assert late.startswith("train.py:9: the GPU of rank 1 is at work for 50% of the time, and the other 90%: ")

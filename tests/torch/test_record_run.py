@@ -348,22 +348,24 @@ def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: P
     from screens import PaperScreen
 
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 100, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
     written: list[bytes] = []
     reading = threading.Thread(target=lambda: written.extend(iter(lambda: _read(ours), b"")))
     reading.start()
     record("import sys, torch\n" + TALKS, "--live", stderr=theirs)
     os.close(theirs)
     reading.join()
-    screen, frames = PaperScreen(100, 10), set()
+    screen, frames, grown = PaperScreen(100, 20), set(), set()
     for part in b"".join(written).decode().split("\x1b8"):
         screen.write(part + "\x1b8" if part else "")
         frames.add(screen.lines[-1])
+        grown |= {line for line in screen.lines if " so far" in line}
     said = [line for line in (*screen.scrolled, *screen.lines) if line.startswith("<")]
     assert said == [f"<{100 * number}>" for number in range(1, len(said) + 1)]
     assert any(frame.startswith("keepbusy · step ") and "s (" in frame for frame in frames), frames
+    assert grown
     assert screen.lines[-1] == ""
-    assert (screen.top, screen.bottom) == (0, 9)
+    assert (screen.top, screen.bottom) == (0, 19)
 
 
 def _read(terminal: int) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
 
-EVERY, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.05
+EVERY, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
 long as a look takes. The program waits for each, and for the interpreter to go back and forth: three times as long."""
 KEPT_LOOKS = 200_000

@@ -300,7 +300,7 @@ class _Tree:
         count = len(ends) if node.loop.iterates else self._turns_of_while(node, above, ends)
         uncounted = any(
             self.looks.codes[one] is code and self.sources.of_jump(code, target) == node.loop
-            for one, target in self.looks.uncounted
+            for one, target in list(self.looks.uncounted)
         )
         part = Part(
             LOOP,

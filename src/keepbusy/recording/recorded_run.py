@@ -202,8 +202,45 @@ def together(timelines: Sequence[Timeline]) -> Timeline:
     shared = sorted(set.intersection(*map(set, numbers)))
     notes = dict.fromkeys(note for one in timelines for note in _notes_of_all(one, first=one is timelines[0]))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
-    whole = whole.change_facts(sources=(), recorded=tuple(shared), notes=tuple(notes))  # it is one program
+    trees = {one.ranks[0]: one.facts.run for one in timelines if one.facts.run is not None}
+    told = (*notes, *where_ranks_differ(trees))
+    whole = whole.change_facts(sources=(), recorded=tuple(shared), notes=told)  # it is one program
     return whole.change(further=tuple(_further_of_all(timelines)))
+
+
+SHORTEST_LOOP, RANKS_DIFFER = 0.05, 0.1
+"""Of the run: loops that take less are left out. Ranks differ when their turns do by so much, or their GPUs' shares."""
+
+
+def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
+    """The tree that is shown is the first rank's. Of each of its loops, the rank in which it goes otherwise: where
+    ranks wait for each other turns take as long in all, and the GPU is at work less in the one that comes late."""
+    shown, *_ = trees.values() or [Part("")]
+    loops = {rank: {part.place: part for part in tree.within() if part.turns > 1} for rank, tree in trees.items()}
+    for place, first in next(iter(loops.values()), {}).items():
+        here = {rank: known[place] for rank, known in loops.items() if place in known}
+        if len(here) < 2 or first.time < SHORTEST_LOOP * shown.time:
+            continue
+        turns = {rank: part.turn / 1e6 for rank, part in here.items() if part.turn > 0}
+        shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in here.items() if part.busy >= 0}
+        usual, at_work = (float(np.median([*one.values()] or [0])) for one in (turns, shares))
+        late = max(turns, key=lambda rank: turns[rank], default=0)
+        idle = min(shares, key=lambda rank: shares[rank], default=0)
+        if turns and turns[late] > (1 + RANKS_DIFFER) * usual:
+            yield f"{place}: a turn takes rank {late} {turns[late]:.1f} ms, and {_others(turns, late, '.1f')} ms."
+        elif shares and shares[idle] < at_work - 100 * RANKS_DIFFER:
+            yield (
+                f"{place}: the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time, and "
+                f"{_others(shares, idle, '.0f')}%: the others wait for it, or it has less to do."
+            )
+
+
+def _others(values: Mapping[int, float], one: int, form: str) -> str:
+    rest = sorted(value for rank, value in values.items() if rank != one)
+    span = (
+        f"{rest[0]:{form}}" if f"{rest[0]:{form}}" == f"{rest[-1]:{form}}" else f"{rest[0]:{form}} to {rest[-1]:{form}}"
+    )
+    return f"the others {span}" if len(rest) > 1 else f"the other {span}"
 
 
 def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:

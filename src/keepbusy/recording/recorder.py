@@ -25,7 +25,7 @@ from keepbusy.instrument.lines import LIBRARY, USER, kind_of
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.interruptions import Loaders
-from keepbusy.recording.loop_tree import BusyLoop, innermost_loops, read_source, step_looks, tree_of
+from keepbusy.recording.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, step_looks, tree_of
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
 from keepbusy.recording.window_plan import Occasion, WindowPlan
@@ -33,9 +33,10 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import DRIFT, SCRIPT
+from keepbusy.timeline.run_tree import Part
 
-FACTS, LIVE = "facts.json", "live"
-"""What a process leaves in its folder, beside what its windows saw; the latter while somebody looks on."""
+FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
+"""What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""
 STEPS_BEFORE_WINDOW, LATEST_BEGIN = 8, 16
 """Steps before the window opens: memory, kernels and states are made in the first ones. A run whose steps are not alike
 by the latter is looked at as it is."""
@@ -47,7 +48,8 @@ _WRITES_EVERY, _SHARE_OF_WRITING = 20_000_000_000, 1_000
 """What is known is written down again after so long, and after so many times as long as that took."""
 _AT_WORK_FOR, _SCRIPT_AT_MOST = 1_000_000_000, 30_000_000_000
 """A program that has used its GPU for so long and has no loop ahead is a script; a window is open for so long there."""
-_SHOWS_EVERY = 200_000_000
+_SHOWS_EVERY, _GROWS_EVERY, _SHARE_OF_SHOWING = 200_000_000, 1_000_000_000, 200
+"""To those who look on: the figures of the steps, and the tree, and that no sooner than so many times as it took."""
 _QUIET = "99"
 _OWN = (USER, LIBRARY)
 
@@ -87,7 +89,7 @@ class Run:
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._marks_facts: dict[str, Any] = {}
         self._writing = threading.RLock()  # both threads do; a signal may come while this one does
-        self._think_at = self._write_at = self._show_at = self._read_at = 0
+        self._think_at = self._write_at = self._show_at = self._grow_at = self._read_at = 0
         self._first_use = 0  # when the program was first seen to use its GPU
         self.unfollow: Callable[[], None] = lambda: None
         self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
@@ -122,11 +124,14 @@ class Run:
         self.others.end()
         self.loaders.end()
         self._know_marks()
-        busy = self.share.busy_until if self.share else None
-        self.leave(
-            loaders=[asdict(one) for one in self.loaders.used()],
-            run=asdict(tree_of(self.loops.looks, busy, sources=self._sources)),
-        )
+        self.leave(loaders=[asdict(one) for one in self.loaders.used()], run=asdict(self._tree()))
+
+    def _tree(self) -> Part:
+        return tree_of(self.loops.looks, self._busy_until, sources=self._sources)
+
+    @property
+    def _busy_until(self) -> BusyUntil | None:
+        return self.share.busy_until if self.share else None
 
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far."""
@@ -142,6 +147,11 @@ class Run:
         if self.options.live and now >= self._show_at:
             self._show_at = now + _SHOWS_EVERY
             self.marks.leave_figures()
+            if now >= self._grow_at:
+                self.loops.looks.ended = now
+                with replacing(self.folder / TREE, durable=False) as part:
+                    part.write_text(json.dumps(asdict(self._tree())), encoding="utf-8")
+                self._grow_at = now + max(_GROWS_EVERY, _SHARE_OF_SHOWING * (self.clock() - now))
         if now < self._think_at:
             return
         self._think_at = now + _THINKS_EVERY
@@ -192,7 +202,7 @@ class Run:
 
     def _unseen_loops(self) -> list[BusyLoop]:
         """Those that did not turn while a window was open."""
-        found = innermost_loops(self.loops.looks, self.share.busy_until if self.share else None, self._sources)
+        found = innermost_loops(self.loops.looks, self._busy_until, self._sources)
         spans = self._open_spans
         return [one for one in found if all(((one.ends > a) & (one.ends < b)).sum() < 2 for a, b in spans)]
 

@@ -1,11 +1,13 @@
-"""The line at the bottom of the terminal while a program runs, and how it stays there without touching what it prints.
+"""The lines at the bottom of the terminal while a program runs, and how they leave alone what it prints.
 
-The terminal is told to scroll all rows but the last one. Whatever the program prints, native code and progress bars
-included, goes on as ever above; the last row is ours.
+The terminal is told to scroll all rows but the last ones. Whatever the program prints, native code and progress bars
+included, goes on as ever above. Ours are the run's tree as far as it has grown, the first row of the plan, and a line
+on its steps, which is all there is in a small terminal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -17,10 +19,64 @@ from keepbusy.report.paper import FAINT, STRONG, laid_out, look
 from keepbusy.report.words import duration, share
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import Figures
+from keepbusy.timeline.run_tree import LOOP, Part
 
+MOST_LINES, ROWS_A_LINE, ROOM_FOR_A_TREE = 8, 4, (60, 16)
+"""Lines that are ours, and rows of the terminal for each; a smaller terminal than this has one."""
+WORTH_A_LINE = 0.02
+"""Of the run so far: loops that take less are left out."""
 LEAST_LEAD = 100_000
 """Below this the host has no lead."""
 _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
+
+
+def lines(
+    figures: Figures | None,
+    run: Part | None,
+    diagnosis: Diagnosis | None,
+    now: int,
+    size: tuple[int, int],
+    colour: bool = True,
+) -> list[str]:
+    """The same as the report while it grows: the tree, the first row of the plan, and last how the steps go."""
+    width, rows = size
+    last = line(figures, diagnosis, now, width, colour)
+    if run is None or width < ROOM_FOR_A_TREE[0] or rows < ROOM_FOR_A_TREE[1]:
+        return [last]
+    plan = [_first_fix(diagnosis)] if diagnosis is not None and diagnosis.plan else []
+    said = [*_tree(run, min(MOST_LINES, rows // ROWS_A_LINE) - 1 - len(plan)), *plan]
+    for text in said:
+        text.truncate(width - 1, overflow="ellipsis")
+    return [*(laid_out([text], width, colour) for text in said), last]
+
+
+def _tree(run: Part, room: int) -> Iterator[Text]:
+    """The run and its longest loops, in its order."""
+    loops = [(depth, part) for depth, part in _with_depth(run, 0) if part.time >= WORTH_A_LINE * run.time]
+    shortest = sorted((part.time for _, part in loops), reverse=True)[: max(0, room - 1)]
+    at_work = f", GPU at work {share(run.busy, run.time)}" if run.busy != NONE else ""
+    yield Text.assemble((f"{duration(run.time)} so far{at_work}", FAINT))
+    for depth, part in loops:
+        if shortest and part.time >= shortest[-1]:
+            turns = f"  ×{part.turns:,}" if part.turns else ""
+            turn = f"  {duration(part.turn)} a turn" if part.turn != NONE else ""
+            busy = f"  GPU at work {share(part.busy, part.time)}" if part.busy != NONE else ""
+            place = words.tame(part.place.rpartition("/")[2], 30)
+            yield Text.assemble(f"{'  ' * depth}{place}{turns}  ", (duration(part.time, run.time), STRONG), turn, busy)
+
+
+def _with_depth(part: Part, depth: int) -> Iterator[tuple[int, Part]]:
+    for inner in part.parts:
+        if inner.kind == LOOP:
+            yield depth, inner
+            yield from _with_depth(inner, depth + 1)
+
+
+def _first_fix(diagnosis: Diagnosis) -> Text:
+    first = diagnosis.plan[0]
+    where = f" at {words.spot(first.where[0], 30)}" if first.where else ""
+    gain = words.transition(first.predicted.step + first.gain, first.predicted.step)
+    return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} a turn")
 
 
 def line(figures: Figures | None, diagnosis: Diagnosis | None, now: int, width: int, colour: bool = True) -> str:
@@ -93,27 +149,34 @@ class Screen(Protocol):
         """Columns and rows."""
 
 
-class BottomLine:
-    """The last row of a terminal. Each change is one write, so that nothing of the program's gets between."""
+class BottomLines:
+    """The last rows of a terminal. Each change is one write, so that nothing of the program's gets between."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
-        self._rows = 0
+        self._rows = self._count = 0
 
-    def show(self, text: str) -> None:
-        """Put this line there; also after the terminal has changed its size."""
+    def show(self, texts: Sequence[str]) -> None:
+        """Put these lines there; also after the terminal has changed its size."""
         _, rows = self._screen.size()
-        room = "" if rows == self._rows else self._room(rows)
-        self._rows = rows
-        self._screen.write(f"{room}{_SAVE}\x1b[{rows};1H{_CLEAR}{text}{_RESTORE}")
+        room = "" if (rows, len(texts)) == (self._rows, self._count) else self._room(rows, len(texts))
+        self._rows, self._count = rows, len(texts)
+        self._screen.write(f"{room}{_SAVE}{self._written(texts)}{_RESTORE}")
 
     def end(self) -> None:
-        """Give the row back."""
+        """Give the rows back."""
         if self._rows:
-            self._screen.write(f"{_SAVE}\x1b[r\x1b[{self._rows};1H{_CLEAR}{_RESTORE}")
-            self._rows = 0
+            self._screen.write(f"{_SAVE}\x1b[r{self._written([''] * self._count)}{_RESTORE}")
+            self._rows = self._count = 0
 
-    def _room(self, rows: int) -> str:
-        """Should the program stand in the last row, all goes up by one; then all rows but that one scroll."""
-        up = "" if self._rows else "\x1bD\x1b[1A"
-        return f"{up}{_SAVE}\x1b[1;{rows - 1}r{_RESTORE}"
+    def _written(self, texts: Sequence[str]) -> str:
+        first = self._rows - len(texts) + 1
+        return "".join(f"\x1b[{first + number};1H{_CLEAR}{text}" for number, text in enumerate(texts))
+
+    def _room(self, rows: int, count: int) -> str:
+        """Should the program stand where our lines are to be, all goes up; then all rows but those scroll. What is no
+        longer ours is empty."""
+        more = count - self._count if rows == self._rows or not self._rows else 0
+        up = "\x1bD" * more + f"\x1b[{more}A" if more > 0 else ""
+        freed = self._written([""] * self._count) if more < 0 else ""
+        return f"{up}{_SAVE}{freed}\x1b[1;{rows - count}r{_RESTORE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
     from keepbusy.timeline.plain_run import Figures
+    from keepbusy.timeline.run_tree import Part
 
 
 INTERVAL = 0.25
@@ -69,16 +71,16 @@ def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) 
 
 
 def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
-    from keepbusy.report.live_line import BottomLine, line
+    from keepbusy.report.live_line import BottomLines, lines
 
     terminal = Terminal()
-    bottom = BottomLine(terminal)
+    bottom = BottomLines(terminal)
     try:
         while not stop.wait(INTERVAL):
             if terminal.is_seen():
                 process, figures = latest(folder)
-                columns, _ = terminal.size()
-                bottom.show(line(figures, window.diagnosis(process), time.perf_counter_ns(), columns))
+                diagnosis, now = window.diagnosis(process), time.perf_counter_ns()
+                bottom.show(lines(figures, tree_in(process), diagnosis, now, terminal.size()))
     finally:
         bottom.end()
 
@@ -94,6 +96,18 @@ def latest(folder: Path) -> tuple[Path | None, Figures | None]:
         key=lambda one: one[1].steps,
         default=(None, None),
     )
+
+
+def tree_in(process: Path | None) -> Part | None:
+    """The run of that process as far as it has grown; None before it has left any."""
+    from keepbusy.recording.recorder import TREE
+    from keepbusy.timeline.files import typed
+    from keepbusy.timeline.run_tree import Part
+
+    try:
+        return typed(Part, json.loads((process / TREE).read_text(encoding="utf-8"))) if process is not None else None
+    except (OSError, ValueError):
+        return None
 
 
 class _Window:
