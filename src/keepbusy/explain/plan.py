@@ -375,7 +375,9 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     itself, and where the loop would be held up by it once the other fixes are made.
     """
     steps = told.steps_of_run
-    known = [_over_the_run(one, steps) for one in plan] if steps else list(plan)
+    most = told.run.time if told.run else 1 << 62
+    most = told.run.waits if told.run and told.run.waits != NONE else most
+    known = [_over_the_run(one, steps, most) for one in plan] if steps else list(plan)
     use = next(iter(uses), None)
     if use is None or told.run is None or use.in_worker == NONE or (told.steps and not use.workers):
         return tuple(known)  # what the program prepares itself was seen in its steps, if any were recorded
@@ -400,9 +402,10 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     )
 
 
-def _over_the_run(one: PlannedFix, steps: int) -> PlannedFix:
+def _over_the_run(one: PlannedFix, steps: int, most: int) -> PlannedFix:
+    """`most`: a run cannot become shorter by more than its GPU waited in it."""
     if one.api != COMPILED.api:
-        return replace(one, run_gain=one.gain * steps)
+        return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"
     return replace(
         one,
@@ -499,7 +502,7 @@ def _only_timed(told: Diagnosis) -> list[RareStall]:
         [
             one
             for one in run.stalls
-            if one.count > 1 and one.what != "input" and _place_of(one, told)
+            if one.count > 1 and one.what != "input" and _seen_at(one, told)
             if one.lines not in seen and round(one.every) not in beats  # its peers wait in the same steps
         ]
         for run in told.plain_runs.values()
@@ -508,27 +511,37 @@ def _only_timed(told: Diagnosis) -> list[RareStall]:
         of_ranks, key=lambda stalls: max(((bool(one.what), one.total) for one in stalls), default=()), default=[]
     )
     enough = NOISE * told.plain_step * told.steps_of_run
-    return [one for one in worst if one.total > enough > 0 and 2 * _idle(one, told) >= one.time]
+    return [
+        one for one in worst if one.total > enough > 0 and 2 * _idle_at(_place_of(one, told), one, told) >= one.time
+    ]
 
 
-def _idle(stall: RareStall, told: Diagnosis) -> int:
-    """How much of a stall the GPU had nothing to do, as the whole run shows its line; all of it where nobody knows."""
-    lines = [line for part in (told.run.within() if told.run else ()) for line in part.lines if line.idle != NONE]
-    here = [line for line in lines if line.time and line.place == _place_of(stall, told)]
+def _idle_at(place: str, stall: RareStall, told: Diagnosis) -> int:
+    """How much of a stall the GPU had nothing to do, as the whole run shows this line; all of it where nobody knows.
+
+    Of several ranks the tree is the first one's, whose GPU may be the one at work for which the others wait.
+    """
+    parts = told.run.within() if told.run and len(told.ranks) == 1 else ()
+    here = [line for part in parts for line in part.lines if line.idle != NONE and line.time and line.place == place]
     seen = max(here, key=lambda line: line.time, default=None)
     return round(stall.time * seen.idle / seen.time) if seen else stall.time
 
 
 def _place_of(stall: RareStall, told: Diagnosis) -> str:
-    """The innermost line that marks saw; where the run's tree has turns that stall as often, one that these saw, too.
+    """Of the lines at which it was seen, the first one at which the GPU waits for most of it."""
+    places = _seen_at(stall, told)
+    return next((place for place in places if 2 * _idle_at(place, stall, told) >= stall.time), places[0])
+
+
+def _seen_at(stall: RareStall, told: Diagnosis) -> list[str]:
+    """The innermost line that marks saw, then those of turns that stall as often and as long in the run's tree.
 
     Marks look at the few steps that stall, and the tree at all that the program did.
     """
     kinds = [kind for part in (told.run.within() if told.run else ()) for kind in part.kinds if kind.place]
     alike = [kind for kind in kinds if kind.count > 1 and round(kind.every) == round(stall.every)]
     same = [kind.place for kind in alike if max(kind.longer, stall.time) <= 2 * min(kind.longer, stall.time)]
-    seen = [_place(line) for line in stall.lines]
-    return seen[-1] if seen and (not same or set(same) & set(seen)) else next(iter(same), "")
+    return [*map(_place, stall.lines[-1:]), *same]
 
 
 def _where(place: str) -> Where:
@@ -546,7 +559,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
     ranks = len(told.ranks)
     remedy = CHECKPOINT if stall.what == "checkpoint" else ONE_FOR_ALL if ranks > 1 else REMEDIES["host_work"]
-    idle = _idle(stall, told)
+    idle = _idle_at(_place_of(stall, told), stall, told)
     gain = idle - (idle // ranks if remedy is ONE_FOR_ALL else 0)
     after = told.plain_step + stall.time - gain
     return (
