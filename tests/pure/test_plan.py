@@ -474,6 +474,12 @@ def test_of_work_that_all_ranks_share_each_keeps_its_part() -> None:
     assert (fix.causes, fix.gain) == (("peer_late",), 75 * MS)
 
 
+def test_what_was_recorded_of_unusual_steps_is_not_said_of_all() -> None:
+    """Two steps of 700 ms were recorded of a run whose steps take 20: each was one of a kind."""
+    told = stalled(plan=(shortened(700, 200),), rare=(), plain_given=False, plain_step=700 * MS, steps=2)
+    assert [one.run_gain for one in plan_of_run(told, ())] == [2 * 500 * MS]
+
+
 def test_what_saves_the_run_most_comes_first() -> None:
     own = replace(HEALTHY, plan=(shortened(5, 1),))
     told = stalled(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))
@@ -537,7 +543,8 @@ def watched(**facts: Any) -> Diagnosis:
 
 
 def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
-    found = watched()
+    found = replace(watched(), plain_given=True)
+    found = replace(found, plan=plan_of_run(found, ()))
     rows = planned(found)
     assert [row["fix"] for row in rows] == ["readback", "readback"]
     assert [row["where"] for row in rows] == [places(one) for one in found.plan]

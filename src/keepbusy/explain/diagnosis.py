@@ -216,8 +216,13 @@ class Diagnosis:
 
     @property
     def steps_of_run(self) -> int:
-        """How many steps the whole run took: what a fix gains in each it gains so many times."""
+        """How many steps the whole run took: what a fix gains in each it gains so many times.
+
+        Where what was recorded is not like them, what is said of it holds of no more than these steps themselves.
+        """
         runs = [self.plain_runs[rank] for rank in self.ranks if rank in self.plain_runs]
+        if runs and not self.plain_given:
+            return self.steps
         return self.loop_turns or (runs[0].steps + runs[0].warm_up if runs else 0)
 
     @property
