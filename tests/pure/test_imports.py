@@ -130,7 +130,7 @@ LINES = {
     "instrument": 1093,
     "recording": 3921,
     "virtual": 8833,
-    "explain": 4130,
+    "explain": 4148,
     "report": 3102,
     "runtime": 4982,
     "cli": 2430,
