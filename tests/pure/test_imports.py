@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8833,
     "explain": 4148,
     "report": 3102,
-    "runtime": 4982,
+    "runtime": 5012,
     "cli": 2430,
     "fix": 3683,
 }

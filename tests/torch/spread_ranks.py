@@ -334,6 +334,31 @@ def reads_other_batches() -> None:
     train(model, optimizer, [batch("GPT", dist.get_rank())])
 
 
+class Reaching(nn.Module):
+    """Reads a parameter of a block that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.layers[:2]:
+            x = one(x)
+        return nn.functional.linear(x, self.layers[2].weight)
+
+
+class Borrowing(GPT):
+    """Its head is not a module: it reads the embedding."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.words(tokens))
+        return nn.functional.linear(x, self.words.weight)
+
+
+def reads_what_another_holds() -> None:
+    spread(*sgd(Borrowing()), tensor=2, example=batch("GPT", 9)[0])
+
+
 def trains_another_model() -> None:
     spread(nn.Linear(4, 4), sgd(nn.Linear(4, 4))[1])
 
@@ -366,12 +391,13 @@ def resumes_from_nothing() -> None:
     resume(*sgd(nn.Linear(4, 4)), "/nowhere/at/all")
 
 
-def tied_over_blocks() -> dict[str, Any]:
+def reached(kind: type[nn.Module]) -> dict[str, Any]:
+    """Parameters that another module reads, or holds too."""
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     found = {}
-    for name, layout in {"one process": None, "shard=3": {"shard": 3}}.items():
+    for name, layout in {"one process": None, "shard=3": {"shard": 3, "example": x}}.items():
         torch.manual_seed(0)
-        model, optimizer = sgd(Twice())
+        model, optimizer = sgd(kind())
         if layout is not None:
             model, optimizer = spread(model, optimizer, **layout)
         losses = []
@@ -417,13 +443,15 @@ AMONG_TWO: dict[str, Callable[[], Any]] = {
     "transformers": public_llama,
     "timm": public_vision,
     "loader": loaded,
-    "tied over blocks": tied_over_blocks,
+    "tied over blocks": lambda: reached(Twice),
+    "read by another": lambda: reached(Reaching),
     "unused": unused_parameters,
     "kept whole": kept_whole,
 }
 ERRORS = [
     calls_the_module_inside,
     reads_other_batches,
+    reads_what_another_holds,
     trains_another_model,
     weighs_rows_by_the_batch,
     wraps_twice,

@@ -59,6 +59,7 @@ def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5)
         ("encoder", 5),
         ("without an example", 4),
         ("tied over blocks", 1),
+        ("read by another", 1),
         ("norms of the optimizer", 3),
     ],
 )
@@ -139,6 +140,8 @@ def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
         ("divides_badly", "ValueError: spread got tensor=3 for 2 ranks; it must divide them"),
         ("has_no_values", "ValueError: weight has no values (it is on the meta device)"),
         ("resumes_from_nothing", "there is no checkpoint /nowhere/at/all"),
+        ("reads_what_another_holds", "`return nn.functional.linear(x, self.words.weight)`"),
+        ("reads_what_another_holds", "it reads a parameter of a module without calling that module"),
         ("reads_other_batches", "give ranks that share layers the same batches"),
     ],
 )

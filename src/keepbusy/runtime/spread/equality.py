@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,16 +48,16 @@ class Example:
         kept = {name: one for name, one in options.items() if "Cache" not in type(one).__name__}  # it grows by each run
         self.calls.setdefault(module, (arguments, kept))
 
-    def forget_calls(self) -> None:
-        self.calls.clear()
-
     def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory) -> str:
         """What was compared, as a sentence; raises `NotEqual`."""
         sizes = {one.shape[0] for one in tree_leaves(self._batch) if isinstance(one, Tensor) and one.dim()}
         divides = all(size % layout.data == 0 for size in sizes)
         counted = Traffic()
-        with counted:
-            loss = _loss_of_run(model, inner, share_of(self._batch, layout) if divides else self._batch)
+        try:
+            with counted:
+                loss = _loss_of_run(model, inner, share_of(self._batch, layout) if divides else self._batch)
+        except Exception as error:
+            raise NotEqual(f"{layout}: {_where(error, inner)}") from error
         gradients = _gradients(inner)
         model.zero_grad()
         dist.all_reduce(loss, group=layout.data_group)
@@ -66,11 +69,13 @@ class Example:
             what = f"the gradient of {name} by {worst:.2g} of its norm" if worst > allowed else "no gradient"
             raise NotEqual(
                 f"{layout}: of the example the loss differs from one process by {far:.2g} and {what} (allowed "
-                f"{allowed:g}); a module before it computes with the whole batch or width, or with random numbers"
+                f"{allowed:g}); between it and the loss something depends on the rows of a batch or is drawn at random"
             )
         if counted.number and (told := theory.differs(counted)):
             raise NotEqual(f"{layout}: {told}; a module is run twice or not at all, or sends something of its own")
         moved = f"; it moves {counted}" if counted.number else ""
+        if not any(float(one.norm()) for one in self._gradients.values()):
+            return f"nothing could be compared with one process: the example's gradients are all zero{moved}"
         return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
 
     def _farthest(self, gradients: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -82,6 +87,27 @@ class Example:
             off = (gradients[name] - right).norm() / max(float(right.norm()), floor, 1e-30)
             found.append((float(off), name))
         return max(found, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
+
+
+def _where(error: BaseException, model: nn.Module) -> str:
+    """The model's innermost module that failed, and its line."""
+    names = {id(one): name or "the model" for name, one in model.named_modules()}
+    places = [(frame.f_locals.get("self"), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    inside = [(names[id(one)], frame, line) for one, frame, line in places if id(one) in names and _own(frame)]
+    name, frame, line = inside[-1] if inside else ("the model", places[-1][1], places[-1][2])
+    file = frame.f_code.co_filename
+    remedy = "wrap or cut less of it"
+    if "DTensor" in str(error):
+        remedy = "it reads a parameter of a module without calling that module; call it, or hold the parameter itself"
+    return (
+        f"{name} fails that ran whole, at {file}:{line} `{linecache.getline(file, line).strip()}`: "
+        f"{str(error).partition(chr(10))[0]}; {remedy}"
+    )
+
+
+def _own(frame: FrameType) -> bool:
+    """Not of PyTorch's wrappers around each module."""
+    return "_call_impl" not in frame.f_code.co_name
 
 
 def _of_first_rank(value: Any, device: torch.device) -> Any:
@@ -144,14 +170,13 @@ class FirstStep:
         optimizer.register_step_pre_hook(self._check)
 
     def _check(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        if self._done:
+        if self._done or all(group.get("lr") == 0 for group in optimizer.param_groups):  # that only makes the states
             return
-        names = {id(one): name for name, one in self._model.named_parameters()}
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        ready = [one for one in trained if one.grad is not None]
-        if all(one.grad is None or not bool(torch.count_nonzero(_local(one.grad))) for one in trained):
-            return  # a step that only makes the states, or nothing to learn from
+        if all(one.grad is None for one in trained):
+            return
         self._done = True
+        names = {id(one): name for name, one in self._model.named_parameters()}
         missing = [names[id(one)] for one in trained if one.grad is None]
         if missing:
             warnings.warn(
@@ -159,15 +184,15 @@ class FirstStep:
                 stacklevel=2,
             )
         if self._layout.wraps:
-            self._same(
-                names, ready, self._layout.data_group, "call the model that spread returned, outside of no_sync()"
-            )
+            remedy = "call the model that spread returned, outside of no_sync()"
+            self._same(names, trained, self._layout.data_group, remedy)
         elif self._layout.tensor > 1:
-            whole = [one for one in ready if one.placements[-1].is_replicate()]
+            whole = [one for one in trained if one.placements[-1].is_replicate()]
             self._same(names, whole, self._layout.tensor_group, "give ranks that share layers the same batches")
 
     def _same(self, names: dict[int, str], parameters: list[Any], group: Any, remedy: str) -> None:
-        norms = torch.stack([_local(one.grad).float().norm() for one in parameters])
+        none = torch.zeros((), device=self._layout.device)
+        norms = torch.stack([none if one.grad is None else _local(one.grad).float().norm() for one in parameters])
         low, high = norms.clone(), norms.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)

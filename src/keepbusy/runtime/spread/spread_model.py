@@ -105,15 +105,18 @@ class _Spreading:
                 found = TensorPlan(model, layout, proof.calls, {} if isinstance(plan, str) else plan)
             found.apply(random)
             regions, sums = len(found.regions), found.sums
+        called = None if proof is None else set(proof.calls)
         if proof is not None:
-            proof.forget_calls()
-        blocks = self._wrap(proof.unused if proof else [])
+            proof.calls.clear()  # they hold activations
+        blocks = self._wrap(proof.unused if proof else [], called)
         trained.repoint(self._inner)
         told = f"{layout}, {self._held():.0%} of the parameters on each of {dist.get_world_size()} ranks" + blocks
         if regions:
             told += f", {regions} regions cut"
         if proof is not None:
-            told += "\nkeepbusy: " + proof.prove(self.model, model, layout, Theory(model, layout, sums, norms))
+            told += "\nkeepbusy: " + proof.prove(
+                self.model, model, layout, Theory(model, layout, sums, norms, proof.unused)
+            )
         if optimizer is not None:
             FirstStep(model, optimizer, layout)
             if layout.wraps and layout.shard == 1:
@@ -131,7 +134,8 @@ class _Spreading:
         self._placed |= {id(one) for one in tensors}
         dist._broadcast_coalesced(dist.group.WORLD, fresh, 256 << 20, 0)
 
-    def _wrap(self, unused: list[str]) -> str:
+    def _wrap(self, unused: list[str], called: set[nn.Module] | None) -> str:
+        """What is not called is not gathered, so that a block whose parameters are read by others is none."""
         layout, model = self._layout, self._inner
         if layout.wraps:
             places = [layout.device.index] if layout.device.type == "cuda" else None
@@ -141,7 +145,7 @@ class _Spreading:
             return ""
         if layout.data == 1:
             return ""
-        blocks = blocks_of(model)
+        blocks = {name: one for name, one in blocks_of(model).items() if called is None or one in called}
         kinds = sorted({type(one).__name__ for one in blocks.values()})
         whole = {"mesh": layout.sharding_mesh, "reshard_after_forward": layout.shard == 3}
         for block in blocks.values():

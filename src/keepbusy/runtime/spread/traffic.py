@@ -51,10 +51,11 @@ class Theory:
     parallelism has `sums` of its own, and each batch norm one more in either pass.
     """
 
-    def __init__(self, model: nn.Module, layout: RankLayout, sums: int, norms: int) -> None:
+    def __init__(self, model: nn.Module, layout: RankLayout, sums: int, norms: int, unused: list[str]) -> None:
         self.number: dict[str, int] = {}
         self.size: Counter[str] = Counter()
         self._layout = layout
+        self._idle = {id(one) for name, one in model.named_parameters() if name in unused}
         if layout.wraps:
             self.size["all-reduce"] = sum(one.nbytes for one in model.parameters() if one.requires_grad)
         elif layout.data > 1:
@@ -65,7 +66,7 @@ class Theory:
 
     def _sharded(self, model: nn.Module) -> None:
         groups = list(_groups(model))
-        trained = [[one for one in held if one.requires_grad] for _, held in groups]
+        trained = [[one for one in held if one.requires_grad and id(one) not in self._idle] for _, held in groups]
         if not self._layout.shard:
             self.size["all-reduce"] = sum(self._padded(held) for held in trained)
             return
