@@ -129,7 +129,7 @@ LINES = {
     "traces": 2188,
     "instrument": 1093,
     "recording": 3921,
-    "virtual": 8833,
+    "virtual": 8838,
     "explain": 4148,
     "report": 3102,
     "runtime": 5012,

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 LABELS = torch.tensor([1, 0, 2, 1, 2, 0, 1, 1])
 
@@ -132,6 +139,28 @@ def test_checkpointing_draws_the_same_mask_again() -> None:
     torch.manual_seed(3)
     again = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).sum(), x)[0]
     assert torch.equal(plain, again)
+
+
+def _saves_products(_: object, operator: object, *__: object, **___: object) -> CheckpointPolicy:
+    saved = operator is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_an_operator_that_is_taken_apart_on_the_host_may_stand_in_a_checkpoint(selective: bool) -> None:
+    """As in public training stacks: RMSNorm and attention within a block of which only the products are kept."""
+    contexts = partial(create_selective_checkpoint_contexts, _saves_products) if selective else noop_context_fn
+    gradients = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        x, w = (torch.randn(size, 8).to(device).requires_grad_() for size in (4, 8))
+        done = checkpoint(
+            lambda x, w: F.rms_norm(x @ w, (8,), w[0]) @ w, x, w, use_reentrant=False, context_fn=contexts
+        )
+        done.sum().backward()
+        gradients += [x.grad.cpu(), w.grad.cpu()]
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[1], gradients[3])
 
 
 def test_functional_transforms() -> None:
