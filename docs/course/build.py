@@ -8,6 +8,8 @@ A chapter names a program between two comments, and what stands between them is 
     <!-- picture overlap PINNED=False -->        its timeline, with that constant changed
     <!-- measured chapter -->                    what they all printed here, and on a real H200 (h200.json)
 
+Each chapter's notebook, in the folder of its programs, has the same prose, and each program as a cell of `%%keepbusy`.
+
     python docs/course/build.py [--to FOLDER] [chapter…]    # the pages are left alone then, and written there
 
 One process imports PyTorch; each program runs in a fork of it.
@@ -83,6 +85,33 @@ def runs_of(chapter: Path) -> dict[str, Run]:
             name, *changes = asked.split()
             runs[asked] = Run(folder / f"{name}.py", changes, said.get(name, usual))
     return runs
+
+
+def notebook(chapter: Path) -> str:
+    """What a program prints and looks like is not in it: its cell shows that, once somebody runs it."""
+    runs, cells, at = runs_of(chapter), [_cell("code", "%load_ext keepbusy")], 0
+    text = chapter.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        what, asked = found[1], found[2]
+        if what == "source":
+            cells += [_cell("markdown", text[at : found.start()]), _cell("code", runs[asked].as_cell())]
+            at = found.end()
+        elif what == "picture" or (what in ("output", "report") and not runs[asked].changes):
+            text = text[: found.start()] + " " * (found.end() - found.start()) + text[found.end() :]
+    cells = [one for one in [*cells, _cell("markdown", text[at:])] if one["source"]]
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    whole = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def _cell(kind: str, text: str) -> dict[str, object]:
+    """Of markdown without the comments, and with links that lead out of the folder of the programs."""
+    of_code = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    if kind == "markdown":
+        text = re.sub(r"<!-- .*? -->\n?", "", text)
+        text = re.sub(r"\]\((\d-[\w-]+\.md)", r"](../\1", text)
+        text = re.sub(r"\n\s*\n", "\n\n", text)
+    return {"cell_type": kind, "metadata": {}, **of_code, "source": text.strip()}
 
 
 def compared(chapter: Path, runs: dict[str, Run], pictures: Path) -> str:
@@ -162,6 +191,13 @@ class Run:
                 raise SystemExit(f"{self.program.name} has no constant {constant}")
         return source
 
+    def as_cell(self) -> str:
+        """Run beside the program's data; a cell is no file."""
+        text = self.text().rstrip().replace('Path(__file__).with_name("', 'Path("')
+        gpus = ["--gpus", str(self.gpus)] if self.gpus > 1 else []
+        ranks = ["--ranks", str(self.ranks)] if self.ranks > 1 else []
+        return " ".join(["%%keepbusy", *self.options, *gpus, *ranks]) + f"\n{text}"
+
     def run(self, pictures: Path) -> None:
         """Each rank in a fork, which ends as a program does: the report comes with its end, on the first of them."""
         if self.printed:
@@ -220,6 +256,9 @@ def main() -> None:
     for chapter in chapters():
         if not options.chapters or chapter.name[0] in options.chapters:
             (options.to / chapter.name).write_text(build(chapter, options.to / "pictures"), encoding="utf-8")
+            kept = options.to / f"chapter{chapter.name[0]}" / f"chapter{chapter.name[0]}.ipynb"
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(notebook(chapter), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
     from keepbusy.traces import read as read
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "accumulate": "keepbusy.runtime.accumulate",

@@ -208,7 +208,7 @@ def test_the_help_cites_nothing_that_is_not_installed(verb: str, capsys: pytest.
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
-    assert capsys.readouterr().out == "keepbusy 0.1.0\n"
+    assert capsys.readouterr().out == "keepbusy 0.2.0\n"
 
 
 # values
@@ -313,7 +313,7 @@ def test_a_bug_is_owned_up_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr("keepbusy.cli.explain.run", broken)
     code, _, error = ask(capsys, "explain", "x")
     assert code == 3
-    assert "a bug of keepbusy 0.1.0" in one_sentence(error)
+    assert "a bug of keepbusy 0.2.0" in one_sentence(error)
     monkeypatch.setenv("KEEPBUSY_DEBUG", "1")
     code, _, error = ask(capsys, "explain", "x")
     assert code == 3
@@ -426,7 +426,7 @@ def test_compare_a_trace_with_itself(trace: str, capsys: pytest.CaptureFixture[s
     assert {cause["verdict"] for cause in json.loads(out)["causes"]} <= {"unchanged"}
 
 
-@pytest.mark.parametrize("kind", ["perfetto", "json", "csv"])
+@pytest.mark.parametrize("kind", ["perfetto", "json", "csv", "sarif"])
 def test_export(kind: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ask(capsys, "export", trace, "--to", kind)
     assert code == 0

@@ -18,6 +18,12 @@ def test_the_version_to_cite_is_the_version() -> None:
     assert cited[1] == keepbusy.__version__
 
 
+def test_the_newest_changes_are_of_this_version() -> None:
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest
+    assert newest[1] == keepbusy.__version__
+
+
 def test_one_range_of_pytorch_stands_everywhere() -> None:
     (needed,) = PROJECT["optional-dependencies"]["torch"]
     assert needed == "torch>=2.9"

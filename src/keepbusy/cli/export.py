@@ -3,6 +3,7 @@
 perfetto   the timeline, for ui.perfetto.dev or chrome://tracing
 json       the explanation, as JSON
 csv        the timeline's spans, one a line
+sarif      the lines to blame with what they cost, for editors and code scanners
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ EXAMPLES = """\
 examples:
   keepbusy export run.busy --to perfetto -o run.json.gz
   keepbusy export rank*.trace.json.gz --to csv > spans.csv
+  keepbusy export run.busy --to sarif -o keepbusy.sarif
 """
-KINDS = ("perfetto", "json", "csv")
+KINDS = ("perfetto", "json", "csv", "sarif")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +61,14 @@ def run(options: argparse.Namespace) -> Iterable[str]:
 
 def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     from keepbusy.report import as_json
-    from keepbusy.report.exports import csv_table, perfetto
+    from keepbusy.report.exports import csv_table, perfetto, sarif
 
     if kind == "perfetto":
         return perfetto.parts(timeline, _told(timeline))
     if kind == "csv":
         return csv_table.parts(timeline)
+    if kind == "sarif":
+        return (sarif.render(explained(timeline)),)
     return (as_json.render(explained(timeline)), "\n")
 
 
