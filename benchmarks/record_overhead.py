@@ -325,6 +325,31 @@ def switched(make: Callable[[], Step], seconds: float) -> dict[str, Any]:
     }
 
 
+def calls_of_a_mark() -> dict[str, float]:
+    """Microseconds of what a mark asks of the driver, each between two pieces of other work, as in a program."""
+    work, stream, took = small_batches(), torch.cuda.current_stream(), dict[str, list[float]]()
+
+    def timed(name: str, act: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        act()
+        took.setdefault(name, []).append(1e6 * (time.perf_counter() - began))
+
+    first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(300):
+        work()
+        timed("capturing?", torch.cuda.is_current_stream_capturing)
+        timed("stream", torch.cuda.current_stream)
+        timed("record", lambda: first.record(stream))
+        timed("query, pending", first.query)
+        second.record(stream)
+        wait_for_device()
+        work()
+        timed("query, passed", first.query)
+        timed("elapsed", lambda: first.elapsed_time(second))
+        timed("nothing", lambda: None)
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
 def fitted(values: Any, rows: Any) -> tuple[Any, Any, int]:
     """What each column adds, how surely, and of how many rows; each row is held against those around it."""
     values, rows = (without_drift(one) for one in (values, rows))
@@ -497,6 +522,9 @@ def main() -> None:
             part = options.seconds / len(options.only) - 5
             found[name] = forked(lambda name=name, part=part: switched(PROGRAMS[name], part))
             show_switched(name, found[name])
+        if ON_GPU:
+            calls = forked(calls_of_a_mark)
+            print("a mark's calls, µs: " + ", ".join(f"{name} {took:.1f}" for name, took in calls.items()))
         if options.out:
             options.out.write_text(json.dumps(described() | {"switches": found}, indent=1))
         return

@@ -128,7 +128,7 @@ LINES = {
     "timeline": 2229,
     "traces": 2188,
     "instrument": 1093,
-    "recording": 3921,
+    "recording": 3917,
     "virtual": 8838,
     "explain": 4148,
     "report": 3167,

@@ -216,7 +216,7 @@ def test_input_that_another_thread_fetches_holds_up_nobody(program: Program) -> 
     fetched = threading.Thread(target=lambda: list(loader))
     fetched.start()
     fetched.join()
-    assert program.marks.pauses.take("input") == 0
+    assert program.marks.pauses.now["input"] == 0
 
 
 def test_checkpoints_are_timed(program: Program) -> None:
@@ -233,7 +233,7 @@ def test_the_collector_is_timed(program: Program) -> None:
     gc.callbacks.insert(len(gc.callbacks) - 1, lambda *_: program.works(30 * MS))
     gc.collect()
     del gc.callbacks[-2]
-    assert program.marks.pauses.take("garbage collection") >= 30 * MS
+    assert program.marks.pauses.now["garbage collection"] >= 30 * MS
 
 
 def test_a_loader_within_a_loader_is_one_wait(program: Program) -> None:
@@ -251,7 +251,7 @@ def test_a_loader_within_a_loader_is_one_wait(program: Program) -> None:
 
     began = program.program.now()
     list(torch.utils.data.DataLoader(Outer()))
-    assert 16 * MS <= program.marks.pauses.take("input") <= program.program.now() - began
+    assert 16 * MS <= program.marks.pauses.now["input"] <= program.program.now() - began
 
 
 class Slowly(io.BytesIO):

@@ -56,11 +56,6 @@ class Pauses:
         """Leave everything as it was."""
         self._patches.undo()
 
-    def take(self, what: str) -> int:
-        """How long these pauses took since this was last asked."""
-        time, self.now[what] = self.now[what], 0
-        return time
-
     def _time_distributed(self) -> None:
         import torch.distributed.checkpoint as distributed
 

@@ -136,12 +136,12 @@ class DeviceMarks:
         if event is not None:
             self._device.set(event)
             self._pending.append(_Pending(event, mark, now))
-        self.read()
+        self.read(but=1)
 
-    def read(self, most: int = READ_AT_A_TIME) -> None:
-        """See which marks the device has passed."""
+    def read(self, most: int = READ_AT_A_TIME, but: int = 0) -> None:
+        """See which marks the device has passed, `but` the last ones: what was set just now it has not."""
         for _ in range(most):
-            if not self._pending or not self._passed(self._pending[0]):
+            if len(self._pending) <= but or not self._passed(self._pending[0]):
                 return
 
     def read_all(self) -> None:
@@ -220,13 +220,14 @@ class MarkTable:
         return self.host[-1] if self.host else 0
 
     def add(self, now: int, says: int, pauses: Pauses) -> None:
-        saved = pauses.take(CHECKPOINT)
-        if saved:
-            self.saves[self.count] = saved
+        took = pauses.now
+        if took[CHECKPOINT]:
+            self.saves[self.count] = took[CHECKPOINT]
         self.says.append(says)
-        self.input.append(pauses.take(INPUT))
-        self.collector.append(pauses.take(COLLECTOR))
+        self.input.append(took[INPUT])
+        self.collector.append(took[COLLECTOR])
         self.host.append(now)
+        took[CHECKPOINT] = took[INPUT] = took[COLLECTOR] = 0
 
     def columns(self) -> tuple[array[int], ...]:
         """A row a mark: when it was set, what it says, the input and the collector before it."""

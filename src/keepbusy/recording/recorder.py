@@ -241,7 +241,7 @@ class Run:
             self.marks.look_closely(False)
 
     def _step(self, count: int) -> None:
-        if self._sees_script():
+        if self.window.is_open and self._sees_script():
             self.window.cut()
             self._closed()
         if self.window.is_open:
