@@ -285,7 +285,7 @@ def worst_loss(device: torch.device, shard: int, tensor: int | None) -> tuple[fl
 def forget_accelerate() -> None:
     """Its next accelerator would be configured as its first one was."""
     if "accelerate" in sys.modules:
-        sys.modules["accelerate"].state.AcceleratorState._reset_state()
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def sync() -> None:

@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8838,
     "explain": 4148,
     "report": 3167,
-    "runtime": 5012,
+    "runtime": 5013,
     "cli": 2434,
     "fix": 3683,
 }

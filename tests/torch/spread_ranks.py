@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from keepbusy.runtime.accumulate import accumulate
 from keepbusy.runtime.save_later import save_later
-from keepbusy.runtime.spread import resume, state_of
+from keepbusy.runtime.spread import resume, sharded_states, state_of
 from keepbusy.runtime.spread.batch_share import share
 from keepbusy.runtime.spread.spread_model import spread
 
@@ -465,6 +465,8 @@ ERRORS = [
 
 if __name__ == "__main__":
     import time
+
+    sharded_states.LARGE = 1 << 12  # so that small models have large parameters, too
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, Shard
 
-BUCKET = 64 << 20
-"""Bytes of parameters that are gathered at once: as large as need be for a link to be at its best, and no larger."""
+LARGE = 4 << 20
+"""Bytes from which a parameter is gathered by itself, where it lies; smaller ones are copied together and back."""
 ELEMENTWISE = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam}
 ELEMENTWISE |= {optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
 """Optimizers that step on a slice as on the whole; any other takes norms and factors, for which it gets DTensors."""
+
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since PyTorch 2.13
 
 
 class ShardedStates:
@@ -68,37 +70,36 @@ class ShardedStates:
                 part.grad = None
                 self._move_state(part, whole)
             group["params"] = wholes
-        for bucket in self._buckets():
-            self._gather(bucket)
+        self._gather_all()
 
     def _move_state(self, source: Tensor, target: Tensor) -> None:
         if source in self._optimizer.state:
             self._optimizer.state[target] = self._optimizer.state.pop(source)
 
-    def _buckets(self) -> Iterator[list[Tensor]]:
-        held: list[Tensor] = []
-        for whole in sorted((one for one in self._parameters() if one.dim()), key=lambda one: str(one.dtype)):
-            if held and (held[0].dtype != whole.dtype or sum(one.nbytes for one in held) + whole.nbytes > BUCKET):
-                yield held
-                held = []
-            held.append(whole.detach())
-        if held:
-            yield held
+    def _gather_all(self) -> None:
+        """All ranks get all rows; those of large parameters travel while small ones are copied together."""
+        waits, small = [], dict[torch.dtype, list[Tensor]]()
+        for whole in (one.detach() for one in self._parameters() if one.dim()):
+            if whole.nbytes >= LARGE and whole.shape[0] % self._ranks == 0 and whole.is_contiguous():
+                waits.append(_gather(whole, self._rows(whole), group=self._mesh.get_group(), async_op=True))
+            else:
+                small.setdefault(whole.dtype, []).append(whole)
+        for wholes in small.values():
+            self._gather_together(wholes)
+        for one in waits:
+            one.wait()
 
-    def _gather(self, wholes: list[Tensor]) -> None:
-        """Each rank's rows go to all, padded where they do not divide."""
+    def _gather_together(self, wholes: list[Tensor]) -> None:
+        """Padded where rows do not divide."""
         sizes = [-(-one.shape[0] // self._ranks) * (one.numel() // one.shape[0]) for one in wholes]
         mine = wholes[0].new_empty(sum(sizes))
         rows = [self._rows(one).reshape(-1) for one in wholes]
         torch._foreach_copy_([part[: len(row)] for part, row in zip(mine.split(sizes), rows, strict=True)], rows)
         gathered = mine.new_empty(self._ranks * len(mine))
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since PyTorch 2.13
-        gather(gathered, mine, group=self._mesh.get_group())
+        _gather(gathered, mine, group=self._mesh.get_group())
         parts = gathered.view(self._ranks, -1).split(sizes, dim=1)
-        torch._foreach_copy_(
-            [one.view(-1) for one in wholes],
-            [part.reshape(-1)[: one.numel()] for part, one in zip(parts, wholes, strict=True)],
-        )
+        rows = [part.reshape(-1)[: one.numel()].view_as(one) for part, one in zip(parts, wholes, strict=True)]
+        torch._foreach_copy_(wholes, rows)
 
     def _saved(self, _optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
         """States as DTensors."""
