@@ -13,7 +13,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
 
-.PHONY: demo demo-trace page test test-pure operators builds dist bench lint format snapshots course picture clean
+.PHONY: demo demo-trace page test test-pure operators builds dist bench lint format snapshots course site picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
 
@@ -89,6 +89,12 @@ course: $(READY)
 	@$(BIN)/python docs/course/build.py
 	@git diff --stat -- docs/course
 
+# the documentation as a site, into site/
+site: $(READY)
+	@$(BIN)/python $(PIP) install -qq -c constraints.txt -e '.[site]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@echo "open site/index.html"
+
 pictures: picture
 	@$(BIN)/python docs/pictures.py
 
@@ -100,7 +106,7 @@ page:
 	@cd page && npm ci --silent && npm run --silent check && npm run --silent build
 
 clean:
-	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # PyTorch comes first and pinned: after other packages pip might take a build with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt
