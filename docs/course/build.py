@@ -2,7 +2,7 @@
 
 A chapter names a program between two comments, and what stands between them is made anew:
 
-    <!-- source queue -->                        its text
+    <!-- source queue -->                        how to run it, and its text
     <!-- output queue -->                        what it prints
     <!-- report half_idle -->                    that, and keepbusy's report
     <!-- picture overlap PINNED=False -->        its timeline, with that constant changed
@@ -157,7 +157,8 @@ class Run:
 
     def shown(self, what: str, pictures: Path) -> str:
         if what == "source":
-            return f"```python\n{self.text().rstrip()}\n```"
+            command = " ".join(["keepbusy run", *self.asked, f"{self.program.parent.name}/{self.program.name}"])
+            return f"`{command}`\n\n```python\n{self.text().rstrip()}\n```"
         self.run(pictures)
         if what == "output":
             return f"```\n{self.printed}\n```"
@@ -168,6 +169,12 @@ class Run:
     @property
     def name(self) -> str:
         return re.sub(r"\W+", "-", "-".join([self.program.stem, *self.changes])).lower()
+
+    @property
+    def asked(self) -> list[str]:
+        """What a reader gives `keepbusy run` for it."""
+        gpus = ["--gpus", str(self.gpus)] if self.gpus > 1 else []
+        return [*self.options, *gpus, *(["--ranks", str(self.ranks)] if self.ranks > 1 else [])]
 
     @property
     def ranks(self) -> int:
@@ -194,9 +201,7 @@ class Run:
     def as_cell(self) -> str:
         """Run beside the program's data; a cell is no file."""
         text = self.text().rstrip().replace('Path(__file__).with_name("', 'Path("')
-        gpus = ["--gpus", str(self.gpus)] if self.gpus > 1 else []
-        ranks = ["--ranks", str(self.ranks)] if self.ranks > 1 else []
-        return " ".join(["%%keepbusy", *self.options, *gpus, *ranks]) + f"\n{text}"
+        return " ".join(["%%keepbusy", *self.asked]) + f"\n{text}"
 
     def run(self, pictures: Path) -> None:
         """Each rank in a fork, which ends as a program does: the report comes with its end, on the first of them."""
