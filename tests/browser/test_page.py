@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -397,3 +398,41 @@ def test_the_run_after_can_be_looked_at_as_well(opened: Any) -> None:
     assert "A step takes 37.5 ms" in page.locator("#headline").inner_text()
     assert "before, item.busy: 18.0 ms a turn" in page.locator("#turn").inner_text()
     assert page.locator("#changed").count() == 1
+
+
+def test_a_finger_selects_and_two_fingers_zoom(opened: Any) -> None:
+    page = opened(html(ITEM), width=390, height=800, has_touch=True, is_mobile=True)
+    canvas = drawing(page)
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    track = page.evaluate("() => keepbusy.panel.state.scene.tracks.find(track => track.kind === 'gpu').y")
+    page.touchscreen.tap(box["x"] + 200, box["y"] + track + 8)
+    assert state(page)["kind"] == "gpu"
+    assert page.locator(".told .said").inner_text().startswith("The GPU ")
+    before = state(page)
+    fingers = page.context.new_cdp_session(page)
+    for kind, apart in (("touchStart", 20), ("touchMove", 40), ("touchMove", 60), ("touchEnd", None)):
+        points = [
+            {"x": box["x"] + 200 + way * apart, "y": box["y"] + track + 8, "id": way + 1}
+            for way in (-1, 1)
+            if apart is not None
+        ]
+        fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    after = state(page)
+    assert after["to"] - after["from"] < 0.6 * (before["to"] - before["from"])
+
+
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, canvas, [role=img], section")].filter(one =>
+  one.checkVisibility() && !one.closest("[aria-hidden=true]") &&
+  !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length ||
+    document.getElementById(one.getAttribute("aria-labelledby") ?? ""))).map(one => one.outerHTML.slice(0, 90))"""
+
+
+def test_who_hears_the_page_hears_what_each_thing_is(item: Any) -> None:
+    assert item.evaluate(NAMELESS) == []
+    ledger = item.locator("#ledger").aria_snapshot()
+    assert 'row "computing 12.1 ms 67% The GPU computes"' in ledger
+    assert 'switch "1' in item.locator("#plan").aria_snapshot()
+    levels = item.evaluate("() => [...document.querySelectorAll('h1, h2, h3')].map(one => Number(one.tagName[1]))")
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))

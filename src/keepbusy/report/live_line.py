@@ -140,7 +140,7 @@ def _explained(diagnosis: Diagnosis | None) -> list[_Part]:
     return parts
 
 
-class Screen(Protocol):
+class Surface(Protocol):
     """A terminal: it shows what is written, and knows how large it is."""
 
     def write(self, text: str) -> object: ...
@@ -152,7 +152,7 @@ class Screen(Protocol):
 class BottomLines:
     """The last rows of a terminal. Each change is one write, so that nothing of the program's gets between."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: Surface) -> None:
         self._screen = screen
         self._rows = self._count = 0
 
