@@ -159,6 +159,7 @@ export class Drawing {
 
   draw(): void {
     const { context, width, height, paint } = this;
+    if (!this.canvas.offsetParent) return; // nobody sees it
     context.fillStyle = paint.paper;
     context.fillRect(0, 0, width, height);
     context.font = FONT;
