@@ -156,6 +156,27 @@ def test_host_work_stands_at_its_own_line(run) -> None:
     assert 7 in lines(json.loads(done.stdout), "host_work"), done.stdout
 
 
+@pytest.mark.parametrize("work", ["sum(range(120_000))", "[one + 1 for one in range(40_000)]"])
+def test_short_host_work_stands_at_its_own_line_and_not_at_the_next_one(run, work: str) -> None:
+    """A call that lets nobody else run, and a loop."""
+    source = f"""\
+import torch
+x = torch.ones(64, 64, device="cuda")
+parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(40):
+    y = x * 2
+    {work}
+    z = y + 1
+    w = z @ x
+    optimizer.step()
+"""
+    said = json.loads(run(source, before=("--json",)).stdout)
+    cause = next(one for one in said["causes"] if one["cause"] == "host_work")
+    waits = {site["place"]["line"]: site["wait"] for site in cause["sites"]}
+    assert max(waits, key=lambda line: waits[line]) == 7, waits
+
+
 def test_a_program_may_announce_its_own_steps(run) -> None:
     done = run(
         "import keepbusy, torch\n"

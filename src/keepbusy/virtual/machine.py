@@ -19,7 +19,7 @@ from torch.nn import functional
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.host_threads import HostThread, HostTime
+from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime
 from keepbusy.virtual.clock.onlooker import Onlooker
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
@@ -38,6 +38,7 @@ _precision = torch._C._get_fp32_precision_getter
 _NATIVE_CALL, _NATIVE_RELEASE = 3_000, 500
 """What it takes to call an operator from Python where nothing of ours is in the way, launch apart; to free a tensor."""
 _BATCHES, _CALLS, _PASSES = 6, 50, 4
+_FOREVER = 1 << 62
 _NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
@@ -109,6 +110,7 @@ class Machine:
         self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
         self.clock.raises = _accelerator_error
         self.places = Places(self.clock.place)
+        self._busy_lines: dict[tuple[int, int], int] = {}  # of the places of two calls, the one in between
         self.recording = None
 
     def calibrate(self) -> None:
@@ -171,10 +173,10 @@ class Machine:
         self._calls += 1
         host = self.clock.threads.get(get_ident()) or self.clock.host()
         host.pause(self._call_overhead)
-        onlooker = self._onlooker
-        if onlooker is not None and onlooker.looks:
-            self._catch_up(onlooker)
-        return host, self.places.here()
+        place = self.places.here()
+        if self._onlooker is not None and (self._onlooker.looks or host.unwritten_time > NOISE_LIMIT):
+            self._catch_up(self._onlooker, host, place)
+        return host, place
 
     def enter(self, kind: FrameKind, name: str) -> None:
         """Something of the program's own begins: see `Clock.enter`."""
@@ -184,16 +186,23 @@ class Machine:
 
     def place(self) -> int:
         """The place of the call, once what the program did on its way there is written down."""
-        if self._onlooker is not None and self._onlooker.looks:
-            self._catch_up(self._onlooker)
-        return self.places.here()
+        place = self.places.here()
+        if self._onlooker is not None:
+            self._catch_up(self._onlooker, self.clock.host(), place)
+        return place
 
-    def _catch_up(self, onlooker: Onlooker) -> None:
-        host = self.clock.host()
-        if isinstance(host.real, HostTime) and onlooker.watches_caller():
-            host.unwritten_time -= onlooker.take_cost()
-            for moment, place in onlooker.take():
-                self.clock.attribute(place, host.real.at(moment))
+    def _catch_up(self, onlooker: Onlooker, host: HostThread, place: int) -> None:
+        """Up to a call at `place`. A line that was found at work was so until the call: also where the program goes
+        from the same call to the same one and no look came in between, as looks are a millisecond apart."""
+        if not isinstance(host.real, HostTime) or not onlooker.watches_caller():
+            return
+        host.unwritten_time -= onlooker.take_cost()
+        stretch = host.place, place
+        seen = [one for moment, one in onlooker.take() if self.clock.attribute(one, host.real.at(moment))]
+        if seen:
+            self._busy_lines[stretch] = seen[-1]
+        if stretch in self._busy_lines and (seen or host.unwritten_time > NOISE_LIMIT):
+            self.clock.attribute(self._busy_lines[stretch], _FOREVER)
 
     def kernels(
         self,

@@ -223,14 +223,18 @@ class Clock:
             host.work_until_border()
             host.work(duration, name)
 
-    def attribute(self, place: int, until: int) -> None:
-        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there."""
+    def attribute(self, place: int, until: int) -> bool:
+        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there.
+
+        Whether it did anything that is not written down yet.
+        """
         host = self.host()
         with self.lock:
             duration = host.take_time_until(until) if not host.depth else 0
             if duration > 0:
                 host.go_to(place)
                 host.work(duration)
+            return duration > 0
 
     def spend(self, duration: float) -> None:
         """A little modelled host time that deserves no row of its own: a view, a module called."""

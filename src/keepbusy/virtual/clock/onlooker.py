@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from itertools import zip_longest
 from time import perf_counter_ns
 from types import FrameType
 
@@ -27,6 +28,8 @@ class Onlooker:
         self._place = place
         self._watched = threading.main_thread().ident
         self._stop = threading.Event()
+        # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
+        sys.setswitchinterval(INTERVAL / 4)
         threading.Thread(target=self._look, name="keepbusy", daemon=True).start()
 
     def _look(self) -> None:
@@ -48,6 +51,5 @@ class Onlooker:
 
     def take(self) -> list[tuple[int, int]]:
         """What was seen, place by place: of looks in a row at the same place the last one."""
-        looks, self.looks = self.looks, []
-        next_places = [place for _, place in looks[1:]] + [-1]
-        return [look for look, place in zip(looks, next_places, strict=True) if look[1] != place]
+        looks, self.looks = tuple(self.looks), []
+        return [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
