@@ -35,7 +35,6 @@ def after(on: Clock, begun: int) -> list[tuple[str, str, int, int]]:
 
 def test_nothing_runs_during_a_capture() -> None:
     on, stream = captured(100, 50)
-    on.fill(stream, 64, 30)
     on.copy(stream, IN, 10, pinned=True, non_blocking=True)
     on.end_capture(stream)
     assert {row[1] for row in rows(on.timeline())} == {"work"}

@@ -15,7 +15,7 @@ from virtual_programs import clock, operator, rows
 
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.memory.allocator import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
-from keepbusy.virtual.memory.host_memory import PinnedMemory, native_is_pinned, native_pins
+from keepbusy.virtual.memory.host_memory import native_is_pinned, native_pins
 
 MB = 1 << 20
 
@@ -178,15 +178,6 @@ def test_nothing_needs_no_memory() -> None:
     assert mine.allocate(0, 0, stream) is None
     mine.free(None)
     mine.record_stream(None, 1)
-
-
-def test_pinned_memory_is_paid_once() -> None:
-    on = clock()
-    pinned = PinnedMemory(on)
-    handle = pinned.allocate(1000)
-    pinned.free(handle)
-    assert pinned.allocate(600) == handle == 1024
-    assert calls(on) == ["cudaHostAlloc"]
 
 
 def native(*calls: Callable[[], object]) -> list[object]:

@@ -39,7 +39,7 @@ from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Moment, StreamQue
 from keepbusy.virtual.costs.device import Device, HostCosts
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
-_KERNEL, _COLLECTIVE, _FILL, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.FILL), int(Kind.COPY)
+_KERNEL, _COLLECTIVE, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.COPY)
 _OPERATOR = int(FrameKind.OPERATOR)
 
 MARKS = (*STEP_MARKS, "Forward#")
@@ -365,11 +365,6 @@ class Clock:
             for name, work in kernels:
                 self._launch(host, line, _KERNEL, name, work, cost)
 
-    def fill(self, stream: int, size: int, work: int) -> int:
-        with self.lock:
-            host, line, cost = self._arrive(), self._streams[stream], self.device.host.launch
-            return self._launch(host, line, _FILL, "Memset (Device)", work, cost, "cudaMemsetAsync", size)
-
     def collective(
         self,
         stream: int,
@@ -412,11 +407,8 @@ class Clock:
         that was never touched.
         """
         with self.lock:
-            host, line, way = (
-                self._arrive(),
-                self._streams[stream],
-                self.device.copies.copy(direction, size, pinned, fresh),
-            )
+            host, line = self._arrive(), self._streams[stream]
+            way = self.device.copies.copy(direction, size, pinned, fresh)
             graph, blocks = self._capture_of(stream), not (non_blocking and way.returns)
             waits_in = "cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize"
             if blocks:

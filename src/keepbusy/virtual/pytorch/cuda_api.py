@@ -398,12 +398,13 @@ def _set_device(device: int) -> None:
     CURRENT.change(device)
 
 
-def _memory_info(device: Any = None) -> tuple[int, int]:
-    return MACHINE.memory.info(CURRENT.index(device))
+def _of_memory(answer: str) -> Callable[..., Any]:
+    """What is asked of a device's allocator, which has a method of that name."""
+    return lambda device=None: getattr(MACHINE.memory, answer)(CURRENT.index(device))
 
 
-def _memory_stats(device: int) -> dict[str, Any]:
-    return MACHINE.memory.stats(CURRENT.index(device))
+_memory_info, _memory_stats = _of_memory("info"), _of_memory("stats")
+_reset_peak, _reset_accumulated = _of_memory("reset_peak"), _of_memory("reset_accumulated")
 
 
 def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
@@ -413,24 +414,12 @@ def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     return "\n".join([f"virtual {MACHINE.device.name}, device {index}", *rows])
 
 
-def _reset_peak(device: int) -> None:
-    MACHINE.memory.reset_peak(CURRENT.index(device))
-
-
-def _reset_accumulated(device: int) -> None:
-    MACHINE.memory.reset_accumulated(CURRENT.index(device))
-
-
 def _empty_cache(device: int | None = None) -> None:
     """Of one device, or of all that have been used."""
     with DeviceCall("cudaFree"):
         MACHINE.clock.allocate("emptyCache", MACHINE.device.host.event)  # a row even where nothing is freed
         for one in range(CURRENT.count) if device is None else (device,):
             MACHINE.memory.empty_cache(one)
-
-
-def _snapshot(*_args: Any) -> dict[str, Any]:
-    return {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
 
 
 def _sleep(cycles: int) -> None:
@@ -500,7 +489,12 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     "_cuda_resetAccumulatedHostMemoryStats": _constant(None),
     "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
     "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
-    "_cuda_memorySnapshot": _snapshot,
+    "_cuda_memorySnapshot": lambda *_: {
+        "segments": [],
+        "device_traces": [],
+        "allocator_settings": {},
+        "external_annotations": [],
+    },
     "_cuda_record_memory_history": _constant(None),
     "_cuda_record_memory_history_legacy": _constant(None),
     "_cuda_isHistoryEnabled": _constant(False),
