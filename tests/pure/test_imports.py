@@ -128,7 +128,7 @@ LINES = {
     "traces": 2188,
     "instrument": 1093,
     "recording": 3917,
-    "virtual": 8838,
+    "virtual": 8813,
     "explain": 4148,
     "report": 3167,
     "runtime": 5013,
