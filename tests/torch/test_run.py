@@ -156,7 +156,7 @@ def test_host_work_stands_at_its_own_line(run) -> None:
     assert 7 in lines(json.loads(done.stdout), "host_work"), done.stdout
 
 
-@pytest.mark.parametrize("work", ["sum(range(120_000))", "[one + 1 for one in range(40_000)]"])
+@pytest.mark.parametrize("work", ["sum(range(400_000))", "[one + 1 for one in range(120_000)]"])
 def test_short_host_work_stands_at_its_own_line_and_not_at_the_next_one(run, work: str) -> None:
     """A call that lets nobody else run, and a loop."""
     source = f"""\
