@@ -46,7 +46,7 @@ class HostTime:
 
     def __init__(self) -> None:
         self._last_look = perf_counter_ns()
-        self._lost = 0
+        self._lost = self._lost_before = 0  # now, and at the look before
         try:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # another kernel: real time is all there is
@@ -54,7 +54,7 @@ class HostTime:
         self._waited = self._time_without_core()
 
     def __call__(self) -> int:
-        now = perf_counter_ns()
+        now, self._lost_before = perf_counter_ns(), self._lost
         if now - self._last_look > self._SHORTEST_WAIT:
             waited = self._time_without_core()
             self._lost += waited - self._waited
@@ -63,8 +63,11 @@ class HostTime:
         return now - self._lost
 
     def at(self, moment: int) -> int:
-        """What it said at a moment of the steady clock, not long ago."""
-        return moment - self._lost
+        """What it said at a moment of the steady clock between the last two looks.
+
+        Where the thread lost time in between, nobody knows whether before that moment or after it: say, after it.
+        """
+        return min(moment - self._lost_before, self._last_look - self._lost)
 
     def _time_without_core(self) -> int:
         """How long this thread has stood ready without running: the second number."""
