@@ -63,10 +63,7 @@ class HostTime:
         return now - self._lost
 
     def at(self, moment: int) -> int:
-        """What it said at a moment of the steady clock between the last two looks.
-
-        Where the thread lost time in between, nobody knows whether before that moment or after it: say, after it.
-        """
+        """What it said at a moment between the last two looks. Time lost in between is taken as lost after it."""
         return min(moment - self._lost_before, self._last_look - self._lost)
 
     def _time_without_core(self) -> int:
