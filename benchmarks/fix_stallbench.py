@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/fix_stallbench.py [--stallbench FOLDER] [--gpus 4] [--only NAME ...] [--out F.json]
 
-Each case runs in a process of its own, on a GPU and cores of its own: a short run of each kind first, which pays for
-what comes only once; then as it is written, with the fixes, and as its author would have fixed it, in turns; and at
+Each GPU has a process and cores of its own, which takes case after case: a short run of each kind first, which pays
+for what comes only once; then as it is written, with the fixes, and as its author would have fixed it, in turns; and at
 last with the trial that a user's run makes. Weights after the last step are compared bit for bit, and two plain runs
 say whether a case agrees with itself at all. Cases of several ranks are left out. Needs a GPU; without one the cases
 shrink and run on a virtual GPU, which shows that they run and compute the same, and no more.
@@ -43,7 +43,7 @@ RECORD = 256
 def cases(folders: list[Path], only: list[str]) -> list[Path]:
     """Those that seldom end soon come first."""
     found = [one for folder in folders for one in sorted(folder.glob("*.py"))]
-    found = [one for one in found if "distributed" not in one.read_text() and (not only or one.stem in only)]
+    found = [one for one in found if "distributed" not in one.read_text().lower() and (not only or one.stem in only)]
     return sorted(found, key=lambda one: not is_loaded(one))
 
 
@@ -61,7 +61,11 @@ class Case:
         self.optimizers: list[Any] = []
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(lambda optimizer, *_: self._meet(optimizer))
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._meet(optimizer))
+
+    def end(self) -> None:
+        self._hook.remove()
+        del sys.path[:2]
 
     def _meet(self, optimizer: Any) -> None:
         if not any(one is optimizer for one in self.optimizers):
@@ -125,13 +129,6 @@ def digest(tensor: Any) -> int:
 
 
 def measure(path: Path, rounds: int, also: list[str]) -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["STALLBENCH_SMALL"] = "1"
-        from keepbusy.virtual.virtual_run import Options, start
-
-        start(Options(measured=False, script_clocks=False))
     from keepbusy.fix.live.live_fixes import LiveFixes, chosen
 
     case, began = Case(path), time.monotonic()
@@ -161,7 +158,8 @@ def measure(path: Path, rounds: int, also: list[str]) -> dict[str, Any]:
     tried = LiveFixes(chosen(also=also))
     found["tried"] = case.run(False, tried)["ms"]
     found["told"] = tried.told()
-    result = tried.trial.result if tried.trial else None
+    case.end()
+    result = tried.result
     found["trial_gain"] = result.gain if result else None
     found["left_alone"] = bool(result) and all(one.off_because or not one.done for one in tried.switches)
     return found
@@ -172,27 +170,23 @@ def same(weights: dict[str, list[int]]) -> bool | str:
     return "varies by itself" if len(set(weights["plain"])) > 1 else set(weights["live"]) == set(weights["plain"])
 
 
-def in_child(path: Path, rounds: int, also: list[str], seconds: int) -> dict[str, Any]:
-    """CUDA begins in the child; PyTorch was imported before."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        signal.alarm(seconds)
-        try:
-            told = measure(path, rounds, also)
-        except BaseException as error:
-            told = {"case": path.stem, "error": f"{type(error).__name__}: {error}"[:300]}
-            if os.environ.get("KEEPBUSY_DEBUG"):
-                traceback.print_exc()
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(told, pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else {"case": path.stem, "error": f"took more than {seconds} s, or died"}
+def measured(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Or why not."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"took more than {options.seconds} s")
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(options.seconds)
+    try:
+        return measure(path, options.rounds, options.also)
+    except Exception as error:
+        if os.environ.get("KEEPBUSY_DEBUG"):
+            traceback.print_exc()
+        return {"case": path.stem, "error": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        signal.alarm(0)
+        gc.collect()
 
 
 def on_gpus(paths: list[Path], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -229,12 +223,17 @@ def take_cases(asking: int, writing: int, turn: Any, cores: int, options: argpar
     import torch
 
     torch.set_num_threads(cores)
+    if not torch.cuda.is_available():
+        os.environ["STALLBENCH_SMALL"] = "1"
+        from keepbusy.virtual.virtual_run import Options, start
+
+        start(Options(measured=False, script_clocks=False))
     while (record := os.read(asking, RECORD)).strip():
         path = Path(record.decode().strip())
         if time.monotonic() - options.began > options.deadline:
             told: dict[str, Any] = {"case": path.stem, "error": "no time left"}
         else:
-            told = in_child(path, options.rounds, options.also, options.seconds)
+            told = measured(path, options)
         with turn, os.fdopen(os.dup(writing), "w") as pipe:
             pipe.write(json.dumps(told) + "\n")
 
@@ -257,8 +256,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="so many cases at once, each with a GPU and cores")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--also", nargs="*", default=[], help="fixes that are asked for by name: fused")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=int, default=150, help="for one case")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=int, default=100, help="for one case")
     parser.add_argument("--deadline", type=int, default=300, help="seconds, after which no case begins")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -271,15 +270,15 @@ def main() -> None:
         "  same weights      trial    done"
     )
     results = on_gpus(cases(folders, options.only), options)
-    measured = [one for one in results if one.get("share") is not None]
-    reached = sum(one["share"] >= 0.8 for one in measured)
+    scored = [one for one in results if one.get("share") is not None]
+    reached = sum(one["share"] >= 0.8 for one in scored)
     nulls = [one for one in results if "share" in one and one["share"] is None]
     slower = [
         one["case"] for one in results if "plain" in one and one["live"] > (1 + NULL + one["noise"]) * one["plain"]
     ]
     differing = [one["case"] for one in results if one.get("same") is False]
     print(
-        f"\n{reached} of {len(measured)} reach 80% of the author's gain; {len(nulls)} null cases; "
+        f"\n{reached} of {len(scored)} reach 80% of the author's gain; {len(nulls)} null cases; "
         f"slower beyond noise: {slower}; other weights: {differing}"
     )
 

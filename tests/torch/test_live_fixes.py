@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen
+from keepbusy.fix.live.switch import FixSwitch
+from keepbusy.fix.live.trial import FixTrial
 from keepbusy.timeline.errors import BadInput
 
 
@@ -117,6 +120,28 @@ def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> Non
     assert "done both ways, all the same" in told
     assert "ms a turn" in told or "µs a turn" in told
     assert "in turns" in told
+
+
+def test_a_fix_that_costs_is_switched_off_alone() -> None:
+    fixes = LiveFixes(("cache", "copies"))
+    helps, costs = fixes.switches = [FixSwitch("cache", "calls"), FixSwitch("copies", "copies")]
+    fixes.trial = FixTrial()
+    small = torch.zeros(1, device="cuda")
+    fixes.trial.compare(partial(fixes._switch, fixes.switches), fixes._judge)
+    for _ in range(140):
+        for one in fixes.switches:
+            if one.on:
+                one.count()
+        for _ in range(80 - 40 * helps.on + 20 * costs.on):
+            small.add_(1)
+        fixes.trial.turn()
+    assert helps.on
+    assert not helps.off_because
+    assert not costs.on
+    assert costs.off_because.startswith("without it a turn took ")
+    assert fixes.result is not None
+    assert 0.1 < fixes.result.gain < 0.5
+    assert "by itself it saves " in fixes.told()
 
 
 def test_fused_optimizers_stay_within_their_tolerance(tmp_path: Path) -> None:

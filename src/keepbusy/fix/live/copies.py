@@ -1,8 +1,8 @@
 """Copies to the device that Python does not wait for.
 
 A copy that blocks makes Python wait for all that the stream has to do, and then for the bus. Here the values are taken
-down at the call, so that the program may do with its tensor what it likes afterwards: small ones by the driver, large
-ones into pinned memory, from which they travel on a stream of their own, beside the computation.
+down at the call, so that the program may do with its tensor what it likes afterwards: small ones by the driver, others
+into pinned memory, from which large ones travel on a stream of their own, beside the computation.
 
 What could tell the difference, and what is done about it:
 - the program changes its tensor after the call: it was copied at the call, or the call waits for its bytes to be gone;
@@ -29,6 +29,8 @@ from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters
 
 _SMALL = 1 << 16
 """Bytes up to which the driver takes the values along with the call, as CUDA documents."""
+_LARGE = 1 << 20
+"""Bytes from which the bus takes longer than a stream of its own costs."""
 _IN_FLIGHT = 4
 """Large copies that may be under way at once; who is further ahead waits for the oldest."""
 _NUMBERS = {int, float, bool}
@@ -214,7 +216,10 @@ class DeferredCopies:
                 sent = source.to(device, non_blocking=True)
             else:
                 source = tensor if pinned else _staged(tensor, dtype)
-                sent = self._beside(source, device, pinned and not non_blocking)
+                if source.nbytes < _LARGE and not pinned:
+                    sent = source.to(device, non_blocking=True)
+                else:
+                    sent = self._beside(source, device, pinned and not non_blocking)
         self.switch.count()
         return sent
 

@@ -24,6 +24,8 @@ from keepbusy.runtime.readback import Reading, readback
 
 _PAGE = 1024
 """Numbers that come home at once."""
+_ROOM_UNASKED = 1 << 20
+"""Bytes that are put aside on the device without asking whether it has room."""
 _CARRIED = 4
 """Larger values that may be on their way; who is further ahead waits for the oldest."""
 
@@ -291,6 +293,7 @@ def _can_wait(value: Any) -> bool:
         and value.layout is torch.strided
         and not (value.is_conj() or value.is_neg())
         and (_is_single(value) or (value.is_contiguous() and not (value.requires_grad and torch.is_grad_enabled())))
+        and (value.nbytes < _ROOM_UNASKED or value.nbytes < torch.cuda.mem_get_info(value.device)[0] // 4)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from statistics import median
 from types import CodeType
@@ -49,6 +50,7 @@ class LiveFixes:
         self._patches = Patches()
         self.switches: list[FixSwitch] = []
         self.trial: FixTrial | None = None
+        self.result: TrialResult | None = None
 
     def begin(self) -> None:
         """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
@@ -96,7 +98,7 @@ class LiveFixes:
         from keepbusy.fix.live.trial import FixTrial
         from keepbusy.fix.loaders.more_workers import MoreWorkers
 
-        trial = self.trial = FixTrial(self._switch, self._judge)
+        trial = self.trial = FixTrial()
         late, copies = LateNumbers(), DeferredCopies()
         self._offer(late)
         fixes: dict[str, Any] = {
@@ -115,24 +117,45 @@ class LiveFixes:
             self.switches.append(fix.switch)
             if fix is not copies:
                 fix.patch(self._patches)
-        hook = register_optimizer_step_post_hook(lambda *_: trial.turn(self._tried))
+        hook = register_optimizer_step_post_hook(lambda *_: trial.turn())
         self._patches.later(hook.remove)
-        self._switch(True)
+        self._switch(self.switches, True)
+        if self._tried:
+            trial.compare(partial(self._switch, self.switches), self._judge)
 
     def _offer(self, late: Any) -> None:
         setattr(builtins, NAME, late)
         self._patches.later(lambda: delattr(builtins, NAME))
 
-    def _switch(self, on: bool) -> None:
-        for one in self.switches:
+    def _switch(self, switches: Sequence[FixSwitch], on: bool) -> None:
+        for one in switches:
             one.on = (on or one.name in _BY_THEMSELVES) and not one.off_because
 
     def _judge(self, result: TrialResult) -> None:
-        """What gains nothing here is left to the program as it is."""
+        """What gains nothing here is left to the program as it is; the others are tried one by one."""
+        self.result = result
+        self._untried = [one for one in self.switches if one.done and one.name not in _BY_THEMSELVES]
         if result.gain < NOISE:
-            for one in self.switches:
-                if one.name not in _BY_THEMSELVES:
-                    one.stop("it gained nothing here")
+            for one in self._untried:
+                one.stop("together they gained nothing here" if len(self._untried) > 1 else "it gained nothing here")
+        elif len(self._untried) > 1:
+            self._try_next()
+
+    def _try_next(self) -> None:
+        """The next fix: turns with all that are left, and turns with all but this one."""
+        while self._untried and self.trial is not None:
+            switch = self._untried.pop()
+            if switch.on:
+                self.trial.compare(partial(self._switch, [switch]), partial(self._judge_alone, switch))
+                return
+
+    def _judge_alone(self, switch: FixSwitch, result: TrialResult) -> None:
+        plain, fixed = round(median(result.plain)), round(median(result.fixed))
+        if result.gain < NOISE / 2:
+            switch.stop(f"without it a turn took {duration(plain)}, with it {duration(fixed)}")
+        else:
+            switch.notes.append(f"by itself it saves {share(plain - fixed, plain)} of a turn")
+        self._try_next()
 
     def told(self) -> str:
         """What was done, how often, and what it gained."""
@@ -141,14 +164,13 @@ class LiveFixes:
         lines = ["keepbusy --fix", ""]
         for one in self.switches:
             lines += _about(one)
-        lines += ["", *_measured(self.trial)]
+        lines += ["", *_measured(self.trial.turns, self.result)]
         return "\n".join(lines)
 
 
-def _measured(trial: FixTrial) -> Iterator[str]:
-    result = trial.result
+def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
     if result is None:
-        yield f"gain          not measured: the program took {trial.turns} turns, too few to compare"
+        yield f"gain          not measured: the program took {turns} turns, too few to compare"
         return
     plain, fixed = round(median(result.plain)), round(median(result.fixed))
     saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"

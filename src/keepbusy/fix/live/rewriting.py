@@ -280,9 +280,9 @@ class _Rewriter(ast.NodeTransformer):
             return _call("keep", self._formula(value))
         match value:
             case ast.ListComp():
-                value.elt = _call("bring", self._formula(value.elt))
+                value.elt = _call("keep", self._formula(value.elt))
             case ast.DictComp():
-                value.key, value.value = self.visit(value.key), _call("bring", self._formula(value.value))
+                value.key, value.value = self.visit(value.key), _call("keep", self._formula(value.value))
         for one in value.generators:  # type: ignore[attr-defined]
             self.generic_visit(one)
         return value
