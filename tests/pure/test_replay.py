@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import loops, timelines
 
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
-from keepbusy.timeline.replay import replay, run, settle, steady
+from keepbusy.timeline.replay import NEVER, replay, run, settle, steady
 from keepbusy.timeline.steps import whole_steps
 
 seldom = settings(max_examples=120, deadline=None)
@@ -152,10 +152,26 @@ def test_nobody_leaves_a_collective_before_the_last_has_come(late: int) -> None:
 @given(loops())
 @seldom
 def test_what_nothing_waits_for_may_be_joined(timeline: Timeline) -> None:
-    """The brief replay leaves out rows, and finds the same pace."""
+    """The brief replay leaves out rows, and puts all others where the whole one does."""
     whole = whole_steps(settle(timeline))
-    rounds = 6
-    assert run(whole, rounds, brief=True).pace == run(whole, rounds).pace
+    assert_the_same(whole, rounds=6)
+
+
+def assert_the_same(timeline: Timeline, rounds: int) -> None:
+    brief, full = run(timeline, rounds, brief=True), run(timeline, rounds)
+    assert brief.pace == full.pace
+    known = brief.end > NEVER // 2
+    assert (brief.start[known] == full.start[known]).all()
+    assert (brief.end[known] == full.end[known]).all()
+
+
+def test_what_somebody_waits_for_is_not_joined() -> None:
+    """Workers that are slower than the loop: it waits for the batch that comes next, not for the last one so far."""
+
+    def body(run: Run) -> None:
+        run.batch(900).launch(300).work(50)
+
+    assert_the_same(whole_steps(loop(body, steps=8)), rounds=3)
 
 
 def test_the_slowest_lane_sets_the_pace() -> None:

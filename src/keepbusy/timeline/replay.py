@@ -206,9 +206,9 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
 
 
 def _joined(timeline: Timeline) -> Mask:
-    """Plain host work that releases nothing, is released by nothing and begins no step."""
+    """Plain host work that releases nothing, is released by nothing, begins no step and is on no lane that is awaited."""
     spans, links = timeline.spans, timeline.links
-    plain = (spans.kind == Kind.WORK) & (spans.awaits == NONE)
+    plain = (spans.kind == Kind.WORK) & (spans.awaits == NONE) & ~np.isin(spans.lane, spans.awaits)
     plain[links.source] = plain[links.target] = plain[timeline.marks] = False
     last = np.full(len(timeline.lanes), NONE, np.int64)
     last[spans.lane] = np.arange(len(timeline))
