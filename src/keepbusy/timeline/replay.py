@@ -206,7 +206,7 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
 
 
 def _joined(timeline: Timeline) -> Mask:
-    """Plain host work that releases nothing, is released by nothing, begins no step and is on no lane that is awaited."""
+    """Plain host work that releases nothing, is released by nothing, begins no step and is on no awaited lane."""
     spans, links = timeline.spans, timeline.links
     plain = (spans.kind == Kind.WORK) & (spans.awaits == NONE) & ~np.isin(spans.lane, spans.awaits)
     plain[links.source] = plain[links.target] = plain[timeline.marks] = False
