@@ -127,7 +127,7 @@ LINES = {
     "timeline": 2229,
     "traces": 2188,
     "instrument": 1093,
-    "recording": 3917,
+    "recording": 3936,
     "virtual": 8813,
     "explain": 4148,
     "report": 3167,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from keepbusy.instrument.loops import Line
+from keepbusy.recording.loop_tree import BusyLoop
 from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, Run, RunOptions
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window
@@ -142,3 +145,22 @@ def test_a_program_is_a_script_where_no_loop_is_to_come(
     looks.chains.append(0)
     assert not run._is_script(1)  # it has only begun
     assert run._is_script(2_000_000_000) is one
+
+
+def test_the_loop_that_takes_the_steps_is_not_looked_at_again(tmp_path: Path) -> None:
+    """Its turns may not have been counted yet while the first window was open."""
+    text = "def train(step):\n    for batch in range(40):\n        step()\n"
+    text += "def other():\n    for one in []:\n        pass\n"
+    file = tmp_path / "train.py"
+    file.write_text(text, encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(text, str(file), "exec"), names)
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    count = iter(range(1, 100))
+    names["train"](lambda: run._on_step(next(count)))
+    run._give_way()
+    codes = [names[name].__code__ for name in ("train", "other")]
+    run.loops.looks.codes += codes
+    jumps = [next(one.argval for one in dis.get_instructions(code) if "JUMP_BACK" in one.opname) for code in codes]
+    loops = [BusyLoop(frozenset([(code, jumps[code])]), "", 0, 0, np.zeros(0, np.int64)) for code in (0, 1)]
+    assert [run._is_unseen(one) for one in loops] == [False, True]

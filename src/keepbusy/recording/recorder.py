@@ -12,10 +12,10 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,7 @@ class Run:
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
         self._further: list[tuple[Occasion, Window]] = []
         self._open_spans: list[tuple[int, int]] = []  # from when to when each window was open
+        self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
         self._followed: Occasion | None = None  # whose loop's turns are told now
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._marks_facts: dict[str, Any] = {}
@@ -201,10 +202,18 @@ class Run:
         return self._followed is None and self._rank_and_world()[1] == 1
 
     def _unseen_loops(self) -> list[BusyLoop]:
-        """Those that did not turn while a window was open."""
         found = innermost_loops(self.loops.looks, self._busy_until, self._sources)
-        spans = self._open_spans
-        return [one for one in found if all(((one.ends > a) & (one.ends < b)).sum() < 2 for a, b in spans)]
+        return [one for one in found if self._is_unseen(one)]
+
+    def _is_unseen(self, one: BusyLoop) -> bool:
+        """It did not turn while a window was open, nor did the first one open in it: turns are counted only once a loop
+        has been noticed, which may be later."""
+        if any(((one.ends > a) & (one.ends < b)).sum() > 1 for a, b in self._open_spans):
+            return False
+        around = ((code, self._sources.around(code, line)) for code, line in self._stepped_at)
+        within, loops = next((each for each in around if each[1]), (None, []))
+        jumps = ((self.loops.looks.codes[code], target) for code, target in one.jumps)
+        return not any(code is within and self._sources.of_jump(code, target) in loops for code, target in jumps)
 
     def _know_marks(self) -> None:
         if self._steps:
@@ -250,6 +259,7 @@ class Run:
             if self._is_due(count):
                 self._opened, self.window = count, self._first
                 self.window.usual = self.marks.plain_step() or 0
+                self._stepped_at = [*_own_lines(sys._getframe())]
                 self._open(count)
         elif self._may_look_again() and (occasion := self._plan.due(count)) is not None:
             self._add_window(occasion, brief=False)
@@ -398,6 +408,13 @@ class Run:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             self._place = distributed.get_rank(), distributed.get_world_size()
         return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _own_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    while frame is not None:
+        if kind_of(frame.f_code.co_filename) in _OWN:
+            yield frame.f_code, frame.f_lineno or 0
+        frame = frame.f_back
 
 
 def start(options: RunOptions) -> Run:

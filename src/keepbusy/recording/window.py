@@ -194,8 +194,10 @@ class Window:
         if self._log.is_full or self.clock() - self._opened > self.at_most:
             return True
         events = EVENTS_A_TENSOR * (allocations_so_far() - self._allocated)
-        many = events >= (EVENTS_WITH_A_TURN if len(self.ticks) > 1 else EVENTS_AT_ONCE)
-        return many or (not self._allocated and time.thread_time_ns() - self._worked >= LONGEST_OPEN)
+        worked, has_a_turn = time.thread_time_ns() - self._worked, len(self.ticks) > 1
+        if events >= (EVENTS_WITH_A_TURN if has_a_turn else EVENTS_AT_ONCE):
+            return True
+        return worked >= LONGEST_OPEN and (not self._allocated or (has_a_turn and worked >= 2 * LONGEST_OPEN))
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""
