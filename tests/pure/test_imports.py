@@ -131,7 +131,7 @@ LINES = {
     "virtual": 8813,
     "explain": 4148,
     "report": 3167,
-    "runtime": 5013,
+    "runtime": 5020,
     "cli": 2434,
     "fix": 3726,
 }

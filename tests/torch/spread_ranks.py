@@ -329,6 +329,11 @@ def calls_the_module_inside() -> None:
     optimizer.step()
 
 
+def shares_what_is_shared() -> None:
+    sampler = torch.utils.data.DistributedSampler(range(8))
+    spread(*sgd(nn.Linear(4, 4)), torch.utils.data.DataLoader(range(8), 4, sampler=sampler))
+
+
 def reads_other_batches() -> None:
     model, optimizer = spread(*made("GPT"), tensor=2, example=batch("GPT", 9)[0])
     train(model, optimizer, [batch("GPT", dist.get_rank())])
@@ -451,6 +456,7 @@ AMONG_TWO: dict[str, Callable[[], Any]] = {
 ERRORS = [
     calls_the_module_inside,
     reads_other_batches,
+    shares_what_is_shared,
     reads_what_another_holds,
     trains_another_model,
     weighs_rows_by_the_batch,

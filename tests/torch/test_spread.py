@@ -142,6 +142,7 @@ def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
         ("resumes_from_nothing", "there is no checkpoint /nowhere/at/all"),
         ("reads_what_another_holds", "`return nn.functional.linear(x, self.words.weight)`"),
         ("reads_what_another_holds", "it reads a parameter of a module without calling that module"),
+        ("shares_what_is_shared", "the loader has a DistributedSampler, which gives each rank a share already"),
         ("reads_other_batches", "give ranks that share layers the same batches"),
     ],
 )
@@ -171,6 +172,7 @@ def test_alone_it_gives_back_what_it_got() -> None:
         ({"shard": 4}, "spread got shard=4; it is 0"),
         ({"tensor": 0}, "spread got tensor=0"),
         ({"tensor": 2}, "needs example="),
+        ({"plan": {"up": "column"}}, "names what is not cut"),
     ],
 )
 def test_bad_arguments_are_told_also_alone(options: dict[str, Any], said: str) -> None:

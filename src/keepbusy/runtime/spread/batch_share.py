@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from keepbusy.runtime.spread.layout import RankLayout
 
@@ -63,9 +63,12 @@ def share_of(batch: Any, layout: RankLayout) -> Any:
 
 
 def share(loader: Iterable[Any], layout: RankLayout) -> Any:
-    """The loader's batches, a share of each; a `DataLoader` loads no more than that."""
-    if layout.data == 1:
-        return loader
+    """The loader's batches, a share of each, and on ranks that share layers the same; a `DataLoader` loads no more."""
+    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        raise ValueError(
+            "the loader has a DistributedSampler, which gives each rank a share already; give spread the loader of one "
+            "process, or leave it out"
+        )
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or sampler is None:
         return SharedBatches(loader, layout)

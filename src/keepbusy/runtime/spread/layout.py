@@ -61,11 +61,15 @@ def ranks_here() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def check_arguments(shard: int, tensor: int | None) -> None:
+def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
     if shard not in (0, 1, 2, 3):
         raise ValueError(f"spread got shard={shard!r}; it is 0 (DDP), 1, 2 or 3 (the stages of ZeRO)")
     if tensor is not None and (not isinstance(tensor, int) or tensor < 1):
         raise ValueError(f"spread got tensor={tensor!r}; it is the number of GPUs that share each layer, or None")
+    if plan != "auto" and (isinstance(plan, str) or {*plan.values()} - {"whole"}):
+        raise ValueError(
+            f'spread got plan={plan!r}; it is "auto", or names what is not cut: {{"*.attention": "whole"}}'
+        )
 
 
 def lay_out(shard: int, tensor: int | None) -> RankLayout:

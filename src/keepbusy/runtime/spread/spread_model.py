@@ -47,7 +47,7 @@ def spread(
     anything is trained, and tensor parallelism tries its plan on it; the whole model must fit on a GPU for that.
     `plan`: patterns of module names that are not to be cut, as in `{"*.attention": "whole"}`.
     """
-    check_arguments(shard, tensor)
+    check_arguments(shard, tensor, plan)
     _check_model(model)
     if tensor is not None and tensor > 1 and example is None:
         raise ValueError("spread needs example= with tensor=: a batch on which it finds out which layers can be cut")
@@ -102,7 +102,7 @@ class _Spreading:
         random = bool(dropouts_of(model))
         if layout.tensor > 1 and proof is not None:
             with without_dropout(model):
-                found = TensorPlan(model, layout, proof.calls, {} if isinstance(plan, str) else plan)
+                found = TensorPlan(model, layout, proof.calls, {} if plan == "auto" else plan)
             found.apply(random)
             regions, sums = len(found.regions), found.sums
         called = None if proof is None else set(proof.calls)
