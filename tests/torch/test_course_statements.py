@@ -8,7 +8,6 @@ import pytest
 from course_statements import STATEMENTS
 from warm_python import WarmPython
 
-
 NOT_MODELLED = "two large products on two streams take about as long as on one"
 """The chapter says so."""
 
