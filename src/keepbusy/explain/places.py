@@ -15,6 +15,9 @@ from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
 from keepbusy.timeline.run_tree import LOOP, Part
 
+NEARBY = 400
+"""So many rows before and after one what stands beside it is looked for."""
+
 
 def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
     """The user's own frame, with the library's beside it; without stacks the operator and what stands around it.
@@ -102,27 +105,20 @@ def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
 
 def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
     """The nearest other operator on the lane that launched something."""
-    spans, frames, names = timeline.spans, timeline.frames, timeline.names
-    own, lane = _outermost(timeline, row), spans.lane[row]
-    other = row + direction
-    for _ in range(400):
-        if not 0 <= other < len(spans):
-            break
-        if spans.lane[other] == lane and spans.kind[other] == Kind.LAUNCH:
-            frame = _outermost(timeline, other)
-            if frame not in (own, NONE):
-                return names[frames.name[frame]]
-        other += direction
-    return ""
+    spans, own = timeline.spans, _outermost(timeline, row)
+    first = max(0, row - NEARBY) if direction < 0 else row + 1
+    near = slice(first, row if direction < 0 else first + NEARBY)
+    launches = np.flatnonzero((spans.lane[near] == spans.lane[row]) & (spans.kind[near] == Kind.LAUNCH)) + first
+    around = (_outermost(timeline, other) for other in launches[::direction].tolist())
+    frame = next((one for one in around if one not in (own, NONE)), NONE)
+    return timeline.names[timeline.frames.name[frame]] if frame != NONE else ""
 
 
 def _outermost(timeline: Timeline, row: int) -> int:
     """The outermost operator or annotation around a row."""
-    frames, frame, found = timeline.frames, int(timeline.spans.frame[row]), NONE
-    while frame != NONE:
-        found = frame if frames.kind[frame] != FrameKind.PYTHON else found
-        frame = int(frames.parent[frame])
-    return found
+    chain = _ancestors(timeline, int(timeline.spans.frame[row]))
+    kind, python = timeline.frames.kind, int(FrameKind.PYTHON)
+    return next((frame for frame in reversed([*chain]) if kind[frame] != python), NONE)
 
 
 REPLAYED, SHOWN = 3, 8
