@@ -17,7 +17,7 @@ from keepbusy.report.paper import look
 from keepbusy.report.source import source_of, text_of
 from keepbusy.report.words import tame
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import Course
+from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.run_tree import Part
 
 LONGEST_TEXT = 2_000
@@ -44,7 +44,7 @@ def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
             *(turn(one.diagnosis) | {"place": text(one.place), "turns": one.turns} for one in diagnosis.loops),
         ],
         "plain_runs": [
-            {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one.course, run)}
+            {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one, run)}
             for rank, one in sorted(diagnosis.plain_runs.items())
         ],
         "asides": [[label, text(said)] for label, said in whole_run.asides(diagnosis.plain_runs, diagnosis.rare)],
@@ -171,14 +171,15 @@ def _rare(one: Rare) -> dict[str, Any]:
     return {"step": one.step, "time": one.plain_step, "ledger": [[name, time] for name, time in one.ledger.items()]}
 
 
-def _course(course: Course, run: Part | None) -> dict[str, Any]:
-    """`ended` counts from the run's first moment; of a run whose clock is not known, from that of its first step."""
+def _course(plain: PlainRun, run: Part | None) -> dict[str, Any]:
+    """`ended` counts from the run's first moment; where its clock is not known, steps fill the likeliest loop."""
+    course = plain.course
     took = [course.each * step for step in course.step]
     ended = [*accumulate(took)]
     if run is not None and run.clock != NONE and course.ended:
         ended = [end - run.clock for end in course.ended]
     elif run is not None and ended:
-        loop = max(run.within(), key=lambda part: part.turns)
+        loop = min(run.within(), key=lambda part: abs(part.turns - plain.steps - plain.warm_up))
         stretched = loop.time / max(1, ended[-1])
         ended = [loop.began + round(stretched * end) for end in ended]
     return asdict(course) | {"ended": ended}
