@@ -129,7 +129,7 @@ LINES = {
     "instrument": 1093,
     "recording": 3936,
     "virtual": 8813,
-    "explain": 4144,
+    "explain": 4153,
     "report": 3168,
     "runtime": 5020,
     "cli": 2434,

@@ -274,51 +274,60 @@ def sources_of(timeline: Timeline) -> tuple[str, ...]:
 
 
 def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
-    """What a reader should know before trusting the figures, a sentence each."""
-    facts = whole.facts
-    notes = [*facts.notes]  # what the recorder has to say itself
-    if not plain_given and facts.recorded is None:
-        notes.append(
+    """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
+    facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
+    met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
+    some = given > 1 and (facts.world or 0) > given
+    left_out = f"step{'s' if len(facts.left_out_steps) > 1 else ''} {' and '.join(map(str, facts.left_out_steps))}"
+    # plain step and recording of one live run are of the same program: only that moment can have been another
+    why = (
+        "were they of the same program and machine?"
+        if facts.recorded is None
+        else "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
+    )
+    said: list[tuple[object, str]] = [
+        (
+            not plain_given and facts.recorded is None,
             "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
-            "Time a step without the profiler and give it with --plain-step."
-        )
-    if not facts.values:
-        notes.append("With --values none nothing is computed: whatever the program reads is 0.")
-    if facts.modelled:
-        notes.append("The CPU's time is modelled: operators take time; Python, files and loader workers take none.")
-    if not facts.stacks:
-        notes.append(
-            "The trace holds no stacks, so places are operators, not lines; for lines, record with with_stack=True."
-        )
-    if facts.skipped:
-        notes.append(f"{facts.skipped} events of the trace could not be read, and are missing here.")
-    if facts.marks_a_step:
-        notes.append(f"{facts.marks_a_step} marked steps count as one: the plain step given is that long.")
-    if left_out := facts.left_out_steps:
-        which = f"step{'s' if len(left_out) > 1 else ''} {' and '.join(map(str, left_out))}"
-        notes.append(
-            f"Of these, {which} stalled, as steps do now and then: they are left out here and told beside `rarely`."
-        )
-    steps = len(whole.marks_of(whole.ranks[0]))
-    if scene.steps < steps:
-        notes.append(
-            f"{scene.steps} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest."
-        )
-    met, given = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist(), len(whole.ranks)
-    if given > 1 and (facts.world or 0) > given:
-        notes.append(
+            "Time a step without the profiler and give it with --plain-step.",
+        ),
+        (not facts.values, "With --values none nothing is computed: whatever the program reads is 0."),
+        (
+            facts.modelled,
+            "The CPU's time is modelled: operators take time; Python, files and loader workers take none.",
+        ),
+        (
+            not facts.stacks,
+            "The trace holds no stacks, so places are operators, not lines; for lines, record with with_stack=True.",
+        ),
+        (facts.skipped, f"{facts.skipped} events of the trace could not be read, and are missing here."),
+        (
+            facts.marks_a_step,
+            f"{facts.marks_a_step} marked steps count as one: the plain step given is that long.",
+        ),
+        (
+            facts.left_out_steps,
+            f"Of these, {left_out} stalled, as steps do now and then: they are left out here and told beside `rarely`.",
+        ),
+        (
+            scene.steps < steps,
+            f"{scene.steps} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest.",
+        ),
+        (
+            some,
             f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
-            "waiting for it counts as communication."
-        )
-    elif any(facts.groups.get(group, 2) > given for group in met):
-        notes.append("Other ranks are not in the recording, so waiting for them counts as communication.")
-    if plain_given and not 0.85 < plain.ratio < 1.15:
-        # plain step and recording of one live run are of the same program: only that moment can have been another
-        why = "were they of the same program and machine?"
-        if facts.recorded is not None:
-            why = "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
-        notes.append("The plain step and the recording differ by more than recording explains; " + why)
-    return tuple(notes)
+            "waiting for it counts as communication.",
+        ),
+        (
+            not some and any(facts.groups.get(group, 2) > given for group in met),
+            "Other ranks are not in the recording, so waiting for them counts as communication.",
+        ),
+        (
+            plain_given and not 0.85 < plain.ratio < 1.15,
+            f"The plain step and the recording differ by more than recording explains; {why}",
+        ),
+    ]
+    return (*facts.notes, *(sentence for holds, sentence in said if holds))
 
 
 REPLAYABLE = 150_000
