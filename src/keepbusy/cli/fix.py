@@ -125,8 +125,7 @@ class CandidateRuns:
 
         self._count += 1
         if sys.stderr.isatty():
-            what = "what it computes" if witness else "how long its steps take"
-            sys.stderr.write(f"keepbusy: run {self._count} of {self._program[0]}: {what}\n")
+            sys.stderr.write(f"keepbusy: run {self._count} of {self._program[0]}\n")
         kept, asked = self._folder / f"run{self._count}.busy", self._folder / f"asked{self._count}.json"
         resolved = {str(Path(file).resolve()): source for file, source in sources.items()}
         asked.write_text(json.dumps({"sources": resolved, "witness": witness}), encoding="utf-8")
