@@ -21,6 +21,7 @@ VERBS = {
     "fix": "try the fixes of a program's plan, and show those that hold as a diff",
     "check": "fail where Python waits for the GPU too often, on a machine without one",
     "compare": "what changed between two runs, cause by cause",
+    "plan": "which layout of a model over many GPUs is fastest and fits, before they are rented",
     "export": "write a run for Perfetto, or as JSON or CSV",
     "doctor": "measure what this machine can do, and find settings that harm",
     "completion": "complete verbs and options in bash, zsh or fish",

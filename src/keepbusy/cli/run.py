@@ -38,6 +38,8 @@ The program runs as it is: its arguments, its output and its exit code are its o
 """
 
 
+MOST_RANKS = 64
+"""That are started on one machine."""
 AFTER_TRIAL = 60
 """Steps of a fixed program before it is looked at closely: what looks at it would disturb the trial of its fixes."""
 
@@ -63,7 +65,12 @@ def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
     parser.add_argument(
-        "--ranks", type=_count, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
+        "--ranks", type=_ranks, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
+    )
+    parser.add_argument(
+        "--alike",
+        action="store_true",
+        help="of these ranks run the first alone, for all that do the same as it: a laptop is enough for 512",
     )
     parser.add_argument(
         "--values",
@@ -133,8 +140,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to 64")
+    return _number(text, MOST_RANKS)
+
+
+def _ranks(text: str) -> int:
+    return _number(text, 1 << 20)
+
+
+def _number(text: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to {most:,}")
     return int(text)
 
 
@@ -169,7 +184,11 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         raise BadInput(
             "--live shows what a real GPU does while it does it, and this run has a virtual one; leave it out."
         )
-    if options.ranks > 1:
+    if options.alike and real:
+        raise BadInput("--alike is for virtual GPUs: name one with --on, or give --ranks alone.")
+    if options.ranks > MOST_RANKS and not options.alike:
+        raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
+    if options.ranks > 1 and not options.alike:
         sys.exit(launch.launch(options.ranks, _command(options)))
     streams = StandardStreams()
     if real:
@@ -233,7 +252,8 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
         try:
             with suppress(OSError):
                 os.chdir(started_in)  # where the places of the program's lines count from
-            whole = launch.gathered(timeline(source=options.script))
+            mine = timeline(source=options.script)
+            whole = mine if options.alike else launch.gathered(mine)
             if whole is not None:
                 _report(steady(whole), options, streams)
         except Exception as error:
@@ -245,7 +265,8 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     if device.endswith(".toml"):
         device = str(Path(device).absolute())
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
-    asked = Options(device, launch.devices(options.gpus), measured, real, clocks)
+    alike = options.ranks if options.alike else 1
+    asked = Options(device, launch.devices(options.gpus), measured, real, clocks, alike)
     timeline = start(asked, launch.rank(), left)
     code = _program(options, streams)
     if code < 0:

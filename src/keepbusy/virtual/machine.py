@@ -83,6 +83,8 @@ class Machine:
     places: Places
     rank: int | None = None
     """What the program's own process group calls this process; known once it has one."""
+    alike = 1
+    """So many ranks do the same as this one, which stands for all of them."""
     compiled_eagerly = False
     """Whether the program asked for `torch.compile`, which runs as it is written here."""
 

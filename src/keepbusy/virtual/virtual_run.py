@@ -35,6 +35,7 @@ class Options:
     measured: bool = True  # whether the time the host takes is real, or modelled
     values: bool = True  # whether anything is computed
     script_clocks: bool = True  # whether the program's own clocks follow the virtual one
+    alike: int = 1  # ranks that do the same, for which this one stands
     one_generator: bool = os.environ.get("KEEPBUSY_ONE_GENERATOR") == "1"
     """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
@@ -76,7 +77,12 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     selftest.check()
     from keepbusy.virtual.bring_up import bring_up
 
-    machine = bring_up(device, options.devices, rank, options.measured, options.values, options.one_generator)
+    devices = options.devices
+    if options.alike > 1:
+        devices = max(devices, min(options.alike, device.wire.devices))
+        os.environ |= first_of(options.alike, devices)
+    machine = bring_up(device, devices, rank, options.measured, options.values, options.one_generator)
+    machine.alike = options.alike
     clocks = ScriptClocks(machine) if options.script_clocks else None
 
     def timeline(**facts: Any) -> Timeline:
@@ -86,6 +92,12 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
         return machine.clock.timeline(**known, values=options.values, **facts)
 
     return timeline
+
+
+def first_of(ranks: int, of_host: int) -> dict[str, str]:
+    """What torchrun would tell the first of so many ranks."""
+    told = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": of_host}
+    return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def steady(timeline: Timeline) -> Timeline:

@@ -72,6 +72,23 @@ def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
         )
 
 
+def planned(shard: int, tensor: int | None) -> tuple[int, int | None]:
+    """The layout that `keepbusy plan` tries, or the one asked for."""
+    asked = os.environ.get("KEEPBUSY_LAYOUT")
+    if not asked:
+        return shard, tensor
+    shard, tensor = map(int, asked.split(","))
+    return shard, tensor
+
+
+def tell_planner(layout: RankLayout, shared: bool) -> None:
+    """How many parts batches are cut into, or how many ranks bring their own."""
+    told = os.environ.get("KEEPBUSY_LAYOUT_FOUND")
+    if told:
+        with open(told, "w", encoding="utf-8") as file:  # noqa: PTH123 -- production code imports torch alone
+            file.write(f'{{"data": {layout.data}, "shared": {"true" if shared else "false"}}}')
+
+
 def lay_out(shard: int, tensor: int | None) -> RankLayout:
     """The layout of all ranks; they are brought together first where the script has not done so."""
     ranks, tensor = ranks_here(), tensor or 1

@@ -21,7 +21,7 @@ from keepbusy.runtime.spread.batch_norm import synchronise
 from keepbusy.runtime.spread.batch_share import share
 from keepbusy.runtime.spread.blocks import blocks_of, dropouts_of, without_dropout
 from keepbusy.runtime.spread.equality import Example, FirstStep
-from keepbusy.runtime.spread.layout import RankLayout, check_arguments, lay_out, ranks_here
+from keepbusy.runtime.spread.layout import RankLayout, check_arguments, lay_out, planned, ranks_here, tell_planner
 from keepbusy.runtime.spread.parameters import TrainedNames
 from keepbusy.runtime.spread.sharded_states import ShardedStates
 from keepbusy.runtime.spread.tensor_parallel import TensorPlan
@@ -47,6 +47,7 @@ def spread(
     anything is trained, and tensor parallelism tries its plan on it; the whole model must fit on a GPU for that.
     `plan`: patterns of module names that are not to be cut, as in `{"*.attention": "whole"}`.
     """
+    shard, tensor = planned(shard, tensor)
     check_arguments(shard, tensor, plan)
     _check_model(model)
     if tensor is not None and tensor > 1 and example is None:
@@ -54,6 +55,7 @@ def spread(
     if ranks_here() > 1:
         layout = lay_out(shard, tensor)
         model = _Spreading(model, optimizer, layout, plan, example).model
+        tell_planner(layout, loader is not None)
         loader = loader if loader is None else share(loader, layout)
     return (model, optimizer) if loader is None else (model, optimizer, loader)
 
@@ -163,7 +165,8 @@ class _Spreading:
         with torch.no_grad():
             for one in held:
                 one.data = one.data.to(self._layout.device)
-        dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
+        if held:
+            dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
 
     def _held(self) -> float:
         parameters = list(self._inner.parameters())

@@ -193,4 +193,4 @@ def _distance(one: Any, other: Any, floor: float = 1e-12) -> float:
         return 0.0 if one is other else float("inf")
     if one.shape != other.shape:
         return float("inf")
-    return float((one - other).norm()) / max(float(other.norm()), floor)
+    return float((one - other).norm()) / max(float(other.norm()), floor, 1e-30)

@@ -164,20 +164,22 @@ class Wire:
         """From one device of the host to another."""
         return self.latency + round(size / self.bandwidth)
 
-    def collective(self, name: str, size: int, ranks: int) -> int:
+    def collective(self, name: str, size: int, ranks: int, hosts: int = 1) -> int:
         """How long a collective takes on the wire, once all of its ranks are there: NCCL's rings.
 
         `size`: bytes of one rank's larger tensor: the whole one of a gather or scatter, not a shard. `name`:
         all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier, send.
 
         Latency and bandwidth were measured on four H200 (NVLink). That the formulas hold for other numbers of ranks is
-        NCCL's own account; that a hop costs what the device file says is an estimate.
+        NCCL's own account; that a hop costs what the device file says is an estimate, and so is what the network takes
+        once for each level of a tree over the hosts.
         """
         if name in ("send", "recv"):
             return self.send_latency + round(size / self.bandwidth)
-        hosts = ranks > self.devices
-        bandwidth = min(self.bandwidth, self.network) if hosts else self.bandwidth
-        latency = self.latency + self.hop * (ranks - 1) + (self.network_latency if hosts else 0)
+        hosts = max(hosts, -(-ranks // self.devices))
+        bandwidth = min(self.bandwidth, self.network) if hosts > 1 else self.bandwidth
+        levels = (hosts - 1).bit_length()
+        latency = self.latency + self.hop * (-(-ranks // hosts) - 1) + self.network_latency * levels
         return latency + round(size * _crossings(name, ranks) / bandwidth)
 
 
@@ -265,12 +267,17 @@ def names() -> list[str]:
 
 def read(name: str) -> Device:
     """A device by its name, or from a file of one's own; raises `BadInput` for anything else."""
-    path = _FILES / f"{name}.toml"
-    if name not in names():
-        path = Path(name)
-        if path.suffix != ".toml":
-            raise BadInput(f"{name!r} is no device; the devices are {', '.join(names())}, or give a .toml file.")
+    path = path_of(name)
     return _device(_table(path), str(path))
+
+
+def path_of(name: str) -> Path:
+    """The file of a device; raises `BadInput` where there is none of that name."""
+    if name in names():
+        return _FILES / f"{name}.toml"
+    if not name.endswith(".toml"):
+        raise BadInput(f"{name!r} is no device; the devices are {', '.join(names())}, or give a .toml file.")
+    return Path(name)
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -130,12 +130,22 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.gloo = OneForAll(size) if MACHINE.alike > 1 else dist.ProcessGroupGloo(store, rank, size, timeout)
         self.index, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
             MACHINE.rank = rank
             MACHINE.clock.await_others("init_process_group", self._last_arrival)
         self._streams: dict[tuple[int, int], int] = {}
+        self._on_hosts: int | None = None
+
+    @property
+    def _hosts(self) -> int:
+        """On how many hosts its ranks are."""
+        if self._on_hosts is None:
+            known = dist.distributed_c10d._world.pg_group_ranks.get(self)
+            of_host = MACHINE.device.wire.devices
+            self._on_hosts = len({rank // of_host for rank in known}) if known else -(-self.members // of_host)
+        return self._on_hosts
 
     def size(self) -> int:
         return self.members
@@ -210,7 +220,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
         clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
-        wire = MACHINE.device.wire.collective(name, size, self.members)
+        wire = MACHINE.device.wire.collective(name, size, self.members, self._hosts)
         kernel = f"ncclDevKernel_{_KERNELS[name]}"
         clock.collective(stream, kernel, wire, size, self._number(peer), 2 if peer >= 0 else self.members, meet)
         return clock.record(stream)
@@ -372,6 +382,57 @@ def _see_messages_off() -> None:
             work.wait(timedelta(seconds=left))
 
 
+class OneForAll:
+    """In place of gloo where one rank stands for all of a run: what others would bring is what this one has."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def wait(self) -> bool:
+        return True
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> OneForAll:
+        for one in tensors:
+            if options.reduceOp == dist.ReduceOp.SUM:
+                one.mul_(self.size)
+            elif options.reduceOp == dist.ReduceOp.PRODUCT:
+                one.pow_(self.size)
+        return self
+
+    reduce = allreduce
+
+    def broadcast(self, _tensors: list[Tensor], _options: Any) -> OneForAll:
+        return self
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> OneForAll:
+        for ones, mine in zip(outputs, inputs, strict=True):
+            for one in ones:
+                one.copy_(mine)
+        return self
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _options: Any) -> OneForAll:
+        return self.allgather(outputs, inputs) if outputs else self
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], _options: Any) -> OneForAll:
+        for one, parts in zip(outputs, inputs, strict=False):
+            one.copy_(parts[0])
+        return self
+
+    def alltoall_base(self, output: Tensor, given: Tensor, *_sizes: Any) -> OneForAll:
+        if output.numel() != given.numel():
+            raise self._not_alike("exchange parts of different sizes")
+        output.copy_(given.view(output.shape))
+        return self
+
+    def send(self, *_message: Any) -> OneForAll:
+        raise self._not_alike("send to one another")
+
+    recv = send
+
+    def _not_alike(self, what: str) -> RuntimeError:
+        return RuntimeError(f"ranks that {what} do different things; run them all: keepbusy run --ranks {self.size}")
+
+
 def _number(value: int) -> Tensor:
     return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
 
@@ -427,6 +488,8 @@ def _ours(backend: Any) -> Any:
 def _init(native: Callable[..., Any]) -> Callable[..., Any]:
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)  # it would start native NCCL early
+        if MACHINE.alike > 1:
+            kwargs |= {"rank": 0, "world_size": MACHINE.alike, "store": dist.HashStore(), "init_method": None}
         return native(_ours(backend), *args, **kwargs)
 
     return init_process_group

@@ -1,0 +1,256 @@
+"""Which layout of a model over many GPUs is fastest and fits, before any of them is rented."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepbusy.cli.console.output import complain
+from keepbusy.report.words import duration, listing, share
+from keepbusy.timeline.errors import BadInput
+
+EXAMPLES = """\
+examples:
+  keepbusy plan --gpus 8 train.py
+  keepbusy plan --gpus 512 --on h100 --price 2.5 train.py --batch 64
+  keepbusy plan --gpus 16 --layouts shard=3,shard=2+tensor=8 -m package.train
+
+The program calls keepbusy.spread(model, optimizer, loader, example=batch) and takes a few steps; each layout runs on a
+virtual GPU, without values, one rank standing for all. No GPU is needed.
+"""
+LAYOUT, FOUND = "KEEPBUSY_LAYOUT", "KEEPBUSY_LAYOUT_FOUND"
+"""What `spread` is asked for, and the file in which it says what became of it."""
+ENDLESS = "4096 GiB"
+"""Memory in which every layout runs, so that it is known how much it needs."""
+CONTEXT = 600 << 20
+"""Bytes that CUDA itself, its libraries and NCCL take of a device: some 0.5 GB on an H200, not PyTorch's to count."""
+
+
+@dataclass(frozen=True)
+class SpreadLayout:
+    """What `spread` is asked for."""
+
+    shard: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return f"shard={self.shard}" + (f" tensor={self.tensor}" if self.tensor > 1 else "")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was run. Times are nanoseconds, sizes bytes."""
+
+    layout: SpreadLayout
+    step: int
+    ledger: Mapping[str, int]
+    peak: int  # by PyTorch, from the driver
+    held: int  # of it, by tensors
+    batches: int  # of the program's own size that all ranks take in a step
+
+    @property
+    def pace(self) -> float:
+        """Nanoseconds a batch."""
+        return self.step / self.batches
+
+    @property
+    def exposed(self) -> int:
+        """Communication that nothing computes beside."""
+        return self.ledger.get("collective", 0) + self.ledger.get("exposed_collective", 0)
+
+    @property
+    def computing(self) -> int:
+        return self.ledger.get("computing", 0)
+
+    @property
+    def waits(self) -> int:
+        return self.step - self.exposed - self.computing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus", type=_count, required=True, metavar="N", help="how many, on as many hosts as they need"
+    )
+    parser.add_argument("--on", metavar="DEVICE", default="h200", help="a virtual GPU, or a .toml file (default h200)")
+    parser.add_argument("--layouts", metavar="LAYOUTS", help="only these: shard=3,shard=2+tensor=8")
+    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of a GPU-hour: what a million batches cost")
+    parser.add_argument(
+        "--jobs", type=_count, default=min(4, os.cpu_count() or 1), metavar="N", help="trials at a time"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+    parser.add_argument("program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program, and its own arguments")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give 1 or more")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> Sequence[str]:
+    from keepbusy.virtual.costs.device import read
+
+    device = read(options.on)
+    gpus, of_host = options.gpus, device.wire.devices
+    chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
+    with tempfile.TemporaryDirectory(prefix="keepbusy-plan-") as folder:
+        roomy = _with_memory(options.on, Path(folder))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            tried = list(pool.map(lambda one: _try(one, options, roomy, Path(folder)), chosen))
+    trials = [one for one in tried if isinstance(one, Trial)]
+    for layout, one in zip(chosen, tried, strict=True):
+        if not isinstance(one, Trial):
+            complain(f"{layout}: {one}")
+    if not trials:
+        raise BadInput(f"none of {len(chosen)} layouts could be run; the first said: {tried[0]}")
+    plan = LayoutPlan(trials, device.memory.size - CONTEXT, options.price, options.gpus)
+    if options.json:
+        return (json.dumps(plan.as_json(), indent=1), "\n")
+    head = f"keepbusy plan · {Path(options.program[0]).name} on {options.gpus} × {device.name}"
+    hosts = -(-gpus // of_host)
+    return (f"{head}{f', {hosts} hosts of {of_host}' if hosts > 1 else ''}\n\n", *plan.told())
+
+
+def _layouts(gpus: int, of_host: int) -> Iterator[SpreadLayout]:
+    """Every way of `spread`. Parts of a layer stay within a host: each layer waits for them."""
+    parts = [one for one in (1, 2, 4, 8, 16) if one <= min(gpus, of_host) and gpus % one == 0]
+    for tensor in parts:
+        for shard in (0, 1, 2, 3) if tensor < gpus else (0,):
+            if tensor == 1 or shard != 1:
+                yield SpreadLayout(shard, tensor)
+
+
+def _asked(text: str, gpus: int) -> Iterator[SpreadLayout]:
+    for one in text.split(","):
+        known = re.fullmatch(r"shard=([0-3])(?:\+tensor=(\d+))?", one)
+        if not known or not int(known[2] or 1) or gpus % int(known[2] or 1):
+            raise BadInput(f"{one!r} is no layout of {gpus} GPUs; give shard=0 to 3, and +tensor= what divides them.")
+        yield SpreadLayout(int(known[1]), int(known[2] or 1))
+
+
+def _with_memory(name: str, folder: Path) -> Path:
+    """The same device with more memory than any layout needs."""
+    from keepbusy.virtual.costs.device import path_of
+
+    text = path_of(name).read_text(encoding="utf-8")
+    roomy = folder / "device.toml"
+    roomy.write_text(re.sub(r'(?m)^(size\s*=\s*)"[^"]*"', rf'\1"{ENDLESS}"', text, count=1), encoding="utf-8")
+    return roomy
+
+
+def _try(layout: SpreadLayout, options: argparse.Namespace, device: Path, folder: Path) -> Trial | str:
+    """Its figures, or why there are none."""
+    kept, found = folder / f"{layout}.busy", folder / f"{layout}.json"
+    command = [sys.executable, "-m", "keepbusy", "run", "--on", str(device), "--values", "none", "--clock", "modelled"]
+    command += ["--ranks", str(options.gpus), "--alike"] if options.gpus > 1 else []
+    command += ["--quiet", "--save", str(kept), *(["-m"] if options.module else []), *options.program]
+    asked = {LAYOUT: f"{layout.shard},{layout.tensor}", FOUND: str(found), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+    if done.returncode or not kept.exists():
+        said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("keepbusy: 1 ")]
+        return said[-1].removeprefix("[rank0]: ") if said else f"it ended with exit code {done.returncode}"
+    if not found.exists():
+        return "the program did not call keepbusy.spread(model, optimizer, ...), which is what a layout is asked of"
+    return _explained(layout, kept, json.loads(found.read_text(encoding="utf-8")))
+
+
+def _explained(layout: SpreadLayout, kept: Path, spread: Mapping[str, Any]) -> Trial:
+    from keepbusy.explain import explain
+    from keepbusy.timeline.busy_file import load
+
+    timeline = load(kept)
+    told, memory = explain(timeline), timeline.memory
+    peak, held = (int(one.max(initial=0)) for one in (memory.reserved, memory.allocated))
+    return Trial(layout, told.plain_step, told.ledger, peak, held, 1 if spread["shared"] else spread["data"])
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What was tried, on devices of so much memory."""
+
+    trials: Sequence[Trial]
+    memory: int
+    price: float | None
+    gpus: int
+
+    @property
+    def ordered(self) -> list[Trial]:
+        """The fastest that fits comes first, and what does not fit last."""
+        return sorted(self.trials, key=lambda one: (not self.fits(one), one.pace))
+
+    def fits(self, one: Trial) -> bool:
+        return one.held <= self.memory
+
+    def cost(self, one: Trial) -> float | None:
+        """Dollars for a million batches."""
+        return None if self.price is None else self.price * self.gpus * one.pace * 1e6 / 3.6e12
+
+    def told(self) -> Iterator[str]:
+        several = any(one.batches > 1 for one in self.trials)
+        heads = ["layout", "a step", "computes", "exposed", "waits", "memory", *(["batches"] if several else [])]
+        heads += ["batches/s", *(["$ a million"] if self.price is not None else []), ""]
+        rows = [heads, *(self._row(one, several) for one in self.ordered)]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
+        for row in rows:
+            first, *rest = (f"{cell:{'<' if not place else '>'}{widths[place]}}" for place, cell in enumerate(row[:-1]))
+            yield f"{'  '.join([first, *rest])}  {row[-1]}".rstrip() + "\n"
+        best = self.ordered[0]
+        if not self.fits(best):
+            yield f"\nNone fits into {self.memory / 1e9:.0f} GB: more GPUs, a larger tensor=, or a smaller batch.\n"
+            return
+        given = f"shard={best.layout.shard}" + (f", tensor={best.layout.tensor}" if best.layout.tensor > 1 else "")
+        yield f"\nwrite   keepbusy.spread(model, optimizer, loader, {given}, example=batch)\n"
+        yield "note    Modelled, without a GPU: all ranks do the same, none is late, and the network between hosts\n"
+        yield "        is as the device file says.\n"
+
+    def _row(self, one: Trial, several: bool) -> list[str]:
+        cost, parts = self.cost(one), (one.step, one.computing, one.exposed, one.waits)
+        times = [duration(time, one.step) for time in parts]
+        return [
+            str(one.layout), *times, f"{one.held / 1e9:.1f} GB", *([str(one.batches)] if several else []),
+            f"{1e9 / one.pace:.4g}", *([f"{cost:.2f}"] if cost is not None else []), self._why(one),
+        ]  # fmt: skip
+
+    def _why(self, one: Trial) -> str:
+        """What it loses to the best by."""
+        best = self.ordered[0]
+        if not self.fits(one):
+            return f"does not fit: {(one.held - self.memory) / 1e9:.0f} GB too much"
+        if one is best:
+            return "the fastest" if len(self.trials) > 1 else ""
+        parts = ("communication", "exposed"), ("computing", "computing"), ("waiting", "waits")
+        more = {name: (getattr(one, part) / one.batches - getattr(best, part) / best.batches) for name, part in parts}
+        worst = [name for name, time in more.items() if time > 0.25 * max(more.values())]
+        return f"{share(round(one.pace - best.pace), round(best.pace))} slower: more {listing(worst)}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "gpus": self.gpus,
+            "layouts": [
+                {
+                    "shard": one.layout.shard,
+                    "tensor": one.layout.tensor,
+                    "step": round(one.step / 1e6, 6),
+                    "exposed": round(one.exposed / 1e6, 6),
+                    "peak": one.held,
+                    "reserved": one.peak,
+                    "batches": one.batches,
+                    "batches_per_second": 1e9 / one.pace,
+                    "cost": self.cost(one),
+                    "fits": self.fits(one),
+                }
+                for one in self.ordered
+            ],
+        }
