@@ -30,7 +30,7 @@ class Threshold:
 
 
 EXPLAINED = {
-    "keepbusy.explain.plan": (
+    "keepbusy.explain.fix_plan": (
         Threshold("LARGEST_SET", 1, "Sets of up to three fixes are tried together, not only single ones."),
         Threshold("CANDIDATES", 64, "The nine fixes that gain most alone are looked at."),
         Threshold("PLACES_APART", 64, "Of one remedy three places are fixes of their own, the rest is one more."),
@@ -144,7 +144,7 @@ BOUNDS = {
         "RECORDED_AT_MOST",
     ),
     "keepbusy.recording.recorder": (),
-    "keepbusy.explain.plan": ("REPLAYED_ROWS",),
+    "keepbusy.explain.fix_plan": ("REPLAYED_ROWS",),
 }
 """What only bounds the cost of looking, or how much is kept and told: no rule that could be right or wrong."""
 

@@ -119,11 +119,6 @@ def test_there_is_no_import_cycle() -> None:
 
 MOST_FILES = 12
 """In a folder, besides __init__."""
-STILL_TWICE = {
-    *("copies",),
-    "plan",
-}
-"""Classes and modules whose name is taken twice today; none may be added."""
 LINES = {
     "timeline": 2229,
     "traces": 2188,
@@ -156,7 +151,7 @@ def test_a_folder_holds_few_files() -> None:
 def test_no_class_and_no_module_has_the_name_of_another() -> None:
     classes = Counter(node.name for _, node in _classes())
     modules = Counter(path.stem for path in FILES if path.name != "__init__.py")
-    assert {name for names in (classes, modules) for name, times in names.items() if times > 1} <= STILL_TWICE
+    assert {name for names in (classes, modules) for name, times in names.items() if times > 1} == set()
 
 
 def test_no_class_of_ours_inherits_from_one_that_inherits() -> None:

@@ -31,7 +31,7 @@ from keepbusy.explain.diagnosis import (
     Site,
     Where,
 )
-from keepbusy.explain.plan import candidates, plan_of_run, with_loader, without_planned
+from keepbusy.explain.fix_plan import candidates, plan_of_run, with_loader, without_planned
 from keepbusy.explain.story import Story, ordinary_steps
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.run_report import planned, run_as_json

@@ -9,10 +9,10 @@ from typing import Any
 
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis, Prediction
+from keepbusy.explain.fix_plan import plan_of, plan_of_run, turns_of, without_planned
 from keepbusy.explain.ledger import NOISE
 from keepbusy.explain.places import another_loop
 from keepbusy.explain.plain import as_recorded
-from keepbusy.explain.plan import plan_of, plan_of_run, turns_of, without_planned
 from keepbusy.explain.story import Story, later_of, left_unexplained, ordinary_steps, rare_of, sources_of
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Timeline

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.cuda._utils import _get_device_index
 
-from keepbusy.fix.live.copies import DeferredCopies
+from keepbusy.fix.live.batch_copies import DeferredCopies
 from keepbusy.fix.live.switch import FixSwitch, is_ours
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches

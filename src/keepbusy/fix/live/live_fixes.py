@@ -90,8 +90,8 @@ class LiveFixes:
         if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
             self._offer(_Plain())
             return
+        from keepbusy.fix.live.batch_copies import DeferredCopies
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
-        from keepbusy.fix.live.copies import DeferredCopies
         from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
