@@ -21,7 +21,8 @@ STALLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(STALLS.parent))
 from seats import Seat, seat_all  # noqa: E402
 
-PATH = {"PYTHONPATH": os.pathsep.join([str(STALLS), str(STALLS / "third"), os.environ.get("PYTHONPATH", "")])}
+SHARED = (STALLS, STALLS / "third", STALLS / "fifth")
+PATH = {"PYTHONPATH": os.pathsep.join([*map(str, SHARED), os.environ.get("PYTHONPATH", "")])}
 
 
 def stopwatch(log: Path) -> float | None:
@@ -73,7 +74,7 @@ def main() -> None:
     options = arguments.parse_args()
     options.out, options.folder = options.out.resolve(), options.folder.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    names = options.names or sorted(path.stem for path in (options.folder / options.kind).glob("*.py"))
+    names = options.names or sorted(json.loads((options.folder / "planted.json").read_text())[options.kind])
 
     def do(name: str, seat: Seat) -> None:
         print(told(measure(name, options, seat), options.out), flush=True)
