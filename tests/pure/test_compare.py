@@ -132,7 +132,7 @@ def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
     assert done.foretold is not None
     assert done.foretold.step == STALLED.plain_step - READ_LATER.gain - FETCH.gain
     text = compared.render(done)
-    assert "made     readback at" in text
+    assert "made     read the value later at" in text
     assert "as foretold" in text
     assert "the run" in text
 
