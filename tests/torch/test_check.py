@@ -183,7 +183,7 @@ FAIL = {f"keepbusy check {options}train.py" for options in ("", "--junit keepbus
 
 
 def test_every_command_of_the_page_works(folder: Path) -> None:
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 12
     for command in COMMANDS:
         ours, _, reader = command.partition(" | python ")
         done = keepbusy(folder, *shlex.split(ours)[1:])

@@ -39,7 +39,7 @@ def test_a_model_larger_than_memory_takes_its_steps(run) -> None:
     assert 64 <= int(printed[4]) <= 80
     assert printed[5] == "(524288,) (524288, 2) [[0.0, 0.0, 0.0]]"
     assert printed[6] == "0.0"
-    assert "Nothing was computed (--values none)" in done.stdout
+    assert "With --values none nothing is computed" in done.stdout
 
 
 LAID_OUT = """\
