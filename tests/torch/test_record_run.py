@@ -316,7 +316,8 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record, tmp_
     said = json.loads(done.stdout)
     (run,) = said["plain_runs"]
     stall = run["stalls"][0]
-    assert (stall["called_at"] or stall["where"]) == "train.py:28"  # in it, no line may have been seen most of the time
+    within = {"train.py:12", "train.py:13"}  # in it, one line may have been seen most of the time, or none
+    assert (stall["called_at"] or stall["where"]) in {"train.py:28", *within}
     assert (stall["every"], stall["regular"]) == (100.0, True)
     assert stall["count"] >= 7  # of eleven, one was looked at
     assert 130 < stall["time"] < 1000
