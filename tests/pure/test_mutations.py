@@ -156,7 +156,7 @@ def test_damage_never_ends_in_a_traceback(
     """And refusing everything would be no proof of anything."""
     outcomes = []
     for seed in range(part * EACH, (part + 1) * EACH):
-        monkeypatch.setattr(trace_file, "BLOCK", [3_000, 1 << 18][seed % 2])
+        monkeypatch.setattr(trace_file, "BLOCK_SIZE", [3_000, 1 << 18][seed % 2])
         outcomes.append(explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json", plain=seed % 3 == 0))
     survived = [diagnosis for diagnosis in outcomes if diagnosis is not None]
     assert kind not in MILD or len(survived) > EACH // 2

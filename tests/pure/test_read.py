@@ -200,7 +200,7 @@ def layouts() -> dict[str, bytes]:
 @pytest.mark.parametrize("block", [64, 1000, 1 << 20])
 @pytest.mark.parametrize("layout", layouts())
 def test_every_layout_reads_the_same(read: Read, monkeypatch: pytest.MonkeyPatch, layout: str, block: int) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK", block)
+    monkeypatch.setattr(trace_file, "BLOCK_SIZE", block)
     assert_same(read(small("tokens")), read(layouts()[layout]))
 
 
