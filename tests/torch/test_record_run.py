@@ -158,7 +158,7 @@ def test_a_program_that_ends_too_early_is_told_how_many_steps_it_takes(record, t
     )
     assert (said["steps"], kept.steps, kept.notes) == (0, 0, (told,))
     assert kept.run is not None
-    assert said["run"]["time"] >= 0
+    assert kept.run.time > 0  # nanoseconds: in JSON, seconds of a short run are rounded away
 
 
 def test_a_program_without_steps_is_told_what_to_call(record) -> None:
@@ -316,8 +316,7 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record, tmp_
     said = json.loads(done.stdout)
     (run,) = said["plain_runs"]
     stall = run["stalls"][0]
-    within = {"train.py:12", "train.py:13"}  # in it, one line may have been seen most of the time, or none
-    assert (stall["called_at"] or stall["where"]) in {"train.py:28", *within}
+    assert (stall["called_at"] or stall["where"]) == "train.py:28"  # in it, no line may have been seen most of the time
     assert (stall["every"], stall["regular"]) == (100.0, True)
     assert stall["count"] >= 7  # of eleven, one was looked at
     assert 130 < stall["time"] < 1000

@@ -24,7 +24,7 @@ from keepbusy.fix.live.switch import FixSwitch, is_ours, same_bits
 from keepbusy.instrument.patches import Function, Patches, left_alone
 
 _DRAWING = ("rand", "randn", "randint", "randperm", "normal")
-_WORTH = 200_000
+_SHORTEST_DRAW = 200_000
 """Nanoseconds that a draw must take: a shorter one is over before a thread has heard of it."""
 _REPEATED = 3
 """So often an order is seen before anything is drawn ahead, and so many draws are then made both ways and compared."""
@@ -120,7 +120,7 @@ class DrawsAhead:
             if numbers is None:
                 began = time.perf_counter_ns()
                 numbers = plain(*given, **options)
-                if time.perf_counter_ns() - began > _WORTH:
+                if time.perf_counter_ns() - began > _SHORTEST_DRAW:
                     self._slow.add(draw)
             self._learn(draw)
             return numbers

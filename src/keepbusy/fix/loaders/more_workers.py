@@ -37,7 +37,7 @@ _COMPARED = 2
 """Batches that are prepared both here and by a worker."""
 _ROOM = 3
 """Batches in shared memory for each worker."""
-_WORTH = 0.02
+_WORTH_KEEPING = 0.02
 """Of a turn: workers that save less are let go."""
 
 
@@ -295,7 +295,7 @@ class MoreWorkers:
 
     def judge(self, loader: DataLoader[Any], before: float, after: float) -> None:
         self.switch.notes.append(f"a turn took {duration(round(before))} before, and {duration(round(after))} since")
-        if after > (1 - _WORTH) * before:
+        if after > (1 - _WORTH_KEEPING) * before:
             self.leave(loader, "from the next epoch on the program's own workers: more of them gained nothing")
         self._begin_again()
 
