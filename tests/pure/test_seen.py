@@ -146,6 +146,22 @@ def test_the_interpreter_tells_each_line_once_it_begins() -> None:
     assert set(log.rows()[:, 1].tolist()) == {threading.get_native_id()}
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="sys.monitoring follows all threads")
+def test_a_thread_that_is_not_followed_is_not_said_to_stand_still() -> None:
+    """It would have been entered, and would never leave."""
+    names: dict[str, threading.Event] = {"here": threading.Event(), "over": threading.Event()}
+    source = "def work():\n    here.set()\n    over.wait()\n"
+    exec(compile(source, "/home/user/helper.py", "exec"), names)
+    other = threading.Thread(target=names["work"])  # type: ignore[arg-type]
+    other.start()
+    names["here"].wait()
+    log = Log(count().__next__)
+    program(log, 3)
+    names["over"].set()
+    other.join()
+    assert set(log.rows()[:, 1].tolist()) == {threading.get_native_id()}
+
+
 def test_a_loop_in_pure_python_does_not_fill_the_log() -> None:
     if sys.gettrace() is not None:
         pytest.skip("somebody else traces this process")

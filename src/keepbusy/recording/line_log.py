@@ -82,12 +82,14 @@ class Log:
         """From so many entries on, a row each."""
         return np.array(self.entries[since * _COLUMNS :], np.int64).reshape(-1, _COLUMNS)
 
-    def open_frames(self) -> dict[int, list[FrameType]]:
-        """Where every thread stands, from the outside in; noted as if it had just come there."""
+    def open_frames(self, only: int | None = None) -> dict[int, list[FrameType]]:
+        """Where every thread stands, or only this one, from the outside in; noted as if it had just come there."""
         threads = {one.ident: one.native_id for one in threading.enumerate() if one.native_id}
         threads[threading.get_ident()] = threading.get_native_id()  # a child that was forked has another number
         found = {}
         for ident, top in sys._current_frames().items():
+            if only not in (None, ident):
+                continue
             found[ident] = [frame for frame in _outwards(top) if self.detail(frame.f_code)][::-1]
             for frame in found[ident] if ident in threads else ():
                 now, code = self.clock(), self.number(frame.f_code)
@@ -363,7 +365,8 @@ class TraceFollower:
         """Returns why not, if it cannot."""
         if sys.gettrace() is not None:
             return "a debugger or a coverage tool traces the program"
-        self._frames = self.log.open_frames().get(threading.get_ident(), [])
+        mine = threading.get_ident()
+        self._frames = self.log.open_frames(mine)[mine]
         for frame in self._frames:
             frame.f_trace = self._within
             frame.f_trace_lines = self.log.detail(frame.f_code) == LINES
