@@ -437,6 +437,17 @@ def test_compare_a_trace_with_itself(trace: str, capsys: pytest.CaptureFixture[s
     assert {cause["verdict"] for cause in json.loads(out)["causes"]} <= {"unchanged"}
 
 
+def test_two_saved_runs_are_shown_on_one_page(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("before.busy", "after.busy"):
+        ask(capsys, "explain", trace, *PLAIN, "--save", name)
+    code, out, _ = ask(capsys, "show", "before.busy", "after.busy", "--no-open")
+    assert (code, out) == (0, "before-to-after.html\n")
+    assert Path("before-to-after.html").read_text().count('<script type="application/octet-stream"') == 2
+    code, _, said = ask(capsys, "show", "before.busy", "after.busy", "--plain-step", "30")
+    assert code == 2
+    assert "--plain-step is the time of one run" in said
+
+
 @pytest.mark.parametrize("kind", ["perfetto", "json", "csv", "sarif"])
 def test_export(kind: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ask(capsys, "export", trace, "--to", kind)

@@ -8,23 +8,32 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import explained, write_page
+from keepbusy.cli.console.explanation import explained, write_comparison, write_page
 from keepbusy.cli.console.output import check_place
-from keepbusy.cli.console.sources import READ, expand, open_timeline, part, progress
+from keepbusy.cli.console.sources import READ, SAVED, expand, open_timeline, part, progress
 from keepbusy.cli.explain import WORKERS, add_plain_step
+from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
 
 EXAMPLES = """\
 examples:
   keepbusy show run.busy
+  keepbusy show before.busy after.busy
   keepbusy show rank*.trace.json.gz --plain-step 25.0 -o run.html --no-open
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="the traces of all ranks, a folder of them, or a saved run.busy"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="the traces of all ranks, a folder of them, a saved run.busy, or two of these: before and after",
     )
     add_plain_step(parser)
     parser.add_argument(
@@ -43,17 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Opened where somebody sits before a screen."""
-    first = expand(options.files)[0]
-    path = options.output or first.with_name(f"{first.name.split('.')[0]}.html")
+    found = expand(options.files)
+    both = len(found) == 2 and all(one.suffix == SAVED for one in found)
+    first = found[0]
+    name = "-to-".join(one.name.split(".")[0] for one in found) if both else first.name.split(".")[0]
+    path = options.output or first.with_name(f"{name}.html")
     check_place(path)
-    with progress(options.quiet) as on_progress:
-        timeline = open_timeline(options.files, part(on_progress, 0.0, READ))
-        diagnosis = explained(
-            timeline, options.plain_step, workers=options.workers, on_progress=part(on_progress, READ, 1.0), turns=True
-        )
-    write_page(diagnosis, path, first.name if len(options.files) == 1 else "")
+    if both:
+        if options.plain_step is not None:
+            raise BadInput("--plain-step is the time of one run, and two were given; save each with its own.")
+        from keepbusy.explain.comparison import compare
+
+        write_comparison(compare(*(_diagnosis(options, [str(one)]) for one in found)), path, *map(str, found))
+    else:
+        write_page(_diagnosis(options, options.files), path, first.name if len(options.files) == 1 else "")
     opened = not options.no_open and _has_a_screen() and webbrowser.open(path.resolve().as_uri())
     return (f"{path}{' (opened)' if opened else ''}\n",)
+
+
+def _diagnosis(options: argparse.Namespace, files: Sequence[str]) -> Diagnosis:
+    with progress(options.quiet) as on_progress:
+        timeline = open_timeline(files, part(on_progress, 0.0, READ))
+        return explained(
+            timeline, options.plain_step, workers=options.workers, on_progress=part(on_progress, READ, 1.0), turns=True
+        )
 
 
 def _has_a_screen() -> bool:
