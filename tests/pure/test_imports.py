@@ -123,12 +123,12 @@ LINES = {
     "timeline": 2229,
     "traces": 2188,
     "instrument": 1093,
-    "recording": 3936,
+    "recording": 3939,
     "virtual": 8897,
     "explain": 4153,
     "report": 3168,
     "runtime": 5040,
-    "cli": 2714,
+    "cli": 2736,
     "fix": 3726,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
