@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from keepbusy.recording.window import LINES, TRACE, Tick
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import OWN_STEP
-from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
+from keepbusy.timeline.model import NONE, Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, WindowReason
@@ -219,20 +220,24 @@ def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
     loops = {rank: {part.place: part for part in tree.within() if part.turns > 1} for rank, tree in trees.items()}
     for place, first in next(iter(loops.values()), {}).items():
         here = {rank: known[place] for rank, known in loops.items() if place in known}
-        if len(here) < 2 or first.time < SHORTEST_LOOP * shown.time:
-            continue
-        turns = {rank: part.turn / 1e6 for rank, part in here.items() if part.turn > 0}
-        shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in here.items() if part.busy >= 0}
-        usual, at_work = (float(np.median([*one.values()] or [0])) for one in (turns, shares))
-        late = max(turns, key=lambda rank: turns[rank], default=0)
-        idle = min(shares, key=lambda rank: shares[rank], default=0)
-        if turns and turns[late] > (1 + RANKS_DIFFER) * usual:
-            yield f"{place}: a turn takes rank {late} {turns[late]:.1f} ms, and {_others(turns, late, '.1f')} ms."
-        elif shares and shares[idle] < at_work - 100 * RANKS_DIFFER:
-            yield (
-                f"{place}: the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time, and "
-                f"{_others(shares, idle, '.0f')}%: the others wait for it, or it has less to do."
-            )
+        if len(here) > 1 and first.time >= SHORTEST_LOOP * shown.time and (told := _difference(here)):
+            yield f"{place}: {told}"
+
+
+def _difference(loop: Mapping[int, Part]) -> str:
+    """Of a loop by rank: whose turns are longer than the others', else whose GPU is at work less."""
+    turns = {rank: part.turn / 1e6 for rank, part in loop.items() if part.turn > 0}
+    late = max(turns, key=lambda rank: turns[rank], default=NONE)
+    if turns and turns[late] > (1 + RANKS_DIFFER) * median(turns.values()):
+        return f"a turn takes rank {late} {turns[late]:.1f} ms, and {_others(turns, late, '.1f')} ms."
+    shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in loop.items() if part.busy >= 0}
+    idle = min(shares, key=lambda rank: shares[rank], default=NONE)
+    if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:
+        return (
+            f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time, and "
+            f"{_others(shares, idle, '.0f')}%: the others wait for it, or it has less to do."
+        )
+    return ""
 
 
 def _others(values: Mapping[int, float], one: int, form: str) -> str:

@@ -147,12 +147,7 @@ class Run:
         now = self.clock()
         if self.options.live and now >= self._show_at:
             self._show_at = now + _SHOWS_EVERY
-            self.marks.leave_figures()
-            if now >= self._grow_at:
-                self.loops.looks.ended = now
-                with replacing(self.folder / TREE, durable=False) as part:
-                    part.write_text(json.dumps(asdict(self._tree())), encoding="utf-8")
-                self._grow_at = now + max(_GROWS_EVERY, _SHARE_OF_SHOWING * (self.clock() - now))
+            self._show(now)
         if now < self._think_at:
             return
         self._think_at = now + _THINKS_EVERY
@@ -164,17 +159,28 @@ class Run:
         if not self._steps and not self._further and self._is_script(now):
             self.loops.at_next_line(lambda: self._guarded(self._open_script))
         if self._may_look_again():
-            self.loops.looks.ended = now
-            passed = now - self.loops.looks.began
-            longest = self._first.open_for() if self._first.was_open else LONGEST_OPEN
-            self._plan.think(passed, self._spent(), self._first.cost, longest, self._may_follow_loops())
-            if (occasion := self._plan.take_loop()) is not None and occasion.loop is not None:
-                self._followed = occasion
-                self.loops.follow(occasion.loop.jumps, self._on_turn)
+            self._plan_windows(now)
         if self._steps and now >= self._write_at:
             self._know_marks()
             self.leave()
             self._write_at = now + max(_WRITES_EVERY, _SHARE_OF_WRITING * (self.clock() - now))
+
+    def _show(self, now: int) -> None:
+        self.marks.leave_figures()
+        if now >= self._grow_at:
+            self.loops.looks.ended = now
+            with replacing(self.folder / TREE, durable=False) as part:
+                part.write_text(json.dumps(asdict(self._tree())), encoding="utf-8")
+            self._grow_at = now + max(_GROWS_EVERY, _SHARE_OF_SHOWING * (self.clock() - now))
+
+    def _plan_windows(self, now: int) -> None:
+        self.loops.looks.ended = now
+        passed = now - self.loops.looks.began
+        longest = self._first.open_for() if self._first.was_open else LONGEST_OPEN
+        self._plan.think(passed, self._spent(), self._first.cost, longest, self._may_follow_loops())
+        if (occasion := self._plan.take_loop()) is not None and occasion.loop is not None:
+            self._followed = occasion
+            self.loops.follow(occasion.loop.jumps, self._on_turn)
 
     def _is_script(self, now: int) -> bool:
         """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""

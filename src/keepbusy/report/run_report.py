@@ -13,7 +13,7 @@ from keepbusy.report import words
 from keepbusy.report.paper import FAINT, STRONG, line, link_to, look
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part
+from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part, SlowTurns
 
 PLACE, GAIN, CODE = "cyan", "bold green", "bold"
 WORTH_A_LINE = 0.02
@@ -82,27 +82,28 @@ def _about(part: Part) -> str:
 
 
 def _sentences(part: Part) -> Iterator[str]:
+    """What is out of the ordinary in a loop: turns that take longer, the first ones, a line where the GPU is idle."""
     if part.kind != LOOP:
         return
     for slow in part.kinds:
-        if slow.total <= (WORTH_A_LINE if slow.regular else 0.1) * part.time:
-            continue
-        often = "one turn" if slow.count == 1 else f"{slow.count} turns"
-        if slow.regular and slow.every >= 1.5:
-            often = f"every {_ordinal(round(slow.every))} turn"
-        verb = "take" if often.endswith("turns") else "takes"
-        yield f"{often} {verb} {duration(slow.longer)} longer{f', at {_short(slow.place)}' if slow.place else ''}"
+        if slow.total > (WORTH_A_LINE if slow.regular else 0.1) * part.time:
+            where = f", at {_short(slow.place)}" if slow.place else ""
+            yield f"{_how_often(slow)} {duration(slow.longer)} longer{where}"
     if part.warm_up_time > 0.05 * part.time:
-        yield (
-            f"warm-up: {duration(part.warm_up_time)} more in the first {part.warm_up} turns"
-            if part.warm_up > 1
-            else (f"warm-up: {duration(part.warm_up_time)} more in the first turn")
-        )
-    idle = [one for one in part.lines if one.idle > 0.1 * part.time]
-    if idle and not part.parts:
-        most = max(idle, key=lambda one: one.idle)
-        call = f" (in {tame(most.call, 30)})" if most.call else ""
-        yield f"the GPU had nothing to do for {duration(most.idle)} while the host was at {_short(most.place)}{call}"
+        turns = f"{part.warm_up} turns" if part.warm_up > 1 else "turn"
+        yield f"warm-up: {duration(part.warm_up_time)} more in the first {turns}"
+    idlest = max(part.lines, key=lambda one: one.idle, default=None)
+    if idlest is not None and idlest.idle > 0.1 * part.time and not part.parts:
+        call = f" (in {tame(idlest.call, 30)})" if idlest.call else ""
+        where = f"{_short(idlest.place)}{call}"
+        yield f"the GPU had nothing to do for {duration(idlest.idle)} while the host was at {where}"
+
+
+def _how_often(slow: SlowTurns) -> str:
+    """`every second turn takes`, `3 turns take`."""
+    if slow.regular and slow.every >= 1.5:
+        return f"every {_ordinal(round(slow.every))} turn takes"
+    return "one turn takes" if slow.count == 1 else f"{slow.count} turns take"
 
 
 def _ordinal(number: int) -> str:
@@ -133,15 +134,22 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         )
         where = (" at ", (f"{places}{more}", PLACE + link_to(one.where[0]))) if places else ()
         yield line(f"{number}  ", (words.fix(one.fix), STRONG), *where, "   ", *_pieces(after))
-        for sentence in (one.reason, *(lateness(late, diagnosis.ranks) for late in one.late)):
-            if sentence:
-                yield line((tame(sentence), FAINT), indent=3)
-        if one.needs:
-            needed = words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
-            alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
-            yield line((f"{alone}it goes together with: {needed}", FAINT), indent=3)
-        if one.instead:
-            yield line((f"or {tame(words.fix(one.instead[0]), 80)} instead: either of the two", FAINT), indent=3)
+        for sentence in _said_of(one, diagnosis):
+            yield line((sentence, FAINT), indent=3)
+
+
+def _said_of(one: PlannedFix, diagnosis: Diagnosis) -> Iterator[str]:
+    """Why a fix is in the plan, and which others it goes with."""
+    if one.reason:
+        yield tame(one.reason)
+    for late in one.late:
+        yield tame(lateness(late, diagnosis.ranks))
+    if one.needs:
+        needed = words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
+        alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
+        yield f"{alone}it goes together with: {needed}"
+    if one.instead:
+        yield f"or {tame(words.fix(one.instead[0]), 80)} instead: either of the two"
 
 
 def lateness(late: Late, ranks: Sequence[int]) -> str:

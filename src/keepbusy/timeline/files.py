@@ -75,23 +75,29 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
     if origin in (Union, UnionType):  # only ever `… | None`
         return None if value is None else _typed(arguments[0], value, path)
     if is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        known = {one.name: value[one.name] for one in fields(kind) if one.name in value}
-        values = {name: _typed(hints[name], one, f"{path}.{name}") for name, one in known.items()}
-        make: Any = kind
-        try:
-            return make(**values)
-        except TypeError as error:  # a field without a default is missing
-            raise ValueError(f"{path.lstrip('.') or 'it'}: {error}") from None
+        return _dataclass_of(kind, value, path)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_typed(arguments[0], one, path) for one in value)
     if origin is Mapping and isinstance(value, dict):  # JSON spells its keys as strings
         return {_number(key, path): _typed(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
-    if kind in (int, float) and type(value) in (int, kind) and abs(value) <= LARGEST:
-        return kind(value)
-    if kind not in (int, float) and type(value) is kind:
-        return value
-    raise ValueError(f"{path.lstrip('.') or 'it'} is {type(value).__name__}")
+    return _scalar(kind, value, path)
+
+
+def _scalar(kind: Any, value: Any, path: str) -> Any:
+    is_number = kind in (int, float)
+    accepted = (int, kind) if is_number else (kind,)
+    if type(value) not in accepted or (is_number and not abs(value) <= LARGEST):
+        raise ValueError(f"{path.lstrip('.') or 'it'} is {type(value).__name__}")
+    return kind(value) if is_number else value
+
+
+def _dataclass_of(kind: Any, value: Mapping[str, Any], path: str) -> Any:
+    hints = get_type_hints(kind)
+    given = [one.name for one in fields(kind) if one.name in value]
+    try:
+        return kind(**{name: _typed(hints[name], value[name], f"{path}.{name}") for name in given})
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(f"{path.lstrip('.') or 'it'}: {error}") from None
 
 
 def _number(key: str, path: str) -> int:

@@ -39,7 +39,7 @@ EARLY_RETURN = 30_000
 _KERNEL, _SYNC = int(Kind.KERNEL), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, Sequence[Release], int]
+Row: TypeAlias = tuple[int, int, int, int, int, Sequence[int], int, Sequence[Release], int]
 Queue: TypeAlias = tuple[Ints, Ints, Ints]
 """A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
 
@@ -118,11 +118,6 @@ class _Engine:
         self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
         self.start, self.end = [NEVER] * count, [NEVER] * count
         self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
-        device: dict[int, list[int]] = {about.rank: [] for about in timeline.lanes}
-        for lane, about in enumerate(timeline.lanes):
-            device[about.rank] += [lane] if about.device is not None else []
-        self.neighbours = [device[about.rank] for about in timeline.lanes]
-        """Of each lane, the device lanes of its rank."""
         meeting = timeline.spans.meeting
         self.parts = np.bincount(meeting[meeting >= 0]).tolist() if (meeting >= 0).any() else []
         self.arrived: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -140,13 +135,13 @@ class _Engine:
     def round(self) -> None:
         """Every row once. Plain loops over plain lists: this is where all the time goes."""
         clocks, start, end, rings, places = self.clocks, self.start, self.end, self.rings, self.places
-        marks, limit = self.marks, self.limit
+        marks, limit, times = self.marks, self.limit, (start, end)
         for index, lane, kind, work, lag, awaits, launches, releases, meeting in self.rows:
             if index in marks:
                 self._pass()
             begin = reached = clocks[lane] + lag
             for source, later, whole in releases:
-                released = (end[source] if whole else start[source]) + later
+                released = times[whole][source] + later
                 if released > reached:
                     reached = released
             if kind >= _KERNEL:
@@ -155,14 +150,13 @@ class _Engine:
                     self._meet(meeting, (reached, index, lane, work), launches != CONTINUED)
                     continue
                 if launches != CONTINUED:
-                    places[lane] = places[lane] + 1 if places[lane] + 1 < limit else 0
+                    places[lane] = (places[lane] + 1) % limit
                 rings[lane][places[lane] - 1] = reached + work
-            elif kind == _SYNC or awaits != NONE:
+            elif kind == _SYNC:
                 start[index] = begin
-                if awaits >= 0 and clocks[awaits] > reached:
-                    reached = clocks[awaits]
-                elif awaits == EVERY_LANE:
-                    reached = max(reached, *[clocks[other] for other in self.neighbours[lane]])
+                for other in awaits:
+                    if clocks[other] > reached:
+                        reached = clocks[other]
             else:
                 start[index] = reached
                 if launches >= 0 and rings[launches][places[launches]] > reached:
@@ -193,16 +187,32 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
     lag = spans.lag + _work_before(timeline, skipped)
     launches = np.where(continued(timeline), CONTINUED, launched_lane(timeline))
-    columns = (np.arange(len(timeline)), spans.lane, spans.kind, spans.work, lag, spans.awaits, launches)
-    releases = _releases(timeline)
+    waits = (spans.awaits != NONE) & (spans.kind < Kind.KERNEL)  # a call for memory may wait as a sync does
+    kind = np.where(waits, Kind.SYNC, spans.kind)
+    columns = (np.arange(len(timeline)), spans.lane, kind, spans.work, lag)
+    awaited, releases = _awaited_lanes(timeline, np.flatnonzero(waits)), _releases(timeline)
     return list(
         zip(
             *[column[kept].tolist() for column in columns],
+            [awaited.get(row, ()) for row in kept.tolist()],
+            launches[kept].tolist(),
             [releases.get(row, ()) for row in kept.tolist()],
             meeting[kept].tolist(),
             strict=True,
         )
     )
+
+
+def _awaited_lanes(timeline: Timeline, waiting: Ints) -> dict[int, Sequence[int]]:
+    """Of each row that waits, the lanes it waits for: one, or all device lanes of its rank."""
+    lanes = timeline.lanes
+    on_device = defaultdict[int, list[int]](list)
+    for lane, about in enumerate(lanes):
+        if about.device is not None:
+            on_device[about.rank].append(lane)
+    each = zip(timeline.spans.lane[waiting].tolist(), timeline.spans.awaits[waiting].tolist(), strict=True)
+    whom = [on_device[lanes[lane].rank] if awaits == EVERY_LANE else [awaits] for lane, awaits in each]
+    return dict(zip(waiting.tolist(), whom, strict=True))
 
 
 def _joined(timeline: Timeline) -> Mask:

@@ -27,31 +27,42 @@ WHOLE_STRETCH = 0.5
 
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
-    timeline = _guessed(timeline) if not len(timeline.marks) else timeline
-    timeline = _begun_together(timeline) if timeline.facts.plain_runs else timeline
+    if not len(timeline.marks):
+        timeline = _guessed(timeline)
+    if timeline.facts.plain_runs:
+        timeline = _begun_together(timeline)
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
+    if count < 3 and (turn := _only_turn(timeline, count)) is not None:
+        return turn
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
-    alone = timeline.facts.virtual or timeline.facts.one_turn or (count == 2 and timeline.facts.plain_runs)
-    if count < 3 and alone and timeline.on_device.any():
-        recorded = count == 2 and not timeline.facts.virtual
-        turn = one_turn(_cut(timeline, count, np.array([0, 1])) if recorded else timeline)
-        if turn.on_device.any():
-            return turn
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
         source = timeline.facts.source or "the recording"
         raise BadInput(f"{source} shows fewer than two whole steps; record at least three.")
     full = np.flatnonzero(counts > WHOLE_STRETCH * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
+
+    def cut_into(stretches: int) -> Timeline:
+        return _cut(timeline, count, np.arange(first + (last - first) % stretches, last + 1, stretches))
+
     length = period(counts[first:last])
-    whole = _cut(timeline, count, np.arange(first + (last - first) % length, last + 1, length))
+    whole = cut_into(length)
     if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
         return whole
     ratio = plain_step / max(1.0, pace(sample(whole)))
     several = min((last - first) // 2, round(ratio))
     if several < 2 or abs(ratio - several) >= 0.2 * several:
         return whole
-    whole = _cut(timeline, count, np.arange(first + (last - first) % several, last + 1, several))
-    return whole.change_facts(marks_a_step=several)
+    return cut_into(several).change_facts(marks_a_step=several)
+
+
+def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
+    """A run with fewer than two steps as the one turn that it is; None where that is not known of it."""
+    facts = timeline.facts
+    known = facts.virtual or facts.one_turn or (count == 2 and facts.plain_runs)
+    if not known or not timeline.on_device.any():
+        return None
+    turn = one_turn(timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1])))
+    return turn if turn.on_device.any() else None
 
 
 def _begun_together(timeline: Timeline) -> Timeline:

@@ -265,7 +265,7 @@ class BatchTransfer:
             if isinstance(leaves[place], Tensor):  # of an unusual kind: it moves at once, on the loop's stream
                 leaves[place] = leaves[place].to(self.device, non_blocking=True)
         self._copy_stream.wait_stream(loop_stream)
-        moves = NonpackableMoves(self.device, self._copy_stream, loop_stream) if others or self._then else None
+        moves = NonpackableMoves(self.device, self._copy_stream, loop_stream)
         with torch.cuda.stream(self._copy_stream):
             begun = timed_event(self._copy_stream)
             if layout.packed:
@@ -275,15 +275,15 @@ class BatchTransfer:
             copied = timed_event(self._copy_stream)
             buffer.hold(alone, copied)
             for place in others:
-                if moves is not None and moves_itself(leaves[place]):
+                if moves_itself(leaves[place]):
                     leaves[place] = moves.move(leaves[place])
             batch = tree.close(iter(leaves), lambda value: value.to(self.device))
-            if moves is not None and self._then is not None:
+            if self._then is not None:
                 batch = self._then(batch)
                 moves.add_tensors_of(batch, targets)
-            ready = timed_event(self._copy_stream) if moves is not None else copied
+            ready = timed_event(self._copy_stream) if others or self._then is not None else copied
         events = CopyEvents(begun, copied, ready, layout.size, layout.packed, layout.pageable)
-        return DeviceBatch(batch, [memory, *(moves.made if moves is not None else [])], loop_stream, events)
+        return DeviceBatch(batch, [memory, *moves.made], loop_stream, events)
 
 
 def timed_event(stream: Any) -> Any:

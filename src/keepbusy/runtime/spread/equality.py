@@ -48,6 +48,12 @@ class Example:
         kept = {name: one for name, one in options.items() if "Cache" not in type(one).__name__}  # it grows by each run
         self.calls.setdefault(module, (arguments, kept))
 
+    def forget_calls(self) -> set[nn.Module]:
+        """Which modules were called; what with, which holds activations, is let go."""
+        called = set(self.calls)
+        self.calls.clear()
+        return called
+
     def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory) -> str:
         """What was compared, as a sentence; raises `NotEqual`."""
         sizes = {one.shape[0] for one in tree_leaves(self._batch) if isinstance(one, Tensor) and one.dim()}

@@ -100,25 +100,15 @@ class _Spreading:
             self._place(model)
         proof = None if example is None else Example(model, example, layout.device)
         norms = synchronise(model, layout.device, layout.data_group) if layout.data > 1 else 0
-        regions = sums = 0
-        random = bool(dropouts_of(model))
-        if layout.tensor > 1 and proof is not None:
-            with without_dropout(model):
-                found = TensorPlan(model, layout, proof.calls, {} if plan == "auto" else plan)
-            found.apply(random)
-            regions, sums = len(found.regions), found.sums
-        called = None if proof is None else set(proof.calls)
-        if proof is not None:
-            proof.calls.clear()  # they hold activations
-        blocks = self._wrap(proof.unused if proof else [], called)
+        regions, sums = self._cut(proof, plan)
+        blocks = self._wrap(proof)
         trained.repoint(self._inner)
-        told = f"{layout}, {self._held():.0%} of the parameters on each of {dist.get_world_size()} ranks" + blocks
+        told = f"{layout}, {self._held():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
         if regions:
             told += f", {regions} regions cut"
         if proof is not None:
-            told += "\nkeepbusy: " + proof.prove(
-                self.model, model, layout, Theory(model, layout, sums, norms, proof.unused)
-            )
+            theory = Theory(model, layout, sums, norms, proof.unused)
+            told += f"\nkeepbusy: {proof.prove(self.model, model, layout, theory)}"
         if optimizer is not None:
             FirstStep(model, optimizer, layout)
             if layout.wraps and layout.shard == 1:
@@ -136,9 +126,20 @@ class _Spreading:
         self._placed |= {id(one) for one in tensors}
         dist._broadcast_coalesced(dist.group.WORLD, fresh, 256 << 20, 0)
 
-    def _wrap(self, unused: list[str], called: set[nn.Module] | None) -> str:
+    def _cut(self, proof: Example | None, plan: Any) -> tuple[int, int]:
+        """How many regions tensor parallelism cuts, and how many sums it needs."""
+        if self._layout.tensor == 1 or proof is None:
+            return 0, 0
+        random = bool(dropouts_of(self._inner))
+        with without_dropout(self._inner):
+            found = TensorPlan(self._inner, self._layout, proof.calls, {} if plan == "auto" else plan)
+        found.apply(random)
+        return len(found.regions), found.sums
+
+    def _wrap(self, proof: Example | None) -> str:
         """What is not called is not gathered, so that a block whose parameters are read by others is none."""
         layout, model = self._layout, self._inner
+        called, unused = (proof.forget_calls(), proof.unused) if proof is not None else (None, [])
         if layout.wraps:
             places = [layout.device.index] if layout.device.type == "cuda" else None
             self.model = Replicas(

@@ -6,7 +6,7 @@ PyTorch's CUDA code launches it, which is not how its CPU code does. An operator
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.virtual.costs import laws, products
@@ -163,8 +163,8 @@ class OperatorCosts:
         """
         self.device, self.notes = device, notes
         self.allows_tf32 = allows_tf32
-        self.by_call: dict[Any, tuple[Kernel, ...]] = {}
-        """The same by what the caller knows a call by, which is quicker to make."""
+        self.by_call: dict[Any, tuple[Callable[..., Any], Sequence[Kernel]]] = {}
+        """What the host calls and the device runs, by what the caller knows a call by, which is quicker to make."""
         self._known: dict[_Key, tuple[Kernel, ...]] = {}
 
     def kernels(

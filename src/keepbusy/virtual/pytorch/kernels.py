@@ -44,7 +44,7 @@ _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch
 _INTEGER = frozenset([int])
 _UNDONE = object()
 _ANYWHERE = -2
-_NOWHERE: tuple[int, list[Any], Any] = (NONE, [], None)
+_NOWHERE: tuple[int, list[Any]] = (NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -257,20 +257,21 @@ class Kernel:
         Nothing is done where it is more than that.
         """
         key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
-        device, host_args, call = self._read(args, kwargs, key)
-        if device < 0:
+        device, host_args = self._read(args, key)
+        if device < 0 or (kwargs and not self._read_options(kwargs, key)):
             return _UNDONE
         signature, by_call = self.signature, MACHINE.costs.by_call
+        known = tuple(key)
+        call, kernels = by_call.get(known) or (self.on_host or self._chosen(args), None)
         try:
             out = self.compute(device, host_args, kwargs) if signature.is_random else call(*host_args, **kwargs)
         except RuntimeError:  # the other way knows what can be done about it, or raises it again
             return _UNDONE
-        known = tuple(key)
-        kernels = by_call.get(known)
         if kernels is None:
             inputs: list[Tensor] = []
             map_tensors(inputs.append, host_args)
-            kernels = by_call[known] = self._kernels(inputs, out, args, kwargs)
+            kernels = self._kernels(inputs, out, args, kwargs)
+            by_call[known] = call, kernels
         stream = MACHINE.stream(device)
         if signature.is_list_operator:
             listed = sum(len(one) for one in args if isinstance(one, list))
@@ -280,19 +281,16 @@ class Kernel:
             return MACHINE.place_on(out, device, stream)
         return self._on_device(device, out, args, kwargs)
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any]) -> tuple[int, list[Any], Any]:
-        """The device of a plain call, or less than 0; the arguments as the host sees them, and what it calls.
+    def _read(self, args: tuple[Any, ...], key: list[Any]) -> tuple[int, list[Any]]:
+        """The device of a plain call, or less than 0, and the arguments as the host sees them.
 
-        Whatever the kernels may depend on joins the key.
+        Whatever the kernels may depend on joins the key, and which arguments are numbers: so does what the host calls.
         """
-        device, host_args, call = -1, list(args), self.on_host or self.native
+        device, host_args = -1, list(args)
         for at, one in enumerate(args):
             kind = type(one)
             if kind in _PLAIN:
-                is_number = kind in _NUMBERS and not self.shapes[at]
-                key.append(kind if is_number else one)
-                if is_number and at in self.signature.tensors:
-                    call = self.on_host or self._chosen(args)
+                key.append(one if self.shapes[at] or kind not in _NUMBERS else kind)
             elif isinstance(one, Tensor):
                 index = one.get_device()
                 if index != device:
@@ -309,11 +307,16 @@ class Kernel:
                 device = max(device, index)
             else:
                 return _NOWHERE
+        return device, host_args
+
+    def _read_options(self, kwargs: dict[str, Any], key: list[Any]) -> bool:
+        """The same of the arguments by name: whether the call is a plain one."""
+        shapes = self.signature.shapes
         for name, one in kwargs.items():
             if type(one) not in _PLAIN:
-                return _NOWHERE
-            key += (name, one if self.signature.shapes[name] else type(one))
-        return device, host_args, call
+                return False
+            key += (name, one if shapes[name] else type(one))
+        return True
 
     def _kernels(self, inputs: list[Tensor], out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a GPU would run, by name and time."""
