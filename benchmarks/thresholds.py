@@ -68,18 +68,14 @@ RECORDED = {
         Threshold("ENTRIES_A_SECOND", INFINITE, "What is entered a hundred times a second holds no loop of the run."),
         Threshold("TURNS_A_SECOND", INFINITE, "A loop that turns ten thousand times a second is counted no further."),
     ),
-    "keepbusy.recording.loop_tree": (
+    "keepbusy.instrument.loop_tree": (
         Threshold("SHORTEST_PART", 0.0, "A loop of a two-hundredth of the run stands among the lines around it."),
         Threshold("SLOW_TURNS_MATTER", 0.0, "Slow turns that take a fiftieth of their loop are told."),
     ),
-    "keepbusy.recording.turn_times": (
+    "keepbusy.instrument.slow_turns": (
         Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
         Threshold("SLOW_SHARE", 0.0, "A slow turn is longer than the median by half of it."),
         Threshold("COMPARED_TURNS", INFINITE, "What is usual is asked of 256 turns at a time."),
-        Threshold("STEADY_DRIFT", INFINITE, "Steady turns differ by no more than 15% between their halves."),
-        Threshold("CHANGE", 0.0, "Turns have changed where they take a tenth more or less."),
-        Threshold("LASTING_TURNS", 8, "A change that lasts holds for 128 turns."),
-        Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
         Threshold("BEAT_TOLERANCE", INFINITE, "The distances of a beat differ by no more than a tenth."),
         Threshold("BEAT_SHARE", 0.0, "Three in four of its distances are alike."),
         Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the turns: else it was a burst."),
@@ -87,6 +83,12 @@ RECORDED = {
         Threshold("SKIPPED_BEATS", INFINITE, "What is foreseen stays away no more than twice in a row."),
         Threshold("REASON_SHARE", 0.0, "A pause is a turn's reason if it makes up half of what that is longer."),
         Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
+    ),
+    "keepbusy.recording.turn_times": (
+        Threshold("STEADY_DRIFT", INFINITE, "Steady turns differ by no more than 15% between their halves."),
+        Threshold("CHANGE", 0.0, "Turns have changed where they take a tenth more or less."),
+        Threshold("LASTING_TURNS", 8, "A change that lasts holds for 128 turns."),
+        Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
         Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
         Threshold("STALL_MATTERS", 0.0, "A stall with a beat or reason is told from a two-hundredth of the run on."),
         Threshold("WHIM_MATTERS", 0.0, "One without is told if it takes three hundredths."),
@@ -125,7 +127,8 @@ BOUNDS = {
         *("EVERY", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
         *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
     ),
-    "keepbusy.recording.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),
+    "keepbusy.instrument.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),
+    "keepbusy.instrument.slow_turns": (),
     "keepbusy.recording.turn_times": ("COURSE_ROWS",),
     "keepbusy.recording.window": (
         *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK"),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from watched import MS, Watched, codes_of
 
+from keepbusy.instrument.loop_tree import innermost_loops, tree_of
 from keepbusy.instrument.loops import Line
 from keepbusy.recording.gpu_share import GpuShare
-from keepbusy.recording.loop_tree import innermost_loops, tree_of
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_runs import MAIN, MS, looks, steps
 
-from keepbusy.recording.loop_tree import BusyLoop
+from keepbusy.instrument.loop_tree import BusyLoop
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at
 from keepbusy.recording.window import SETTLING_TURNS
 from keepbusy.recording.window_plan import (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from keepbusy.instrument.loop_tree import BusyLoop
 from keepbusy.instrument.loops import Line
-from keepbusy.recording.loop_tree import BusyLoop
 from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, Run, RunOptions
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window

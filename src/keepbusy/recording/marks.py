@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds
-from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step, slow_from, steady
+from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step, steady
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
 

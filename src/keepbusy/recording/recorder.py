@@ -22,11 +22,12 @@ import numpy as np
 
 from keepbusy.instrument.children import follow, when_imported
 from keepbusy.instrument.lines import LIBRARY, USER, kind_of
+from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.interruptions import Loaders
-from keepbusy.recording.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, step_looks, tree_of
 from keepbusy.recording.marks import Marks
+from keepbusy.recording.turn_times import step_looks
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
 from keepbusy.recording.window_plan import Occasion, WindowPlan
 from keepbusy.timeline.errors import BadInput

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keepbusy.instrument.loop_tree import BusyLoop
+from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import COLLECTOR
-from keepbusy.recording.loop_tree import BusyLoop
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls, slow_from
+from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, WHOLE_TURNS_AFTER
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
+from keepbusy.instrument.lines import USER, kind_of, shown
 from keepbusy.instrument.loops import IMPORT_SYSTEM, STAYED, SURELY_STAYED, Line, Looks, SourceLoop, SourceLoops
-from keepbusy.recording.turn_times import LookTable, StepLooks, beat_of, slow_kinds, warm_up
-from keepbusy.timeline.model import NONE, Ints
+from keepbusy.instrument.slow_turns import LookTable, beat_of, slow_kinds, warm_up
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
+from keepbusy.timeline.table import NONE, Ints
 
 STRETCHES = 240
 """So many shares tell how busy the GPU was over the run; a pixel or two each where they are drawn."""
@@ -43,29 +43,6 @@ def tree_of(
 ) -> Part:
     """`source`: what the run is called; `sources`: files that were read already."""
     return _Tree(looks, busy_until, source, sources).root()
-
-
-def step_looks(looks: Looks) -> StepLooks:
-    """Looks by the user's lines. Whoever asks for them knows when steps began and ended."""
-    count = len(looks.known_chains)
-    times = np.array(looks.times, np.int64)
-    weight = np.diff(times, append=max(looks.ended, *times[-1:], looks.began)) if len(times) else times
-    chain = np.minimum(np.array(looks.chains, np.int64), count - 1)  # the program goes on meanwhile
-    known = [_written_chain(looks, lines) for lines in looks.known_chains[:count]]
-    return StepLooks(times, weight, chain[: len(times)], [chain for chain, _ in known], [inside for _, inside in known])
-
-
-def _written_chain(looks: Looks, lines: Sequence[Line]) -> tuple[tuple[str, ...], str]:
-    """The user's lines, and the library's that the last of them called."""
-
-    def written(line: Line) -> str:
-        code = looks.codes[line.code]
-        return f"{shown(code.co_filename)}({line.line}): {code.co_name}"
-
-    kinds = [kind_of(looks.codes[line.code].co_filename) for line in lines]
-    users = [line for line, kind in zip(lines, kinds, strict=True) if kind == USER]
-    called = lines[-1] if lines and kinds[-1] in (LIBRARY, TORCH, PYTHON) else None
-    return tuple(written(line) for line in users), written(called) if called and users else ""
 
 
 class BusyLoop(NamedTuple):
