@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from warm_python import WarmPython, warm
+
+# how long an example takes is the machine's business: it may be busy
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.hookimpl(tryfirst=True)
