@@ -229,3 +229,47 @@ def test_the_older_types_of_tensors_make_tensors_of_the_device() -> None:
     with torch.cuda.device(2):
         assert torch.cuda.LongTensor([3]).device.index == 2
     assert [isinstance(one, kind) for one in (X.cuda(), X, X.cuda().long())] == [True, False, False]
+
+
+WHOLE = torch.tensor([[1, 2], [4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("compute", "made"),
+    [
+        (lambda: torch.histc(WHOLE.int().cuda(), 3, 0, 6), torch.tensor([1, 1, 2], dtype=torch.int32)),
+        (lambda: torch.histc(WHOLE.cuda().flatten(), bins=2, min=0, max=6), torch.tensor([2, 2])),
+        (lambda: (WHOLE.cuda() > 1).abs(), WHOLE > 1),
+        (lambda: torch.nn.functional.softsign(WHOLE.cuda() > 1), torch.tensor([[0.0, 0.5], [0.5, 0.5]])),
+        (lambda: (WHOLE.cuda() > 1).trace(), torch.tensor(1)),
+        (lambda: torch.tensor([1 + 1j, torch.nan]).cuda().nansum(), torch.tensor(1 + 1j)),
+    ],
+)
+def test_types_that_only_cuda_computes(compute, made: torch.Tensor) -> None:
+    """Routing of mixtures of experts counts whole numbers by `histc`."""
+    result = compute()
+    assert result.is_cuda
+    assert result.dtype is made.dtype
+    assert torch.equal(result.cpu(), made)
+
+
+@pytest.mark.parametrize(
+    ("compute", "kernel"),
+    [
+        (lambda one: one @ one, "addmm_cuda"),
+        (lambda one: one @ one[0], "addmv_impl_cuda"),
+        (lambda one: one[None] @ one[None], "baddbmm_cuda"),
+        (lambda one: torch.einsum("ij,jk->ik", one, one), "baddbmm_cuda"),
+        (lambda one: one[0] @ one[0], "dot"),
+        (lambda one: torch.nn.functional.linear(one, one, one[0]), "addmm_cuda"),
+        (lambda one: torch.nn.functional.avg_pool2d(one[None], 2), "avg_pool2d_out_cuda_frame"),
+        (lambda one: torch.nn.functional.max_pool2d(one[None], 2), "max_pool2d_with_indices_out_cuda_frame"),
+        (lambda one: torch.nn.functional.conv2d(one[None, None], one[None, None]), "slow_conv2d_cuda"),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int64, "Long"), (torch.int32, "Int")])
+def test_products_of_whole_numbers_are_refused_as_cuda_refuses_them(compute, kernel, dtype, name) -> None:
+    """The host computes them, and the program would fail on the first real GPU."""
+    for _ in range(2):  # what is known of a call does not let it pass
+        with pytest.raises(NotImplementedError, match=f'"{kernel}" not implemented for \'{name}\''):
+            compute(WHOLE.to(dtype).cuda())

@@ -270,6 +270,7 @@ class Kernel:
         if kernels is None:
             inputs: list[Tensor] = []
             map_tensors(inputs.append, host_args)
+            self._check_types(inputs)
             kernels = self._kernels(inputs, out, args, kwargs)
             by_call[known] = call, kernels
         stream = MACHINE.stream(device)
@@ -318,6 +319,12 @@ class Kernel:
             key += (name, one if shapes[name] else type(one))
         return True
 
+    def _check_types(self, inputs: list[Tensor]) -> None:
+        """Refuses what CUDA has no kernel for, as CUDA does."""
+        kernel = _OF_FLOATS_ALONE.get(self.signature.short.rstrip("_"))
+        if kernel and inputs and inputs[0].dtype in _INTEGERS:
+            raise NotImplementedError(f"\"{kernel}\" not implemented for '{_INTEGERS[inputs[0].dtype]}'")
+
     def _kernels(self, inputs: list[Tensor], out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a GPU would run, by name and time."""
         signature = self.signature
@@ -333,6 +340,7 @@ class Kernel:
                 if at < len(host_args) and host_args[at].layout is torch.sparse_coo:
                     host_args[at] = host_args[at].clone()
         device = operands.check()
+        self._check_types(operands.inputs)
         waits = signature.waits(host_args)
         if waits:
             cuda_api.announce_sync()
@@ -381,6 +389,10 @@ class Kernel:
                 return self._call(*args, **kwargs)
             if any(one in text for one in _WITHOUT_HALF):
                 return _in_float(call, self.signature.written_by(args, kwargs), args, kwargs)
+            if self.signature.short in _OF_MORE_TYPES:
+                out = kwargs.pop("out", None)
+                made = _OF_MORE_TYPES[self.signature.short](*args, **kwargs)
+                return made if out is None else out.copy_(made)
             raise MACHINE.lacks_memory(error, CURRENT.device) or error from None
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
@@ -483,3 +495,27 @@ def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs
     narrower = {torch.complex64: torch.complex32}
     narrower[torch.float32] = next((one.dtype for one in given.values() if not one.is_complex()), torch.float16)
     return map_tensors(lambda one: given.get(id(one), one.to(narrower.get(one.dtype, one.dtype))), out)
+
+
+# Integers and the like: what CUDA computes of them and the host does not, and what the host computes and CUDA does not.
+
+_OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
+    "histc": lambda tensor, *bins: tensor.double().histc(*bins).to(tensor.dtype),
+    "abs": lambda truths: truths.clone(),
+    "trace": lambda truths: truths.long().trace(),
+    "nansum": lambda tensor, dim=None, keepdim=False, **options: (
+        torch.where(tensor.isnan(), 0, tensor).sum(dim, keepdim, **options)
+    ),
+}
+_OF_FLOATS_ALONE = {
+    "mm": "addmm_cuda", "addmm": "addmm_cuda", "addbmm": "addmm_cuda", "bmm": "baddbmm_cuda", "baddbmm": "baddbmm_cuda",
+    "mv": "addmv_impl_cuda", "addmv": "addmv_impl_cuda", "dot": "dot", "vdot": "vdot",
+    "convolution": "slow_conv2d_cuda", "avg_pool2d": "avg_pool2d_out_cuda_frame", "avg_pool3d": "avg_pool3d_out_frame",
+    "max_pool2d_with_indices": "max_pool2d_with_indices_out_cuda_frame",
+    "max_pool3d_with_indices": "max_pool3d_with_indices_out_frame",
+}  # fmt: skip
+"""Of operators, the kernel that CUDA names when it refuses."""
+_INTEGERS = {
+    torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
+    torch.bool: "Bool",
+}  # fmt: skip
