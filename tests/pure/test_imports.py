@@ -124,7 +124,7 @@ LINES = {
     "traces": 2188,
     "instrument": 1707,
     "recording": 3367,
-    "virtual": 8936,
+    "virtual": 8939,
     "explain": 4153,
     "report": 3176,
     "runtime": 5047,

@@ -271,5 +271,5 @@ def test_types_that_only_cuda_computes(compute, made: torch.Tensor) -> None:
 def test_products_of_whole_numbers_are_refused_as_cuda_refuses_them(compute, kernel, dtype, name) -> None:
     """The host computes them, and the program would fail on the first real GPU."""
     for _ in range(2):  # what is known of a call does not let it pass
-        with pytest.raises(NotImplementedError, match=f'"{kernel}" not implemented for \'{name}\''):
+        with pytest.raises(NotImplementedError, match=f"\"{kernel}\" not implemented for '{name}'"):
             compute(WHOLE.to(dtype).cuda())

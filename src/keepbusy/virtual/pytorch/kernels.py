@@ -499,13 +499,16 @@ def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs
 
 # Integers and the like: what CUDA computes of them and the host does not, and what the host computes and CUDA does not.
 
+
+def _sum_of_numbers(tensor: Tensor, *dims: Any, **options: Any) -> Tensor:
+    return torch.where(tensor.isnan(), 0, tensor).sum(*dims or (None,), **options)
+
+
 _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
     "histc": lambda tensor, *bins: tensor.double().histc(*bins).to(tensor.dtype),
     "abs": lambda truths: truths.clone(),
     "trace": lambda truths: truths.long().trace(),
-    "nansum": lambda tensor, dim=None, keepdim=False, **options: (
-        torch.where(tensor.isnan(), 0, tensor).sum(dim, keepdim, **options)
-    ),
+    "nansum": _sum_of_numbers,
 }
 _OF_FLOATS_ALONE = {
     "mm": "addmm_cuda", "addmm": "addmm_cuda", "addbmm": "addmm_cuda", "bmm": "baddbmm_cuda", "baddbmm": "baddbmm_cuda",
