@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from keepbusy.integrations.watched_training import WatchedTraining
 
 
-def test_a_training_is_recorded_from_within(tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [[], [ProfilerActivity.CUDA], [ProfilerActivity.CPU, ProfilerActivity.CUDA]])
+def test_a_training_is_recorded_from_within(tmp_path: Path, earlier: list[ProfilerActivity]) -> None:
+    """Also where something was profiled before in the same process, and CUPTI has stayed."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(256, 512, device="cuda")
+    if earlier:
+        with profile(activities=earlier):
+            model(x).sum().backward()
+            torch.cuda.synchronize()
     training = WatchedTraining()
     training.begin()
     for _ in range(60):

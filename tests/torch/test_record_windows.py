@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dis
+import gzip
+import itertools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pretended import pretend
 
 from keepbusy.instrument.loop_tree import BusyLoop
 from keepbusy.instrument.loops import Line
-from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in
-from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, Run, RunOptions
-from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window
+from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in, timeline_in
+from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, STEPS_TO_LET_GO, Run, RunOptions
+from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window, _tells_of_the_device
 from keepbusy.recording.window_plan import Occasion
+from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.run_facts import SCRIPT, STALL
 
 
@@ -164,3 +169,84 @@ def test_the_loop_that_takes_the_steps_is_not_looked_at_again(tmp_path: Path) ->
     jumps = [next(one.argval for one in dis.get_instructions(code) if "JUMP_BACK" in one.opname) for code in codes]
     loops = [BusyLoop(frozenset([(code, jumps[code])]), "", 0, 0, np.zeros(0, np.int64)) for code in (0, 1)]
     assert [run._is_unseen(one) for one in loops] == [False, True]
+
+
+WINDOW = SETTLING_TURNS + RECORDED_TURNS
+TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns alone say when a window closes, on a busy machine, too."""
+    for name in ("is_available", "is_initialized"):  # the profiler asks no device that there is not
+        monkeypatch.setattr(torch.cuda, name, lambda: False)
+    for name in ("LONGEST_OPEN", "WHOLE_TURNS_AFTER"):
+        monkeypatch.setattr(f"keepbusy.recording.window.{name}", 1 << 60)
+
+
+@pytest.fixture
+def deaf(patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A process whose GPU makes tensors, of which its profiler tells nothing."""
+    made = itertools.count(1)
+    monkeypatch.setattr("keepbusy.recording.window.allocations_so_far", lambda: next(made))
+    return Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+
+
+def compute(run: Run, counts: range) -> None:
+    for count in counts:
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        run._on_step(count)
+
+
+def test_a_window_that_saw_nothing_of_a_gpu_at_work_is_opened_anew(deaf: Run) -> None:
+    """On a real GPU the second one sees it: CUPTI has let go of what an earlier profile had left of it."""
+    over = STEPS_BEFORE_WINDOW + WINDOW
+    compute(deaf, range(1, over + STEPS_TO_LET_GO))
+    assert not deaf.window.is_open
+    again = over + STEPS_TO_LET_GO + SETTLING_TURNS
+    compute(deaf, range(over + STEPS_TO_LET_GO, over + STEPS_TO_LET_GO + WINDOW + 9))
+    deaf.leave()
+    left = facts_in(deaf.folder)
+    assert deaf.notes == []
+    assert [tick[0] for tick in left["ticks"]] == [*range(again, again + RECORDED_TURNS + 1)]
+    assert deaf._first.is_blind  # and not a third time
+    assert left["closed"]
+    pretend(deaf.folder / TRACE)
+    assert timeline_in(deaf.folder, {}).on_device.any()
+
+
+def test_where_the_profiler_stays_deaf_the_program_is_not_said_to_have_run_nothing(deaf: Run) -> None:
+    compute(deaf, range(1, STEPS_BEFORE_WINDOW + WINDOW + 1))
+    deaf.leave()
+    with pytest.raises(BadInput, match=r"^train\.py launched work, but CUPTI reported nothing of it"):
+        timeline_in(deaf.folder, {"source": "train.py"})
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in TRACES.glob("*.gz")))
+def test_real_traces_tell_of_the_device(tmp_path: Path, name: str) -> None:
+    trace = tmp_path / TRACE
+    trace.write_bytes(gzip.decompress((TRACES / name).read_bytes()))
+    assert _tells_of_the_device(trace)
+
+
+def test_cupti_stays_while_the_programs_own_profiler_begins(
+    patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would let go in the middle of what that one records."""
+    from torch.autograd import profiler
+
+    ended: list[str] = []
+    end = profiler._disable_profiler
+    monkeypatch.setattr(profiler, "_disable_profiler", lambda: (ended.append(os.environ["TEARDOWN_CUPTI"]), end())[1])
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    run.begin()
+    try:
+        stepping(run, lambda count: None, STEPS_BEFORE_WINDOW + 1)
+        assert run.window.is_open
+        with profiler.profile(use_kineto=True):
+            assert not run.window.is_open
+            torch.ones(8).sum()
+    finally:
+        run.end()
+    assert ended == ["0", "1"]

@@ -109,7 +109,7 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
         raise BadInput(_why_not(left, source))
     trace = read_trace(folder / TRACE)
     if not (trace.events.category <= Category.FILL).any():
-        raise BadInput(_no_commands(trace, source))
+        raise BadInput(_no_commands(trace, source, left.get("blind", False)))
     ticks = [Tick(*tick) for tick in left.get("ticks", ())]
     lines = LineRecord.load(folder / LINES) if (folder / LINES).exists() else LineRecord.nothing()
     return placed(trace, lines, ticks)
@@ -188,11 +188,13 @@ def _why_not(left: Mapping[str, Any], source: str) -> str:
     )
 
 
-def _no_commands(trace: Trace, source: str) -> str:
-    if np.count_nonzero(trace.events.category == Category.RUNTIME):
+def _no_commands(trace: Trace, source: str, was_at_work: bool) -> str:
+    if was_at_work or np.count_nonzero(trace.events.category == Category.RUNTIME):
         return (
             f"{source} launched work, but CUPTI reported nothing of it: another tool (Nsight, DCGM) holds the GPU's "
-            "counters, or this user may not read them; stop the other tool, or ask for the permission."
+            "counters, this user may not read them, or the process has profiled its CPU alone before, after which "
+            "PyTorch 2.13 does not listen to the GPU; stop the other tool, ask for the permission, or leave that "
+            "profile out."
         )
     return f"{source} ran nothing on the GPU while it was recorded."
 

@@ -42,6 +42,8 @@ STEPS_BEFORE_WINDOW, LATEST_BEGIN = 8, 16
 """Steps before the window opens: memory, kernels and states are made in the first ones. A run whose steps are not alike
 by the latter is looked at as it is."""
 ALIKE_STEPS = 5
+STEPS_TO_LET_GO = 3
+"""Once a window has closed, CUPTI lets go at one of the program's calls; so many steps later it may open afresh."""
 _THINKS_EVERY, _FIRST_THOUGHT = 1_000_000_000, 3_000_000_000
 _READS_EVERY = 5_000_000_000
 """The driver keeps twenty seconds of samples."""
@@ -52,6 +54,7 @@ _AT_WORK_FOR, _SCRIPT_AT_MOST = 1_000_000_000, 30_000_000_000
 _SHOWS_EVERY, _GROWS_EVERY, _SHARE_OF_SHOWING = 200_000_000, 1_000_000_000, 200
 """To those who look on: the figures of the steps, and the tree, and that no sooner than so many times as it took."""
 _QUIET = "99"
+_LETS_GO = "TEARDOWN_CUPTI"
 _OWN = (USER, LIBRARY)
 
 
@@ -76,7 +79,7 @@ class Run:
         self.notes: list[str] = []
         self.window = self._first = Window(self.folder, brief=True, closed=self._closed)
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
-        self.others = OtherProfilers(self._give_way)
+        self.others = OtherProfilers(self._make_way)
         self.loops = LoopWatch()
         self.share = GpuShare()
         self.loaders = Loaders()
@@ -89,6 +92,7 @@ class Run:
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
         self._followed: Occasion | None = None  # whose loop's turns are told now
         self._turns = self._steps = self._opened = self._window_opened = 0
+        self._blind = 0  # the step at which the first window had seen nothing of the GPU
         self._marks_facts: dict[str, Any] = {}
         self._writing = threading.RLock()  # both threads do; a signal may come while this one does
         self._think_at = self._write_at = self._show_at = self._grow_at = self._read_at = 0
@@ -98,7 +102,7 @@ class Run:
 
     def begin(self) -> None:
         self.is_going_on = True
-        os.environ.setdefault("TEARDOWN_CUPTI", "1")  # without it every launch stays slow when the window has closed
+        os.environ.setdefault(_LETS_GO, "1")  # without it every launch stays slow when the window has closed
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # it tells of its beginning and end on standard error
         os.register_at_fork(after_in_child=self._forked)
         when_imported("torch", self._hook_in)
@@ -329,11 +333,21 @@ class Run:
             self.loops.follow(frozenset(), None)
             self._followed = None
         self.marks.look_closely(False)
+        if self.window is self._first and self._first.is_blind and not self._blind and self._may_look_again():
+            self._look_afresh()
         self.leave()
+
+    def _look_afresh(self) -> None:
+        """What an earlier profile of this process has left of CUPTI told nothing. It lets go now, and the next window
+        finds it new."""
+        window = Window(self.folder, brief=True, closed=self._closed)
+        window.cost = self._first.cost
+        self.window = self._first = window
+        self._opened, self._blind = 0, self._steps
 
     def _is_due(self, count: int) -> bool:
         """Ranks open theirs at the same step, and cannot ask each other; a single one waits until it is steady."""
-        if self.others.at_work or count < self._after:
+        if self.others.at_work or count < max(self._after, self._blind and self._blind + STEPS_TO_LET_GO):
             return False
         told = self._rank_and_world()[1] > 1 or self.options.after is not None
         return told or count >= LATEST_BEGIN or self.marks.are_steady(ALIKE_STEPS)
@@ -341,6 +355,15 @@ class Run:
     @property
     def _after(self) -> int:
         return STEPS_BEFORE_WINDOW if self.options.after is None else self.options.after
+
+    def _make_way(self) -> None:
+        """For the program's own profiler: CUPTI would else let go in the middle of what that one records."""
+        lets_go = os.environ.get(_LETS_GO, "0")
+        os.environ[_LETS_GO] = "0"
+        try:
+            self._give_way()
+        finally:
+            os.environ[_LETS_GO] = lets_go
 
     def _give_way(self) -> None:
         self.loops.follow(frozenset(), None)
@@ -365,6 +388,7 @@ class Run:
             "world": world,
             "steps": self._steps,
             "opened": self._opened,
+            "blind": self._blind > 0,
             "closed": bool(self._first.ticks) and not self._first.is_open,
             **self._about(self._first),
             "further": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.traces.kineto_names import DEVICE_ROWS
 
 # The program's own use of PyTorch's profiler: there is room for one at a time, and it goes first.
 
@@ -121,6 +123,8 @@ class Window:
         self.ticks: list[Tick] = []
         self.is_cut = self.is_part = False
         """Whether it has seen one turn alone, and whether of that a part."""
+        self.is_blind = False
+        """Whether it saw nothing of a device that was at work."""
         self.cost = 0
         """Nanoseconds for which opening and closing held up the program."""
         self.was_open = 0
@@ -217,6 +221,7 @@ class Window:
             with replacing(self.folder / TRACE, durable=False) as part:
                 results.save(str(part))
                 self._log.record().save(self.folder / LINES)
+            self.is_blind = allocations_so_far() > self._allocated and not _tells_of_the_device(self.folder / TRACE)
         self._log = Log(self.clock)
         self.cost += self.clock() - began
 
@@ -230,6 +235,11 @@ class Window:
         if self.is_open:
             self.is_open = False
             self._follower.end()
+
+
+def _tells_of_the_device(trace: Path) -> bool:
+    with trace.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return any(text.find(row) >= 0 for row in DEVICE_ROWS)
 
 
 def allocations_so_far() -> int:
