@@ -126,7 +126,7 @@ LINES = {
     "recording": 3403,
     "virtual": 8939,
     "explain": 4153,
-    "report": 3176,
+    "report": 3179,
     "runtime": 5047,
     "cli": 2736,
     "fix": 3726,

@@ -172,6 +172,9 @@ _SAID_OF_A_SCRIPT = (
     ("the step is", "the script is"),
     ("in the training loop", "between launches"),
     ("The training thread does", "Python does"),
+    ("take the host's work out of the loop", "move the host's work elsewhere"),
+    ("Do it less often, or in a thread beside the loop;", "Do it earlier, later or in a thread beside this;"),
+    ("once the next step is launched", "once more work is launched"),
 )
 
 
