@@ -122,13 +122,13 @@ MOST_FILES = 12
 LINES = {
     "timeline": 2256,
     "traces": 2190,
-    "instrument": 1707,
+    "instrument": 1698,
     "recording": 3403,
-    "virtual": 8939,
+    "virtual": 8873,
     "explain": 4153,
-    "report": 3179,
+    "report": 3178,
     "runtime": 5047,
-    "cli": 2736,
+    "cli": 2737,
     "fix": 3726,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

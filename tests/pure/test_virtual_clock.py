@@ -318,12 +318,12 @@ def test_measured_time_is_the_programs_and_not_ours() -> None:
     host = on.pause(7)  # the dispatcher's way to us
     on.begin("aten::mul")
     watch.time += 5_000  # we compute values
-    on.launch(stream, "kernel", 10)
+    on.launch(stream, [("kernel", 10)])
     on.end()
     host.resume()
     watch.time += 3  # less than what a dispatch costs the device's host
     on.begin("aten::mul")
-    on.launch(stream, "kernel", 10)
+    on.launch(stream, [("kernel", 10)])
     on.end()
     on.enter(FrameKind.ANNOTATION, "enumerate(DataLoader)#x.__next__")
     watch.time += 400

@@ -40,11 +40,11 @@ class Loop:
             on.end()
         for _ in range(20):
             on.begin("aten::mm", self.line(13))
-            on.launch(stream, "gemm", self.kernel)
+            on.launch(stream, [("gemm", self.kernel)])
             on.end()
         on.enter(FrameKind.ANNOTATION, "Optimizer.step#SGD.step", self.line(14))
         on.begin("aten::_foreach_add_", self.line(14))
-        on.launch(stream, "multi_tensor", 20_000)
+        on.launch(stream, [("multi_tensor", 20_000)])
         on.end()
         on.leave()
         if read:
@@ -129,7 +129,7 @@ def test_a_late_rank_is_seen_from_the_others(busy: str) -> None:
             elif rank == 1:
                 on.operator("aten::mm", on.place("train.py(3): main"), streams[rank], [("gemm", 5 * MS)])
             on.begin("aten::mm", on.place("train.py(4): main"))
-            on.launch(streams[rank], "gemm", 2 * MS)
+            on.launch(streams[rank], [("gemm", 2 * MS)])
             on.end()
             on.wait(wires[rank], on.record(streams[rank]))
         arrivals = [0, 0]

@@ -39,7 +39,7 @@ def act(on: Clock, streams: list[int], moments: list[Moment], what: str, which: 
     last = moments[-1] if moments else on.record(stream)
     if what == "launch":
         on.begin("aten::mul")
-        on.launch(stream, "kernel", argument)  # type: ignore[arg-type]
+        on.launch(stream, [("kernel", argument)])  # type: ignore[arg-type]
         on.end()
     elif what == "operator":
         on.operator("aten::add", on.place(f"train.py({which}): main"), stream, [("one", argument), ("two", 40)])  # type: ignore[list-item]
@@ -47,7 +47,7 @@ def act(on: Clock, streams: list[int], moments: list[Moment], what: str, which: 
         on.copy(stream, *argument)  # type: ignore[misc]
     elif what == "graph":
         on.capture(stream)
-        on.launch_all(stream, [("one", 30), ("two", argument)])  # type: ignore[list-item]
+        on.launch(stream, [("one", 30), ("two", argument)])  # type: ignore[list-item]
         on.replay(on.end_capture(stream), stream)
     elif what == "record":
         moments.append(on.record(stream))
@@ -154,7 +154,7 @@ def test_the_quick_way_writes_what_the_careful_one_does(program: list[tuple[int,
                 on.operator("aten::mul", place, streams[which], kernels)
             else:
                 on.begin("aten::mul", place)
-                on.launch_all(streams[which], kernels)
+                on.launch(streams[which], kernels)
                 on.end()
         written.append(to_bytes(on.timeline()))
     assert written[0] == written[1]

@@ -41,7 +41,7 @@ def clock(**changes: object) -> Clock:
 
 def operator(on: Clock, stream: int, work: int, name: str = "aten::mul", place: int = 0) -> None:
     on.begin(name, place)
-    on.launch(stream, "kernel", work)
+    on.launch(stream, [("kernel", work)])
     on.end()
 
 

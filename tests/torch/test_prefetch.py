@@ -563,7 +563,7 @@ def test_the_report_of_copies_that_outlast_the_compute(machine: Any) -> None:
 
 
 def compute(machine: Any, time: int) -> None:
-    machine.clock.launch(machine.stream(0), "compute", time)
+    machine.clock.launch(machine.stream(0), [("compute", time)])
 
 
 class Watched:

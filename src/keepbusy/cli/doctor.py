@@ -68,7 +68,6 @@ def _memory(machine: MachineFigures) -> dict[str, str]:
         "bandwidth": f"{machine.bandwidth / _REACHED.streaming:.4g} GB/s",
         "malloc": _time(machine.malloc),
         "free": _time(machine.free),
-        "host_alloc": f"{machine.pinning:.3g} ns/B",
     }
 
 

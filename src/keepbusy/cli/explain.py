@@ -12,7 +12,6 @@ from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
 from keepbusy.cli.console.sources import READ, matches, open_timeline, part, progress
 
-WORKERS = 8
 EXAMPLES = """\
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0
@@ -29,13 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_plain_step(parser)
     values.add_what_if(parser)
-    parser.add_argument(
-        "--workers",
-        type=values.workers,
-        metavar="N",
-        default=WORKERS,
-        help=f"loader workers that a prediction may count on (default {WORKERS})",
-    )
+    values.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--timeline", action="store_true", help="draw one turn below the report, in characters")
     parser.add_argument(
@@ -85,7 +78,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 def _again(options: argparse.Namespace) -> str:
     """The command that shows this report again."""
     asked = ["--what-if", ",".join(options.what_if)] if options.what_if else []
-    asked += ["--workers", str(options.workers)] if options.workers != WORKERS else []
+    asked += ["--workers", str(options.workers)] if options.workers != values.WORKERS else []
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save), *asked])
     plain = [] if options.plain_step is None else ["--plain-step", f"{options.plain_step / 1e6:g}"]

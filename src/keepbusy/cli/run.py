@@ -99,9 +99,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
         "--after", type=_steps, metavar="N", help="record after N steps (default: after 8, once they are steady)"
     )
     values.add_what_if(parser)
-    parser.add_argument(
-        "--workers", type=values.workers, metavar="N", default=8, help="loader workers to count on (default 8)"
-    )
+    values.add_workers(parser)
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
@@ -164,13 +162,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.instrument import script
 
     options.script, *options.arguments = options.program[options.program[0] == "--" :]
-    if options.save:
-        check_name(options.save)
-        options.save_at = options.save.absolute()  # the program may go elsewhere
-    options.before = _before(options.against) if options.against else None
-    if options.page:
-        check_place(options.page)
-        options.page_at = options.page.absolute()
+    _check_files(options)
     if not options.module:
         script.find(options.script)
     if find_spec("torch") is None:
@@ -180,14 +172,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
         options.fixes = chosen(options.without, options.also)
     real = options.on == "auto" and supervised_run.is_possible()
-    if options.live and not real:
-        raise BadInput(
-            "--live shows what a real GPU does while it does it, and this run has a virtual one; leave it out."
-        )
-    if options.alike and real:
-        raise BadInput("--alike is for virtual GPUs: name one with --on, or give --ranks alone.")
-    if options.ranks > MOST_RANKS and not options.alike:
-        raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
+    _refuse_contradictions(options, real)
     if options.ranks > 1 and not options.alike:
         sys.exit(launch.launch(options.ranks, _command(options)))
     streams = StandardStreams()
@@ -202,6 +187,32 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             lambda timeline: explained(timeline, None, options.what_if, options.workers),
         )
     return _virtual(options, streams)
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Nobody waits for a program's end to hear that its report cannot be written. The program may go elsewhere."""
+    if options.save:
+        check_name(options.save)
+        options.save_at = options.save.absolute()
+    if options.page:
+        check_place(options.page)
+        options.page_at = options.page.absolute()
+    options.before = None
+    if options.against:
+        from keepbusy.timeline.busy_file import load
+
+        options.before = load(options.against)
+
+
+def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
+    if options.live and not real:
+        raise BadInput(
+            "--live shows what a real GPU does while it does it, and this run has a virtual one; leave it out."
+        )
+    if options.alike and real:
+        raise BadInput("--alike is for virtual GPUs: name one with --on, or give --ranks alone.")
+    if options.ranks > MOST_RANKS and not options.alike:
+        raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
 
 
 def _program(options: argparse.Namespace, streams: StandardStreams) -> int:
@@ -274,26 +285,23 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     sys.exit(code if code >= 0 else 128 - code)
 
 
+_HANDED_ON = (
+    "on", "after", "clock", "values", "clocks", "what_if", "workers", "json", "live", "fix", "without", "also", "quiet",
+    "against", "save", "page",
+)  # fmt: skip
+"""Flags that each rank is given, too."""
+
+
 def _command(options: argparse.Namespace) -> list[str]:
     """What each rank is started with: the same, without `--ranks`."""
-    given = [] if options.on == "auto" else ["--on", options.on]
-    given += [] if options.after is None else ["--after", str(options.after)]
-    given += [] if options.clock == "measured" else ["--clock", options.clock]
-    given += [] if options.values == "real" else ["--values", options.values]
-    given += [] if options.clocks == "virtual" else ["--clocks", options.clocks]
-    given += ["--what-if", ",".join(options.what_if)] if options.what_if else []
-    given += [] if options.workers == 8 else ["--workers", str(options.workers)]
-    given += ["--json"] if options.json else []
-    given += ["--live"] if options.live else []
-    given += ["--fix"] if options.fix else []
-    given += ["--without", ",".join(options.without)] if options.without else []
-    given += ["--also", ",".join(options.also)] if options.also else []
-    given += ["--quiet"] if options.quiet else []
-    given += ["--against", str(options.against)] if options.against else []
-    given += ["--save", str(options.save)] if options.save else []
-    given += ["--page", str(options.page)] if options.page else []
-    given += ["-m"] if options.module else []
-    return [*given, options.script, *options.arguments]
+    usual, given = argparse.ArgumentParser(), list[str]()
+    add_arguments(usual)
+    for name in _HANDED_ON:
+        value = getattr(options, name)
+        if value != usual.get_default(name):
+            text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
+            given += [f"--{name.replace('_', '-')}", *text]
+    return [*given, *(["-m"] if options.module else []), options.script, *options.arguments]
 
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardStreams) -> None:
@@ -312,13 +320,6 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
     if options.before is not None:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
-
-
-def _before(path: Path) -> Timeline:
-    """Read before the program runs: a file that cannot be read is no reason to wait for its end."""
-    from keepbusy.timeline.busy_file import load
-
-    return load(path)
 
 
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: StandardStreams) -> str:

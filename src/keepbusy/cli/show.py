@@ -14,7 +14,7 @@ from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import explained, write_comparison, write_page
 from keepbusy.cli.console.output import check_place
 from keepbusy.cli.console.sources import READ, SAVED, expand, open_timeline, part, progress
-from keepbusy.cli.explain import WORKERS, add_plain_step
+from keepbusy.cli.explain import add_plain_step
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -36,13 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the traces of all ranks, a folder of them, a saved run.busy, or two of these: before and after",
     )
     add_plain_step(parser)
-    parser.add_argument(
-        "--workers",
-        type=values.workers,
-        metavar="N",
-        default=WORKERS,
-        help=f"loader workers that a prediction may count on (default {WORKERS})",
-    )
+    values.add_workers(parser)
     parser.add_argument(
         "-o", "--output", metavar="OUT.html", type=Path, help="the page to write (default: beside the run, *.html)"
     )

@@ -38,11 +38,9 @@ def read_source(file: str) -> str:
     return Path(file).read_text(encoding="utf-8")
 
 
-def tree_of(
-    looks: Looks, busy_until: BusyUntil | None = None, source: str = "", sources: SourceLoops | None = None
-) -> Part:
-    """`source`: what the run is called; `sources`: files that were read already."""
-    return _Tree(looks, busy_until, source, sources).root()
+def tree_of(looks: Looks, busy_until: BusyUntil | None = None, sources: SourceLoops | None = None) -> Part:
+    """`sources`: files that were read already."""
+    return _Tree(looks, busy_until, sources).root()
 
 
 class BusyLoop(NamedTuple):
@@ -57,7 +55,7 @@ class BusyLoop(NamedTuple):
 
 def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceLoops | None = None) -> list[BusyLoop]:
     """Loops that turn, each without those within it, the one in which the GPU waits longest first."""
-    tree = _Tree(looks, busy_until, "", sources)
+    tree = _Tree(looks, busy_until, sources)
     found: list[BusyLoop] = []
 
     def visit(node: _Node) -> list[int]:
@@ -115,10 +113,8 @@ def _shares(busy_until: BusyUntil, edges: Ints) -> tuple[int, ...]:
 
 
 class _Tree:
-    def __init__(
-        self, looks: Looks, busy_until: BusyUntil | None, source: str, sources: SourceLoops | None = None
-    ) -> None:
-        self.looks, self.name = looks, source
+    def __init__(self, looks: Looks, busy_until: BusyUntil | None, sources: SourceLoops | None) -> None:
+        self.looks = looks
         self.times = np.array(looks.times, np.int64)
         self.chain = np.array(looks.chains, np.int64)
         edges = np.concatenate([[looks.began], self.times[1:], [max(looks.ended, *self.times[-1:], looks.began)]])
@@ -183,7 +179,6 @@ class _Tree:
         loops = [self._part(child, root) for child in root.children.values()]
         return Part(
             RUN,
-            source=self.name,
             time=self.whole,
             busy=round(float(self.busy.sum())) if self.has_busy else NONE,
             turns=1,

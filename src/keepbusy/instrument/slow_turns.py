@@ -119,10 +119,6 @@ class LookTable:
     weight: Ints
     place: Ints
 
-    @classmethod
-    def of_nothing(cls) -> LookTable:
-        return cls(*(np.zeros(0, np.int64) for _ in range(3)))
-
 
 @dataclass(frozen=True, eq=False)
 class SlowKind:

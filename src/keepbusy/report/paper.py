@@ -95,7 +95,7 @@ def link_to(where: Where) -> str:
         return ""
 
 
-def console(width: int, colour: bool, file: io.StringIO | None = None, record: bool = False) -> Console:
+def console(width: int, colour: bool, file: io.StringIO) -> Console:
     """One that interprets nothing: names of a trace may hold what looks like markup."""
     return Console(
         file=file,
@@ -103,12 +103,11 @@ def console(width: int, colour: bool, file: io.StringIO | None = None, record: b
         force_terminal=colour,
         force_jupyter=False,  # in a notebook, too, a report is the text that it returns
         no_color=not colour,
-        color_system=("truecolor" if record else "auto") if colour else None,
+        color_system="auto" if colour else None,
         markup=False,
         emoji=False,
         highlight=False,
         legacy_windows=False,
-        record=record,
     )
 
 

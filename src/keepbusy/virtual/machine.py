@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -166,16 +165,11 @@ class Machine:
     def pause(self) -> HostThread:
         """The dispatcher called us: on the way it spent time that a GPU's kernel would not have cost."""
         self._calls += 1
-        host = self.clock.threads.get(get_ident()) or self.clock.host()
-        host.pause(self._call_overhead)
-        return host
+        return self.clock.pause(self._call_overhead)
 
     def pause_at(self) -> tuple[HostThread, int]:
         """The same, and the place of the call: see `place`."""
-        self._calls += 1
-        host = self.clock.threads.get(get_ident()) or self.clock.host()
-        host.pause(self._call_overhead)
-        place = self.places.here()
+        host, place = self.pause(), self.places.here()
         if self._onlooker is not None and (self._onlooker.looks or host.unwritten_time > NOISE_LIMIT):
             self._catch_up(self._onlooker, host, place)
         return host, place
@@ -231,7 +225,7 @@ class Machine:
         arguments: Mapping[str, Any] = _NO_ARGUMENTS,
     ) -> None:
         """Launch it, within an operator that has begun."""
-        self.clock.launch_all(self.stream(device), self.kernels(name, inputs, outputs, arguments))
+        self.clock.launch(self.stream(device), self.kernels(name, inputs, outputs, arguments))
 
     def copy(
         self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: int = 0

@@ -172,7 +172,7 @@ def screen() -> Screen:
     """The terminal's width, or 100 where there is none; colour only where it is wanted."""
     width = shutil.get_terminal_size((100, 40)).columns
     return Screen(
-        max(40, min(width, 110)), _colour(), _can_show("→–µ·…█▓▒"), sys.stdout is not None and sys.stdout.isatty()
+        max(40, min(width, 110)), _colour(), _can_show_signs(), sys.stdout is not None and sys.stdout.isatty()
     )
 
 
@@ -184,9 +184,9 @@ def _colour() -> bool:
     )
 
 
-def _can_show(text: str) -> bool:
+def _can_show_signs() -> bool:
     try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        "→–µ·…█▓▒".encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -57,6 +57,20 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mend", dest="what_if", type=causes, default=(), help=argparse.SUPPRESS)
 
 
+WORKERS = 8
+"""That a prediction counts on unless it is told otherwise."""
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=workers,
+        metavar="N",
+        default=WORKERS,
+        help=f"loader workers that a prediction may count on (default {WORKERS})",
+    )
+
+
 def workers(text: str) -> int:
     """A whole number of loader workers."""
     count = int(text) if text.isascii() and text.isdigit() else 0

@@ -82,7 +82,7 @@ class Clock:
         self._places: dict[tuple[str, ...], int] = {(): 0}
         self._lines: list[tuple[int, ...]] = [()]
         self._mark_rows: dict[str, list[int]] = {mark: [] for mark in MARKS}
-        self._workers, self._last_batch = NONE, 0  # the lane of loader workers, and when they were last done
+        self._workers: HostThread | None = None  # those of loaders together: what they did are their batches
 
         self._streams: dict[int, StreamQueue] = {}
         self._default_streams: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Clock:
 
     def pause(self, overhead: int = 0) -> HostThread:
         """The program has called us: see `HostThread.pause`. Its `resume` goes back to the program."""
-        host = self.threads.get(get_ident()) or self._new_thread()
+        host = self.host()
         host.pause(overhead)
         return host
 
@@ -291,16 +291,12 @@ class Clock:
             waited = host.pause_length() if done is None else done - host.now
             if not host.depth and waited >= (STARVATION if done is None else 1):
                 until = host.now + waited
-                if self._workers == NONE:
-                    self._workers, self._last_batch = self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
-                begun, self._last_batch = self._last_batch, until
-                self.rows.add(
-                    (
-                        self._workers, _WORK, self.rows.names[name], NONE, begun, until, until - begun, 0, NONE, NONE,
-                        0, 0, NONE, NONE, 0,
+                if self._workers is None:
+                    self._workers = HostThread(
+                        self.rows, self.rows.lane(Lane(self.rank, None, NONE, WORKERS)), host.now
                     )
-                )  # fmt: skip
-                host.add(_SYNC, name, until, 0, self._workers)
+                self._workers.work(until - self._workers.now, name)
+                host.add(_SYNC, name, until, 0, self._workers.lane)
             elif done is None:
                 host.unwritten_time += waited
         host.resume()
@@ -331,7 +327,7 @@ class Clock:
     # commands
 
     def operator(self, name: str, place: int, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
-        """`begin`, `launch_all` and `end` at once, for an operator that only launches kernels: the usual one.
+        """`begin`, `launch` and `end` at once, for an operator that only launches kernels: the usual one.
 
         Called when its values are computed, while the calling thread is paused.
         """
@@ -346,24 +342,17 @@ class Clock:
                     host.work(host.modelled_time)
                     host.modelled_time = 0
                 for kernel, work in kernels:
-                    self._launch(host, line, _KERNEL, kernel, work, cost)
+                    self._launch(host, line, kernel, work, cost)
             finally:  # a capture that has failed refuses them
                 rows.frame_ends[frame] = host.now
                 host.frame = outer
 
-    def launch(self, stream: int, name: str, work: int, size: int = 0) -> int:
-        """A kernel that runs for `work` once nothing holds it up. Returns its row, or NONE during a capture."""
-        with self.lock:
-            return self._launch(
-                self._arrive(), self._streams[stream], _KERNEL, name, work, self.device.host.launch, size=size
-            )
-
-    def launch_all(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
+    def launch(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
         """What an operator launches: kernels by name and work, a launch each."""
         with self.lock:
             host, line, cost = self._arrive(), self._streams[stream], self.device.host.launch
             for name, work in kernels:
-                self._launch(host, line, _KERNEL, name, work, cost)
+                self._launch(host, line, name, work, cost)
 
     def collective(
         self,
@@ -427,7 +416,7 @@ class Clock:
             if blocks:
                 self._sync(host, waits_in, stream, line.tail)
 
-    def copy_to_peer(self, source: int, target: int, size: int, non_blocking: bool = True) -> None:
+    def copy_to_peer(self, source: int, target: int, size: int) -> None:
         """From one device to another: in the order of both streams."""
         with self.lock:
             host, line, other = self._arrive(), self._streams[source], self._streams[target]
@@ -440,8 +429,6 @@ class Clock:
             start = self._earliest_start(line, call, self.device.queue.gap)
             row = self._command(line, call, _COPY, _PEER_COPY, start, work, size, int(Direction.DEVICE_TO_DEVICE))
             other.wait_for({source: (row, line.tail)})
-            if not non_blocking:
-                self._sync(host, "cudaStreamSynchronize", source, line.tail)
 
     # events
 
@@ -490,23 +477,23 @@ class Clock:
 
     # syncs, and calls of the driver for memory
 
-    def sync_moment(self, moment: Moment, name: str = "cudaEventSynchronize") -> None:
+    def sync_moment(self, moment: Moment) -> None:
         with self.lock:
             host = self._arrive()
-            self._touch(name, moment)
-            self._sync(host, name, NONE, moment.until, moment.awaited)
+            self._touch("cudaEventSynchronize", moment)
+            self._sync(host, "cudaEventSynchronize", NONE, moment.until, moment.awaited)
 
-    def sync_stream(self, stream: int, name: str = "cudaStreamSynchronize") -> None:
+    def sync_stream(self, stream: int) -> None:
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
-            self._refuse(name, self._captures.get(stream))
-            self._sync(host, name, stream, line.until(), line.awaited)
+            self._refuse("cudaStreamSynchronize", self._captures.get(stream))
+            self._sync(host, "cudaStreamSynchronize", stream, line.until(), line.awaited)
 
-    def sync_device(self, device: int = 0, name: str = "cudaDeviceSynchronize") -> None:
+    def sync_device(self, device: int = 0) -> None:
         with self.lock:
             host = self._arrive()
-            self._refuse(name, *self._captures.values())
-            self._sync(host, name, *self._whole(device))
+            self._refuse("cudaDeviceSynchronize", *self._captures.values())
+            self._sync(host, "cudaDeviceSynchronize", *self._whole(device))
 
     def allocate(self, name: str, work: int) -> None:
         """A call of the driver for memory: `cudaMalloc`, `cudaHostAlloc`."""
@@ -638,24 +625,14 @@ class Clock:
         host.work_until_call()
         return host
 
-    def _launch(
-        self,
-        host: HostThread,
-        line: StreamQueue,
-        kind: int,
-        name: str,
-        work: int,
-        cost: int,
-        call: str = "cudaLaunchKernel",
-        size: int = 0,
-    ) -> int:
-        """A call that costs the host so much, and its command; the command's row, or NONE during a capture."""
+    def _launch(self, host: HostThread, line: StreamQueue, name: str, work: int, cost: int) -> None:
+        """A kernel that runs for `work` once nothing holds it up, and the call that costs the host so much."""
         if line.lane in self._captures:
-            return self._capture(host, line, cost, Node(line.lane, kind, name, work, size))
-        called = self._call(host, line, call, cost)
-        return self._command(
-            line, called, kind, name, self._earliest_start(line, called, self.device.queue.gap), work, size
-        )
+            self._capture(host, line, cost, Node(line.lane, _KERNEL, name, work))
+        else:
+            call = self._call(host, line, "cudaLaunchKernel", cost)
+            start = self._earliest_start(line, call, self.device.queue.gap)
+            self._command(line, call, _KERNEL, name, start, work)
 
     def _call(self, host: HostThread, line: StreamQueue, name: str, cost: int) -> tuple[int, int]:
         """A launch: its row, and when it began. A full queue holds it up."""

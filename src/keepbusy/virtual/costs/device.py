@@ -26,7 +26,6 @@ FineTime: TypeAlias = float  # of something so short that a nanosecond is too co
 Size: TypeAlias = int
 Bandwidth: TypeAlias = float
 Rate: TypeAlias = float
-TimeOfByte: TypeAlias = float
 Share: TypeAlias = float
 Count: TypeAlias = int
 
@@ -145,7 +144,6 @@ class DeviceMemory:
     bandwidth: Bandwidth
     malloc: Time  # cudaMalloc
     free: Time  # cudaFree, without what it waits for
-    host_alloc: TimeOfByte  # pinning memory
 
 
 @dataclass(frozen=True)
@@ -256,7 +254,6 @@ _UNITS: dict[str, dict[str, float]] = {
     "Size": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3},
     "Bandwidth": {"MB/s": 1e-3, "GB/s": 1.0, "TB/s": 1e3},
     "Rate": {"GFLOP/s": 1.0, "TFLOP/s": 1e3, "PFLOP/s": 1e6},
-    "TimeOfByte": {"ns/B": 1.0, "us/MB": 1e-3, "ms/GB": 1e-3},
 }
 
 

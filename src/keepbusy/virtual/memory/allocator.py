@@ -258,13 +258,9 @@ class Memory:
     def _segment(self, device: int, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
         small = size <= SMALL_LIMIT
-        wanted = (
-            SMALL_SEGMENT
-            if small
-            else LARGE_SEGMENT
-            if size < LARGE_SEGMENT_LIMIT
-            else -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
-        )
+        wanted = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
+        if size < LARGE_SEGMENT_LIMIT:
+            wanted = SMALL_SEGMENT if small else LARGE_SEGMENT
         limit = min(self.size - CONTEXT, self.size if one.allowed is None else one.allowed)
         if one.reserved + wanted > limit and not one.routes:  # nothing may be freed during a capture
             one.tally.retries += 1

@@ -16,67 +16,39 @@ class Totals:
     Freed ones follow from what was allocated and what is left, so only one side is counted.
     """
 
-    __slots__ = (
-        "asked", "asked_ever", "asked_peak", "base", "blocks", "blocks_ever", "blocks_peak", "bytes", "bytes_ever",
-        "bytes_peak",
-    )  # fmt: skip
-
     def __init__(self) -> None:
-        self.blocks = self.bytes = self.asked = 0
-        self.blocks_peak = self.bytes_peak = self.asked_peak = 0
-        self.blocks_ever = self.bytes_ever = self.asked_ever = 0
-        self.base = (0, 0, 0)
+        self.now, self.peak, self.ever, self._base = np.zeros((4, 3), np.int64)
+
+    def change(self, changes: npt.ArrayLike) -> None:
+        """What came and went, a row a time, negative where it went."""
+        rows = np.asarray(changes)
+        if len(rows):
+            course = self.now + np.cumsum(rows, axis=0)
+            self.now, self.peak = course[-1], np.maximum(self.peak, course.max(axis=0))
+            self.ever = self.ever + np.maximum(rows, 0).sum(axis=0)
 
     def add(self, size: int, asked: int) -> None:
-        self.blocks += 1
-        self.bytes += size
-        self.asked += asked
-        self.blocks_ever += 1
-        self.bytes_ever += size
-        self.asked_ever += asked
-        if self.blocks > self.blocks_peak:
-            self.blocks_peak = self.blocks
-        if self.bytes > self.bytes_peak:
-            self.bytes_peak = self.bytes
-        if self.asked > self.asked_peak:
-            self.asked_peak = self.asked
-
-    def add_all(self, changes: npt.NDArray[np.int64]) -> None:
-        """Blocks, bytes and bytes asked for that came and went, a row a time, negative where they went."""
-        if not len(changes):
-            return
-        now = (self.blocks, self.bytes, self.asked)
-        course = np.cumsum(changes, axis=0) + now
-        self.blocks, self.bytes, self.asked = course[-1].tolist()
-        peaks = np.maximum(course.max(axis=0), (self.blocks_peak, self.bytes_peak, self.asked_peak))
-        self.blocks_peak, self.bytes_peak, self.asked_peak = peaks.tolist()
-        blocks, size, asked = np.maximum(changes, 0).sum(axis=0).tolist()
-        self.blocks_ever += blocks
-        self.bytes_ever += size
-        self.asked_ever += asked
+        self.change([(1, size, asked)])
 
     def remove(self, size: int, asked: int) -> None:
-        self.blocks -= 1
-        self.bytes -= size
-        self.asked -= asked
+        self.change([(-1, -size, -asked)])
 
     def reset_peak(self) -> None:
-        self.blocks_peak, self.bytes_peak, self.asked_peak = self.blocks, self.bytes, self.asked
+        self.peak = self.now
 
     def reset_accumulated(self) -> None:
         """Count what comes and goes from now on."""
-        self.blocks_ever = self.bytes_ever = self.asked_ever = 0
-        self.base = (self.blocks, self.bytes, self.asked)
+        self.ever, self._base = np.zeros(3, np.int64), self.now
 
-    def shown(self) -> list[tuple[int, int, int, int]]:
+    def shown(self) -> list[list[int]]:
         """Current, peak, allocated and freed: of blocks, of bytes and of bytes asked for."""
-        now = (self.blocks, self.bytes, self.asked)
-        peak = (self.blocks_peak, self.bytes_peak, self.asked_peak)
-        ever = (self.blocks_ever, self.bytes_ever, self.asked_ever)
-        return [
-            (current, most, added, base + added - current)
-            for current, most, added, base in zip(now, peak, ever, self.base, strict=True)
-        ]
+        rows: list[list[int]] = np.stack([self.now, self.peak, self.ever, self._base + self.ever - self.now]).T.tolist()
+        return rows
+
+    @property
+    def bytes(self) -> int:
+        """Those in use."""
+        return int(self.now[1])
 
 
 class Tally:
@@ -99,7 +71,7 @@ class Tally:
             self.journal.clear()
             small = rows[:, 0] == 1
             for figures, mine in zip(self._used, (rows[small], rows[~small], rows), strict=True):
-                figures.add_all(mine[:, 1:])
+                figures.change(mine[:, 1:])
         return self._used
 
     def all(self) -> list[Totals]:
@@ -117,10 +89,8 @@ class Tally:
     def set_fragments(self, sizes: list[list[int]]) -> None:
         """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
         for figures, mine in zip(self.fragments, (*sizes, sizes[0] + sizes[1]), strict=True):
-            figures.blocks, figures.bytes = len(mine), sum(mine)
-            figures.blocks_peak = max(figures.blocks_peak, figures.blocks)
-            figures.bytes_peak = max(figures.bytes_peak, figures.bytes)
-            figures.blocks_ever, figures.bytes_ever = figures.blocks, figures.bytes
+            figures.now = figures.ever = np.array([len(mine), sum(mine), 0])
+            figures.peak = np.maximum(figures.peak, figures.now)
 
 
 def flat_stats(tally: Tally) -> dict[str, int]:
@@ -150,15 +120,15 @@ def flat_stats(tally: Tally) -> dict[str, int]:
     }
 
 
-def _put(stats: dict[str, int], kind: str, pool: str, values: tuple[int, int, int, int]) -> None:
+def _put(stats: dict[str, int], kind: str, pool: str, values: list[int]) -> None:
     for what, value in zip(_COUNTED, values, strict=True):
         stats[f"{kind}.{pool}.{what}"] = value
 
 
-def _active(used: tuple[int, int, int, int], waiting: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _active(used: list[int], waiting: list[int]) -> list[int]:
     """Active is what is allocated, and what is freed but still in use elsewhere."""
     current = used[0] + waiting[0]
-    return current, max(used[1], current), used[2], used[3] - waiting[0]
+    return [current, max(used[1], current), used[2], used[3] - waiting[0]]
 
 
 def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:

@@ -181,7 +181,7 @@ def _outermost_forward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mark_step() -> None:
     """`keepbusy.step()` marks a step, whatever else does."""
-    MACHINE.clock.enter(FrameKind.ANNOTATION, OWN_STEP, MACHINE.place())
+    MACHINE.enter(FrameKind.ANNOTATION, OWN_STEP)
     MACHINE.clock.leave()
 
 
