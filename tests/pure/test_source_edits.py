@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("libcst")
@@ -65,10 +67,61 @@ def test_only_the_loader_of_the_loop_gets_workers() -> None:
 def test_a_sum_is_read_once() -> None:
     assert changed(LOOP, "readback", 16) == (
         ["        total += loss.item()  # once a step"],
-        ["        total += loss.detach()  # once a step", "    total = float(total)"],
+        ["        total += loss.detach().double()  # once a step", "    total = float(total)"],
     )
     looked_at = LOOP.replace("        torch.cuda.empty_cache()", "        print(total)")
     assert edited(looked_at, "readback", [16]) is None
+
+
+READS = """\
+def train(loader, model, losses):
+    total, correct, mine = 0.0, 0, []
+    for step, (x, y) in enumerate(loader):
+        out = model(x)
+        loss = (out - y).square().mean()
+        total += loss.item() * x.size(0)
+        correct += (out > y).sum().item()
+        losses.append(loss.item())
+        mine.append(loss.item())
+        last = loss.item()
+        if step % 2 == 0:
+            print(f"{total / (step + 1):.3f} {correct} {last}")
+            total = 0.0
+    return total, correct, mine, last
+"""
+PUT_OFF = """\
+def train(loader, model, losses):
+    total, correct, mine = 0.0, 0, []
+    for step, (x, y) in enumerate(loader):
+        out = model(x)
+        loss = (out - y).square().mean()
+        total += loss.detach().double() * x.size(0)
+        correct += (out > y).sum()
+        losses.append(loss.item())
+        mine.append(loss.detach().clone())
+        last = loss.detach().clone()
+        if step % 2 == 0:
+            print(f"{float(total) / (step + 1):.3f} {int(correct)} {float(last)}")
+            total = 0.0
+    total = float(total)
+    correct = int(correct)
+    mine = [float(one) for one in mine]
+    last = float(last)
+    return total, correct, mine, last
+"""
+
+
+def test_reads_of_all_kinds_give_what_they_gave(capsys: pytest.CaptureFixture[str]) -> None:
+    assert edited(READS, "readback", range(1, 20)) == PUT_OFF
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    batches, told = [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(5)], []
+    for source in (READS, PUT_OFF):
+        names: dict[str, Any] = {}
+        exec(source, names)
+        told.append((names["train"](batches, torch.tanh, []), capsys.readouterr().out))
+    assert told[0] == told[1]
+    assert isinstance(told[1][0][1], int)
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,105 @@ def test_a_program_is_fixed_while_it_runs(folder: Path) -> None:
     assert wrong.stderr.startswith("keepbusy: 'everything' is no fix; the fixes are copies, late_numbers, ")
 
 
-def test_a_fix_is_proven_shown_and_written(folder: Path) -> None:
-    shown = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
+BUSY = """\
+import torch
+
+def main():
+    scale = torch.ones((), device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([scale], lr=0.1)
+    data, total = torch.ones(1 << 20, device="cuda"), 0.0
+    for step in range(20):
+        noise = torch.randn(20_000)  # of the host
+        loss = (data * scale).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()  # of all steps
+    print(total)
+
+main()
+"""
+
+
+def test_a_fix_is_proven_and_shown(folder: Path) -> None:
+    (folder / "train.py").write_text(BUSY)
+    shown = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "train.py")
     assert shown.returncode == 0, shown
-    assert "readback at train.py:12\n  gains " in shown.stdout
-    assert "losses within 1e-05: the sum is kept in the loss's own type" in shown.stdout
+    assert "readback at train.py:13\n  gains " in shown.stdout
+    assert "predicted; the same to the last bit\n" in shown.stdout
     assert shown.stdout.endswith("nothing was written; --write does\n")
-    assert (folder / "train.py").read_text() == PROGRAM
-    written = keepbusy(folder, "fix", "--write", "--clock", "modelled", "train.py")
-    assert written.stdout.endswith("written: train.py\n")
-    now = PROGRAM.replace("loss.item()", "loss.detach()").replace("    print", "    total = float(total)\n    print")
-    assert (folder / "train.py").read_text() == now
+    assert (folder / "train.py").read_text() == BUSY
+
+
+def test_what_holds_is_written_also_of_a_module(folder: Path) -> None:
+    package = folder / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(BUSY)
+    done = keepbusy(folder, "fix", "--write", "--on", "l4", "--clock", "modelled", "-m", "mine.train")
+    assert done.stdout.startswith("-m mine.train: a step takes ")
+    assert done.stdout.endswith("written: mine/train.py\n")
+    now = BUSY.replace("loss.item()", "loss.detach().double()")
+    assert (package / "train.py").read_text() == now.replace("    print", "    total = float(total)\n    print")
+
+
+RANKS = """\
+import os, torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data, total = torch.randn(8192, 64, device="cuda"), 0.0
+for step in range(16):
+    noise = torch.randn(60_000)  # of the host
+    loss = model(data).sin().cos().tanh().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    total += loss.item()
+print(total)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_are_fixed_together(folder: Path) -> None:
+    (folder / "ranks.py").write_text(RANKS)
+    done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "--ranks", "2", "ranks.py")
+    assert done.returncode == 0, done
+    assert "+    total += loss.detach().double()\n" in done.stdout
+    assert "predicted; the same to the last bit\n" in done.stdout
+
+
+def test_a_program_that_computes_something_else_each_time_is_told_so(folder: Path) -> None:
+    source = BUSY.replace("torch.ones((),", "torch.tensor(os.urandom(1)[0] / 256,").replace("torch\n", "torch, os\n", 1)
+    (folder / "train.py").write_text(source)
+    done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "train.py")
+    assert "left out: this program does not compute the same twice (its weights differ from step 1 on)" in done.stdout
+
+
+INFERENCE = """\
+import torch
+
+torch.manual_seed(0)
+model, batch = torch.nn.Linear(64, 64).cuda(), torch.randn(16384, 64, device="cuda")
+total = 0.0
+with torch.no_grad():
+    for step in range(20):
+        noise = torch.randn(20_000)  # of the host
+        out = model(batch).sin().cos().tanh()
+        total += out.mean().item()
+print(total)
+"""
+
+
+def test_what_only_infers_is_held_against_its_outputs(folder: Path) -> None:
+    (folder / "infer.py").write_text(INFERENCE)
+    done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "infer.py")
+    assert "+        total += out.mean().detach().double()\n" in done.stdout, done
+    assert "the same to the last bit" in done.stdout
 
 
 def test_a_program_that_fails_is_told_of_in_a_sentence(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Try the fixes that a run's plan names, one after the other, and show those that hold as a diff of the source.
 
-Each is run before it is offered: its losses must be the program's own, to the last bit unless the fix says how far it
-differs, and its step must be shorter. Nothing is written without --write.
+Each is run before it is offered, on a virtual GPU: what is computed must be the program's own, to the last bit unless
+the fix says how far it differs, and its step must be shorter. Nothing is written without --write.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import replacing, show
+from keepbusy.cli.console.output import replacing, show, without_pytorch
+from keepbusy.cli.program import machine_options
+from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -28,6 +33,11 @@ EXAMPLES = """\
 examples:
   keepbusy fix train.py --steps 20
   keepbusy fix --write train.py --steps 20
+  keepbusy fix -m package.train --steps 20
+  keepbusy fix --ranks 2 train.py --steps 20
+
+The program is run several times, so give it the arguments of a short run. Python's and NumPy's random numbers begin
+at the same place in each.
 """
 LEAST_GAIN = 0.01
 """Of a step: a fix that gains less is not worth a line."""
@@ -35,13 +45,7 @@ LEAST_GAIN = 0.01
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write the fixes that hold into the source")
-    parser.add_argument("--on", metavar="DEVICE", default="h200", help="the virtual GPU (default h200)")
-    parser.add_argument(
-        "--clock",
-        choices=("measured", "modelled"),
-        default="measured",
-        help="whether the host takes the time it really takes, or a modelled one",
-    )
+    machine_options.add_to(parser, "h200")
     parser.add_argument(
         "program",
         metavar="SCRIPT",
@@ -52,42 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """The plan first; then each of its fixes on top of those before it that hold."""
-    try:
-        from keepbusy.fix.source.source_edits import edit_of, edited
-    except ModuleNotFoundError as error:
-        raise BadInput("keepbusy fix needs LibCST: `pip install libcst`. `keepbusy run --fix` does without.") from error
-    program = options.program[options.program[0] == "--" :]
+    if find_spec("libcst") is None:
+        raise BadInput("keepbusy fix needs LibCST: `pip install libcst`. `keepbusy run --fix` does without.")
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch("`keepbusy fix`"))
     with tempfile.TemporaryDirectory(prefix="keepbusy-") as folder:
-        runs = CandidateRuns(options, program, Path(folder))
-        before = runs.explained({})
-        show([f"{program[0]}: a step takes {_time(before.plain_step)}; {_several(len(before.plan))}\n"])
-        held: dict[str, str] = {}
-        step, own = before.plain_step, runs.computed({})
-        for planned in before.plan:
-            candidate = dict(held)
-            for file, lines in _lines_of(planned):
-                source = held.get(file) or Path(file).read_text(encoding="utf-8")
-                new = edited(source, planned.fix, lines)
-                if new is not None:
-                    candidate[file] = new
-            edit = edit_of(planned.fix)
-            if edit is None or candidate == held:
-                show([_told(planned, f"advice: {planned.code or planned.advice}")])
-                continue
-            try:
-                why = own.same(runs.computed(candidate), edit.tolerance)
-                after = 0 if why else runs.explained(candidate).plain_step
-            except BadInput as error:
-                why, after = str(error), 0
-            if not why and after > (1 - LEAST_GAIN) * step:
-                why = f"it gains nothing: {_time(step)} before, {_time(after)} after"
-            if why:
-                show([_told(planned, f"left out: {why.rstrip('.')}")])
-                continue
-            same = f"losses within {edit.tolerance:g}: {edit.why}" if edit.tolerance else "the same to the last bit"
-            predicted = max(0, planned.gain)
-            show([_told(planned, f"gains {_time(step - after)} a step, {_time(predicted)} predicted; {same}")])
-            held, step = candidate, after
+        runs = CandidateRuns(options, Path(folder))
+        held = _tried(runs, runs.tried({}, "as it is"))
     told = [*_diffs(held)]
     if options.write:
         for file, source in held.items():
@@ -99,61 +74,141 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     return told
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A run of the program, or of a candidate: what it took, and what it computed."""
+
+    diagnosis: Diagnosis
+    length: int
+    computed: Computed
+
+    def time(self, planned: PlannedFix) -> int:
+        """Of a step; of the whole run for what does not come in every step."""
+        return self.length if planned.every or planned.loop else self.diagnosis.plain_step
+
+
+def _tried(runs: CandidateRuns, before: Tried) -> dict[str, str]:
+    """The sources with all fixes that hold; what became of each is shown at once."""
+    plan, last = before.diagnosis.plan, before
+    show([f"{runs.name}: a step takes {_time(before.diagnosis.plain_step)}; {_several(len(plan))}\n"])
+    held: dict[str, str] = {}
+    for planned in plan:
+        candidate = held | _edited(planned, held)
+        if candidate == held:
+            show([_told(planned, f"advice: {planned.code or planned.advice}")])
+            continue
+        try:
+            now = runs.tried(candidate, f"with {planned.fix}")
+            told = runs.proven(planned, before, last, now)
+        except BadInput as error:
+            show([_told(planned, f"left out: {str(error).rstrip('.')}")])
+        else:
+            show([_told(planned, told)])
+            held, last = candidate, now
+    return held
+
+
 class CandidateRuns:
     """The program, run with other sources in place of its own."""
 
-    def __init__(self, options: argparse.Namespace, program: Sequence[str], folder: Path) -> None:
-        self._options, self._program, self._folder, self._count = options, program, folder, 0
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        script, *arguments = options.program[options.program[0] == "--" :]
+        self._folder, self._count, self._agrees = folder, 0, False
+        self.name = f"-m {script}" if options.module else script
+        given = machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
+        self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
-    def explained(self, sources: dict[str, str]) -> Diagnosis:
+    def tried(self, sources: dict[str, str], what: str) -> Tried:
+        """`what`: which run it is, for who looks on."""
         from keepbusy.cli.console.explanation import explained
+        from keepbusy.fix.source.proof import Computed
         from keepbusy.timeline.busy_file import load
 
-        return explained(load(self._run(sources, "")))
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        self._run(sources, folder, f"run {self._count} of {self.name}, {what}")
+        timeline = load(folder / "run.busy")
+        return Tried(explained(timeline), int(timeline.spans.end.max()), Computed.read(folder))
 
-    def computed(self, sources: dict[str, str]) -> Computed:
-        from keepbusy.fix.source.proof import Computed
+    def proven(self, planned: PlannedFix, own: Tried, before: Tried, after: Tried) -> str:
+        """What a fix gains and how that is known. Raises BadInput with why it does not hold."""
+        from keepbusy.fix.source.source_edits import edit_of
 
-        witness = self._folder / f"computed{self._count}.json"
-        self._run(sources, str(witness))
-        if not witness.exists():
-            raise BadInput(f"{self._program[0]} left no losses to compare.")
-        return Computed.read(witness)
+        edit = edit_of(planned.fix)
+        tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
+        different = own.computed.same(after.computed, tolerance)
+        if different:
+            self._agree_with_itself(own)
+            raise BadInput(different)
+        was, now = before.time(planned), after.time(planned)
+        if now > (1 - LEAST_GAIN) * was:
+            raise BadInput(f"it gains nothing: {_time(was)} before, {_time(now)} after")
+        same = f"losses within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
+        if planned.every or planned.loop:
+            return f"gains {_time(was - now)} of the run's {_time(was)}; {same}"
+        return f"gains {_time(was - now)} a step, {_time(max(0, planned.gain))} predicted; {same}"
 
-    def _run(self, sources: dict[str, str], witness: str) -> Path:
+    def _agree_with_itself(self, own: Tried) -> None:
+        """A program that does not compute the same twice proves nothing of a fix."""
+        if not self._agrees:
+            different = own.computed.same(self.tried({}, "as it is, again").computed, 0)
+            if different:
+                raise BadInput(f"this program does not compute the same twice ({different}), so nothing can be proven")
+            self._agrees = True
+
+    def _run(self, sources: dict[str, str], folder: Path, what: str) -> None:
         from keepbusy.fix.source.proof import ASKED
 
-        self._count += 1
-        if sys.stderr.isatty():
-            sys.stderr.write(f"keepbusy: run {self._count} of {self._program[0]}\n")
-        kept, asked = self._folder / f"run{self._count}.busy", self._folder / f"asked{self._count}.json"
+        kept, asked = folder / "run.busy", folder / "asked.json"
         resolved = {str(Path(file).resolve()): source for file, source in sources.items()}
-        asked.write_text(json.dumps({"sources": resolved, "witness": witness}), encoding="utf-8")
-        clock = "modelled" if witness else self._options.clock
-        command = ["run", "--on", self._options.on, "--clock", clock, "--save", str(kept), "--quiet", *self._program]
-        done = subprocess.run(
-            [sys.executable, "-m", "keepbusy", *command],
-            check=False,
-            env={**os.environ, ASKED: str(asked)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if done.returncode or not kept.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()]
+        asked.write_text(json.dumps({"sources": resolved, "witness": str(folder)}), encoding="utf-8")
+        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "keepbusy", "run", "--save", str(kept), *self._command],
+                env={**os.environ, ASKED: str(asked), "PYTHONHASHSEED": "0"},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+            _wait(child, what)
+            errors.seek(0)
+            said = [line for line in errors.read().splitlines() if line.strip()]
+        if child.returncode or not kept.exists():
             its_own = [line for line in said if not line.startswith("keepbusy: ")]
             last = (its_own or said or ["it said nothing"])[-1]
-            raise BadInput(f"{self._program[0]} ended with exit code {done.returncode}: {last}")
-        return kept
+            raise BadInput(f"{self.name} ended with exit code {child.returncode}: {last}")
 
 
-def _lines_of(planned: PlannedFix) -> Iterator[tuple[str, list[int]]]:
-    """Lines by file: only the user's own files."""
+def _wait(child: subprocess.Popen[bytes], what: str) -> None:
+    """Who sits before a terminal sees that something goes on, and for how long."""
+    began, seen = time.monotonic(), sys.stderr.isatty()
+    try:
+        while True:
+            try:
+                child.wait(1 if seen else None)
+                break
+            except subprocess.TimeoutExpired:
+                sys.stderr.write(f"\rkeepbusy: {what}: {time.monotonic() - began:.0f} s ")
+    finally:
+        child.kill()
+        child.wait()
+        if seen:
+            sys.stderr.write("\r\x1b[K")
+
+
+def _edited(planned: PlannedFix, held: dict[str, str]) -> dict[str, str]:
+    """The files that this fix changes, on top of those that are changed already: the user's own, no library's."""
+    from keepbusy.fix.source.source_edits import edited
+
     files: dict[str, list[int]] = {}
     for where in planned.where:
-        if where.file.endswith(".py") and Path(where.file).is_file():
+        if where.file.endswith(".py") and Path(where.file).is_file() and kind_of(where.file) == USER:
             files.setdefault(where.file, []).append(where.line)
-    yield from files.items()
+    changed = {
+        file: edited(held.get(file) or Path(file).read_text(encoding="utf-8"), planned.fix, lines)
+        for file, lines in files.items()
+    }
+    return {file: source for file, source in changed.items() if source is not None}
 
 
 def _told(planned: PlannedFix, what: str) -> str:

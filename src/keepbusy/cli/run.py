@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, explained, rendered, save, write_page
 from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of, without_pytorch
-from keepbusy.cli.program import launch, supervised_run
+from keepbusy.cli.program import launch, machine_options, supervised_run
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
 
@@ -38,8 +38,6 @@ The program runs as it is: its arguments, its output and its exit code are its o
 """
 
 
-MOST_RANKS = 64
-"""That are started on one machine."""
 AFTER_TRIAL = 60
 """Steps of a fixed program before it is looked at closely: what looks at it would disturb the trial of its fixes."""
 
@@ -48,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
     _add_of_the_fixes(parser)
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
     parser.add_argument(
         "program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program to run, unchanged, and its own arguments"
     )
@@ -56,17 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
     """On what the program runs."""
-    parser.add_argument(
-        "--on",
-        metavar="DEVICE",
-        default="auto",
-        help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
-        "(default: the real GPU where there is one, else h200)",
-    )
-    parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
-    parser.add_argument(
-        "--ranks", type=_ranks, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
-    )
+    machine_options.add_to(parser, "auto")
     parser.add_argument(
         "--alike",
         action="store_true",
@@ -77,19 +64,6 @@ def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
         choices=("real", "none"),
         default="real",
         help="none: compute nothing and touch no memory, so that large models run too; what is read is zero",
-    )
-    parser.add_argument(
-        "--clock",
-        choices=("measured", "modelled"),
-        default="measured",
-        help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
-    )
-    parser.add_argument(
-        "--clocks",
-        choices=("virtual", "real"),
-        default="virtual",
-        help="what the program's own clocks (time.time, perf_counter, timeit) show on a virtual GPU: "
-        "the time of the report, or the real one",
     )
 
 
@@ -135,20 +109,6 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
-
-
-def _count(text: str) -> int:
-    return _number(text, MOST_RANKS)
-
-
-def _ranks(text: str) -> int:
-    return _number(text, 1 << 20)
-
-
-def _number(text: str, most: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to {most:,}")
-    return int(text)
 
 
 def _steps(text: str) -> int:
@@ -211,7 +171,7 @@ def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
         )
     if options.alike and real:
         raise BadInput("--alike is for virtual GPUs: name one with --on, or give --ranks alone.")
-    if options.ranks > MOST_RANKS and not options.alike:
+    if options.ranks > machine_options.MOST_RANKS and not options.alike:
         raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
 
 
@@ -224,8 +184,9 @@ def _program(options: argparse.Namespace, streams: StandardStreams) -> int:
             os.dup2(2, 1)
     if "KEEPBUSY_CANDIDATE" in os.environ:  # `keepbusy fix` tries another source
         from keepbusy.fix.source import proof
+        from keepbusy.virtual.machine import MACHINE
 
-        proof.begin()
+        proof.begin(MACHINE.peek)
     if options.fix:
         _fix(options, streams)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
@@ -294,13 +255,7 @@ _HANDED_ON = (
 
 def _command(options: argparse.Namespace) -> list[str]:
     """What each rank is started with: the same, without `--ranks`."""
-    usual, given = argparse.ArgumentParser(), list[str]()
-    add_arguments(usual)
-    for name in _HANDED_ON:
-        value = getattr(options, name)
-        if value != usual.get_default(name):
-            text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
-            given += [f"--{name.replace('_', '-')}", *text]
+    given = machine_options.handed_on(options, add_arguments, _HANDED_ON)
     return [*given, *(["-m"] if options.module else []), options.script, *options.arguments]
 
 

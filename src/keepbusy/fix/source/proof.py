@@ -1,29 +1,40 @@
 """A candidate source run in place of the program's own, and what it computed: losses and weights, step by step.
 
 No file is touched: in the child process the candidate is compiled where the program's file would be. The losses are the
-roots of backward passes.
+roots of backward passes; of a program that only infers, what its models return is compared.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-from dataclasses import dataclass
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import reduce
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+from zlib import crc32
 
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.patches import Function, Patches
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ASKED = "KEEPBUSY_CANDIDATE"
 """Names a file for the child: which sources to take for which files, and where to leave what was computed."""
+Peek: TypeAlias = "Callable[[Callable[[Tensor], Any], Tensor], Any]"
+"""Calls a function with a tensor as the host sees it, in no time of the program's."""
 
 
-def begin() -> None:
-    """In the child, before the program."""
+def begin(peek: Peek) -> None:
+    """In the child, before the program. What it draws at random it draws as the other runs do."""
     asked = json.loads(Path(os.environ[ASKED]).read_text(encoding="utf-8"))
     sources: dict[str, str] = asked["sources"]
 
@@ -41,65 +52,113 @@ def begin() -> None:
 
     script.COMPILE.append(compiled)
     Patches().replace(SourceFileLoader, "get_code", reading)
-    if asked["witness"]:
-        when_imported("torch", lambda: _witness(Path(asked["witness"])))
-
-
-def _witness(path: Path) -> None:
-    """Write down each loss and, after each step of an optimizer, a number that all bits of its weights make."""
-    import atexit
-
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    losses: list[float] = []
-    weights: list[int] = []
-
-    def going_back(plain: Function) -> Function:
-        def backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            losses.append(float(tensor.detach().double().sum().cpu()))
-            return plain(tensor, *args, **kwargs)
-
-        return backward
-
-    Patches().replace(torch.Tensor, "backward", going_back)
-
-    def stepped(optimizer: Any, *_: Any) -> None:
-        tensors = [one for group in optimizer.param_groups for one in group["params"]]
-        weights.append(sum((at + 1) * _number_of(one) for at, one in enumerate(tensors)))
-
-    register_optimizer_step_post_hook(stepped)
-    atexit.register(lambda: path.write_text(json.dumps({"losses": losses, "weights": weights})))
-
-
-def _number_of(tensor: Any) -> int:
-    """Differs if any bit does, or if two change places."""
-    import torch
-
-    bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).long()
-    return int((bits * (torch.arange(len(bits)) % 65521 + 1)).sum())
+    random.seed(0)
+    when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
+    witness = _Witness(peek)
+    when_imported("torch", witness.begin)
+    atexit.register(witness.leave, Path(asked["witness"]))
 
 
 @dataclass(frozen=True)
 class Computed:
     """What a run computed."""
 
-    losses: tuple[float, ...]
-    weights: tuple[int, ...]
+    losses: list[float] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> Computed:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        return cls(tuple(held["losses"]), tuple(held["weights"]))
+    def read(cls, folder: Path) -> Computed:
+        """Of all ranks."""
+        whole = cls()
+        for path in sorted(folder.glob("rank*.json")):
+            for name, values in json.loads(path.read_text(encoding="utf-8")).items():
+                getattr(whole, name).extend(values)
+        return whole
 
     def same(self, other: Computed, tolerance: float) -> str:
         """Why they are not the same; "" if they are."""
+        if not self.losses and not self.outputs:
+            return "it computed no loss and no output that could be compared"
         if len(self.losses) != len(other.losses) or len(self.weights) != len(other.weights):
             return f"it went back {len(other.losses)} times in place of {len(self.losses)}"
         if not tolerance:
-            pairs = enumerate(zip(self.weights, other.weights, strict=True), 1)
-            step = next((step for step, (one, another) in pairs if one != another), 0)
-            return f"its weights differ from step {step} on" if step else ""
+            of_weights, of_outputs = _first(self.weights, other.weights), _first(self.outputs, other.outputs)
+            if of_weights:
+                return f"its weights differ from step {of_weights} on"
+            return f"its outputs differ from number {of_outputs} on" if of_outputs else ""
         both = zip(self.losses, other.losses, strict=True)
         furthest = max((abs(one - another) / max(abs(one), 1e-12) for one, another in both), default=0.0)
         return "" if furthest <= tolerance else f"its losses differ by up to {furthest:.1g} of their size"
+
+
+def _first(some: list[int], others: list[int]) -> int:
+    """Where they begin to differ, from 1 on; 0 if they do not."""
+    pairs = enumerate(zip(some, others, strict=False), 1)
+    least = min(len(some), len(others))
+    return next((at for at, (one, other) in pairs if one != other), 0 if len(some) == len(others) else least + 1)
+
+
+class _Witness:
+    """Writes down each loss and, after each step of an optimizer, a number that all bits of its weights make."""
+
+    def __init__(self, peek: Peek) -> None:
+        self._peek, self._computed, self._inside = peek, Computed(), False
+
+    def begin(self) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        patches = Patches()
+        patches.replace(torch.Tensor, "backward", self._going_back)
+        patches.replace(torch.nn.Module, "__call__", self._calling)
+        register_optimizer_step_post_hook(self._stepped)
+
+    def leave(self, folder: Path) -> None:
+        path = folder / f"rank{os.environ.get('RANK', '0')}.json"
+        path.write_text(json.dumps(vars(self._computed)), encoding="utf-8")
+
+    def _going_back(self, plain: Function) -> Function:
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._computed.losses.append(self._peek(lambda seen: float(seen.detach().double().sum()), tensor))
+            return plain(tensor, *args, **kwargs)
+
+        return backward
+
+    def _calling(self, plain: Function) -> Function:
+        """Of the outermost module, where nothing is learnt."""
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or torch.is_grad_enabled():
+                return plain(module, *args, **kwargs)
+            self._inside = True
+            try:
+                made = plain(module, *args, **kwargs)
+            finally:
+                self._inside = False
+            self._computed.outputs.append(self._number_of(tree_leaves(made)))
+            return made
+
+        return call
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self._computed.weights.append(self._number_of(_parameters(optimizer)))
+
+    def _number_of(self, tensors: Any) -> int:
+        """Differs if any bit does, or if two change places."""
+        import torch
+
+        dense = (one for one in tensors if isinstance(one, torch.Tensor) and one.layout is torch.strided)
+        return reduce(lambda number, one: int(self._peek(lambda seen: crc32(_bits(seen), number), one)), dense, 0)
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _bits(seen: Tensor) -> Any:
+    import torch
+
+    return seen.detach().contiguous().flatten().view(torch.uint8).numpy()

@@ -14,6 +14,8 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
+from keepbusy.fix.source.late_reads import write_late_reads
+
 _WRAPPERS = {"enumerate", "tqdm", "track"}
 _SAME_ANYWHERE = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty", "zeros_like", "ones_like"}
 """What torch makes the same on every device."""
@@ -258,57 +260,6 @@ def _device_of(method: str, call: cst.Call) -> str | None:
     return given if "dtype" not in given and not given.startswith("torch.float") else None
 
 
-class _ReadOnce(_AtLines):
-    """`total += loss.item()` becomes `total += loss.detach()`, and `total = float(total)` follows the loop."""
-
-    def __init__(self, lines: frozenset[int]) -> None:
-        super().__init__(lines)
-        self.names: list[str] = []
-        self._depth = 0
-
-    def visit_For(self, node: cst.For) -> None:  # noqa: N802, ARG002
-        self._depth += 1
-
-    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:  # noqa: N802
-        value, target = updated_node.value, updated_node.target
-        if not self._depth or self.line(original_node) not in self.lines or not isinstance(target, cst.Name):
-            return updated_node
-        if not isinstance(updated_node.operator, cst.AddAssign) or not _is_item(value):
-            return updated_node
-        self.names.append(target.value)
-        read = cst.ensure_type(cst.ensure_type(value, cst.Call).func, cst.Attribute)
-        return updated_node.with_changes(value=cst.Call(read.with_changes(attr=cst.Name("detach"))))
-
-    def leave_For(  # noqa: N802
-        self, original_node: cst.For, updated_node: cst.For
-    ) -> cst.For | cst.FlattenSentinel[cst.BaseStatement]:
-        self._depth -= 1
-        if not self.names or not self.stands(original_node):
-            return updated_node
-        after = [cst.parse_statement(f"{name} = float({name})") for name in dict.fromkeys(self.names)]
-        self.names.clear()
-        return cst.FlattenSentinel([updated_node, *after])
-
-
-def _is_item(value: cst.BaseExpression) -> bool:
-    return (
-        isinstance(value, cst.Call)
-        and not value.args
-        and isinstance(value.func, cst.Attribute)
-        and value.func.attr.value == "item"
-    )
-
-
-def _write_read_once(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
-    """Only names that nobody looks at while the loop runs: what `run --fix` puts off, too."""
-    import ast
-
-    from keepbusy.fix.live.rewriting import rewritten
-
-    _, safe = rewritten(ast.parse(wrapper.module.code))
-    return wrapper.visit(_ReadOnce(lines & frozenset(safe)))
-
-
 class _Fused(_AtLines):
     """`fused=True` for optimizers that chose no implementation."""
 
@@ -350,7 +301,7 @@ EDITS: dict[str, SourceEdit] = {
     "drop_sync": SourceEdit(_without("torch.cuda.synchronize")),
     "make_on_device": SourceEdit(lambda wrapper, lines: wrapper.visit(_MadeThere(lines))),
     "keep_on_device": SourceEdit(lambda wrapper, lines: wrapper.visit(_MadeThere(lines))),
-    "readback": SourceEdit(_write_read_once, 1e-5, "the sum is kept in the loss's own type"),
+    "readback": SourceEdit(write_late_reads),
     "fuse_optimizer": SourceEdit(
         lambda wrapper, lines: wrapper.visit(_Fused(lines)), 1e-4, "fused steps round differently"
     ),

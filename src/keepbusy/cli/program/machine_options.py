@@ -1,0 +1,66 @@
+"""On what a program runs: what `keepbusy run` and `keepbusy fix` are both asked, and what another run is told of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+MOST_RANKS = 64
+"""That are started on one machine."""
+
+
+def add_to(parser: argparse.ArgumentParser, on: str) -> None:
+    """`on`: the device where none is named."""
+    parser.add_argument(
+        "--on",
+        metavar="DEVICE",
+        default=on,
+        help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
+        f"(default: {'the real GPU where there is one, else h200' if on == 'auto' else on})",
+    )
+    parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
+    parser.add_argument(
+        "--ranks", type=_ranks, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("measured", "modelled"),
+        default="measured",
+        help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
+    )
+    parser.add_argument(
+        "--clocks",
+        choices=("virtual", "real"),
+        default="virtual",
+        help="what the program's own clocks (time.time, perf_counter, timeit) show on a virtual GPU: "
+        "the time of the report, or the real one",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+
+
+def handed_on(
+    options: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None], names: Iterable[str]
+) -> list[str]:
+    """What was asked beyond the usual, for another `keepbusy run`."""
+    usual, given = argparse.ArgumentParser(), list[str]()
+    add_arguments(usual)
+    for name in names:
+        value = getattr(options, name)
+        if value != usual.get_default(name):
+            text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
+            given += [f"--{name.replace('_', '-')}", *text]
+    return given
+
+
+def _count(text: str) -> int:
+    return _number(text, MOST_RANKS)
+
+
+def _ranks(text: str) -> int:
+    return _number(text, 1 << 20)
+
+
+def _number(text: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to {most:,}")
+    return int(text)
