@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -36,65 +35,38 @@ def plain_name(name: str) -> str:
     return _ADDRESS.sub("", name)
 
 
-@dataclass(frozen=True, eq=False)
 class Scene:
-    """The plain run, with what the finders ask of it looked up once."""
+    """The plain run, with what the finders ask of it looked up once. NONE stands where there is no such row."""
 
-    timeline: Timeline
-    workers: int = 8
-
-    @cached_property
-    def steps(self) -> int:
-        return len(self.timeline.marks_of(self.timeline.ranks[0]))
-
-    @cached_property
-    def launch(self) -> Ints:
-        """Of each command its launch, or NONE."""
-        links, launch = self.timeline.links, np.full(len(self.timeline), NONE, np.int64)
-        mine = links.kind == LinkKind.LAUNCH
-        launch[links.target[mine]] = links.source[mine]
-        return launch
-
-    @cached_property
-    def command(self) -> Ints:
-        """Of each launch its first command, or NONE."""
-        links, command = self.timeline.links, np.full(len(self.timeline), NONE, np.int64)
-        mine = links.kind == LinkKind.LAUNCH
-        command[links.source[mine][::-1]] = links.target[mine][::-1]
-        return command
-
-    @cached_property
-    def is_sync(self) -> Mask:
-        """Acts of the program that wait for the device; a launch that found its queue full is none."""
-        return (self.timeline.spans.kind == Kind.SYNC) & ~self.is_queue_wait & ~self.is_loader_wait
-
-    @cached_property
-    def is_queue_wait(self) -> Mask:
-        spans = self.timeline.spans
-        launching = np.zeros(len(self.timeline.names), bool)
+    def __init__(self, timeline: Timeline, workers: int = 8) -> None:
+        spans, links = timeline.spans, timeline.links
+        self.timeline, self.workers = timeline, workers
+        self.steps = len(timeline.marks_of(timeline.ranks[0]))
+        self.before, nowhere = previous_on_lane(spans.lane), np.full(len(timeline), NONE, np.int64)
+        # of each command its launch, and of each launch its first command
+        self.launch, self.command = nowhere.copy(), nowhere.copy()
+        launches = links.kind == LinkKind.LAUNCH
+        self.launch[links.target[launches]] = links.source[launches]
+        self.command[links.source[launches][::-1]] = links.target[launches][::-1]
+        self.last_launch = self._last_launch()
+        # of each host row, the launch or sync before it on its lane
+        self.last_call = last_before(spans.lane, (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.SYNC))
+        # batches that other processes prepare are no work of this program's own; two more for NONE and EVERY_LANE
+        of_workers = np.array([lane.name == WORKERS for lane in timeline.lanes] + [False, False], bool)
+        self.by_workers, self.is_loader_wait = of_workers[spans.lane], of_workers[spans.awaits]
+        launching = np.zeros(len(timeline.names), bool)
         launching[spans.name[spans.kind == Kind.LAUNCH]] = True
-        return (spans.kind == Kind.SYNC) & (spans.awaits == NONE) & launching[spans.name]
+        self.is_queue_wait = (spans.kind == Kind.SYNC) & (spans.awaits == NONE) & launching[spans.name]
+        # acts of the program that wait for the device; a launch that found its queue full is none
+        self.is_sync = (spans.kind == Kind.SYNC) & ~self.is_queue_wait & ~self.is_loader_wait
+        self.is_copy = spans.kind == Kind.COPY
+        # of each sync the copy that it makes blocking, and the other way round
+        self.copy_of_sync, self.sync_of_copy = self._copy_of_sync(), nowhere
+        syncs = np.flatnonzero(self.copy_of_sync != NONE)
+        self.sync_of_copy[self.copy_of_sync[syncs][::-1]] = syncs[::-1]
+        self.launch_free, self.path = self._launch_free(), self._path()
 
-    @cached_property
-    def by_workers(self) -> Mask:
-        """Batches that other processes prepare: no work of this program's own."""
-        return self._of_workers[self.timeline.spans.lane]
-
-    @cached_property
-    def is_loader_wait(self) -> Mask:
-        return self._of_workers[self.timeline.spans.awaits]
-
-    @cached_property
-    def _of_workers(self) -> Mask:
-        """Which lanes stand for a loader's workers; one more False for NONE and one for EVERY_LANE."""
-        return np.array([lane.name == WORKERS for lane in self.timeline.lanes] + [False, False], bool)
-
-    @cached_property
-    def is_copy(self) -> Mask:
-        return self.timeline.spans.kind == Kind.COPY
-
-    @cached_property
-    def last_launch(self) -> Ints:
+    def _last_launch(self) -> Ints:
         """Of each host row, the last launch at or before it on its lane that enqueued a command, or NONE."""
         spans = self.timeline.spans
         result = np.full(len(self.timeline), NONE, np.int64)
@@ -104,30 +76,13 @@ class Scene:
                 result[rows] = np.maximum.accumulate(np.where(self.command[rows] != NONE, rows, NONE))
         return result
 
-    @cached_property
-    def last_call(self) -> Ints:
-        """Of each host row, the launch or sync before it on its lane, or NONE."""
-        spans = self.timeline.spans
-        is_call = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.SYNC)
-        return last_before(spans.lane, is_call)
-
-    @cached_property
-    def copy_of_sync(self) -> Ints:
-        """Of each sync, the copy that it makes blocking, or NONE."""
+    def _copy_of_sync(self) -> Ints:
         spans = self.timeline.spans
         copy = self.command[np.maximum(self.last_launch, 0)]
         known = self.is_sync & (self.last_launch != NONE) & (copy != NONE)
         known &= self.is_copy[np.maximum(copy, 0)]
         known &= spans.start - spans.end[np.maximum(self.last_call, 0)] < SOON
         return np.where(known, copy, NONE)
-
-    @cached_property
-    def sync_of_copy(self) -> Ints:
-        """Of each copy, the sync that makes it blocking, or NONE."""
-        syncs = np.flatnonzero(self.copy_of_sync != NONE)
-        result = np.full(len(self.timeline), NONE, np.int64)
-        result[self.copy_of_sync[syncs][::-1]] = syncs[::-1]
-        return result
 
     def frames_with(self, role: Role) -> Mask:
         """Which frames do one of these things."""
@@ -187,8 +142,7 @@ class Scene:
             frame = np.where(python[frame], frame, parent[frame])
         return frame
 
-    @cached_property
-    def launch_free(self) -> Mask:
+    def _launch_free(self) -> Mask:
         """Which frames launch nothing."""
         spans, frames = self.timeline.spans, self.timeline.frames
         free = np.ones(len(frames), bool)
@@ -198,8 +152,7 @@ class Scene:
             free[mine] = np.searchsorted(starts, frames.start[mine]) == np.searchsorted(starts, frames.end[mine])
         return free
 
-    @cached_property
-    def path(self) -> Ints:
+    def _path(self) -> Ints:
         """Of each frame, a number that frames entered along the same path of calls share."""
         frames = self.timeline.frames
         canonical: dict[str, int] = {}
@@ -217,7 +170,3 @@ class Scene:
             above = np.where(parent[mine] == NONE, 0, path[parent[mine]])
             path[mine] = (above * 1_000_003 + names[frames.name[mine]] + 1) % ((1 << 61) - 1) % (1 << 40)
         return path
-
-    @cached_property
-    def before(self) -> Ints:
-        return previous_on_lane(self.timeline.spans.lane)

@@ -8,7 +8,6 @@ too is a lane in its own right.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Frames, Ints, Kind, Lane, Mask
 from keepbusy.timeline.table import sorted_once
-from keepbusy.traces.event_columns import Events, Trace
+from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.frames import Nest
 from keepbusy.traces.kineto_names import (
     ALLOCATION,
@@ -59,19 +58,45 @@ class HostThreads:
     handoffs: Ints  # rows of (thread, start, end): the main thread stands still meanwhile
 
 
-@dataclass(frozen=True, eq=False)
 class RankTrace:
     """Positions: a call's is its index in `calls`, a command's its index in `commands`."""
 
-    file: Trace
-    rank: int
+    def __init__(self, file: Trace, rank: int) -> None:
+        self.file, self.rank, self.events = file, rank, file.events
+        # what ran on the device, and who called
+        self.commands = self._commands()
+        self.is_step_mark = (self.events.category == Category.ANNOTATION) & file.begins(*STEP_MARKS)
+        self.threads = self._threads()
+        self.calls = self._calls()
+        self.launch = self._launch()
+        # who issues work, and within which frames
+        self.hosts = self._hosts()
+        self.marks = self._marks()
+        self.nests = {thread: Nest.of(file, thread) for thread in self.hosts.alive}
+        ends = np.cumsum([len(nest.event) for nest in self.nests.values()]).tolist()
+        self.first_frame = dict(zip(self.nests, [0, *ends], strict=False))  # where in `frames` each thread's own begin
+        self.role = roles_of(file.names)[1][self.events.name]  # of each event, what a frame so called does
+        self.starved = self._starved()
+        # the lanes: host threads, then streams, then the loader's workers
+        others = sorted(thread for thread in self.hosts.alive if thread != self.hosts.main)
+        self.lane_of_thread = {thread: lane for lane, thread in enumerate([self.hosts.main, *others])}
+        self.main_lane = self.lane_of_thread[self.hosts.main]
+        on = np.stack([self.events.device[self.commands], self.events.stream[self.commands]], axis=1).astype(np.int64)
+        streams, which = np.unique(on, axis=0, return_inverse=True)
+        self.streams = [(int(device), int(stream)) for device, stream in streams]  # the device and number of each
+        self.lane_of_command = which.reshape(-1) + len(self.lane_of_thread)
+        self.workers_lane = len(self.lane_of_thread) + len(self.streams)
+        # who waits for whom
+        self.launched = self._launched()
+        self.backlog = self._backlog()
+        self.held = self._held()
+        self.by_event = file.named(EVENT_SYNC.search)[self.calls.event]  # which calls wait for an event
+        self.awaited = self._awaited()
+        self.direction, self.pinned = self._direction(), self._pinned()
+        self.blocking = self._blocking()
+        self.lanes, self.frames = self._lanes(), self._frames()
 
-    @property
-    def events(self) -> Events:
-        return self.file.events
-
-    @cached_property
-    def commands(self) -> Ints:
+    def _commands(self) -> Ints:
         """The device's commands in order of start."""
         events = self.events
         rows = np.flatnonzero(events.category <= Category.FILL)
@@ -82,20 +107,14 @@ class RankTrace:
             )
         return rows[np.lexsort((events.end[rows], events.start[rows]))]
 
-    @cached_property
-    def is_step_mark(self) -> Mask:
-        return (self.events.category == Category.ANNOTATION) & self.file.begins(*STEP_MARKS)
-
-    @cached_property
-    def threads(self) -> Ints:
+    def _threads(self) -> Ints:
         """Those that launched something, or say they take steps. Watchdogs and pollers are no part of the program."""
         events = self.events
         calls = self.file.is_call & (events.correlation >= 0)
         launching = calls & np.isin(events.correlation, events.correlation[self.commands])
         return np.flatnonzero(np.bincount(events.thread[launching | self.is_step_mark]))
 
-    @cached_property
-    def calls(self) -> Calls:
+    def _calls(self) -> Calls:
         file, events = self.file, self.events
         rows = np.flatnonzero(file.is_call & np.isin(events.thread, self.threads))
         rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
@@ -117,8 +136,7 @@ class RankTrace:
         event = rows[matters]
         return Calls(event, kind[matters], waits[matters], events.thread[event], events.start[event], events.end[event])
 
-    @cached_property
-    def launch(self) -> Ints:
+    def _launch(self) -> Ints:
         """Of each command the call that launched it, the outermost one, or NONE."""
         events, calls, launch = self.events, self.calls, np.full(len(self.commands), NONE, np.int64)
         rows = np.flatnonzero(self.file.is_call & (events.correlation >= 0))
@@ -136,16 +154,14 @@ class RankTrace:
             launch[mine] = np.where((place >= 0) & (events.end[call[mine]] <= calls.end[around]), around, NONE)
         return launch
 
-    @cached_property
-    def launched(self) -> Ints:
+    def _launched(self) -> Ints:
         """Of each call the lane of its first command, or NONE."""
         launched = np.full(len(self.calls.event), NONE, np.int64)
         known = self.launch != NONE
         launched[self.launch[known][::-1]] = self.lane_of_command[known][::-1]
         return launched
 
-    @cached_property
-    def backlog(self) -> Mask:
+    def _backlog(self) -> Mask:
         """What a stream still had to do when recording began: such commands were issued before the window.
 
         A stream keeps its order, so that holds of whatever ran there before its first command that has a launch.
@@ -155,8 +171,7 @@ class RankTrace:
         first[lane[known][::-1]] = known[::-1]
         return np.arange(len(lane)) < first[lane]
 
-    @cached_property
-    def held(self) -> Ints:
+    def _held(self) -> Ints:
         """Of each call that found its stream's queue full the command that made room, else NONE."""
         calls, launch = self.calls, self.launch
         held = np.full(len(calls.event), NONE, np.int64)
@@ -175,13 +190,7 @@ class RankTrace:
             held[call[full]] = mine[done[full] - 1]
         return held
 
-    @cached_property
-    def by_event(self) -> Mask:
-        """Which calls wait for an event."""
-        return self.file.named(EVENT_SYNC.search)[self.calls.event]
-
-    @cached_property
-    def awaited(self) -> Ints:
+    def _awaited(self) -> Ints:
         """Of each call the lane that it would wait for: as a sync row says, else that of its thread's last launch."""
         events, calls = self.events, self.calls
         before = np.full(len(self.launched), NONE, np.int64)
@@ -191,7 +200,7 @@ class RankTrace:
         lane = np.where(before == NONE, NONE, self.launched[np.maximum(before, 0)])
         rows = np.flatnonzero((events.category == Category.SYNC) & (events.stream >= 0) & (events.device >= 0))
         if len(rows):
-            lanes = {pair: index + len(self.lane_of_thread) for index, pair in enumerate(self._streams[0])}
+            lanes = {pair: index + len(self.lane_of_thread) for index, pair in enumerate(self.streams)}
             streams = zip(events.device[rows].tolist(), events.stream[rows].tolist(), strict=True)
             said = dict(
                 zip(events.correlation[rows].tolist(), (lanes.get(pair, NONE) for pair in streams), strict=True)
@@ -202,23 +211,20 @@ class RankTrace:
         whole = self.file.named(DEVICE_SYNC.search)[calls.event] | (calls.kind == Kind.ALLOCATE)
         return np.where(whole, EVERY_LANE, lane)
 
-    @cached_property
-    def direction(self) -> Ints:
+    def _direction(self) -> Ints:
         """Of each command that is a copy, by its name (`Memcpy HtoD (Pageable -> Device)`), which way it goes."""
         names = self.file.names
         direction = [next((int(way) for mark, way in DIRECTIONS if mark in name), 0) for name in names]
         is_copy = self.events.category[self.commands] == Category.COPY
         return np.where(is_copy, np.array(direction, np.int64)[self.events.name[self.commands]], 0)
 
-    @cached_property
-    def pinned(self) -> Ints:
+    def _pinned(self) -> Ints:
         """And whether its host side is pinned: 1, 0, or NONE where the name does not tell."""
         pinned = [1 if PINNED in name else 0 if PAGEABLE in name else NONE for name in self.file.names]
         is_copy = self.events.category[self.commands] == Category.COPY
         return np.where(is_copy, np.array(pinned, np.int64)[self.events.name[self.commands]], NONE)
 
-    @cached_property
-    def blocking(self) -> Mask:
+    def _blocking(self) -> Mask:
         """Which calls return only when their own copy, of pageable memory, has ended, or nearly so."""
         events, calls = self.events, self.calls
         pageable = (self.pinned == 0) & (self.launch != NONE)
@@ -228,8 +234,7 @@ class RankTrace:
         blocking[call[calls.end[call] >= events.end[copy] - early]] = True
         return blocking & (self.held == NONE)
 
-    @cached_property
-    def hosts(self) -> HostThreads:
+    def _hosts(self) -> HostThreads:
         events = self.events
         on_host = (events.category == Category.OPERATOR) | (events.category == Category.ANNOTATION)
         on_host[self.calls.event] = True
@@ -268,8 +273,7 @@ class RankTrace:
         within = np.searchsorted(borders, bursts[:, 1]) - np.searchsorted(borders, bursts[:, 0], side="right")
         return bursts, not within.any()
 
-    @cached_property
-    def marks(self) -> Ints:
+    def _marks(self) -> Ints:
         """Times on the main thread at which steps begin; none where the trace does not mark any."""
         events = self.events
         mine = (events.category == Category.ANNOTATION) & (events.thread == self.hosts.main)
@@ -281,17 +285,7 @@ class RankTrace:
                 return np.append(marks, events.end[these].max()) if prefix == PROFILER_STEP else marks
         return np.zeros(0, np.int64)
 
-    @cached_property
-    def role(self) -> Ints:
-        """Of each event, what a frame so called does."""
-        return roles_of(self.file.names)[1][self.events.name]
-
-    @cached_property
-    def nests(self) -> dict[int, Nest]:
-        return {thread: Nest.of(self.file, thread) for thread in self.hosts.alive}
-
-    @cached_property
-    def starved(self) -> Ints:
+    def _starved(self) -> Ints:
         """When the loop waited for a loader's workers and called nothing else: rows of (start, end).
 
         The workers are processes that no trace shows. When the loop finds no batch ready, the time from one such
@@ -303,50 +297,17 @@ class RankTrace:
         mine = mine[np.searchsorted(calls, nest.end[mine]) == np.searchsorted(calls, nest.start[mine])]
         return np.stack([nest.start[mine], nest.end[mine]], axis=1)
 
-    @cached_property
-    def lane_of_thread(self) -> dict[int, int]:
-        others = sorted(thread for thread in self.hosts.alive if thread != self.hosts.main)
-        return {thread: index for index, thread in enumerate([self.hosts.main, *others])}
-
-    @property
-    def main_lane(self) -> int:
-        return self.lane_of_thread[self.hosts.main]
-
-    @cached_property
-    def _streams(self) -> tuple[list[tuple[int, int]], Ints]:
-        """Device and number of each stream, and of each command which of them it ran on."""
-        events, commands = self.events, self.commands
-        pairs = np.stack([events.device[commands], events.stream[commands]], axis=1).astype(np.int64)
-        unique, which = np.unique(pairs, axis=0, return_inverse=True)
-        return [(int(device), int(stream)) for device, stream in unique], which.reshape(-1)
-
-    @cached_property
-    def lane_of_command(self) -> Ints:
-        return self._streams[1] + len(self.lane_of_thread)
-
-    @property
-    def workers_lane(self) -> int:
-        return len(self.lane_of_thread) + len(self._streams[0])
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def _lanes(self) -> tuple[Lane, ...]:
         """Host threads, then streams, then the loader's workers if the loop waits for them."""
         threads = [
             Lane(self.rank, None, index, self.file.threads[thread].name)
             for thread, index in self.lane_of_thread.items()
         ]
-        streams = [Lane(self.rank, device, stream, f"stream {stream}") for device, stream in self._streams[0]]
+        streams = [Lane(self.rank, device, stream, f"stream {stream}") for device, stream in self.streams]
         workers = [Lane(self.rank, None, NONE, WORKERS)] if len(self.starved) else []
         return (*threads, *streams, *workers)
 
-    @cached_property
-    def first_frame(self) -> dict[int, int]:
-        """Where in `frames` each thread's own begin."""
-        ends = np.cumsum([len(nest.event) for nest in self.nests.values()]).tolist()
-        return dict(zip(self.nests, [0, *ends], strict=False))
-
-    @property
-    def frames(self) -> Frames:
+    def _frames(self) -> Frames:
         """All nests as one table."""
         return Frames.concatenate(
             [
