@@ -123,7 +123,7 @@ LINES = {
     "timeline": 2256,
     "traces": 2151,
     "instrument": 1698,
-    "recording": 3403,
+    "recording": 3415,
     "virtual": 8882,
     "explain": 4102,
     "report": 3178,

@@ -12,6 +12,7 @@ from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, sho
 from keepbusy.instrument.loops import Line, Looks
 from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, slow_from, slow_kinds, slow_turns, warm_up
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
+from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Course, PlainRun, RareStall
 
@@ -108,9 +109,12 @@ class StepLooks:
         total = np.bincount(self.chain, self.weight, len(self.chains))
         return {number: round(float(total[number])) for number in np.flatnonzero(total).tolist()}
 
-    def trunk(self) -> Chain:
-        """Where the program mostly is: through these lines runs its loop."""
-        return agreed({self.chains[number]: weight for number, weight in self.weights.items()})
+    def trunk(self, part: Callable[[Chain], Chain] = tuple) -> Chain:
+        """Where the program mostly is, by this part of its chains: through these lines runs its loop."""
+        weights: Counter[Chain] = Counter()
+        for number, weight in self.weights.items():
+            weights[part(self.chains[number])] += weight
+        return agreed(weights)
 
 
 def step_looks(looks: Looks) -> StepLooks:
@@ -162,6 +166,12 @@ def agreed(weights: Mapping[Chain, int], trunk: Chain = ()) -> Chain:
 def branch(chain: Chain, trunk: Chain) -> Chain:
     """As far as the line at which it leaves the trunk."""
     return chain[: shared(chain, trunk) + 1]
+
+
+def functions(chain: Chain) -> Chain:
+    """Without the lines: a loop that is busy at many of its own is at none of them for most of the time."""
+    known = ((line, source_line(line)) for line in chain)
+    return tuple(f"{one[0]}: {one[2]}" if one else line for line, one in known)
 
 
 def shared(chain: Chain, trunk: Chain) -> int:
@@ -227,7 +237,8 @@ def rare_stalls(steps: Steps, saves: Mapping[int, int], looks: StepLooks, delaye
     slow, _ = slow_turns(steps.took)
     if not slow.any():
         return []
-    trunk = looks.within(began[~slow], over[~slow]).trunk()
+    usual = looks.within(began[~slow], over[~slow])
+    trunk, around = usual.trunk(), usual.trunk(functions)
     branches: dict[Chain, int] = {trunk: NONE}
     for chain in looks.chains:  # the loop itself is no place
         branches.setdefault(branch(chain, trunk), len(branches) if chain != trunk[: len(chain)] else NONE)
@@ -247,11 +258,12 @@ def rare_stalls(steps: Steps, saves: Mapping[int, int], looks: StepLooks, delaye
         COLLECTOR,  # which comes wherever memory is asked for
     )
     whole = max(1, int(steps.took.sum()))
-    found = [_stall(kind, steps, looks, trunk, whole) for kind in kinds]
+    found = [_stall(kind, steps, looks, trunk, around, whole) for kind in kinds]
     return [one for one in found if _is_worth_a_line(one, delayed)]
 
 
-def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, whole: int) -> RareStall:
+def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, around: Chain, whole: int) -> RareStall:
+    """`around`: the functions that are open in an ordinary step, of which the last that is open here holds the loop."""
     came = steps.mark[kind.rows]
     beat = beat_of(came, steps.mark)
     lines, library = _place_of(kind, steps, looks, trunk)
@@ -265,7 +277,7 @@ def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, whole: 
         share=kind.total / whole,
         lines=lines,
         library=library,
-        loop=min(shared(lines, trunk), len(trunk) - 1, len(lines) - 1),
+        loop=min(shared(lines, trunk), shared(functions(lines), around) - 1, len(lines) - 1),
         last=int(came[-1]) + 1,
         punctual=beat.punctual,
     )
