@@ -51,7 +51,7 @@ class WarmPython:
         *arguments: str,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: int = 120,
+        timeout: int = 600,
         agent: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """`keepbusy` on the command line."""
@@ -62,7 +62,7 @@ class WarmPython:
         *command: str,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: int = 120,
+        timeout: int = 600,
         agent: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run` of `python` with a script, with `-m module` or `-c text`; output is captured as text."""

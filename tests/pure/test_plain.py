@@ -77,7 +77,7 @@ costs = st.lists(st.integers(0, 200_000), min_size=1, max_size=20)
 
 
 @given(loops(), costs, st.floats(0, STRONGEST), st.floats(0, STRONGEST), st.floats(SLOWEST, 1))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_deflation_is_never_negative_and_grows_with_its_factor(
     timeline: Timeline, recording: list[int], one: float, other: float, speed: float
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_run_in_which_no_time_passes_is_refused(plain_step: int | None) -> Non
 
 
 @given(st.floats(0.25, 1.5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_plain_step_that_can_be_is_reached(plain_step: float) -> None:
     plain = plain_run(launch_bound(), round(plain_step * MS))
     assert plain.ratio * pace(plain.timeline) == pytest.approx(plain_step * MS, rel=1e-3)

@@ -142,7 +142,7 @@ def test_three_ranks_whose_names_and_lanes_differ() -> None:
 
 
 @given(loops())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_whatever_the_ranks_did_the_merged_run_is_sound(timeline: Timeline) -> None:
     parts = [alone(timeline, rank) for rank in timeline.ranks]
     merged = merge(parts)

@@ -147,7 +147,7 @@ microseconds = st.decimals(0, 5_000_000_000_000, places=3)
 
 
 @given(st.tuples(microseconds, st.lists(st.decimals(0, 1_000_000, places=3), min_size=1, max_size=4)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nanoseconds_are_exact(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Decimal, list[Decimal]]) -> None:
     begin, lengths = drawn
     rows = [f'{{"ph":"X","cat":"kernel","ts":{begin:f},"dur":{length:f}}}' for length in lengths]
@@ -226,7 +226,7 @@ events_and_strings = st.text(st.sampled_from('{}[],:"\\ \na'), max_size=12)
 
 
 @given(st.lists(st.dictionaries(events_and_strings, events_and_strings | st.lists(events_and_strings)), max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_events_are_found_exactly(events: list[dict[str, Any]]) -> None:
     for separators in ((",", ":"), (" ,\n", "\n: ")):
         text = json.dumps(events, separators=separators)

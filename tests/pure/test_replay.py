@@ -13,7 +13,7 @@ from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
 from keepbusy.timeline.replay import NEVER, replay, run, settle, steady
 from keepbusy.timeline.steps import whole_steps
 
-seldom = settings(max_examples=120, deadline=None)
+seldom = settings(max_examples=120)
 
 
 @given(timelines())

@@ -241,7 +241,7 @@ def test_a_collective_without_peers_is_work_from_end_to_end() -> None:
 
 
 @given(timelines())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_only_syncs_may_have_less_than_no_work_of_their_own(timeline: Timeline) -> None:
     settled = settle(timeline)
     own = settled.spans.kind != Kind.SYNC
@@ -250,7 +250,7 @@ def test_only_syncs_may_have_less_than_no_work_of_their_own(timeline: Timeline) 
 
 
 @given(timelines())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_release_that_did_not_bind_keeps_no_more_than_what_is_typical(timeline: Timeline) -> None:
     settled = settle(timeline)
     spans, links = settled.spans, settled.links

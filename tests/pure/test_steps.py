@@ -244,7 +244,7 @@ def test_waits_before_the_turns_do_not_make_a_script_of_a_loop() -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(4, 10))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_repeated_is_found(once: list[int], times: int) -> None:
     """The true period, or a shorter one if the sequence itself has one that fits."""
     names = np.array(once * times)
@@ -323,7 +323,7 @@ def test_a_sample_keeps_the_same_steps_of_every_rank() -> None:
 
 
 @given(loops())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whole_steps_can_be_replayed(timeline: Timeline) -> None:
     whole = whole_steps(settle(timeline))
     counts = [steps_of(whole, rank) for rank in whole.ranks]

@@ -43,7 +43,7 @@ def assert_same(one: Timeline, other: Timeline) -> None:
 
 
 @given(decorated())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_loading_is_the_inverse_of_saving(timeline: Timeline) -> None:
     content = to_bytes(timeline)
     assert_same(timeline, from_bytes(content))
@@ -51,7 +51,7 @@ def test_loading_is_the_inverse_of_saving(timeline: Timeline) -> None:
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=20), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_numbers_come_back(numbers: list[int], data: st.DataObject) -> None:
     others = [data.draw(st.permutations(numbers)) for _ in range(3)]
     lanes = data.draw(st.lists(st.integers(0, 1), min_size=len(numbers), max_size=len(numbers)))
@@ -257,13 +257,13 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @given(timelines())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_drawn_timelines_are_recordings_that_may_be_saved(timeline: Timeline) -> None:
     assert_same(timeline, from_bytes(to_bytes(timeline)))
 
 
 @given(decorated(), decorated(), decorated())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_what_else_was_recorded_of_the_run_goes_with_it(one: Timeline, other: Timeline, third: Timeline) -> None:
     whole = one.change(further=(other, third))
     content = to_bytes(whole)

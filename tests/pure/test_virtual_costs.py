@@ -199,7 +199,7 @@ OPERATORS = tuple(sorted({*PRICED, "mul", "add_", "gelu", "max_pool2d_with_indic
 SHAPES = st.lists(st.integers(0, 65), max_size=4).map(tuple)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(OPERATORS),
     SHAPES,
@@ -213,7 +213,7 @@ def test_anything_has_a_cost_on_any_device(name: str, shape: tuple[int, ...], dt
     assert all(isinstance(work, int) and 0 < work < 10**12 for _, work in kernels)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000))
 def test_twice_the_rows_never_cost_less(rows: int, columns: int, inner: int) -> None:
     def cost(rows: int) -> float:

@@ -80,21 +80,21 @@ def same(one: Timeline, other: Timeline) -> bool:
     return bool((one.spans.start == other.spans.start).all() and (one.spans.end == other.spans.end).all())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PROGRAM, st.integers(1, 2))
 def test_it_replays_to_itself(program: list[tuple[str, int, object]], devices: int) -> None:
     timeline = run(program, devices)
     assert same(timeline, replay(timeline))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PROGRAM, st.integers(1, 2))
 def test_settled_like_a_recording_it_still_does(program: list[tuple[str, int, object]], devices: int) -> None:
     timeline = run(program, devices)
     assert same(timeline, replay(settle(timeline)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PROGRAM)
 def test_lanes_are_in_order_and_never_do_two_things(program: list[tuple[str, int, object]]) -> None:
     timeline = run(program)
@@ -110,7 +110,7 @@ def test_lanes_are_in_order_and_never_do_two_things(program: list[tuple[str, int
         assert (start[1:] >= end[:-1]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PROGRAM)
 def test_nothing_happens_before_its_cause(program: list[tuple[str, int, object]]) -> None:
     timeline = run(program)
@@ -124,7 +124,7 @@ def test_nothing_happens_before_its_cause(program: list[tuple[str, int, object]]
     assert launched.sum() == timeline.on_device.sum()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PROGRAM)
 def test_two_runs_give_the_same_bytes(program: list[tuple[str, int, object]]) -> None:
     content = to_bytes(run(program))
@@ -132,14 +132,14 @@ def test_two_runs_give_the_same_bytes(program: list[tuple[str, int, object]]) ->
     assert to_bytes(from_bytes(content)) == content
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PROGRAM)
 def test_host_lanes_have_no_holes(program: list[tuple[str, int, object]]) -> None:
     timeline = run(program)
     assert len(gaps(timeline, 0)) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(STREAM, st.lists(WORK, max_size=3), st.booleans()), max_size=30))
 def test_the_quick_way_writes_what_the_careful_one_does(program: list[tuple[int, list[int], bool]]) -> None:
     written = []
@@ -163,7 +163,7 @@ def test_the_quick_way_writes_what_the_careful_one_does(program: list[tuple[int,
 HANDSHAKE = st.sampled_from(["record_wait", "wait", "launch", "copy", "graph", "peer"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(HANDSHAKE, STREAM, STREAM), min_size=1, max_size=8))
 def test_what_a_call_costs_does_not_grow_with_the_run(turn: list[tuple[str, int, int]]) -> None:
     """Streams that wait for each other's events all through a run: at most one row a lane is ever waited for."""

@@ -87,7 +87,7 @@ def test_steps_that_go_on_as_they_were_are_left_alone() -> None:
 
 
 @given(every=st.integers(25, 200), longer=st.floats(40, 1900), times=st.integers(10, 16))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_the_window_holds_the_step_in_which_the_stall_comes_again(every: int, longer: float, times: int) -> None:
     (look,) = Program(stalling(every * times, every, longer)).windows()
     assert look.why == STALL

@@ -90,14 +90,14 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(TREES, max_size=4))
 def test_any_tree_arrives_bit_for_bit(batches: list[Any]) -> None:
     got = list(keepbusy.prefetch(batches))
     assert same(batches, got)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(tensors(), min_size=1, max_size=20))
 def test_tensors_are_aligned_and_do_not_touch(found: list[Tensor]) -> None:
     layout = layout_of(found)

@@ -141,7 +141,7 @@ def test_what_is_no_scalar_takes_no_slot(tensors: list[torch.Tensor], monkeypatc
     assert memory.given_back == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6))
 def test_whatever_travels_together_arrives_bit_for_bit(looks: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [torch.randn(shape).mul(100).to(dtype) for dtype, shape in looks]

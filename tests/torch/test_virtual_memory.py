@@ -206,7 +206,7 @@ def in_a_thread(does: Callable[[], object]) -> list[object]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30 * MB), st.integers(0, 2)), max_size=80))
 def test_blocks_never_overlap_and_sums_hold(program: list[tuple[bool, int, int]]) -> None:
     on, mine, stream = memory()
