@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -13,7 +14,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from build import MB, MS, US, Run, loop
+from build import HOME, MB, MS, US, Run, loop
 from diagnoses import HEALTHY
 from hypothesis import given
 from jsonschema import Draft202012Validator
@@ -90,6 +91,47 @@ def test_two_waits_behind_one_another_are_one_set() -> None:
     assert {one.needs for one in found.plan} == {("readback at read.py:1",), ("readback at other.py:2",)}
     assert found.plan[-1].predicted.step == near(9_000)
     assert sum(one.gain for one in found.plan) == near(2_000, 0.02)
+
+
+def four_waits(run: Run) -> None:
+    """More behind one another than are tried in all combinations. Tokenizing would fit beside the kernels."""
+    run.copy(8 * MB, 200, at=["train.py(2): load", "aten::copy_"])
+    for line in (3, 4, 5):
+        run.launch([10]).sync(at=[f"train.py({line}): read", *ITEM])
+    run.work(3_000, at=[PREPARE]).launch([1_000] * 9)
+
+
+def objects_and_reads(run: Run) -> None:
+    """Features go home and others come back, and the loss is read, before crops are cut on the host."""
+    run.copy(8 * MB, 200, HOME, at=["bank.py(3): gather", "aten::copy_"])
+    run.copy(8 * MB, 200, at=["bank.py(4): gather", "aten::copy_"])
+    run.launch([10]).sync(at=[READ, *ITEM]).launch([10]).sync(at=[OTHER, *ITEM])
+    run.work(3_000, at=[PREPARE]).launch([1_000] * 9)
+
+
+@pytest.mark.parametrize(
+    ("body", "lines"),
+    [
+        (four_waits, {"train.py:2", "train.py:3", "train.py:4", "train.py:5"}),
+        (objects_and_reads, {"bank.py:3", "bank.py:4", "read.py:1", "other.py:2"}),
+    ],
+)
+def test_host_work_that_would_fit_beside_the_gpu_is_not_blamed_for_the_waits_that_keep_it_apart(
+    body: Callable[[Run], Any], lines: set[str]
+) -> None:
+    found = told(body)
+    assert found.plan[-1].predicted.step == near(9_000, 0.08)
+    assert {place for one in found.plan for place in places(one)} == lines
+    assert all(len(one.needs) == len(lines) - 1 for one in found.plan)
+    assert "host_work" not in {cause for one in found.plan for cause in one.causes}
+
+
+def test_what_saves_nothing_yet_says_with_what_it_does() -> None:
+    said = terminal.render(told(four_waits), width=160).partition("What to do")[2]
+    rows = [one.strip().rpartition("   ")[2] for one in said.splitlines() if one[:1].isdigit()][:4]
+    assert rows[:3] == ["only with 2, 3 and 4", "only with 1, 3 and 4", "only with 1, 2 and 4"]
+    assert re.match(r"12\.\d → 9\.\d ms a step", rows[3])
+    assert "alone it gains nothing; it goes together with 1, 2 and 3" in said
 
 
 def test_what_gains_something_in_a_set_is_not_called_harmless() -> None:

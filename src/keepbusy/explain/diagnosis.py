@@ -5,7 +5,7 @@ Times are nanoseconds a step, of the plain step (the run without a profiler).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -138,6 +138,16 @@ class PlannedFix:
     loop: str = ""  # of another loop than that of the steps: where it stands
     every: float = 0.0  # of a stall that comes now and then: steps from one to the next
     late: tuple[Late, ...] = ()  # the ranks that the others wait for
+
+    @property
+    def named(self) -> str:
+        return named(self.fix, self.where)
+
+
+def named(fix: str, where: Sequence[Where]) -> str:
+    """A fix with its place, and how many more there are."""
+    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+    return f"{fix} at {where[0]}{more}" if where else fix
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import combinations
+from itertools import chain, combinations
 from operator import or_
 from typing import Any
 
@@ -26,6 +26,7 @@ from keepbusy.explain.diagnosis import (
     Prediction,
     Rare,
     Where,
+    named,
 )
 from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
@@ -89,9 +90,7 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        """With its place, and how many more there are."""
-        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
-        return f"{self.fix} at {self.where[0]}{more}" if self.where else self.fix
+        return named(self.fix, self.where)
 
     @property
     def is_uncertain(self) -> bool:
@@ -253,28 +252,59 @@ class Search:
         return Prediction(step, min(best.low, step), max(step, high))
 
     def best_set(self, done: frozenset[int]) -> frozenset[int]:
-        """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise."""
+        """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise.
+
+        Small sets are tried from below. From above, all that makes no difference leaves: more may stand behind one
+        another than can be tried in all combinations.
+        """
         noise, before = self.forecast.noise, self.gain(done)
         rest = [index for index in range(len(self.candidates)) if index not in done and self.may_take(index)]
-        worth: dict[frozenset[int], int] = {}
         everything = self.gain(done | set(rest)) - before
-        for size in range(1, LARGEST_SET + 1):
-            for some in combinations(rest, size):
-                whole = self.with_what_it_needs(frozenset(some), done)
-                if self._left > 0 and whole not in worth:
-                    worth[whole] = self.gain(done | whole) - before - noise * size
+        if everything <= noise:
+            return frozenset()
+        gained: dict[frozenset[int], int] = {}
+        worth: dict[frozenset[int], int] = {}
+        alone = [frozenset([index]) for index in rest]
+        for some in chain(alone, self._larger_sets(rest, done, worth, everything)):
+            whole = self.with_what_it_needs(some, done)
+            gained[whole] = self.gain(done | whole) - before
+            worth[whole] = gained[whole] - noise * len(whole)
+        best = max(worth, key=lambda some: worth[some])
+        good = [
+            some
+            for some in worth
+            if worth[some] >= AS_GOOD * worth[best]
+            or (self._generality(some) < self._generality(best) and gained[some] >= AS_GOOD * gained[best])
+        ]
+        good = [some for some in good if worth[some] > 0]
+        return min(good, key=lambda some: (self._generality(some), -worth[some]), default=frozenset())
+
+    def _needed_of(self, rest: Sequence[int], done: frozenset[int]) -> frozenset[int]:
+        """All that is left, but for one after the other that makes no difference to the others; general ones first."""
+        kept = frozenset(rest)
+        for index in sorted(rest, key=lambda one: (-self.candidates[one].generality, self.gain(frozenset([one])))):
+            if self.gain(done | kept) - self.gain(done | kept - {index}) <= self.forecast.noise:
+                kept -= {index}
+        return kept
+
+    def _larger_sets(
+        self, rest: Sequence[int], done: frozenset[int], worth: Mapping[frozenset[int], int], everything: int
+    ) -> Iterator[frozenset[int]]:
+        """The one from above, then of two and three, as long as they could be worth more than what `worth` holds."""
+        noise, before = self.forecast.noise, self.gain(done)
+        for size in range(2, LARGEST_SET + 1):
             best = max(worth.values(), default=0)
-            if best + noise * (size + 1) >= everything:  # nothing larger could be worth more, only be less general
+            if best + noise * size >= everything:  # nothing larger could be worth more, only be less general
                 rest = [index for index in rest if not self.candidates[index].generality]
                 special = max((worth[some] for some in worth if not self._generality(some)), default=0)
                 if not special < AS_GOOD * best <= self.gain(done | set(rest)) - before:
-                    break
-        best = max(worth.values(), default=0)
-        good = [some for some, gained in worth.items() if gained > 0 and gained >= AS_GOOD * best]
-        return min(good, key=lambda some: (self._generality(some), -worth[some]), default=frozenset())
+                    return
+            if size == 2:
+                yield self._needed_of(rest, done)
+            yield from (frozenset(some) for some in combinations(rest, size) if self._left > 0)
 
     def _generality(self, some: frozenset[int]) -> int:
-        return max(self.candidates[index].generality for index in some)
+        return max((self.candidates[index].generality for index in some), default=0)
 
     def waits_for_others(self, index: int, chosen: frozenset[int]) -> bool:
         """Whether one of the others has to be made first: launches are captured once nothing waits between them."""

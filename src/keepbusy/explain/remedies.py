@@ -344,7 +344,7 @@ def _no_graph_because(scene: Scene) -> str:
 
 def _of_a_blocking_copy(seen: Seen) -> Remedy | None:
     spans = seen.scene.timeline.spans
-    copies = seen.scene.is_copy & (seen.finding.edit.lane != SideLane.STAY)
+    copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     if spans.work[back].sum() > spans.work[copies & ~back].sum():
         return COPY_BACK_LATER

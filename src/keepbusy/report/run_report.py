@@ -122,34 +122,49 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield line(("What to do", STRONG))
     saved = 0
     for number, one in enumerate(diagnosis.plan, 1):
+        before, saved = saved, saved + max(0, one.run_gain)
         places = ", ".join(words.spot(place, 48) for place in one.where[:2])
         more = f" and {len(one.where) - 2} more" if len(one.where) > 2 else ""
-        before, saved = saved, saved + max(0, one.run_gain)
-        whole = words.transition(*_run(diagnosis, before, saved)) if diagnosis.run is not None and saved else ""
-        turn = one.predicted.step + one.gain
-        after = Text.assemble(
-            (f"{words.transition(turn, one.predicted.step)} {turns_meant(one)}", GAIN),
-            (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
-            (f" · the run {whole}" if whole else "", GAIN),
-        )
         where = (" at ", (f"{places}{more}", PLACE + link_to(one.where[0]))) if places else ()
-        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *where, "   ", *_pieces(after))
-        for sentence in _said_of(one, diagnosis):
+        others = _partners(diagnosis, one)
+        waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
+        after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, before, saved)
+        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *where, "   ", *after)
+        for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
 
 
-def _said_of(one: PlannedFix, diagnosis: Diagnosis) -> Iterator[str]:
-    """Why a fix is in the plan, and which others it goes with."""
+def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) -> Iterator[str]:
+    """Why a fix is in the plan, and with which others it goes, unless it `waits` for the last of them to tell."""
     if one.reason:
         yield tame(one.reason)
     for late in one.late:
         yield tame(lateness(late, diagnosis.ranks))
-    if one.needs:
-        needed = words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
+    if one.needs and not waits:
+        needed = partners or words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
         alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
-        yield f"{alone}it goes together with: {needed}"
+        yield f"{alone}it goes together with {needed}"
     if one.instead:
         yield f"or {tame(words.fix(one.instead[0]), 80)} instead: either of the two"
+
+
+def _partners(diagnosis: Diagnosis, one: PlannedFix) -> str:
+    """Without which fixes it gains nothing, as the plan numbers them; nothing where one of them is not in it."""
+    numbers = {other.named: number for number, other in enumerate(diagnosis.plan, 1)}
+    known = all(other in numbers for other in one.needs)
+    return words.listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
+
+
+def _after(diagnosis: Diagnosis, one: PlannedFix, before: int, saved: int) -> list[tuple[str, str] | str]:
+    """A turn and the run once it is made; `before` and `saved`: of the run, without it and with it."""
+    whole = words.transition(*_run(diagnosis, before, saved)) if diagnosis.run is not None and saved else ""
+    turn = one.predicted.step + one.gain
+    after = Text.assemble(
+        (f"{words.transition(turn, one.predicted.step)} {turns_meant(one)}", GAIN),
+        (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
+        (f" · the run {whole}" if whole else "", GAIN),
+    )
+    return _pieces(after)
 
 
 def lateness(late: Late, ranks: Sequence[int]) -> str:
