@@ -109,6 +109,7 @@ FLAGS = {
         "--max-blocking-copies": ("N", None, None),
         "--allow": ("'PLACE: REASON'", None, []),
         "--junit": ("FILE.xml", None, None),
+        "--sarif": ("FILE", None, None),
         "--github": (None, 0, False),
         "--on": ("DEVICE", None, "h200"),
         "--gpus": ("N", None, "1"),

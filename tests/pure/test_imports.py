@@ -28,7 +28,7 @@ ROOMS = {
         {"numpy", "rich"},
     ),
     "fix": (
-        {"instrument", "runtime", "timeline", "explain", "report.words", "report.source"},
+        {"instrument", "runtime", "timeline", "explain", "report.words", "report.source", "report.exports.sarif"},
         {"torch", "libcst", "numpy"},
     ),
     "runtime": (set(), {"torch"}),
@@ -126,10 +126,10 @@ LINES = {
     "recording": 3415,
     "virtual": 8882,
     "explain": 4142,
-    "report": 3193,
+    "report": 3198,
     "runtime": 5047,
-    "cli": 2813,
-    "fix": 3933,
+    "cli": 2817,
+    "fix": 3947,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

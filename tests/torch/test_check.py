@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import jsonschema
 import pytest
 from warm_python import warm
 
@@ -16,6 +18,7 @@ from keepbusy.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "ci.md"
+SCHEMA = json.loads((ROOT / "tests" / "pure" / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
 HEALTHY = """\
 import torch
 
@@ -150,6 +153,23 @@ def test_junit_and_annotations(runs: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "train.py:13" in str(suite[0][0].text)
 
 
+def test_editors_and_code_scanning_get_sarif(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the path that the checkout has, and what is allowed as suppressed."""
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(runs.parent))
+    for allowed, code in (((), 1), (("--allow", "train.py:13: the schedule needs it"), 0)):
+        assert code_of(runs, monkeypatch, "check", "--sarif", "found.sarif", *allowed, "reads.busy") == code
+        document = json.loads((runs / "found.sarif").read_text(encoding="utf-8"))
+        jsonschema.validate(document, SCHEMA)
+        (one,) = document["runs"][0]["results"]
+        place = one["locations"][0]["physicalLocation"]
+        assert (one["ruleId"], one["level"]) == ("sync", "note" if allowed else "error")
+        assert place["artifactLocation"]["uri"] == f"{runs.name}/train.py"
+        assert place["region"] == {"startLine": 13, "snippet": {"text": "total += loss.item()"}}
+        assert one["message"]["text"].startswith("1 sync a step; Python stands there for ")
+        said = [{"kind": "external", "justification": "the schedule needs it"}] if allowed else None
+        assert one.get("suppressions") == said
+
+
 @pytest.mark.parametrize(
     ("before", "after", "what", "code", "said"),
     [
@@ -178,12 +198,13 @@ def test_a_comparison_fails_on_what_is_asked(
 COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL) for line in block.splitlines() if line
 ]
-FAIL = {f"keepbusy check {options}train.py" for options in ("", "--junit keepbusy.xml --github ", "--values none ")}
+REPORTS = ("--junit keepbusy.xml --github ", "--sarif keepbusy.sarif ")
+FAIL = {f"keepbusy check {options}train.py" for options in ("", *REPORTS, "--values none ")}
 """With the page's own program, which reads its loss."""
 
 
 def test_every_command_of_the_page_works(folder: Path) -> None:
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 13
     for command in COMMANDS:
         ours, _, reader = command.partition(" | python ")
         done = keepbusy(folder, *shlex.split(ours)[1:])

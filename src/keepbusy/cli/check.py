@@ -29,6 +29,7 @@ examples:
   keepbusy check --max-syncs 1 --max-blocking-copies 0 train.py --steps 20
   keepbusy check --allow "train.py:42: read once an epoch" train.py
   keepbusy check --junit keepbusy.xml --github train.py
+  keepbusy check --sarif keepbusy.sarif train.py
   keepbusy check run.busy
 
 exit codes: 0 within the limits, 1 too many, 2 it could not be decided, 3 a bug of keepbusy
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a place that does not count: 'train.py:42: why', 'metrics.py: why' or 'log(): why'; may come again",
     )
     parser.add_argument("--junit", metavar="FILE.xml", type=Path, help="write the verdict as a JUnit file, too")
+    parser.add_argument("--sarif", metavar="FILE", type=Path, help="write it as SARIF, too, for editors")
     parser.add_argument("--github", action="store_true", help="print GitHub's annotations, a line each, too")
     parser.add_argument("--on", metavar="DEVICE", default="h200", help="the virtual GPU (default h200)")
     parser.add_argument("--gpus", metavar="N", default="1", help="how many of them (default 1)")
@@ -79,15 +81,17 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.fix.gate.tally import tally
     from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
 
-    if options.junit:
-        check_place(options.junit)
+    files = {verdict.junit: options.junit, verdict.sarif: options.sarif}
+    for path in filter(None, files.values()):
+        check_place(path)
     AllowList(options.allow)  # what is wrong with it is said before the program runs
     asked = (options.max_syncs, options.max_blocking_copies)
     syncs, copies = (0, 0) if asked == (None, None) else asked
     found = verdict.GateVerdict(tally(_timeline(options), options.allow), {SYNC: syncs, BLOCKING_COPY: copies})
-    if options.junit:
-        with replacing(options.junit) as part:
-            part.write_text(verdict.junit(found), encoding="utf-8")
+    for render, path in files.items():
+        if path:
+            with replacing(path) as part:
+                part.write_text(render(found), encoding="utf-8")
     told = [verdict.text(found), "\n"]
     if options.github and (lines := verdict.github(found)):
         told += [lines, "\n"]

@@ -1,4 +1,4 @@
-"""What was counted held against what may be: as text, for GitHub's annotations, and as a JUnit file."""
+"""What was counted held against what may be: as text, GitHub's annotations, a JUnit file, and SARIF."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from keepbusy.fix.gate.tally import CountedPlace, WaitTally
 from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
+from keepbusy.report.exports.sarif import document, lines_of
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration
 
@@ -154,3 +155,16 @@ def junit(verdict: GateVerdict) -> str:
         else:
             lines.append(f"{case}><system-out>{told}</system-out></testcase>")
     return "\n".join([*lines, "</testsuite></testsuites>\n"])
+
+
+def sarif(verdict: GateVerdict) -> str:
+    """An error at each line that is too many, a note at the others; what is allowed is suppressed, with its reason."""
+    blamed, results = verdict.blamed(), []
+    for one in verdict.tally.places:
+        if lines := lines_of(one.where):
+            text = f"{_count(verdict, one)} ({one.where.operator}). In all {verdict.sentence(one.kind)}."
+            level = "error" if one in blamed else "note"
+            result = {"ruleId": one.kind.replace(" ", "_"), "level": level, "message": {"text": text}, **lines}
+            allowed = {"suppressions": [{"kind": "external", "justification": one.reason}]} if one.reason else {}
+            results.append(result | allowed)
+    return document(results)

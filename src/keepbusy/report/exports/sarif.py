@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +19,11 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schem
 
 def render(diagnosis: Diagnosis) -> str:
     """Places without a line of the program are left out: nobody could show them."""
-    results = [*_blamed(diagnosis), *_harmless(diagnosis)]
+    return document([*_blamed(diagnosis), *_harmless(diagnosis)])
+
+
+def document(results: Sequence[dict[str, Any]]) -> str:
+    """The whole file; its rules are those of the results."""
     rules = [
         {"id": rule, "shortDescription": {"text": rule.replace("_", " ")}}
         for rule in dict.fromkeys(one["ruleId"] for one in results)
@@ -33,7 +37,7 @@ def _blamed(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
     step = diagnosis.plain_step
     for cause in diagnosis.causes:
         for site in cause.sites:
-            if lines := _lines(site.where):
+            if lines := lines_of(site.where):
                 rank = round(100 * min(1.0, site.wait / step), 1) if step else 0.0
                 text = _cost(cause, site, step)
                 yield {"ruleId": cause.cause, "level": "warning", "message": {"text": text}, "rank": rank, **lines}
@@ -48,18 +52,19 @@ def _cost(cause: Cause, site: Site, step: int) -> str:
 
 def _harmless(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
     for one in diagnosis.harmless:
-        if lines := _lines(one.where):
+        if lines := lines_of(one.where):
             text = f"Costs nothing here: {one.why}."
             yield {"ruleId": one.cause, "level": "note", "message": {"text": text}, **lines}
 
 
-def _lines(where: Where) -> dict[str, Any]:
-    """Where the recording knows no more than the function, the line that calls it, if there is only one."""
+def lines_of(where: Where) -> dict[str, Any]:
+    """Where the recording knows no more than the function, the line that calls it, if there is only one. Code scanning
+    wants paths below the folder that was checked out."""
     source = source_of(where)
     line = source.line if source else where.line
     if not where.file or line < 1:
         return {}
-    path = Path(os.path.relpath(where.file)) if Path(where.file).is_relative_to(Path.cwd()) else Path(where.file)
-    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    path, root = Path(where.file).absolute(), Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+    uri = quote(path.relative_to(root).as_posix()) if path.is_relative_to(root) else path.as_uri()
     region = {"startLine": line, **({"snippet": {"text": source.text}} if source else {})}
     return {"locations": [{"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}]}
