@@ -124,7 +124,7 @@ LINES = {
     "traces": 2151,
     "instrument": 1698,
     "recording": 3415,
-    "virtual": 8882,
+    "virtual": 8886,
     "explain": 4142,
     "report": 3198,
     "runtime": 5047,

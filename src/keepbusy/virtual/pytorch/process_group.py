@@ -156,6 +156,10 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
         return "nccl"
 
+    def _get_backend(self, _device: Any) -> VirtualGroup:
+        """Asked by `batch_isend_irecv` since PyTorch 2.15, whether it puts messages together."""
+        return self
+
     @property
     def pg_name(self) -> str:
         return str(dist.distributed_c10d._world.pg_names[self])
