@@ -44,8 +44,8 @@ EXPLAINED = {
     ),
     "keepbusy.explain.ledger": (Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),),
     "keepbusy.explain.plain": (
-        Threshold("BLIND", 0.0, "A step that all of recording changes by less than 3% tells nothing of its cost."),
-        Threshold("LUCK", INFINITE, "A plain step twice as long as the recorded ones is another run's."),
+        Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
+        Threshold("LUCKIEST_RECORDING", INFINITE, "A plain step twice as long as the recorded ones is another run's."),
         Threshold("UNREACHABLE", 0.0, "So is one below three quarters of what the device alone needs."),
     ),
     "keepbusy.explain.places": (Threshold("WORTH_NAMING", 0.0, "A rank late by a fifth of the latest is named."),),
@@ -63,8 +63,8 @@ EXPLAINED = {
 
 RECORDED = {
     "keepbusy.instrument.loops": (
-        Threshold("STAYED", 1, "A frame that three looks in a row find may hold a loop, and is counted from then on."),
-        Threshold("SURELY_STAYED", 1, "Where entries are not counted, it takes twenty-five looks."),
+        Threshold("LOOKS_IN_ONE_FRAME", 1, "A frame that three looks in a row find may hold a loop: it is counted."),
+        Threshold("LOOKS_WITHOUT_COUNTS", 1, "Where entries are not counted, it takes twenty-five looks."),
         Threshold("ENTRIES_A_SECOND", INFINITE, "What is entered a hundred times a second holds no loop of the run."),
         Threshold("TURNS_A_SECOND", INFINITE, "A loop that turns ten thousand times a second is counted no further."),
     ),
@@ -124,7 +124,7 @@ RECORDED = {
 
 BOUNDS = {
     "keepbusy.instrument.loops": (
-        *("EVERY", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
+        *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
         *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
     ),
     "keepbusy.instrument.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),
@@ -146,7 +146,7 @@ BOUNDS = {
         ),
         "RECORDED_AT_MOST",
     ),
-    "keepbusy.recording.recorder": (),
+    "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
     "keepbusy.explain.fix_plan": ("REPLAYED_ROWS",),
 }
 """What only bounds the cost of looking, or how much is kept and told: no rule that could be right or wrong."""

@@ -14,8 +14,8 @@ from watched import codes_of, loops_of_jumps, targets
 from keepbusy.instrument.loops import (
     DEEPEST,
     ENTRIES_IN_A_ROW,
-    STAYED,
-    SURELY_STAYED,
+    LOOKS_IN_ONE_FRAME,
+    LOOKS_WITHOUT_COUNTS,
     TURNS_IN_A_ROW,
     Line,
     Looks,
@@ -271,7 +271,7 @@ def test_what_is_imported_is_importing(program: Program) -> None:
 def test_a_module_that_is_imported_is_not_counted(program: Program) -> None:
     imports = code("_find_and_load", "<frozen importlib._bootstrap>")
     frames = Frame(module(), 1), Frame(imports, 5), Frame(module("/home/user/lib.py"), 2)
-    looks = program.look(*frames, times=STAYED)
+    looks = program.look(*frames, times=LOOKS_IN_ONE_FRAME)
     assert {looks.codes[one].co_filename for one in looks.entries} == {"/home/user/train.py"}
 
 
@@ -301,7 +301,7 @@ def test_a_frame_that_stays_is_told_from_one_that_is_called_again(program: Progr
 @counting
 def test_a_frame_that_stays_is_counted_from_its_third_look_on(program: Program) -> None:
     frames = Frame(module(), 9), Frame(code("train"), 4)
-    assert not program.look(*frames, times=STAYED - 1).entries
+    assert not program.look(*frames, times=LOOKS_IN_ONE_FRAME - 1).entries
     assert set(program.look(*frames).entries) == {0, 1}
 
 
@@ -344,7 +344,7 @@ def counted(text: str, name: str, *arguments: Any) -> tuple[Looks, dict[int, int
     ticks = iter(range(0, 1_000_000, 10))
     held = Frame(code, 3)
     watch = LoopWatch(lambda: next(ticks), lambda: held)  # type: ignore[arg-type,return-value]
-    for _ in range(STAYED):
+    for _ in range(LOOKS_IN_ONE_FRAME):
         watch.look()
     globe[name](*arguments)
     sources = SourceLoops(lambda file: text)
@@ -418,7 +418,7 @@ def test_a_function_that_is_called_again_and_again_is_left_alone() -> None:
     exec(compile(text, "/home/user/train.py", "exec"), globe)
     held, ticks = Frame(globe["each"].__code__, 2), iter(range(0, 1_000_000, 10))
     watch = LoopWatch(lambda: next(ticks), lambda: held)  # type: ignore[arg-type,return-value]
-    for _ in range(STAYED):
+    for _ in range(LOOKS_IN_ONE_FRAME):
         watch.look()
     globe["run"](300)
     watch.end()
@@ -434,7 +434,7 @@ def test_whoever_follows_a_loop_is_told_each_turn() -> None:
     exec(compile(text, "/home/user/train.py", "exec"), globe)
     held = Frame(globe["train"].__code__, 3)
     watch = LoopWatch(Clock(), lambda: held)  # type: ignore[arg-type,return-value]
-    for _ in range(STAYED):
+    for _ in range(LOOKS_IN_ONE_FRAME):
         watch.look()
     told: list[int] = []
     [target] = targets(globe["train"].__code__)
@@ -449,7 +449,7 @@ def test_whoever_follows_a_loop_is_told_each_turn() -> None:
 @pytest.mark.skipif(COUNTS, reason="turns are counted there")
 def test_where_turns_cannot_be_counted_whoever_knows_tells(program: Program) -> None:
     loop, inner = Frame(code("train"), 4), Frame(code("step"), 2)
-    program.look(Frame(module(), 9), loop, times=SURELY_STAYED)
+    program.look(Frame(module(), 9), loop, times=LOOKS_WITHOUT_COUNTS)
     inner.f_back = loop
     for _ in range(3):
         program.watch.passed(inner)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import loops
 
 from keepbusy.explain import explain
-from keepbusy.explain.plain import SLOWEST, STRONGEST, deflate, on_an_idle_device, other_view, plain_run
+from keepbusy.explain.plain import LARGEST_COST, SLOWEST_HOST, deflate, on_an_idle_device, other_view, plain_run
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
@@ -38,7 +38,7 @@ def test_the_cost_that_was_estimated_leaves_less_the_larger_it_was() -> None:
     """Half of the work was recording: a factor of 1 leaves two thirds of it, one of 2 the half."""
     timeline = launch_bound()
     work = timeline.spans.kind == Kind.WORK
-    for factor, left in ((0.0, 50.0), (1.0, 50 / 1.5), (2.0, 25.0), (STRONGEST, 10.0)):
+    for factor, left in ((0.0, 50.0), (1.0, 50 / 1.5), (2.0, 25.0), (LARGEST_COST, 10.0)):
         assert set(deflate(timeline, factor).spans.work[work].tolist()) == {int(left * US)}
 
 
@@ -60,7 +60,7 @@ def test_marks_that_saw_the_host_alone_leave_it_no_slower() -> None:
 
 def test_the_device_does_what_it_did() -> None:
     timeline = launch_bound()
-    deflated = deflate(timeline, STRONGEST, SLOWEST)
+    deflated = deflate(timeline, LARGEST_COST, SLOWEST_HOST)
     device = timeline.on_device
     np.testing.assert_array_equal(deflated.spans.work[device], timeline.spans.work[device])
 
@@ -76,7 +76,7 @@ def test_what_the_recorder_did_for_itself_goes() -> None:
 costs = st.lists(st.integers(0, 200_000), min_size=1, max_size=20)
 
 
-@given(loops(), costs, st.floats(0, STRONGEST), st.floats(0, STRONGEST), st.floats(SLOWEST, 1))
+@given(loops(), costs, st.floats(0, LARGEST_COST), st.floats(0, LARGEST_COST), st.floats(SLOWEST_HOST, 1))
 @settings(max_examples=80)
 def test_deflation_is_never_negative_and_grows_with_its_factor(
     timeline: Timeline, recording: list[int], one: float, other: float, speed: float
@@ -99,13 +99,13 @@ def test_the_unchanged_run_then_takes_the_plain_step(plain_step: float) -> None:
     assert pace(plain.timeline) == pytest.approx(plain_step * MS, rel=0.005)
     assert plain.step == round(plain_step * MS)
     assert plain.ratio == pytest.approx(1.0, abs=0.005)
-    assert 0 < plain.factor <= STRONGEST
+    assert 0 < plain.factor <= LARGEST_COST
 
 
 def test_a_host_slower_than_any_recorder_makes_it_is_sped_up_altogether() -> None:
     """All that recording may have cost out, 0.3 ms are left: for 0.2 ms the host must have been faster as well."""
     plain = plain_run(launch_bound(kernel=1), round(0.2 * MS))
-    assert plain.factor == STRONGEST
+    assert plain.factor == LARGEST_COST
     assert pace(plain.timeline) == pytest.approx(0.2 * MS, rel=0.01)
 
 

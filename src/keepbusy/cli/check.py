@@ -34,7 +34,7 @@ examples:
 
 exit codes: 0 within the limits, 1 too many, 2 it could not be decided, 3 a bug of keepbusy
 """
-OVER = 1
+LIMIT_EXCEEDED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if not found.over:
         return told
     show(told)
-    sys.exit(OVER)
+    sys.exit(LIMIT_EXCEEDED)
 
 
 def _timeline(options: argparse.Namespace) -> Timeline:

@@ -6,7 +6,7 @@ together, so sets of fixes are replayed, not only single ones; and only what gai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, combinations
@@ -404,36 +404,41 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     The loader that the run waited for longest gets as many workers as keep up with its loop: where that saves time by
     itself, and where the loop would be held up by it once the other fixes are made.
     """
-    steps = told.steps_of_run
-    most = told.run.time if told.run else 1 << 62
-    most = told.run.waits if told.run and told.run.waits != NONE else most
-    known = [_over_the_run(one, steps, most) for one in plan] if steps else list(plan)
-    use = next(iter(uses), None)
+    known, use = _over_the_run(plan, told), next(iter(uses), None)
     if use is None or told.run is None or use.in_worker == NONE or (told.steps and not use.workers):
         return tuple(known)  # what the program prepares itself was seen in its steps, if any were recorded
     rest = [one for one in known if one.fix != MORE_WORKERS.fix]
-    in_step = next((one for one in plan if one.fix == MORE_WORKERS.fix), None)
     # else the steps of this plan are others than those that it feeds
-    feeds = 2 * use.batches >= steps > 0 and not told.loop_turns
+    feeds = 2 * use.batches >= told.steps_of_run > 0 and not told.loop_turns
     # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
-    least = told.ledger.get(COMPUTING, 0) if feeds else 1
-    shorter = sum(one.gain for one in rest) if feeds else 0
-    turn = max(least, use.turn - shorter)
+    least, shorter = (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if feeds else (1, 0)
     enough = use.enough_for(shorter, least)
-    saved = use.waited - use.began - use.waits_with(enough) - use.starting(enough - use.workers)
-    saved = min(saved, use.looped - use.batches * least)
-    saved = min(saved, told.run.waits) if told.run.waits != NONE else saved
-    held_up = turn + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
+    saved = min(use.saved_with(enough, least), _largest_gain(told))
+    held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
+
+    def fed_by(workers: int, fixes: Iterable[PlannedFix]) -> Iterable[PlannedFix]:
+        return _no_faster_than(fixes, use.pace(workers), told) if feeds else fixes
+
     if enough == use.workers or (saved < NOISE * told.run.time and not held_up):
-        return tuple(_no_faster_than(known, use.pace(use.workers) if feeds else 0.0, told))
-    return (
-        replace(_more_workers(use, enough, max(0, saved), told), edit=in_step.edit if in_step else None),
-        *_no_faster_than(rest, use.pace(enough) if feeds else 0.0, told),
-    )
+        return tuple(fed_by(use.workers, known))
+    edit = next((one.edit for one in plan if one.fix == MORE_WORKERS.fix), None)
+    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed_by(enough, rest)
 
 
-def _over_the_run(one: PlannedFix, steps: int, most: int) -> PlannedFix:
-    """`most`: a run cannot become shorter by more than its GPU waited in it."""
+def _largest_gain(told: Diagnosis) -> int:
+    """A run cannot become shorter by more than its GPU waited in it."""
+    if told.run is None:
+        return 1 << 62
+    return told.run.time if told.run.waits == NONE else told.run.waits
+
+
+def _over_the_run(plan: Iterable[PlannedFix], told: Diagnosis) -> list[PlannedFix]:
+    """What each fix of its steps saves the run, where it is known how many there were."""
+    steps, most = told.steps_of_run, _largest_gain(told)
+    return [_of_all_steps(one, steps, most) for one in plan] if steps else list(plan)
+
+
+def _of_all_steps(one: PlannedFix, steps: int, most: int) -> PlannedFix:
     if one.api != COMPILED.api:
         return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"
@@ -445,7 +450,7 @@ def _over_the_run(one: PlannedFix, steps: int, most: int) -> PlannedFix:
     )
 
 
-def _no_faster_than(plan: Sequence[PlannedFix], pace: float, told: Diagnosis) -> Iterator[PlannedFix]:
+def _no_faster_than(plan: Iterable[PlannedFix], pace: float, told: Diagnosis) -> Iterator[PlannedFix]:
     """What of each fix remains where a batch comes only every so often."""
     before, least = told.plain_step, min(round(pace), told.plain_step)
     for one in plan:

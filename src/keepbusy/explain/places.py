@@ -15,7 +15,7 @@ from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
 from keepbusy.timeline.run_tree import LOOP, Part
 
-NEARBY = 400
+ROWS_NEARBY = 400
 """So many rows before and after one what stands beside it is looked for."""
 
 
@@ -106,8 +106,8 @@ def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
 def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
     """The nearest other operator on the lane that launched something."""
     spans, own = timeline.spans, _outermost(timeline, row)
-    first = max(0, row - NEARBY) if direction < 0 else row + 1
-    near = slice(first, row if direction < 0 else first + NEARBY)
+    first = max(0, row - ROWS_NEARBY) if direction < 0 else row + 1
+    near = slice(first, row if direction < 0 else first + ROWS_NEARBY)
     launches = np.flatnonzero((spans.lane[near] == spans.lane[row]) & (spans.kind[near] == Kind.LAUNCH)) + first
     around = (_outermost(timeline, other) for other in launches[::direction].tolist())
     frame = next((one for one in around if one not in (own, NONE)), NONE)
@@ -121,7 +121,7 @@ def _outermost(timeline: Timeline, row: int) -> int:
     return next((frame for frame in reversed([*chain]) if kind[frame] != python), NONE)
 
 
-REPLAYED, SHOWN = 3, 8
+SITES_REPLAYED, SITES_SHOWN = 3, 8
 """So many of a cause's places are fixed alone to see what each gains, and so many are named."""
 
 
@@ -132,10 +132,10 @@ def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int
     # how long the host was held there: a cheap measure, good enough to choose which places to replay
     taken = spans.end - spans.start
     held = {place: int(taken[np.isin(finding.culprit, rows)].sum()) for place, rows in groups.items()}
-    ordered = sorted(groups, key=lambda place: -held[place])[:SHOWN]
+    ordered = sorted(groups, key=lambda place: -held[place])[:SITES_SHOWN]
     gains = {place: whole_gain if len(ordered) == 1 else 0 for place in ordered}
     if len(ordered) > 1:
-        for place in ordered[:REPLAYED]:
+        for place in ordered[:SITES_REPLAYED]:
             gains[place] = forecast.gain(finding.only(groups[place]))
     ordered.sort(key=lambda place: (-gains[place], -held[place]))
     return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)

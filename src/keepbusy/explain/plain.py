@@ -19,17 +19,17 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, WORKERS, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace
 
-USUAL = 1.0
+USUAL_COST = 1.0
 """The costs in traces/host_spans.py were measured, so one is the factor of a host like that one."""
-STRONGEST = 8.0
+LARGEST_COST = 8.0
 """No recorder was seen to cost more than this; what is missing then is a host that ran slower altogether."""
-SLOWEST = 0.4
+SLOWEST_HOST = 0.4
 """Nor was a host seen that had less than this share of its speed while it was recorded."""
-BLIND = 0.03
+TELLING_CHANGE = 0.03
 """A step that all of the recorder's cost changes by less than this share tells nothing of that cost."""
-CLOSE = 0.002
+FACTOR_TOLERANCE = 0.002
 """Of the step: near enough, when the factor is sought."""
-LUCK = 2.0
+LUCKIEST_RECORDING = 2.0
 """A recording may catch a better moment of the machine, but not one twice as good."""
 LONGEST_QUEUE = 64.0
 """So many times as long as it seemed a batch may take its workers, since they had prepared some before."""
@@ -89,11 +89,11 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
         raise BadInput(_damaged(timeline))
     if plain_step is None:
         return Plain(timeline, round(recorded), 1.0, 0.0)
-    if plain_step > LUCK * recorded:
+    if plain_step > LUCKIEST_RECORDING * recorded:
         raise BadInput(_too_long(timeline, plain_step, recorded))
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
-    if factor == STRONGEST and rule("slower_host"):
-        speed = _sought(lambda speed: pace(deflate(timeline, STRONGEST, speed)), SLOWEST, 1.0, plain_step)
+    if factor == LARGEST_COST and rule("slower_host"):
+        speed = _sought(lambda speed: pace(deflate(timeline, LARGEST_COST, speed)), SLOWEST_HOST, 1.0, plain_step)
     factor, speed = _no_slower_than_marks(timeline, factor, speed)
     deflated = deflate(timeline, factor, speed)
     reached = max(1.0, pace(deflated))
@@ -109,7 +109,7 @@ def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
     """
     waits = max((run.input for run in timeline.facts.plain_runs.values()), default=0)
     batches = by_workers(timeline)
-    if plain_step is None or not batches.any() or waits < BLIND * plain_step or not rule("fed_as_usual"):
+    if plain_step is None or not batches.any() or waits < TELLING_CHANGE * plain_step or not rule("fed_as_usual"):
         return timeline
 
     def stretched(times: float) -> Timeline:
@@ -117,7 +117,7 @@ def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
         return timeline.change_spans(work=work.astype(np.int64))
 
     def step_at(times: float) -> float:
-        return pace(deflate(even_hosts(stretched(times)), USUAL))
+        return pace(deflate(even_hosts(stretched(times)), USUAL_COST))
 
     wanted = min(plain_step, step_at(1.0) + waits)
     return stretched(_sought(step_at, 1.0, LONGEST_QUEUE, wanted))
@@ -134,7 +134,7 @@ def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
     A window sees when a batch was taken, not when it was ready. Recording makes the loop slower, so batches seem to
     come no faster than that slower loop took them, and would hold up the plain one.
     """
-    ready = [rank for rank, run in timeline.facts.plain_runs.items() if run.input < BLIND * plain_step]
+    ready = [rank for rank, run in timeline.facts.plain_runs.items() if run.input < TELLING_CHANGE * plain_step]
     batches = by_workers(timeline) & np.isin(timeline.rank_of_rows, ready)
     if not batches.any() or not rule("ready_batches"):
         return timeline
@@ -150,24 +150,26 @@ def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
 def other_view(timeline: Timeline, plain: Plain) -> Plain:
     """The same run, had the recorder slowed all host work evenly instead of event by event."""
     timeline = even_hosts(timeline)
-    if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST)) > plain.step * (1 + CLOSE):
+    if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST_HOST)) > plain.step * (1 + FACTOR_TOLERANCE):
         return plain
-    speed = _sought(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST, 1.0, plain.step)
+    speed = _sought(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST_HOST, 1.0, plain.step)
     even = deflate(timeline, 0.0, speed)
     return Plain(even, plain.step, plain.step / pace(even), 0.0)
 
 
 def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:
     """Found by halving; where the device sets the pace the host's factor cannot be seen, and the usual one is taken."""
-    least = pace(deflate(timeline, STRONGEST))
-    is_blind = recorded - least < BLIND * recorded and abs(recorded - plain_step) < 4 * BLIND * plain_step
+    least = pace(deflate(timeline, LARGEST_COST))
+    is_blind = (
+        recorded - least < TELLING_CHANGE * recorded and abs(recorded - plain_step) < 4 * TELLING_CHANGE * plain_step
+    )
     if is_blind and rule("usual_cost"):
-        return USUAL
+        return USUAL_COST
     if recorded <= plain_step:  # the recording was no slower: leave its shape, scale the result
         return 0.0
-    if least > plain_step * (1 + CLOSE):
-        return STRONGEST
-    return _sought(lambda factor: pace(deflate(timeline, factor)), STRONGEST, 0.0, plain_step)
+    if least > plain_step * (1 + FACTOR_TOLERANCE):
+        return LARGEST_COST
+    return _sought(lambda factor: pace(deflate(timeline, factor)), LARGEST_COST, 0.0, plain_step)
 
 
 def _no_slower_than_marks(timeline: Timeline, factor: float, speed: float) -> tuple[float, float]:
@@ -177,11 +179,15 @@ def _no_slower_than_marks(timeline: Timeline, factor: float, speed: float) -> tu
     """
     wanted = max((run.host for run in timeline.facts.plain_runs.values()), default=NONE)
     host = on_an_idle_device(timeline)
-    if wanted == NONE or pace(deflate(host, factor, speed)) <= wanted * (1 + CLOSE) or not rule("host_seen_alone"):
+    if (
+        wanted == NONE
+        or pace(deflate(host, factor, speed)) <= wanted * (1 + FACTOR_TOLERANCE)
+        or not rule("host_seen_alone")
+    ):
         return factor, speed
-    factor = _sought(lambda factor: pace(deflate(host, factor, speed)), STRONGEST, factor, wanted)
-    if factor == STRONGEST:
-        speed = _sought(lambda speed: pace(deflate(host, STRONGEST, speed)), SLOWEST, speed, wanted)
+    factor = _sought(lambda factor: pace(deflate(host, factor, speed)), LARGEST_COST, factor, wanted)
+    if factor == LARGEST_COST:
+        speed = _sought(lambda speed: pace(deflate(host, LARGEST_COST, speed)), SLOWEST_HOST, speed, wanted)
     return factor, speed
 
 
@@ -203,7 +209,7 @@ def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: 
     for _ in range(12):
         middle = (low * above - high * below) / (above - below)
         miss = step_at(middle) - wanted
-        if abs(miss) < CLOSE * wanted:
+        if abs(miss) < FACTOR_TOLERANCE * wanted:
             break
         if miss > 0:
             high, above = middle, miss

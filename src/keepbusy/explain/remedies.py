@@ -16,7 +16,7 @@ from keepbusy.explain.causes.reads import of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import SideLane
 from keepbusy.explain.places import by_place, late_ranks
-from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Kind
 
@@ -348,7 +348,7 @@ def _of_a_blocking_copy(seen: Seen) -> Remedy | None:
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     if spans.work[back].sum() > spans.work[copies & ~back].sum():
         return COPY_BACK_LATER
-    if spans.size[copies].max(initial=0) <= LARGE:
+    if spans.size[copies].max(initial=0) <= STAGED_BYTES:
         return KEEP_ON_DEVICE
     return PINNED if seen.scene.timeline.facts.runs_once else None
 

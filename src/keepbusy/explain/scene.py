@@ -21,9 +21,9 @@ from keepbusy.timeline.model import (
     previous_on_lane,
 )
 
-SOON = 60_000
+COPY_TO_SYNC = 60_000
 """A sync that follows a copy of its thread within this time waits for that copy."""
-LARGE = 65_536
+STAGED_BYTES = 65_536
 """Copies up to this size are staged by the driver and cost about a launch (64 KB, as CUDA documents)."""
 
 
@@ -81,7 +81,7 @@ class Scene:
         copy = self.command[np.maximum(self.last_launch, 0)]
         known = self.is_sync & (self.last_launch != NONE) & (copy != NONE)
         known &= self.is_copy[np.maximum(copy, 0)]
-        known &= spans.start - spans.end[np.maximum(self.last_call, 0)] < SOON
+        known &= spans.start - spans.end[np.maximum(self.last_call, 0)] < COPY_TO_SYNC
         return np.where(known, copy, NONE)
 
     def frames_with(self, role: Role) -> Mask:

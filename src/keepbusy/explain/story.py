@@ -55,7 +55,7 @@ SAME_WAIT_SHARE = 0.2
 """A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
-COUNTS = 0.005
+SHARE_IN_LEDGER = 0.005
 """Of the step: causes that change less of it, fixed alone or last, take what the others leave in the ledger."""
 
 
@@ -180,7 +180,7 @@ class Story:
             start = left_after(frozenset())
             return {cause: start - min(start, left_after(frozenset(causes))) for cause in causes}
         start, end = left_after(frozenset()), left_after(frozenset(causes))
-        least = COUNTS * self.plain.step
+        least = SHARE_IN_LEDGER * self.plain.step
         large = []
         for cause in causes:
             alone = start - left_after(frozenset([cause]))

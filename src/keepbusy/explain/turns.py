@@ -22,7 +22,7 @@ from keepbusy.timeline.replay import Replayed, steady
 NO_CAUSE = CAUSES.index("unknown")
 GENERAL = ("launch_bound", "host_work")
 """Causes whose fix takes nearly every gap away: a gap bears their name where no other fix takes half of it."""
-HALF = 0.5
+HALF_OF_A_GAP = 0.5
 
 
 class Gaps(NamedTuple):
@@ -122,7 +122,7 @@ def _two_best(blames: Sequence[Blame], taken: Ints, gaps: Ints) -> tuple[Ints, I
     """The first of the particular causes that takes half of a gap, else the one that takes most; and the next one."""
     none = len(blames)
     general = np.array([one.cause in GENERAL for one in blames], bool)[:, None]
-    weight = np.where(taken >= HALF * gaps, taken + np.where(general, 0, gaps), taken).astype(np.float64)
+    weight = np.where(taken >= HALF_OF_A_GAP * gaps, taken + np.where(general, 0, gaps), taken).astype(np.float64)
     weight = np.concatenate([np.where(taken > 0, weight, 0.0), np.full((1, len(gaps)), 0.5)])
     order = np.argsort(-weight, axis=0, kind="stable")
     second = order[1] if none else order[0]

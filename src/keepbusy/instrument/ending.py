@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from keepbusy.instrument.lines import LIBRARY, USER, is_ours, kind_of
+from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of
 from keepbusy.instrument.script import flush
 
 _AGAIN = 0.002
@@ -72,7 +72,7 @@ class Ending:
 
 def _is_within_us(frame: FrameType | None) -> bool:
     """Whether the program's innermost line has called us, or is importing."""
-    while frame is not None and kind_of(frame.f_code.co_filename) not in (USER, LIBRARY):
+    while frame is not None and kind_of(frame.f_code.co_filename) not in PROGRAM_CODE:
         if is_ours(frame.f_code.co_filename):
             return True
         frame = frame.f_back

@@ -37,6 +37,8 @@ USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
 """Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
 is PyTorch's way from a call to an operator, machinery, and ours;
 what calls the script stands outside of it."""
+PROGRAM_CODE = (USER, LIBRARY)
+"""What a program consists of, but for PyTorch and Python."""
 
 
 class Places:

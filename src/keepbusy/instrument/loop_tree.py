@@ -17,7 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.instrument.lines import USER, kind_of, shown
-from keepbusy.instrument.loops import IMPORT_SYSTEM, STAYED, SURELY_STAYED, Line, Looks, SourceLoop, SourceLoops
+from keepbusy.instrument.loops import (
+    IMPORT_SYSTEM,
+    LOOKS_IN_ONE_FRAME,
+    LOOKS_WITHOUT_COUNTS,
+    Line,
+    Looks,
+    SourceLoop,
+    SourceLoops,
+)
 from keepbusy.instrument.slow_turns import LookTable, beat_of, slow_kinds, warm_up
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 from keepbusy.timeline.table import NONE, Ints
@@ -144,7 +152,11 @@ class _Tree:
             if code in self.looks.fleeting:
                 continue
             entered = self.looks.entries.get(code)
-            if (longest >= SURELY_STAYED) if entered is None else (within[code] >= STAYED * look * (len(entered) + 1)):
+            if (
+                (longest >= LOOKS_WITHOUT_COUNTS)
+                if entered is None
+                else (within[code] >= LOOKS_IN_ONE_FRAME * look * (len(entered) + 1))
+            ):
                 found.add(code)
         return found
 

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
 
-EVERY, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.02
+LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
 long as a look takes. The program waits for each, and for the interpreter to go back and forth: three times as long."""
 KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
-STAYED = 3
+LOOKS_IN_ONE_FRAME = 3
 """Looks in a row that find the same frame of a code: it may hold a loop, and is counted from then on."""
-SURELY_STAYED = 25
+LOOKS_WITHOUT_COUNTS = 25
 """The same where entries cannot be counted: before Python 3.12 a new frame may lie where an old one lay."""
 ENTRIES_A_SECOND, ENTRIES_IN_A_ROW = 100, 16
 """What is entered more often, so many times in a row, holds no loop of the run: its frames met at one address."""
@@ -92,7 +92,7 @@ class LoopWatch:
         self._clock = clock
         self._ident = thread = threading.get_ident()
         self._frame = frame or (lambda: sys._current_frames().get(thread))
-        self._every = self._pace = EVERY
+        self._every = self._pace = LOOK_INTERVAL
         self._cost = 0
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
         self._kinds: list[int] = []
@@ -130,7 +130,7 @@ class LoopWatch:
         """
         while frame is not None and self._counters is None:
             code = self._numbers.get(id(frame.f_code))
-            if code is not None and self.looks.longest_stay.get(code, 0) >= SURELY_STAYED:
+            if code is not None and self.looks.longest_stay.get(code, 0) >= LOOKS_WITHOUT_COUNTS:
                 line = Line(code, frame.f_lineno or 0)
                 times = self.looks.passes.setdefault(line, array("q"))
                 if len(times) < KEPT_TURNS:
@@ -214,9 +214,9 @@ class LoopWatch:
         for code, count in stays.values():
             if count > looks.longest_stay.get(code, 0):
                 looks.longest_stay[code] = count
-                if count == STAYED:
+                if count == LOOKS_IN_ONE_FRAME:
                     self._pace = self._every
-            if count == STAYED and counters is not None:
+            if count == LOOKS_IN_ONE_FRAME and counters is not None:
                 counters.count(code, looks.codes[code])
         if len(looks.times) > KEPT_LOOKS:
             del looks.times[1::2]

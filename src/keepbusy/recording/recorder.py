@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.instrument.children import follow, when_imported
-from keepbusy.instrument.lines import LIBRARY, USER, kind_of
+from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
 from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.recording.gpu_share import GpuShare
@@ -55,7 +55,6 @@ _SHOWS_EVERY, _GROWS_EVERY, _SHARE_OF_SHOWING = 200_000_000, 1_000_000_000, 200
 """To those who look on: the figures of the steps, and the tree, and that no sooner than so many times as it took."""
 _QUIET = "99"
 _LETS_GO = "TEARDOWN_CUPTI"
-_OWN = (USER, LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,11 @@ class Run:
         if now - self._first_use < _AT_WORK_FOR or self.marks.replays_graphs:
             return False
         codes = self.loops.looks.codes
-        here = [(codes[one.code], one.line) for one in self.loops.here if kind_of(codes[one.code].co_filename) in _OWN]
+        here = [
+            (codes[one.code], one.line)
+            for one in self.loops.here
+            if kind_of(codes[one.code].co_filename) in PROGRAM_CODE
+        ]
         return bool(here) and not any(loop.last >= line for code, line in here for loop in self._sources.of(code))
 
     def _spent(self) -> int:
@@ -443,7 +446,7 @@ class Run:
 
 def _own_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     while frame is not None:
-        if kind_of(frame.f_code.co_filename) in _OWN:
+        if kind_of(frame.f_code.co_filename) in PROGRAM_CODE:
             yield frame.f_code, frame.f_lineno or 0
         frame = frame.f_back
 

@@ -21,7 +21,7 @@ from keepbusy.report.words import duration, tame
 BETTER, WORSE = "bold green", "bold red"
 _STYLES = {GONE: BETTER, SMALLER: "green", LARGER: "red", NEW: WORSE}
 _BLANK = line("")
-_SMALL = 0.005
+_WORTH_A_ROW = 0.005
 """Of the longer step: a place with less in both runs is not shown."""
 
 
@@ -110,7 +110,7 @@ def _ledger(ledger: Mapping[str, Change], whole: int) -> RenderableType:
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
     for name, change in ledger.items():
-        if max(change.before, change.after) < _SMALL * whole and name != COMPUTING:
+        if max(change.before, change.after) < _WORTH_A_ROW * whole and name != COMPUTING:
             continue
         said = words.change(change.before, change.after) if change.significant and change.before else ""
         style = (

@@ -62,6 +62,7 @@ _ASCII = str.maketrans(
 )
 STRONG = "bold"
 FAINT = "dim"
+PLACE, GAIN = "cyan", "bold green"
 
 
 WITHOUT_END = 5_000

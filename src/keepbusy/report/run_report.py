@@ -10,12 +10,11 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, Late, PlannedFix
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, line, link_to, look
+from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line, link_to, look
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part, SlowTurns
 
-PLACE, GAIN, CODE = "cyan", "bold green", "bold"
 WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
 MOST_PARTS = 12

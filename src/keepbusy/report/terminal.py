@@ -26,6 +26,8 @@ from keepbusy.report import run_report, whole_run, words
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import (
     FAINT,
+    GAIN,
+    PLACE,
     STRONG,
     WITHOUT_END,
     label,
@@ -39,7 +41,7 @@ from keepbusy.report.paper import (
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration, share, tame
 
-_BESIDES = {"copying", "computing", "collective"}
+_WORK_OF_THE_DEVICE = {"copying", "computing", "collective"}
 _FOLDED = 0.01
 
 
@@ -53,8 +55,8 @@ class Row(NamedTuple):
 
 def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
     """What the device does first, then the causes as the report numbers them, then the rest."""
-    numbered = [cause for cause in causes if cause not in _BESIDES]
-    order = [place for place in PLACES if place in _BESIDES]
+    numbered = [cause for cause in causes if cause not in _WORK_OF_THE_DEVICE]
+    order = [place for place in PLACES if place in _WORK_OF_THE_DEVICE]
     order += [*numbered, *(place for place in PLACES if place not in order and place not in numbered)]
     return [Row(place, ledger[place], _mark(place, numbered)) for place in order if ledger.get(place, 0) > 0]
 
@@ -126,7 +128,6 @@ def _table(entries: list[list[Text]], columns: int) -> Table:
 
 
 HEIGHT = 39  # one screen, and the prompt below it
-GAIN, HERE, CODE = "bold green", "cyan", "bold"
 _BLANK = line("")
 _WORTH_A_PLACE = 0.05
 """Of a cause's wait: a place with less is not named."""
@@ -277,7 +278,7 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
     if code := fix_line(cause):
-        yield unbroken(("   fix: ", FAINT), (code, CODE))
+        yield unbroken(("   fix: ", FAINT), (code, STRONG))
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
@@ -289,7 +290,7 @@ def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
 
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
     shown = look(cause.cause)
-    place = (f" · {words.spot(cause.where, 40)}", HERE + link_to(cause.where))
+    place = (f" · {words.spot(cause.where, 40)}", PLACE + link_to(cause.where))
     return line(
         (f"{number}  ", f"bold {shown.colour}"),
         f"{shown.name}: ",
@@ -313,7 +314,7 @@ def _place(cause: Cause, width: int) -> RenderableType:
     source = source_of(where)
     known = f"likely line {source.line}: " if source and source.likely else ""
     return line(
-        (words.spot(where, max(24, width - 40)), HERE + link_to(where)),
+        (words.spot(where, max(24, width - 40)), PLACE + link_to(where)),
         (f" · {beside}" if beside else "", FAINT),
         *((("\n", ""), (known, FAINT), words.cut(source.text, width - 3 - len(known))) if source else ()),
         indent=3,

@@ -19,7 +19,7 @@ from keepbusy.timeline.replay import run, steady
 MARGIN = 16
 MOST_RANKS = 4
 """So many ranks are drawn; more would not fit a screen."""
-SHOWN = 0.01
+WORTH_A_NUMBER = 0.01
 """Of the turn: gaps of a cause and a line that take less are not named below the drawing."""
 _HOST = {Kind.WORK: "·", Kind.LAUNCH: "'", Kind.SYNC: "~", Kind.ALLOCATE: "m", Kind.RECORDING: " "}
 _DEVICE = {Kind.KERNEL: "computing", Kind.COPY: "copying", Kind.FILL: "copying", Kind.COLLECTIVE: "collective"}
@@ -214,7 +214,7 @@ def _meanings(
 ) -> Iterator[Text]:
     ranks = len(turns.timeline.ranks)
     for number, ((cause, where), lasts) in enumerate(numbered.items()):
-        if number < 9 and lasts / ranks >= SHOWN * length:
+        if number < 9 and lasts / ranks >= WORTH_A_NUMBER * length:
             at = words.at(where, 60) if where else ""
             took = duration(round(lasts * turns.ratio / ranks), diagnosis.plain_step)
             colour = f"bold {look(cause).colour}"

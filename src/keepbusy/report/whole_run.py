@@ -25,7 +25,11 @@ JITTER = 0.1
 """Of the steps between two stalls: a rank that waits for another one sees the stall a step early or late."""
 NO_LEAD, SOME_LEAD = 0.9, 0.1
 """Shares of the steps in which the host has no lead."""
-_WHATS = {"checkpoint": "a checkpoint", "garbage collection": "garbage collection", "input": "waiting for input"}
+_INTERRUPTIONS = {
+    "checkpoint": "a checkpoint",
+    "garbage collection": "garbage collection",
+    "input": "waiting for input",
+}
 _LINE = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
 
 
@@ -128,7 +132,7 @@ def _stall(stall: RareStall, rank: int) -> str:
     caller = called_at(stall)
     text += f", called{words.at(caller, 50)}" if caller.file else ""
     on = f" on rank {rank}" if rank != NONE else ""
-    what = f" of {_WHATS[stall.what]}" if stall.what in _WHATS else ""
+    what = f" of {_INTERRUPTIONS[stall.what]}" if stall.what in _INTERRUPTIONS else ""
     return f"{_when(stall)} {duration(stall.time)}{what}{on}{place}{text} · {_of_the_run(stall)}"
 
 

@@ -194,7 +194,7 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     return list(
         zip(
             *[column[kept].tolist() for column in columns],
-            [awaited.get(row, ()) for row in kept.tolist()],
+            map(awaited.__getitem__, kept.tolist()),
             launches[kept].tolist(),
             [releases.get(row, ()) for row in kept.tolist()],
             meeting[kept].tolist(),
@@ -203,16 +203,18 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     )
 
 
-def _awaited_lanes(timeline: Timeline, waiting: Ints) -> dict[int, Sequence[int]]:
-    """Of each row that waits, the lanes it waits for: one, or all device lanes of its rank."""
-    lanes = timeline.lanes
+def _awaited_lanes(timeline: Timeline, waiting: Ints) -> list[Sequence[int]]:
+    """Of each row the lanes that it waits for: of most none, else one, or all device lanes of its rank."""
+    lanes, awaited = timeline.lanes, list[Sequence[int]]([()]) * len(timeline)
     on_device = defaultdict[int, list[int]](list)
     for lane, about in enumerate(lanes):
         if about.device is not None:
             on_device[about.rank].append(lane)
-    each = zip(timeline.spans.lane[waiting].tolist(), timeline.spans.awaits[waiting].tolist(), strict=True)
-    whom = [on_device[lanes[lane].rank] if awaits == EVERY_LANE else [awaits] for lane, awaits in each]
-    return dict(zip(waiting.tolist(), whom, strict=True))
+    for row, lane, whom in zip(
+        *[one.tolist() for one in (waiting, timeline.spans.lane[waiting], timeline.spans.awaits[waiting])], strict=True
+    ):
+        awaited[row] = on_device[lanes[lane].rank] if whom == EVERY_LANE else [whom]
+    return awaited
 
 
 def _joined(timeline: Timeline) -> Mask:

@@ -130,6 +130,11 @@ class LoaderUse:
         first = self.began / max(1, self.passes) - max(0, self.in_worker)
         return round(max(0.0, first) / self.workers * workers) if self.workers else 0
 
+    def saved_with(self, workers: int, least: int) -> int:
+        """What the run would no longer wait with so many, were no turn shorter than `least`."""
+        saved = self.waited - self.began - self.waits_with(workers) - self.starting(workers - self.workers)
+        return min(saved, self.looped - self.batches * least)
+
     def waits_with(self, workers: int, shorter: float = 0.0, least: float = 1.0, spare: float = 1.0) -> int:
         """How long the program would wait for batches, but the first of each pass.
 

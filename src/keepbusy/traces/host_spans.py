@@ -32,7 +32,7 @@ COST = {
 }
 """Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter, since the explanation
 scales them: docs/explanation/distortion.md."""
-_LAST = 1 << 40
+_AFTER_COMMANDS = 1 << 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def _calls(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans, IssuedSpans]:
     return (
         IssuedSpans.of(themselves, key=calls.start),
         IssuedSpans.of(for_room, turn=-1),
-        IssuedSpans.of(for_copies, key=calls.start[blocking], turn=_LAST),
+        IssuedSpans.of(for_copies, key=calls.start[blocking], turn=_AFTER_COMMANDS),
     )
 
 

@@ -133,7 +133,7 @@ _NO_CONTROL = bytes(32 if code < 32 else code for code in range(256))
 _BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
-_END, _BETWEEN, _LAST = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
+_EVENT_END, _BETWEEN_EVENTS, _LAST_EVENT_END = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
 """Kineto's layout; its strings hold no line breaks."""
 _WINDOWS = (8 << 10, 256 << 10)
 _BOM = b"\xef\xbb\xbf"
@@ -266,16 +266,16 @@ def scan(text: bytes) -> Piece:
 
 def scan_layout(text: bytes) -> Piece:
     """The events as Kineto lays them out, whatever stands in them; none if the layout is another."""
-    closing = text.find(_LAST)
-    upto = text.rfind(_BETWEEN) if closing == NONE else closing
+    closing = text.find(_LAST_EVENT_END)
+    upto = text.rfind(_BETWEEN_EVENTS) if closing == NONE else closing
     begin = text.find(b"{")
     if upto < begin or begin == NONE:
         return Piece([], NONE)
     events = []
-    for inner in text[begin + 1 : upto].split(_BETWEEN):
-        events.append((begin, begin + 1 + len(inner) + len(_END)))
-        begin += len(inner) + len(_BETWEEN)
-    return Piece(events, NONE if closing == NONE else closing + len(_LAST) - 1)
+    for inner in text[begin + 1 : upto].split(_BETWEEN_EVENTS):
+        events.append((begin, begin + 1 + len(inner) + len(_EVENT_END)))
+        begin += len(inner) + len(_BETWEEN_EVENTS)
+    return Piece(events, NONE if closing == NONE else closing + len(_LAST_EVENT_END) - 1)
 
 
 def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:

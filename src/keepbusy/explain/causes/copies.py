@@ -7,7 +7,7 @@ import numpy as np
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.edit import SideLane
 from keepbusy.explain.rules import rule
-from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.model import NONE, Direction, Kind, Mask, Timeline
 
 USUAL_BANDWIDTH = 24.0
@@ -35,14 +35,14 @@ def blocking(scene: Scene) -> Mask:
     """Copies that the host waits for: all that come in, and large ones that go out. A small one is a read."""
     spans = scene.timeline.spans
     inbound = spans.direction == Direction.HOST_TO_DEVICE
-    outbound = (spans.direction == Direction.DEVICE_TO_HOST) & (spans.size > LARGE)
+    outbound = (spans.direction == Direction.DEVICE_TO_HOST) & (spans.size > STAGED_BYTES)
     return scene.is_copy & (scene.sync_of_copy != NONE) & (inbound | outbound)
 
 
 def find_in_line(scene: Scene) -> Finding:
     """Asynchronous, and yet the compute waits for it: on its own stream, or on one that it waits for at once."""
     draft, spans = Draft("copy_not_overlapped", scene), scene.timeline.spans
-    inbound = (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > LARGE)
+    inbound = (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES)
     copies = np.flatnonzero(scene.is_copy & inbound & (scene.sync_of_copy == NONE) & (scene.launch != NONE))
     draft.edit.lane[copies] = SideLane.FETCH
     draft.blame(copies, scene.launch[copies])

@@ -7,7 +7,7 @@ import numpy as np
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.causes.inputs import loader_frame
 from keepbusy.explain.rules import rule
-from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Owner, Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask
 
@@ -24,7 +24,7 @@ MAKES = 100_000
 def find_made(scene: Scene) -> Finding:
     """Drawn or filled on the host, at most transformed elementwise, and sent to the device at once."""
     draft, spans = Draft("made_on_host", scene), scene.timeline.spans
-    copies = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > LARGE))
+    copies = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES))
     for copy in copies[scene.launch[copies] != NONE].tolist():
         made = _making(scene, int(scene.launch[copy]))
         if len(made):

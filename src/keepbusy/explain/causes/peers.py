@@ -15,22 +15,22 @@ import numpy as np
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.edit import Edit, Floats, SideLane
 from keepbusy.explain.rules import rule
-from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Timeline
 
-LATE, LATE_TIMES = 1_000_000, 1.25
+LATE_BY, LATE_TIMES = 1_000_000, 1.25
 """A host is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
-PASS = Role.BACKWARD | Role.GRADIENTS
+WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
 """What is around the calls that are made of gradients, and no part of them."""
-UNEQUAL, UNEQUAL_TIMES = 500_000, 1.1
+UNEQUAL_BY, UNEQUAL_TIMES = 500_000, 1.1
 """Device work varies less: a rank that has so much more of it than its peers is given more."""
 
 
 def find_exposed(scene: Scene) -> Finding:
     """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute."""
     draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
-    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > LARGE) & ~_is_paired(scene) & ~is_message(scene)
+    travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > STAGED_BYTES) & ~_is_paired(scene) & ~is_message(scene)
     early, all_of_them = _sent_early(scene, travels)
     for launch, rows in early.items():
         draft.edit.drop[rows] = True
@@ -92,7 +92,7 @@ class BackwardPass:
         launch, spans, frames = int(scene.launch[row]), scene.timeline.spans, scene.timeline.frames
         begins = int(spans.end[self.last]) if launch > self.last else 0
         frame, call = int(spans.frame[launch]), NONE
-        while frame != NONE and frames.start[frame] >= begins and not frames.role[frame] & PASS:
+        while frame != NONE and frames.start[frame] >= begins and not frames.role[frame] & WHOLE_PASS:
             frame, call = int(frames.parent[frame]), frame
         if call == NONE:
             return np.array([launch, row], np.int64)
@@ -222,7 +222,7 @@ class Stretches:
     @property
     def late(self) -> Mask:
         """Which ranks are late at which place."""
-        return (self.usual - self.peers > LATE) & (self.usual > LATE_TIMES * self.peers)
+        return (self.usual - self.peers > LATE_BY) & (self.usual > LATE_TIMES * self.peers)
 
 
 class _Borders(NamedTuple):
@@ -327,7 +327,7 @@ def _share_device_work(scene: Scene, draft: Draft) -> None:
     spent, stretch = device_work(scene)
     mean = spent.sum(axis=1) / scene.steps
     peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
-    late = (mean - peers > UNEQUAL) & (mean > UNEQUAL_TIMES * peers)
+    late = (mean - peers > UNEQUAL_BY) & (mean > UNEQUAL_TIMES * peers)
     if not late.any() or not rule("unequal_devices"):
         return
     rows = np.flatnonzero(stretch != NONE)

@@ -6,13 +6,13 @@ import numpy as np
 
 from keepbusy.explain.causes.finding import Draft, Finding
 from keepbusy.explain.rules import rule
-from keepbusy.explain.scene import LARGE, Scene
+from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Mask
 
-IN_A_ROW, LAUNCHES_BETWEEN, SHORT = 8, 6, 300_000
+IN_A_ROW, LAUNCHES_BETWEEN, WORK_BETWEEN = 8, 6, 300_000
 """So many reads of one place, with no more launches and no longer work between them, are a loop over small values."""
-CALL = 3_000
+COST_OF_A_SYNC = 3_000
 """What a synchronising call costs when nobody has to be waited for."""
 
 
@@ -20,7 +20,7 @@ def find(scene: Scene) -> Finding:
     draft = Draft("host_sync", scene)
     syncs = np.flatnonzero(scene.is_sync & ~of_large_copy(scene))
     draft.edit.drop_wait[syncs] = True
-    draft.edit.work[syncs] = CALL
+    draft.edit.work[syncs] = COST_OF_A_SYNC
     draft.blame(syncs, syncs)
     frame = reading_frame(scene)
     inside = np.flatnonzero((frame != NONE) & ~scene.timeline.on_device)
@@ -62,7 +62,7 @@ def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         if last - first >= IN_A_ROW and rule("reads_in_a_loop"):
             rows = np.arange(reads[first] + 1, reads[last])
-            rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < SHORT)]
+            rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < WORK_BETWEEN)]
             draft.edit.work[rows] = 0
             draft.blame(rows, reads[first])
 
@@ -72,7 +72,7 @@ def of_large_copy(scene: Scene) -> Mask:
     spans, copy = scene.timeline.spans, scene.copy_of_sync
     known = copy != NONE
     inbound = spans.direction[copy] == Direction.HOST_TO_DEVICE
-    return known & (inbound | (spans.size[copy] > LARGE))
+    return known & (inbound | (spans.size[copy] > STAGED_BYTES))
 
 
 def reading_frame(scene: Scene) -> Ints:

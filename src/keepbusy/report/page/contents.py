@@ -21,7 +21,7 @@ from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.run_tree import Part
 
 LONGEST_TEXT = 2_000
-AROUND = 14
+LINES_AROUND = 14
 """So many lines of the program stand above and below each line that is spoken of."""
 LONGEST_LINE, MOST_LINES = 240, 6_000
 
@@ -231,7 +231,7 @@ def _spoken_of(diagnosis: Diagnosis) -> Iterator[Where]:
 
 
 def _around(lines: list[str], wanted: Iterable[int]) -> list[list[Any]]:
-    near = {line + step for line in wanted for step in range(-AROUND, AROUND + 1)}
+    near = {line + step for line in wanted for step in range(-LINES_AROUND, LINES_AROUND + 1)}
     return [
         [line, tame(lines[line - 1].expandtabs(4)[:LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)
     ]

@@ -17,7 +17,7 @@ from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.report.page import contents
 from keepbusy.report.page.block import block_of
 
-_PAGE = """\
+_PAGE_TEMPLATE = """\
 <!DOCTYPE html>
 <html lang="en">
 <head>
@@ -39,7 +39,7 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 </body>
 </html>
 """
-_BLOCK = '<script type="application/octet-stream">{}</script>'
+_BLOCK_ELEMENT = '<script type="application/octet-stream">{}</script>'
 
 
 class Page(str):
@@ -66,12 +66,12 @@ def render_both(comparison: Comparison, before: str = "", after: str = "") -> Pa
 def _page(*blocks: bytes) -> Page:
     script, style = bundled("page.js"), bundled("page.css")
     return Page(
-        _PAGE.format(
+        _PAGE_TEMPLATE.format(
             script_hash=_hash(script),
             style_hash=_hash(style),
             style=style,
             script=script,
-            blocks="\n".join(_BLOCK.format(base64.b64encode(one).decode("ascii")) for one in blocks),
+            blocks="\n".join(_BLOCK_ELEMENT.format(base64.b64encode(one).decode("ascii")) for one in blocks),
         )
     )
 

@@ -17,7 +17,7 @@ from time import perf_counter_ns
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.instrument.lines import LIBRARY, USER, kind_of
+from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
 
 if TYPE_CHECKING:
     from keepbusy.virtual.machine import Machine
@@ -66,7 +66,7 @@ class ScriptClocks:
         known = self._followers.get(code)
         if known is None:
             file = code.co_filename
-            program = kind_of(file) in (USER, LIBRARY) or file.startswith("<")  # what it compiled itself
+            program = kind_of(file) in PROGRAM_CODE or file.startswith("<")  # what it compiled itself
             known = self._followers[code] = program or any(timer in file for timer in _TIMERS)
         return known
 

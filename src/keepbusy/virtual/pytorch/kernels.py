@@ -42,9 +42,9 @@ _NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List
 _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
 """Arguments of these types are compared as they are."""
 _INTEGER = frozenset([int])
-_UNDONE = object()
-_ANYWHERE = -2
-_NOWHERE: tuple[int, list[Any]] = (NONE, [])
+_NOTHING_DONE = object()
+_NO_TENSORS = -2
+_NOT_PLAIN: tuple[int, list[Any]] = (NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -198,7 +198,7 @@ def _on_two_devices(name: str, one: str, other: str) -> RuntimeError:
 def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, list[Any]]:
     """The device of a list in a plain call, and the list as the host sees it. `shapes`: whether its numbers may matter.
 
-    _ANYWHERE for one without tensors, NONE for one that is not plain.
+    _NO_TENSORS for one without tensors, NONE for one that is not plain.
     """
     if given and isinstance(given[0], Tensor):
         devices = {one.get_device() if isinstance(one, Tensor) else NONE for one in given}
@@ -210,7 +210,7 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
     if shapes and not _INTEGER.issuperset(map(type, given)):
         return NONE, given
     key.append(tuple(given) if shapes else len(given))
-    return _ANYWHERE, given
+    return _NO_TENSORS, given
 
 
 _ONE_NEW = (None,)
@@ -245,7 +245,7 @@ class Kernel:
         try:
             if self.is_plain and MACHINE.recording is None and VALUES.real:
                 done = self._run_plainly(place, args, kwargs)
-                if done is not _UNDONE:
+                if done is not _NOTHING_DONE:
                     return done
             return self._run(place, args, kwargs)
         finally:
@@ -259,14 +259,14 @@ class Kernel:
         key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
         device, host_args = self._read(args, key)
         if device < 0 or (kwargs and not self._read_options(kwargs, key)):
-            return _UNDONE
+            return _NOTHING_DONE
         signature, by_call = self.signature, MACHINE.costs.by_call
         known = tuple(key)
         call, kernels = by_call.get(known) or (self.on_host or self._chosen(args), None)
         try:
             out = self.compute(device, host_args, kwargs) if signature.is_random else call(*host_args, **kwargs)
         except RuntimeError:  # the other way knows what can be done about it, or raises it again
-            return _UNDONE
+            return _NOTHING_DONE
         if kernels is None:
             inputs: list[Tensor] = []
             map_tensors(inputs.append, host_args)
@@ -296,7 +296,7 @@ class Kernel:
                 index = one.get_device()
                 if index != device:
                     if index < 0 or device >= 0:
-                        return _NOWHERE
+                        return _NOT_PLAIN
                     device = index
                 layout = one.shape, one.stride(), one.dtype
                 key.append(layout)
@@ -304,10 +304,10 @@ class Kernel:
             elif kind is list:
                 index, host_args[at] = _read_list(one, key, self.shapes[at])
                 if index == NONE or (index >= 0 <= device != index):
-                    return _NOWHERE
+                    return _NOT_PLAIN
                 device = max(device, index)
             else:
-                return _NOWHERE
+                return _NOT_PLAIN
         return device, host_args
 
     def _read_options(self, kwargs: dict[str, Any], key: list[Any]) -> bool:

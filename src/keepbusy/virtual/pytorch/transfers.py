@@ -21,7 +21,7 @@ from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_s
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
-_IN, _OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
+_TO_DEVICE, _TO_HOST = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -37,7 +37,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         else:
             is_pinned = host_memory.is_pinned(target)
             size = _carried(source, target)
-            MACHINE.copy(source.get_device(), size, _OUT, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
+            MACHINE.copy(source.get_device(), size, _TO_HOST, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
         return target
 
 
@@ -84,7 +84,7 @@ def _copied_on_device(target: Tensor, source: Tensor) -> None:
 
 
 def _copied_in(device: int, size: int, source: Tensor, non_blocking: bool) -> None:
-    MACHINE.copy(device, size, _IN, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
+    MACHINE.copy(device, size, _TO_DEVICE, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
 
 
 _copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
@@ -182,7 +182,7 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
         cuda_api.announce_sync()
     device_index = tensor.get_device()
     fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
-    MACHINE.copy(device_index, tensor.nbytes, _OUT, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
+    MACHINE.copy(device_index, tensor.nbytes, _TO_HOST, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
     _repeat(device_index, lambda: host.copy_(cast()), host)
     return host
 
@@ -191,7 +191,7 @@ def read_scalar(tensor: Tensor) -> Any:
     """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
     with DeviceCall("aten::item"):
         cuda_api.announce_sync()
-        MACHINE.copy(tensor.get_device(), tensor.element_size(), _OUT, pinned=True, non_blocking=False)
+        MACHINE.copy(tensor.get_device(), tensor.element_size(), _TO_HOST, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
             to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
         )
