@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from keepbusy.recording.probes.link_figures import collective_calls
 from keepbusy.virtual.costs.device import Wire, read
 
 CUDA = torch.cuda.is_available()
@@ -39,16 +40,9 @@ def ring(data: Tensor, group: Any, ranks: int) -> None:
 
 
 def calls(data: Tensor, group: Any, ranks: int) -> dict[str, Callable[[], Any]]:
-    part, other = torch.empty_like(data[: len(data) // ranks]), torch.empty_like(data)
-    found: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(data, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(other, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, data, group=group),
-        "broadcast": lambda: dist.broadcast(data, 0, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, data, group=group),
-        "send": lambda: ring(data, group, ranks),
-    }
-    return found
+    found = collective_calls(data, group, ranks)
+    del found["barrier"]
+    return {**found, "send": lambda: ring(data, group, ranks)}
 
 
 def timed(call: Callable[[], Any], group: Any, size: int) -> float:

@@ -142,7 +142,7 @@ FLAGS = {
         "-o --output": ("OUT", None, None),
         "--quiet": (None, 0, False),
     },
-    "doctor": {"--save": ("GPU.toml", None, None)},
+    "doctor": {"--ranks": ("N", None, None), "--save": ("GPU.toml", None, None)},
     "completion": {"shell": (None, None, None)},
     "learn": {"chapter": ("CHAPTER", "?", None), "--copy": ("FOLDER", None, None)},
 }

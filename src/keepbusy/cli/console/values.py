@@ -79,6 +79,14 @@ def workers(text: str) -> int:
     return count
 
 
+def ranks(text: str) -> int:
+    """Whose links are measured."""
+    count = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= count <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number from 1 to 4096")
+    return count
+
+
 def amount(text: str) -> float:
     """Of hours or money: a number above 0."""
     number = _number(text)

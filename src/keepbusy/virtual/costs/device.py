@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -146,6 +146,13 @@ class DeviceMemory:
     free: Time  # cudaFree, without what it waits for
 
 
+class CollectiveLaw(NamedTuple):
+    """One kind of collective among the devices of a host, where it was measured by itself."""
+
+    latency: int  # of two ranks, less a hop
+    bandwidth: float  # of a device's link
+
+
 @dataclass(frozen=True)
 class Wire:
     """Between devices: within a host, and from host to host."""
@@ -157,6 +164,7 @@ class Wire:
     devices: Count  # of one host
     network_latency: Time
     network: Bandwidth  # a device's share
+    collectives: Mapping[str, CollectiveLaw] = field(default_factory=dict)
 
     def time(self, size: int) -> int:
         """From one device of the host to another."""
@@ -168,20 +176,21 @@ class Wire:
         `size`: bytes of one rank's larger tensor: the whole one of a gather or scatter, not a shard. `name`:
         all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier, send.
 
-        Latency and bandwidth were measured on four H200 (NVLink). That the formulas hold for other numbers of ranks is
-        NCCL's own account; that a hop costs what the device file says is an estimate, and so is what the network takes
-        once for each level of a tree over the hosts.
+        A law of its own goes before the wire's latency and bandwidth, which were measured on four H200 (NVLink). That
+        the formulas hold for other numbers of ranks is NCCL's own account; that a hop costs what the device file says
+        is an estimate, and so is what the network takes once for each level of a tree over the hosts.
         """
         if name in ("send", "recv"):
             return self.send_latency + round(size / self.bandwidth)
         hosts = max(hosts, -(-ranks // self.devices))
-        bandwidth = min(self.bandwidth, self.network) if hosts > 1 else self.bandwidth
+        law = self.collectives.get(name) or CollectiveLaw(self.latency, self.bandwidth)
+        bandwidth = min(law.bandwidth, self.network) if hosts > 1 else law.bandwidth
         levels = (hosts - 1).bit_length()
-        latency = self.latency + self.hop * (-(-ranks // hosts) - 1) + self.network_latency * levels
-        return latency + round(size * _crossings(name, ranks) / bandwidth)
+        latency = law.latency + self.hop * (-(-ranks // hosts) - 1) + self.network_latency * levels
+        return latency + round(size * crossings(name, ranks) / bandwidth)
 
 
-def _crossings(name: str, ranks: int) -> float:
+def crossings(name: str, ranks: int) -> float:
     """How often each byte of a collective crosses a device's link."""
     around = (ranks - 1) / ranks
     if name == "all_reduce":
@@ -246,6 +255,10 @@ _SECTIONS: dict[str, type] = {
     "wire": Wire,
     "efficiency": Efficiency,
 }
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+)  # fmt: skip
+"""Those that may have a law of their own, in a table [collectives.NAME]."""
 _QUANTITY = re.compile(r"^\s*([0-9.eE+-]+)\s*(\S+)\s*$")
 _TIMES = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 _UNITS: dict[str, dict[str, float]] = {
@@ -288,7 +301,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 def _device(given: Mapping[str, Any], path: str) -> Device:
     measured = _table(_FILES / f"{_MEASURED}.toml")
-    _refuse_unknown(given, set(measured), path)
+    _refuse_unknown(given, {*measured, "collectives"}, path)
     if not isinstance(given.get("name"), str):
         raise BadInput(f'{path} does not give the device a name; add a line like name = "NVIDIA H200".')
     for section in (*_SECTIONS, "matrix"):
@@ -299,6 +312,7 @@ def _device(given: Mapping[str, Any], path: str) -> Device:
         measured[section] |= given.get(section, {})
     table = {**measured, **{name: value for name, value in given.items() if not isinstance(value, dict)}}
     quantity = partial(_value, path=path)
+    laws = _laws(given.get("collectives", {}), path)
     return Device(
         name=table["name"],
         capability=_capability(table["capability"], path),
@@ -309,11 +323,32 @@ def _device(given: Mapping[str, Any], path: str) -> Device:
                 **{
                     one.name: quantity(str(one.type), table[section][one.name], f"{section}.{one.name}")
                     for one in fields(kind)
-                }
+                    if one.name in table[section]
+                },
+                **({"collectives": laws} if kind is Wire else {}),
             )
             for section, kind in _SECTIONS.items()
         },
     )
+
+
+def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
+    """What stands in [collectives.NAME]: a latency and a bandwidth each."""
+    if not isinstance(given, dict):
+        raise BadInput(f"{path} has collectives = {given!r}, where tables like [collectives.all_reduce] belong.")
+    _refuse_unknown(given, set(COLLECTIVES), path, "collectives.")
+    for name, law in given.items():
+        where = f"collectives.{name}"
+        if not isinstance(law, dict) or not {"latency", "bandwidth"} <= set(law):
+            raise BadInput(f'{path} has {where} = {law!r}; give it latency = "30 us" and bandwidth = "350 GB/s".')
+        _refuse_unknown(law, {"latency", "bandwidth"}, path, f"{where}.")
+    return MappingProxyType({
+        name: CollectiveLaw(
+            _value("Time", law["latency"], f"collectives.{name}.latency", path),
+            _value("Bandwidth", law["bandwidth"], f"collectives.{name}.bandwidth", path),
+        )
+        for name, law in given.items()
+    })  # fmt: skip
 
 
 def _value(kind: str, value: Any, what: str, path: str) -> Any:

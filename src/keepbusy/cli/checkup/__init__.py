@@ -1,0 +1,1 @@
+"""What `keepbusy doctor` says of a machine: its settings, its links, and its device file."""

@@ -1,0 +1,468 @@
+"""How ranks reach each other and their hosts: copies, messages between each two, collectives over sizes.
+
+Each rank is a process, as in the job: NCCL's where there are GPUs and gloo's where there are none. `launch` starts
+them here; inside a job that torchrun or another launcher has started, each of its ranks calls `attend`. A rank that
+dies or hangs is named, and ends the measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keepbusy.recording.probes.machine_figures import device_time
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import typed
+
+PATIENCE = 20.0
+"""Seconds in which each rank must come from one probe to the next. The longest one takes two."""
+UNWATCHED = 30
+"""Times `PATIENCE`: PyTorch's own limit, which must not strike before ours says who is late."""
+SLOW = 200_000_000
+"""A collective that takes so long is not tried with more bytes."""
+COPIED, LEAST = 64 << 20, 1 << 10
+"""Bytes of a long copy or message, and of a small one."""
+ASLEEP = 20_000_000
+"""Cycles in which the GPU sleeps, some ten milliseconds, so that the host is ahead with what is then timed."""
+APART = 8
+"""Up to so many ranks each two are measured while the others rest; of more, pairs that share no rank at once."""
+WATCHED = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "PYTHON", "NVIDIA_")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs, and what is set there."""
+
+    host: str
+    gpu: str
+    capability: int  # the first number of CUDA's
+    address: str  # of its GPU on the PCI bus
+    cpus: tuple[int, ...]  # on which it may run
+    near: tuple[int, ...]  # those beside its GPU
+    rdma: tuple[int, ...]  # of each RDMA port of the host, bytes a second
+    topology: str  # what the driver says of the host's GPUs, of a host's first rank
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Pinned copies of one rank, in bytes a nanosecond: to the device and home."""
+
+    alone: tuple[float, ...]
+    together: tuple[float, ...]  # while all ranks copy
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """Of the slowest rank, in nanoseconds; sizes are bytes of a rank's larger tensor."""
+
+    name: str
+    ranks: int
+    hosts: int
+    sizes: tuple[int, ...]
+    times: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """All that was measured. Rates are bytes a nanosecond; `rates[one][other]` is from one rank to another."""
+
+    backend: str
+    places: tuple[RankPlace, ...]
+    copies: tuple[CopyRates, ...]  # none without GPUs
+    rates: tuple[tuple[float, ...], ...]
+    message: int  # nanoseconds of a small one
+    asked: int  # the host's time for a collective; 0 where the host does its work too
+    collectives: tuple[CollectiveTimes, ...]
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(place.host for place in self.places))
+
+    def curve(self, name: str, hosts: int) -> CollectiveTimes | None:
+        return next((one for one in self.collectives if (one.name, min(one.hosts, 2)) == (name, min(hosts, 2))), None)
+
+
+# From outside: the ranks' processes
+
+
+def launch(ranks: int, patience: float = PATIENCE) -> LinkFigures:
+    """Start so many processes on this host, and measure between them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    command = [sys.executable, "-m", __name__, str(patience)]
+    with tempfile.TemporaryFile("w+") as said:
+        started = [
+            subprocess.Popen(
+                command, env={**shared, "RANK": str(one), "LOCAL_RANK": str(one)}, stdout=said, stderr=said
+            )
+            for one in range(ranks)
+        ]
+        try:
+            codes = _ended(started, patience)
+        finally:
+            for one in started:
+                one.kill()
+                one.wait()
+        if any(codes) or not store.check(["figures"]):
+            said.seek(0)
+            raise BadInput(_why_ended(codes, store, said.read()))
+    return typed(LinkFigures, json.loads(store.get("figures")))
+
+
+def _ended(started: Sequence[subprocess.Popen[bytes]], patience: float) -> list[int]:
+    """The exit codes, as far as they are known a moment after the first rank failed."""
+    until = time.monotonic() + UNWATCHED * patience
+    codes = [one.poll() for one in started]
+    while None in codes and time.monotonic() < until:
+        if any(codes):
+            until = min(until, time.monotonic() + 1.0)
+        time.sleep(0.05)
+        codes = [one.poll() for one in started]
+    return [code or 0 for code in codes]
+
+
+def _why_ended(codes: Sequence[int], store: dist.Store, said: str) -> str:
+    """Killed ranks come first: what the others say of it is a consequence."""
+    for rank, code in enumerate(codes):
+        if code < 0:
+            return f"rank {rank} was killed ({signal.Signals(-code).name}) while the links were measured."
+    if store.check(["why"]):
+        return str(store.get("why").decode())
+    rank = next((rank for rank, code in enumerate(codes) if code), 0)
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), f"exit code {codes[rank]}")
+    return f"rank {rank} ended while the links were measured: {last[:300]}"
+
+
+# From inside: one rank
+
+
+def attend(patience: float = PATIENCE) -> LinkFigures | None:
+    """This process is one of a job's ranks: the first one has the figures, the others nothing."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=patience)))[0]
+    except (RuntimeError, ValueError) as error:
+        why = f"port {os.environ.get('MASTER_PORT')} is taken; give the job another MASTER_PORT."
+        taken = "EADDRINUSE" in str(error)
+        raise BadInput(why if taken else f"rank {rank} could not meet the others: {_first_line(error)}") from None
+    store.set_timeout(timedelta(seconds=UNWATCHED * patience))
+    with _Deadline(store, rank, world, patience) as deadline, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            return _Rank(store, rank, world, deadline).measured()
+        except RuntimeError as error:
+            raise BadInput(f"rank {rank} ended in {deadline.step}: {_first_line(error)}") from None
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+class _Deadline:
+    """Ends this process where it has not come from one step to the next in time, and says which rank is late."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, patience: float) -> None:
+        self.step, self.count, self.patience = "their first meeting", 0, patience
+        self._store, self._rank, self._world, self._since = store, rank, world, time.monotonic()
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Deadline:
+        self.reach(self.step)
+        threading.Thread(target=self._watch, args=(self._store.clone(),), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def reach(self, step: str) -> None:
+        """All ranks take the same steps."""
+        self.count += 1
+        self.step, self._since = step, time.monotonic()
+        self._store.set(f"at{self._rank}", f"{self.count:06} {step}")
+
+    def _watch(self, store: dist.Store) -> None:
+        while not self._over.wait(min(1.0, self.patience / 4)):
+            store.set(f"alive{self._rank}", str(time.time()))
+            if time.monotonic() - self._since > self.patience:
+                why = self._who_is_late(store)
+                store.set("why", why)
+                sys.stderr.write(f"keepbusy: {why}\n")
+                sys.stderr.flush()
+                os._exit(2)
+
+    def _who_is_late(self, store: dist.Store) -> str:
+        def said(what: str) -> list[str]:
+            keys = [f"{what}{rank}" for rank in range(self._world)]
+            return [store.get(key).decode() if store.check([key]) else "0" for key in keys]
+
+        at, waited, now = said("at"), f"{self.patience:.0f} s", time.time()
+        silent = [rank for rank, alive in enumerate(said("alive")) if now - float(alive) > self.patience / 2]
+        late = [rank for rank, step in enumerate(at) if step < max(at)]
+        if silent:
+            return f"{_named(silent)} gave no sign of life for {waited}, while the others waited in {self.step}."
+        if late:
+            return f"{_named(late)} did not come on from {min(at)[7:]}, for which the others have waited {waited}."
+        return f"no rank came back from {self.step} within {waited}; NCCL_DEBUG=INFO shows what NCCL waits for."
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class _Rank:
+    """What one rank does. All do the same in the same order."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, deadline: _Deadline) -> None:
+        self.store, self.rank, self.world, self.deadline = store, rank, world, deadline
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", self.local) if self.cuda else torch.device("cpu")
+        self.asked: list[int] = []
+
+    def measured(self) -> LinkFigures | None:
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        limit = timedelta(seconds=UNWATCHED * self.deadline.patience)
+        backend = "nccl" if self.cuda else "gloo"
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
+        places = [typed(RankPlace, one) for one in self._of_all(asdict(_place(self.device)))]
+        copies = [typed(CopyRates, one) for one in self._of_all(asdict(self._copies(places)))] if self.cuda else []
+        rates, message = self._pairs()
+        curves = list(self._collectives(places))
+        found = LinkFigures(
+            backend, tuple(places), tuple(copies), rates, message,
+            round(median(self.asked)) if self.asked else 0, tuple(curves),
+        )  # fmt: skip
+        self.deadline.reach("the end")
+        if self.rank:
+            return None
+        self.store.set("figures", json.dumps(asdict(found)))
+        return found
+
+    def _of_all(self, mine: Any) -> list[Any]:
+        """What each rank says, in order."""
+        self.deadline.reach("telling the others where it runs")
+        number = self.deadline.count
+        self.store.set(f"said{number}/{self.rank}", json.dumps(mine))
+        return [json.loads(self.store.get(f"said{number}/{one}")) for one in range(self.world)]
+
+    # copies
+
+    def _copies(self, places: Sequence[RankPlace]) -> CopyRates:
+        """Those of one host take turns; then all copy."""
+        device = torch.zeros(COPIED, dtype=torch.uint8, device=self.device)
+        pinned = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=True)
+        ways = (lambda: device.copy_(pinned, non_blocking=True)), (lambda: pinned.copy_(device, non_blocking=True))
+        alone: tuple[float, ...] = ()
+        turn = sum(one.host == places[self.rank].host for one in places[: self.rank])
+        for number in range(max(sum(one.host == host for one in places) for host in {one.host for one in places})):
+            self._meet("copies alone")
+            if number == turn:
+                alone = tuple(COPIED / device_time(copy) for copy in ways)
+        together = []
+        for copy in ways:
+            self._meet("copies of all ranks at once")
+            together.append(COPIED / device_time(copy, 10))
+        return CopyRates(alone, tuple(together))
+
+    def _meet(self, step: str) -> None:
+        self.deadline.reach(step)
+        dist.barrier()
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    # each two
+
+    def _pairs(self) -> tuple[tuple[tuple[float, ...], ...], int]:
+        size = 4 * COPIED if self.cuda else COPIED // 16
+        size = 4 * COPIED if self.cuda else COPIED // 16
+        large, small = (torch.zeros(many, dtype=torch.uint8, device=self.device) for many in (size, LEAST))
+        took: dict[str, tuple[float, float]] = {}
+        for meeting in _meetings(self.world):
+            self._meet("messages between two ranks")
+            for one, other in (pair for two in meeting for pair in (two, two[::-1])):
+                if self.rank in (one, other):
+                    times = self._message(one, other, large), self._message(one, other, small)
+                    took |= {f"{one} {other}": times} if self.rank == other else {}  # it ends with the last byte there
+        known = {pair: times for told in self._of_all(took) for pair, times in told.items()}
+        everyone = range(self.world)
+        rates = tuple(
+            tuple(size / known[f"{one} {other}"][0] if one != other else 0.0 for other in everyone) for one in everyone
+        )
+        return rates, round(median(small for _, small in known.values()))
+
+    def _message(self, one: int, other: int, data: Tensor) -> float:
+        """Nanoseconds from one rank to another, in the best of three rounds: what the link can do."""
+        act, peer = (dist.isend, other) if self.rank == one else (dist.irecv, one)
+
+        def pass_on() -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(act, data, peer)]):
+                work.wait()
+
+        return min(self._spent(pass_on, 4 if len(data) > LEAST else 20)[0] for _ in range(3))
+
+    # collectives
+
+    def _collectives(self, places: Sequence[RankPlace]) -> Iterator[CollectiveTimes]:
+        """Of all ranks; of several hosts, those of the first one too, among themselves."""
+        hosts = len({place.host for place in places})
+        yield from self._curves(dist.group.WORLD, range(self.world), hosts)
+        beside = [rank for rank, place in enumerate(places) if place.host == places[0].host]
+        if hosts > 1 and len(beside) > 1:
+            yield from self._curves(dist.new_group(beside), beside, 1)
+
+    def _curves(self, group: Any, members: Sequence[int], hosts: int) -> Iterator[CollectiveTimes]:
+        sizes = [1 << power for power in range(10, 29 if self.cuda else 25, 3)]
+        for name in collective_calls(torch.empty(len(members)), group, len(members)):
+            times: list[int] = []
+            for size in sizes if name != "barrier" else sizes[:1]:
+                self.deadline.reach(f"{name} of {size} bytes")
+                times.append(self._collective(name, size, group, members))
+                if times[-1] > SLOW:
+                    break
+            known = sizes[: len(times)] if name != "barrier" else [0]
+            yield CollectiveTimes(name, len(members), hosts, tuple(known), tuple(times))
+
+    def _collective(self, name: str, size: int, group: Any, members: Sequence[int]) -> int:
+        """Of the slowest rank, the median of three rounds; who is not of the group learns it too."""
+        took = 0.0
+        if self.rank in members:
+            data = torch.ones(max(size // 4 // len(members), 1) * len(members), device=self.device)
+            call = collective_calls(data, group, len(members))[name]
+            turns = max(3, min(20, (1 << 30 if self.cuda else 16 << 20) // size))
+            rounds = [self._spent(call, turns) for _ in range(3)]
+            took = median(spent for spent, _ in rounds)
+            self.asked += [round(median(asked for _, asked in rounds))] if self.cuda and size <= 1 << 16 else []
+        slowest = torch.tensor(took, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return round(float(slowest))
+
+    def _spent(self, call: Callable[[], Any], turns: int) -> tuple[float, float]:
+        """Nanoseconds of one of several calls after a first, at which the ranks meet; and the host's for asking."""
+        if not self.cuda:
+            call()
+            begun = time.perf_counter_ns()
+            for _ in range(turns):
+                call()
+            return (time.perf_counter_ns() - begun) / turns, 0.0
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(ASLEEP)
+        call()
+        begin.record()
+        begun = time.perf_counter_ns()
+        for _ in range(turns):
+            call()
+        asked = (time.perf_counter_ns() - begun) / turns
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e6 / turns, asked
+
+
+def collective_calls(data: Tensor, group: Any, ranks: int) -> dict[str, Callable[[], Any]]:
+    """Each collective, such that `data` is a rank's larger tensor."""
+    part, other = torch.empty_like(data[: len(data) // ranks]), torch.empty_like(data)
+    return {
+        "all_reduce": lambda: dist.all_reduce(data, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(other, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, data, group=group),
+        "broadcast": lambda: dist.broadcast(data, 0, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, data, group=group),
+        "barrier": lambda: dist.barrier(group),
+    }
+
+
+def _meetings(ranks: int) -> list[list[tuple[int, int]]]:
+    """Each two once: pair by pair, or of many ranks in rounds in which each has one partner."""
+    if ranks <= APART:
+        return [[(one, other)] for one in range(ranks) for other in range(one + 1, ranks)]
+    seats = [*range(ranks), *([-1] if ranks % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        halves = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        rounds.append([(min(two), max(two)) for two in halves if -1 not in two])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+# Where a rank runs
+
+
+def _place(device: torch.device) -> RankPlace:
+    about = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    bus = [getattr(about, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    address = f"{bus[0]:04x}:{bus[1]:02x}:{bus[2]:02x}.0" if min(bus) >= 0 else ""
+    return RankPlace(
+        host=f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip(),
+        gpu=about.name if about else "",
+        capability=about.major if about else 0,
+        address=address,
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        near=_cpus(_read(f"/sys/bus/pci/devices/{address}/local_cpulist")) if address else (),
+        rdma=_ports(Path("/sys/class/infiniband")),
+        topology=_topology() if about and os.environ.get("LOCAL_RANK", "0") == "0" else "",
+        settings=tuple(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(WATCHED))),
+    )
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _cpus(listed: str) -> tuple[int, ...]:
+    """`0-3,8` as the kernel writes it."""
+    ends = [part.partition("-") for part in listed.split(",") if part]
+    return tuple(cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1))
+
+
+def _ports(folder: Path) -> tuple[int, ...]:
+    """The kernel's `400 Gb/sec (4X NDR)`, in bytes a second."""
+    rates = [_read(path).partition(" ")[0] for path in sorted(folder.glob("*/ports/*/rate"))]
+    return tuple(round(float(rate) * 1e9 / 8) for rate in rates if rate.replace(".", "", 1).isdigit())
+
+
+def _topology() -> str:
+    """Addresses of the GPUs as the driver counts them, and its table of how they are joined."""
+    asked = (["--query-gpu=index,pci.bus_id", "--format=csv,noheader"], ["topo", "-m"])
+    try:
+        told = [
+            subprocess.run(["nvidia-smi", *one], capture_output=True, text=True, timeout=10, check=False).stdout
+            for one in asked
+        ]
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "\n".join(told)
+
+
+if __name__ == "__main__":
+    try:
+        attend(float(sys.argv[1]))
+    except BadInput as error:
+        sys.exit(f"keepbusy: {error}")
