@@ -23,6 +23,7 @@ ROOMS = {
     "recording": ({"timeline", "instrument", "traces"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),
+    "hang": ({"timeline.errors", "timeline.files", "timeline.frame_roles", "report.words"}, set()),
     "report": (
         {"timeline", "explain.diagnosis", "explain.comparison", "explain.edit", "explain.turns"},
         {"numpy", "rich"},
@@ -37,7 +38,10 @@ ROOMS = {
         {"torch", "transformers", "lightning", "pytorch_lightning", "accelerate", "wandb", "mlflow", "IPython"},
     ),
     "cli": (
-        {"timeline", "instrument", "traces", "recording", "virtual", "explain", "report", "fix", "runtime", "cli"},
+        {
+            *("timeline", "instrument", "traces", "recording", "virtual", "explain", "report", "fix", "hang"),
+            *("runtime", "cli"),
+        },
         {"rich", "torch"},
     ),
 }
@@ -128,7 +132,7 @@ LINES = {
     "explain": 4153,
     "report": 3203,
     "runtime": 5047,
-    "cli": 3220,
+    "cli": 3254,
     "fix": 3947,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections.abc import Sequence
 from itertools import takewhile
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
-from keepbusy.cli.console.sources import READ, matches, open_timeline, part, progress
+from keepbusy.cli.console.sources import READ, expand, flight_dumps, matches, open_timeline, part, progress
+from keepbusy.timeline.errors import BadInput
 
 EXAMPLES = """\
 examples:
@@ -19,12 +21,16 @@ examples:
   keepbusy explain run.busy --what-if host_sync,blocking_copy
   keepbusy explain run.busy --json
   keepbusy explain run.busy --hours 48 --price 2.50
+  keepbusy explain /tmp/nccl_trace_rank_*       who waits for whom in a job that hangs
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="the traces of all ranks, a folder of them, or a saved run.busy"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="the traces of all ranks, a folder of them, or a saved run.busy; or a flight recorder's dumps",
     )
     add_plain_step(parser)
     values.add_what_if(parser)
@@ -52,6 +58,10 @@ def add_plain_step(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
+    paths = expand(options.files)
+    dumps = flight_dumps(paths)
+    if dumps:
+        return _hang(options, dumps, len(paths) - len(dumps))
     if options.save:
         check_name(options.save)
     with progress(options.quiet) as on_progress:
@@ -73,6 +83,20 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
         below.append(f"{of_a_long_run(diagnosis, options.hours, options.price)}\n")
     return (text, "\n", *(part for one in below for part in ("\n", one)))
+
+
+def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Sequence[str]:
+    """What the flight recorder says of a job that hangs. There is no timeline in it."""
+    from keepbusy.hang.flight_recorder import read_dumps
+    from keepbusy.hang.hang_report import as_json, told
+    from keepbusy.hang.waiting_ranks import explain_hang
+
+    if others:
+        raise BadInput(f"{dumps[0]} is a flight recorder's dump, and {others} of the other files are none.")
+    if options.save or options.what_if or options.plain_step is not None or options.timeline or options.hours:
+        raise BadInput(f"{dumps[0]} is a flight recorder's dump: who waits for whom, without times; only --json goes.")
+    verdict = explain_hang(read_dumps(dumps))
+    return (json.dumps(as_json(verdict), indent=2), "\n") if options.json else list(told(verdict))
 
 
 def _again(options: argparse.Namespace) -> str:

@@ -75,7 +75,17 @@ def _traces_in(folder: Path) -> list[Path]:
         found = sorted(path for path in folder.iterdir() if path.name.endswith(endings) and path.is_file())
         if found:
             return found
+    found = flight_dumps(sorted(folder.iterdir()))
+    if found:
+        return found
     raise BadInput(f"{folder}: this folder holds no traces (*.trace.json or *.trace.json.gz).")
+
+
+def flight_dumps(paths: Iterable[Path]) -> list[Path]:
+    """Those that PyTorch's flight recorder wrote of a job that hung."""
+    from keepbusy.hang.flight_recorder import is_dump
+
+    return [path for path in paths if path.is_file() and path.suffix != SAVED and is_dump(path)]
 
 
 @contextmanager

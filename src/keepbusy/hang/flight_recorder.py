@@ -1,0 +1,162 @@
+"""Dumps of PyTorch's flight recorder -> `CollectiveLog`: a pickle or JSON of each rank, written as the job timed out.
+
+The format is PyTorch's, version 2 (PyTorch 2.3 and later); its names stand in this file alone. A dump does not say
+whose it is: the rank is the number at the end of the file's name, as PyTorch writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from keepbusy.hang import plain_pickle
+from keepbusy.hang.collective_log import CallSite, CollectiveCall, CollectiveLog, Operand
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import open_input
+from keepbusy.timeline.frame_roles import Owner, owner_of_file
+
+LARGEST = 512 << 20
+"""Bytes. Two thousand calls, as many as PyTorch keeps, with their frames are two megabytes."""
+_JSON = re.compile(rb'\s*\{\s*"(comm_lib_version|entries|nccl_comm_state|nccl_version|pg_config|pg_status)"')
+_RANK = re.compile(r"(\d+)(\.\w+)*$")
+_MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
+_COALESCED = "coalesced"
+_DEEPEST_FRAME = 200
+Entry: TypeAlias = Mapping[str, Any]
+
+
+def is_dump(path: Path) -> bool:
+    """By how the file begins; a trace of the profiler begins otherwise."""
+    with open_input(path) as file:
+        head = file.read(256)
+    return head.startswith(plain_pickle.MAGIC) or bool(_JSON.match(head))
+
+
+def read_dumps(paths: Sequence[Path]) -> list[CollectiveLog]:
+    """One of each rank, in order. What many calls have in common is kept once: a thousand ranks make two million."""
+    logs: dict[int, CollectiveLog] = {}
+    names: dict[int, Path] = {}
+    known: dict[Any, Any] = {}
+    for path in paths:
+        one = _read(path, known)
+        if one.rank in logs:
+            raise BadInput(f"{path} and {names[one.rank]} are both of rank {one.rank}; give the dumps of one job.")
+        logs[one.rank], names[one.rank] = one, path
+    return [logs[rank] for rank in sorted(logs)]
+
+
+def _read(path: Path, known: dict[Any, Any]) -> CollectiveLog:
+    found = _RANK.search(path.name)
+    if not found:
+        raise BadInput(f"{path} does not say whose it is; its name must end in the rank, as in nccl_trace_rank_0.")
+    with open_input(path) as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise BadInput(f"{path} has more than {LARGEST >> 20} MB, which no flight recorder writes.")
+    try:
+        dump = plain_pickle.loads(data) if data.startswith(plain_pickle.MAGIC) else json.loads(data)
+        return _log(int(found[1]), dump, known)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path} is no dump of PyTorch's flight recorder ({str(error)[:120]}).") from None
+
+
+def _log(rank: int, dump: Any, known: dict[Any, Any]) -> CollectiveLog:
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
+        raise ValueError("it has no entries")
+    entries = [one for one in dump.get("entries", []) if isinstance(one, dict)]
+    titles: dict[str, str] = {}
+    calls = list(_calls(entries, titles, known))
+    groups = dict(_groups(dump.get("pg_config")))
+    return CollectiveLog(rank, calls, groups, titles, any(call.site for call in calls))
+
+
+def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Ranks stand there as a list in a string: `[0, 1]`."""
+    for name, group in config.items() if isinstance(config, dict) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        members = tuple(int(one) for one in re.findall(r"\d{1,9}", _text(ranks)))
+        if members:
+            yield _text(name), members
+
+
+def _calls(entries: Sequence[Entry], titles: dict[str, str], known: dict[Any, Any]) -> Iterator[CollectiveCall]:
+    """What is launched together has one number, and is one call."""
+    for (group, is_message, number), parts in groupby(entries, _number):
+        several = list(parts)
+        last, names = several[-1], [_text(one.get("profiling_name")) for one in several]
+        operands = tuple(_operand(one) for one, name in zip(several, names, strict=True) if not _ends_group(name))
+        operands = operands or (_operand(last),)
+        site = next(filter(None, (_site(one.get("frames")) for one in several)), None)
+        ended = last.get("state") == "completed" or (names[-1].startswith("gloo:") and last.get("retired") is True)
+        titles[group] = _text(last["process_group"][-1])
+        yield CollectiveCall(
+            known.setdefault(group, group),
+            number,
+            known.setdefault(operands, operands),
+            is_message,
+            ended,
+            started=last.get("state") == "started",
+            timed_out=last.get("retired") is True and not ended,
+            begun=_whole(last, "time_created_ns"),
+            site=known.setdefault(site, site),
+        )
+
+
+def _ends_group(name: str) -> bool:
+    """An entry that stands for what was launched together, after its parts."""
+    return name.endswith(f":{_COALESCED}")
+
+
+def _number(entry: Entry) -> tuple[str, bool, int]:
+    group = entry.get("process_group")
+    if not isinstance(group, list | tuple) or not group:
+        raise ValueError("an entry has no process group")
+    is_message = entry.get("is_p2p") is True
+    return _text(group[0]), is_message, _whole(entry, "p2p_seq_id" if is_message else "collective_seq_id")
+
+
+def _whole(entry: Entry, name: str) -> int:
+    value = entry.get(name, 0)
+    if not isinstance(value, int):
+        raise ValueError(f"{name} is {type(value).__name__}")
+    return value
+
+
+def _operand(entry: Entry) -> Operand:
+    """`nccl:all_reduce`, `nccl:send 1->2`, `nccl:recv 3<-0`."""
+    name = _text(entry.get("profiling_name")).partition(":")[2]
+    message = _MESSAGE.match(name)
+    ends = None
+    if message:
+        one, other = int(message[2]), int(message[4])
+        ends, name = ((one, other) if message[3] == "->" else (other, one)), message[1]
+    dtypes = {_text(one) for side in ("input", "output") for one in _listed(entry.get(f"{side}_dtypes"))}
+    inputs, outputs = (_shapes(entry.get(f"{side}_sizes")) for side in ("input", "output"))
+    return Operand(name.removeprefix("_"), inputs, outputs, tuple(sorted(dtypes)), ends)
+
+
+def _text(value: Any) -> str:
+    """Never of a list: a small file can hold one whose text has no end."""
+    return str(value) if isinstance(value, str | int) else ""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(size for size in _listed(shape) if isinstance(size, int)) for shape in _listed(value))
+
+
+def _site(frames: Any) -> CallSite | None:
+    """The innermost frame that is the user's, or else the outermost."""
+    known = [
+        CallSite(one["filename"], one["line"], _text(one.get("name")))
+        for one in _listed(frames)[:_DEEPEST_FRAME]
+        if isinstance(one, dict) and isinstance(one.get("filename"), str) and isinstance(one.get("line"), int)
+    ]
+    return next((one for one in known if owner_of_file(one.file) == Owner.USER), known[-1] if known else None)

@@ -1,0 +1,192 @@
+"""Who waits in which collective, and who keeps them waiting.
+
+Each group's calls are numbered, so ranks that were in the same call can be told from those that never came. The first
+call of a group that is not well is the one that counts: what comes after it waits for it. A rank that never came may
+itself wait in a call of another group; the rank to look at is the one that waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from keepbusy.hang.collective_log import CollectiveCall, CollectiveLog, Operand
+
+UNEVEN = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "alltoall", "alltoall_base")
+"""Of these each rank may give and take other sizes."""
+
+
+@dataclass(frozen=True)
+class StuckCall:
+    """One call of one group that did not end well, as each rank saw it."""
+
+    group: str
+    title: str
+    number: int
+    calls: Mapping[int, CollectiveCall]  # of the ranks that came
+    absent: Mapping[int, CollectiveCall | None]  # those that did not, with their last call of this group
+    unknown: tuple[int, ...]  # members of which there is no dump
+    differ: bool  # in kind or size
+    held: tuple[int, ...] = ()  # of the absent, those that wait in a call of another group
+
+    @property
+    def waiting(self) -> list[int]:
+        return [rank for rank, call in self.calls.items() if not call.ended]
+
+    @property
+    def culprits(self) -> list[int]:
+        """Who is absent and waits for nobody."""
+        return [rank for rank in self.absent if rank not in self.held]
+
+    @property
+    def kind(self) -> str:
+        """As most ranks call it."""
+        kinds = [call.kind for call in self.calls.values()]
+        return max(kinds, key=kinds.count)
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """Of all dumps; what everything else waits for comes first."""
+
+    ranks: tuple[int, ...]
+    unknown: tuple[int, ...]  # ranks that groups name and nobody has a dump of
+    stuck: tuple[StuckCall, ...]
+    newest: Mapping[int, CollectiveCall]  # the last call of each rank, in whatever group
+    has_lines: bool
+    circle: bool  # ranks wait for each other in different groups
+
+
+def explain_hang(logs: Sequence[CollectiveLog]) -> HangVerdict:
+    job = _Job(logs)
+    stuck = [*job.collectives(), *job.messages()]
+    waiting = {rank for one in stuck for rank in one.waiting}
+    told = [replace(one, held=tuple(rank for rank in one.absent if rank in waiting)) for one in stuck]
+    first = [one for one in told if one.differ or one.culprits or one.unknown or not one.absent]
+    return HangVerdict(
+        tuple(job.logs), job.unknown, tuple(sorted(told, key=_first_cause)),
+        {log.rank: log.calls[-1] for log in logs if log.calls},
+        any(log.has_lines for log in logs), bool(told) and not first,
+    )  # fmt: skip
+
+
+def _first_cause(one: StuckCall) -> tuple[int, int]:
+    """What differs can never end; who never came comes next; then what has no visible cause, and what waits for it."""
+    order = 0 if one.differ else 1 if one.culprits else 2 if one.unknown else 3 if not one.absent else 4
+    return order, min((call.begun for call in one.calls.values()), default=0)
+
+
+@dataclass
+class _Job:
+    """All ranks' calls, by group and number."""
+
+    given: Sequence[CollectiveLog]
+    logs: dict[int, CollectiveLog] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.logs = {log.rank: log for log in self.given}
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]]:
+        """Of each group its members' calls by number. Groups of other ranks may bear the same name."""
+        found: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]] = {}
+        for rank, log in self.logs.items():
+            for call in log.calls:
+                if not call.is_message:
+                    of_group = found.setdefault((call.group, log.groups.get(call.group, ())), {})
+                    of_group.setdefault(rank, {})[call.number] = call
+        return found
+
+    @cached_property
+    def unknown(self) -> tuple[int, ...]:
+        named = {rank for log in self.given for members in log.groups.values() for rank in members}
+        return tuple(sorted(named - set(self.logs)))
+
+    def _members(self, group: str, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the dump does not say: all ranks that may be of the first group, else those that called it."""
+        if members:
+            return members
+        titles = {log.titles.get(group) for log in self.given}
+        whole = "default_pg" in titles
+        return tuple(sorted(self.logs if whole else self.groups[group, members]))
+
+    def collectives(self) -> Iterator[StuckCall]:
+        for (group, members), calls in self.groups.items():
+            everyone = self._members(group, members)
+            begin = max(min(numbers) for numbers in calls.values())  # before it some have forgotten theirs
+            numbers = sorted({number for one in calls.values() for number in one if number >= begin})
+            stuck = (self._stuck(group, number, everyone, calls) for number in numbers)
+            yield from (one for one in [next(filter(None, stuck), None)] if one)
+
+    def _stuck(
+        self, group: str, number: int, members: Sequence[int], calls: Mapping[int, Mapping[int, CollectiveCall]]
+    ) -> StuckCall | None:
+        """None where all is well: all came, all ended, or it ended for those who are there."""
+        came = {rank: calls[rank][number] for rank in members if number in calls.get(rank, {})}
+        pending = [rank for rank, call in came.items() if not call.ended]
+        differ = _differ(list(came.values()), bool(pending))
+        if not pending and not differ:
+            return None
+        gone = [rank for rank in members if rank in self.logs and rank not in came]
+        absent = {rank: _last(calls.get(rank, {}), number) for rank in gone}
+        unknown = tuple(rank for rank in members if rank not in self.logs)
+        title = next((log.titles[group] for log in self.given if group in log.titles), "")
+        return StuckCall(group, title, number, came, absent, unknown, differ)
+
+    def messages(self) -> Iterator[StuckCall]:
+        """Sends and receives that did not end, of each rank the first."""
+        for rank, log in self.logs.items():
+            pending = next((call for call in log.calls if call.is_message and not call.ended), None)
+            parts = pending.operands if pending else ()
+            stuck = (self._message(rank, pending, part) for part in parts if pending and part.ends)
+            yield from (one for one in [next(filter(None, stuck), None)] if one)
+
+    def _message(self, rank: int, call: CollectiveCall, part: Operand) -> StuckCall | None:
+        """None where the other end is there and takes as much: then the network is at it, or another message."""
+        log, ends = self.logs[rank], part.ends or (0, 0)
+        members = sorted(self._members(call.group, log.groups.get(call.group, ())))
+        place = ends[1] if part.kind == "send" else ends[0]
+        peer = members[place] if place < len(members) else place
+        title = log.titles.get(call.group, "")
+        if peer not in self.logs:
+            return StuckCall(call.group, title, call.number, {rank: call}, {}, (peer,), False)
+        its = [one for one in self.logs[peer].calls if one.is_message and one.group == call.group]
+        other = next((one for one in its if not one.ended and _other_end(one, part)), None)
+        if not other:
+            return StuckCall(call.group, title, call.number, {rank: call}, {peer: its[-1] if its else None}, (), False)
+        if part.kind == "recv" or _size(part) == _size(_other_end(other, part) or part):
+            return None
+        return StuckCall(call.group, title, call.number, {rank: call, peer: other}, {}, (), True)
+
+
+def _other_end(call: CollectiveCall, part: Operand) -> Operand | None:
+    return next((one for one in call.operands if one.ends == part.ends and one.kind != part.kind), None)
+
+
+def _size(message: Operand) -> tuple[tuple[int, ...], ...]:
+    return message.inputs if message.kind == "send" else message.outputs
+
+
+def _last(calls: Mapping[int, CollectiveCall], before: int) -> CollectiveCall | None:
+    earlier = [number for number in calls if number < before]
+    return calls[max(earlier)] if earlier else None
+
+
+def _differ(calls: Sequence[CollectiveCall], pending: bool) -> bool:
+    """In kind; where somebody still waits, in size or type too."""
+    kinds = {tuple(one.kind for one in call.operands) for call in calls}
+    return len(kinds) > 1 or (pending and len({signature(call) for call in calls}) > 1)
+
+
+def signature(call: CollectiveCall) -> tuple[object, ...]:
+    """What must be the same on all ranks."""
+    return tuple(_signature(one) for one in call.operands)
+
+
+def _signature(one: Operand) -> tuple[object, ...]:
+    if one.kind in UNEVEN or one.kind.endswith("_v"):
+        return one.kind, one.dtypes
+    inputs = one.inputs if one.kind != "scatter" else ()
+    outputs = one.outputs if one.kind != "gather" else ()
+    return one.kind, inputs, outputs, one.dtypes if one.kind not in ("scatter", "gather", "broadcast") else ()
