@@ -23,6 +23,7 @@ PLACES = (PACKAGE / "course", PACKAGE.parents[1] / "docs" / "course")
 """In a wheel, and in a checkout."""
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PICTURE = re.compile(r"!\[(.*?)\]\((.*?)\)")
+PROGRAM = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
 FOLDED = re.compile(r"</?details>|<summary>(.*?)</summary>")
 
 
@@ -67,14 +68,21 @@ def _copied(programs: Path, folder: Path) -> Iterator[str]:
 
 
 def shown(page: Path, where: Screen) -> str:
-    """For a terminal: comments are gone, answers stand open, and a picture is the place of its file."""
+    """For a terminal: comments are gone, answers stand open, and a picture is the place of its file. A program's lines
+    stay whole, so that they can be copied."""
     from rich.console import Console
     from rich.markdown import Markdown
+    from rich.syntax import Syntax
 
     text = COMMENT.sub("", page.read_text(encoding="utf-8"))
     text = PICTURE.sub(lambda found: f"*{found[1]}:* `{page.parent / found[2]}`", text)
     text = FOLDED.sub(lambda found: f"**{found[1]}.**" if found[1] else "", text)
     out = io.StringIO()
     colour = {"force_terminal": True, "color_system": "truecolor"} if where.colour else {"color_system": None}
-    Console(file=out, width=where.width, **colour).print(Markdown(text, hyperlinks=False))
+    console = Console(file=out, width=where.width, **colour)
+    prose, *programs = PROGRAM.split(text)
+    console.print(Markdown(prose, hyperlinks=False))
+    for language, program, after in zip(*(programs[place::3] for place in range(3)), strict=True):
+        console.print("", Syntax("", language).highlight(program), sep="\n", soft_wrap=True)
+        console.print(Markdown(after, hyperlinks=False))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
