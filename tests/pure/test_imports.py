@@ -124,13 +124,13 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "timeline": 2263,
-    "traces": 2151,
+    "timeline": 2310,
+    "traces": 2438,
     "instrument": 1712,
     "recording": 3818,
     "virtual": 8921,
-    "explain": 4153,
-    "report": 3203,
+    "explain": 4162,
+    "report": 3316,
     "runtime": 5047,
     "cli": 3262,
     "fix": 3947,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import Cluster
 from keepbusy.timeline.run_tree import Part
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class Diagnosis:
     one_turn: bool = False  # a script without steps: what is said of a step is said of the script
     plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
     run: Part | None = None  # the whole run, where it was watched
+    cluster: Cluster | None = None  # all ranks, where only some of them were kept whole
     loop_turns: int = 0  # of the loop whose steps these are, where most steps of the run were taken in another one
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
@@ -223,6 +225,11 @@ class Diagnosis:
         """The same, to be drawn: also its other loops."""
         loops = tuple(replace(one, diagnosis=one.diagnosis.with_turns()) for one in self.loops)
         return replace(self, turns=self.turns or (self.draw() if self.draw else None), loops=loops)
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """All ranks that were read, also those of which little was kept."""
+        return self.ranks if self.cluster is None else tuple(one.rank for one in self.cluster.ranks)
 
     @property
     def steps_of_run(self) -> int:

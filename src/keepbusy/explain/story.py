@@ -118,6 +118,7 @@ class Story:
             sources=sources_of(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *unseen),
             plain_runs=timeline.facts.plain_runs,
+            cluster=timeline.facts.cluster,
         )
 
     def _named(self) -> list[str]:
@@ -277,7 +278,7 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
     """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
     facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
     met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
-    some = given > 1 and (facts.world or 0) > given
+    some, all_known = given > 1 and (facts.world or 0) > given, facts.cluster is not None
     left_out = f"step{'s' if len(facts.left_out_steps) > 1 else ''} {' and '.join(map(str, facts.left_out_steps))}"
     # plain step and recording of one live run are of the same program: only that moment can have been another
     why = (
@@ -313,13 +314,14 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
             scene.steps < steps,
             f"{scene.steps} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest.",
         ),
+        (all_known, f"{given} ranks were kept whole, the latest among them: what follows is of these."),
         (
-            some,
+            some and not all_known,
             f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
             "waiting for it counts as communication.",
         ),
         (
-            not some and any(facts.groups.get(group, 2) > given for group in met),
+            not some and not all_known and any(facts.groups.get(group, 2) > given for group in met),
             "Other ranks are not in the recording, so waiting for them counts as communication.",
         ),
         (

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, LoopDiagnosis, Rare, Site, Where
-from keepbusy.report import run_report
+from keepbusy.report import cluster, run_report
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.whole_run import called_at, where_of
 from keepbusy.timeline.model import NONE
@@ -47,6 +47,7 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
         "rare": [_rare(one) for one in diagnosis.rare],
         "later": _later(diagnosis.later) if diagnosis.later else None,
+        "cluster": cluster.as_object(diagnosis.cluster) if diagnosis.cluster else None,
     }
 
 

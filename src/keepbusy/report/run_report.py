@@ -138,7 +138,7 @@ def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) 
     if one.reason:
         yield tame(one.reason)
     for late in one.late:
-        yield tame(lateness(late, diagnosis.ranks))
+        yield tame(lateness(late, diagnosis.given))
     if one.needs and not waits:
         needed = partners or words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
         alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
@@ -181,7 +181,7 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
     if not looped or not saved:
         steps = [one for one in diagnosis.plan if not one.loop and not one.every]
         saved, looped = sum(one.gain for one in steps), diagnosis.plain_step
-    less, gpus = hours * min(1.0, saved / looped), len(diagnosis.ranks)
+    less, gpus = hours * min(1.0, saved / looped), len(diagnosis.given)
     if not less:
         return f"The plan is empty: it saves nothing of a run of {hours:g} hours."
     together = f", {less * gpus:,.1f} of its {gpus} GPUs together" if gpus > 1 else ""

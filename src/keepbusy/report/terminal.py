@@ -22,7 +22,7 @@ from keepbusy.explain.diagnosis import (
     Harmless,
     Prediction,
 )
-from keepbusy.report import run_report, whole_run, words
+from keepbusy.report import cluster, run_report, whole_run, words
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import (
     FAINT,
@@ -160,9 +160,16 @@ def render(
     text, sheet = "", width if wrap else WITHOUT_END
     for detail in _DETAILS:
         text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode, links=wrap)
-        if text.count("\n") < HEIGHT + (len(diagnosis.run.parts) if diagnosis.run is not None else 0):
+        if text.count("\n") < HEIGHT + _rows_of_the_run(diagnosis):
             break
     return _of_a_script(text) if diagnosis.one_turn else text
+
+
+def _rows_of_the_run(diagnosis: Diagnosis) -> int:
+    """What a run of many parts, or of many ranks, may take beyond one screen."""
+    parts = diagnosis.run.parts if diagnosis.run is not None else ()
+    late = diagnosis.cluster.stragglers[: cluster.NAMED] if diagnosis.cluster is not None else ()
+    return len(parts) + len(late)
 
 
 _SAID_OF_A_SCRIPT = (
@@ -194,6 +201,9 @@ def parts(
     """The report's paragraphs, from top to bottom."""
     yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
     yield _BLANK
+    if diagnosis.cluster is not None:
+        yield from cluster.told(diagnosis.cluster)
+        yield _BLANK
     if diagnosis.run is not None:
         yield line(run_report.headline(diagnosis.run))
         yield _BLANK
@@ -218,9 +228,9 @@ def parts(
 
 
 def _head(diagnosis: Diagnosis) -> str:
-    ranks, steps = len(diagnosis.ranks), diagnosis.steps
+    ranks, steps = len(diagnosis.given), diagnosis.steps
     source, device = words.files(diagnosis.sources), tame(diagnosis.device, 40)
-    several, seen = f"{ranks} ranks" if ranks > 1 else "", f"{steps} step{'' if steps == 1 else 's'}" if steps else ""
+    several, seen = f"{ranks:,} ranks" if ranks > 1 else "", f"{steps} step{'' if steps == 1 else 's'}" if steps else ""
     facts = (source, device, several, seen)
     return "".join(f" · {fact}" for fact in facts if fact)
 
@@ -274,7 +284,7 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, wi
     if detail.sites and (others := _other_sites(cause)):
         yield line((others, FAINT), indent=3)
     for late in diagnosis.late if cause.cause in _AMONG_RANKS else ():
-        yield line(run_report.lateness(late, diagnosis.ranks), indent=3)
+        yield line(run_report.lateness(late, diagnosis.given), indent=3)
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
     if code := fix_line(cause):
@@ -380,7 +390,7 @@ def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     label = "line" if diagnosis.one_turn else "ignore"
     asides += [(label, one) for one in told(diagnosis.harmless, diagnosis.plain_step)]
     asides += [("bubble", one) for one in _bubble(diagnosis)]
-    asides += [("late", run_report.lateness(late, diagnosis.ranks)) for late in diagnosis.late if not shown]
+    asides += [("late", run_report.lateness(late, diagnosis.given)) for late in diagnosis.late if not shown]
     asides += [("note", tame(note)) for note in diagnosis.notes]
     if asides:
         yield labelled(asides)

@@ -23,10 +23,12 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     """One timeline of all ranks, in an issue order in which every rank pauses at a collective for its peers."""
     if len(timelines) == 1:
         return timelines[0]
-    joined = _join(timelines)
-    joined = _match(joined)
-    joined = _without_early_leavers(_align_clocks(joined))
-    return settle(_in_issue_order(joined))
+    return settle(_in_issue_order(met(timelines)))
+
+
+def met(timelines: Sequence[Timeline]) -> Timeline:
+    """All ranks on one clock, with the parts of each collective brought together; not in an order to be replayed."""
+    return _without_early_leavers(_align_clocks(_match(_join(timelines))))
 
 
 def _join(timelines: Sequence[Timeline]) -> Timeline:
@@ -149,23 +151,40 @@ def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
 
 
 def _align_clocks(timeline: Timeline) -> Timeline:
-    """Everyone leaves a collective at the same time; a rank that seems not to has another clock."""
-    spans, rank = timeline.spans, timeline.rank_of_rows
+    """Everyone leaves a collective at the same time; a rank that seems not to has another clock.
+
+    Two ranks need not meet each other to share a clock: of what is known of one, those that it meets are known too.
+    """
+    spans, ranks = timeline.spans, timeline.ranks
     parts = np.flatnonzero(spans.meeting != NONE)
     if not len(parts):
         return timeline
-    shift = np.zeros(len(timeline), np.int64)
-    for one in timeline.ranks:
-        mine = parts[rank[parts] == one]
-        apart = int(np.median(spans.end[mine] - _reference(timeline, mine, parts))) if len(mine) else 0
-        if abs(apart) > SAME_CLOCK:
-            shift[rank == one] = -apart
-    frames, lane_shift = timeline.frames, np.zeros(len(timeline.lanes), np.int64)
-    lane_shift[spans.lane] = shift
-    frames = frames.change(start=frames.start + lane_shift[frames.lane], end=frames.end + lane_shift[frames.lane])
-    memory = timeline.memory.change(time=timeline.memory.time + lane_shift[timeline.memory.lane])
-    spans = spans.change(start=spans.start + shift, end=spans.end + shift)
-    return timeline.change(spans=spans, frames=frames, memory=memory)
+    rank, shift = timeline.rank_of_rows, dict.fromkeys(ranks, 0)
+    of_rank = rank[parts]
+    mine = {one: parts[of_rank == one] for one in ranks}
+    over = np.full(len(timeline.meetings), NONE, np.int64)  # on the common clock, as soon as one of its ranks has it
+    left = [one for one in ranks if len(mine[one])]
+    while left:
+        known = [one for one in left if (over[spans.meeting[mine[one]]] != NONE).any()] or left[:1]
+        for one in known:
+            meeting, end = spans.meeting[mine[one]], spans.end[mine[one]]
+            told = over[meeting] != NONE
+            apart = int(np.median((end - over[meeting])[told])) if told.any() else 0
+            shift[one] = -apart if abs(apart) > SAME_CLOCK else 0
+            over[meeting] = np.where(told, over[meeting], end + shift[one])
+        left = [one for one in left if one not in known]
+    shifts = np.array([shift[lane.rank] for lane in timeline.lanes], np.int64)
+    return _moved(timeline, shifts)
+
+
+def _moved(timeline: Timeline, shift: Ints) -> Timeline:
+    """Each lane's times, by as much as its clock is behind."""
+    spans, frames, memory = timeline.spans, timeline.frames, timeline.memory
+    return timeline.change(
+        spans=spans.change(start=spans.start + shift[spans.lane], end=spans.end + shift[spans.lane]),
+        frames=frames.change(start=frames.start + shift[frames.lane], end=frames.end + shift[frames.lane]),
+        memory=memory.change(time=memory.time + shift[memory.lane]),
+    )
 
 
 def _without_early_leavers(timeline: Timeline) -> Timeline:
@@ -173,15 +192,6 @@ def _without_early_leavers(timeline: Timeline) -> Timeline:
     spans = timeline.spans
     early = (spans.meeting != NONE) & (spans.end < last_arrival(timeline) - SKEW)
     return timeline.change_spans(meeting=np.where(early, NONE, spans.meeting))
-
-
-def _reference(timeline: Timeline, mine: Ints, parts: Ints) -> Ints:
-    """Of each part, when the first rank's part of the same collective ended."""
-    spans, rank = timeline.spans, timeline.rank_of_rows
-    first = parts[rank[parts] == rank[parts].min()]
-    end = np.full(len(timeline.meetings), NONE, np.int64)
-    end[spans.meeting[first]] = spans.end[first]
-    return np.where(end[spans.meeting[mine]] == NONE, spans.end[mine], end[spans.meeting[mine]])
 
 
 def _in_issue_order(timeline: Timeline) -> Timeline:

@@ -30,6 +30,42 @@ class WindowReason:
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """One rank of many, a step of its recording. Nanoseconds."""
+
+    rank: int
+    host: str
+    own: int  # what it would take, had it never to wait for a peer
+    computing: int  # of that, its GPU
+    waits: int  # within collectives, for who comes last
+    behind: int  # of half of its peers, when it comes to a collective, on average
+    last: float  # the share of its collectives to which it comes last
+    kind: int  # ranks of one kind take part in the same collectives
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank, or most ranks of a host, that take longer than the others of their kind."""
+
+    host: str
+    ranks: tuple[int, ...]
+    late: int  # a step
+    computing: bool  # whether it is the GPU that takes longer, else the host
+    left: int  # what a step takes once it, and all before it, are like the others
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A run of more ranks than are kept whole: what each one's trace told when it was read."""
+
+    ranks: tuple[RankTimes, ...]
+    step: int  # as recorded
+    typical: int  # what half of the ranks would take by themselves, at most
+    stragglers: tuple[Straggler, ...] = ()
+    world: int = 0  # how many ranks the run has
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """Of a run, or of one window of it. Times are nanoseconds."""
 
@@ -58,6 +94,7 @@ class RunFacts:
     marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
     left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
     left_out_time: int = 0
+    cluster: Cluster | None = None  # of which only some ranks are kept whole
 
     @property
     def runs_once(self) -> bool:

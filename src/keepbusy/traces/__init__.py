@@ -1,7 +1,8 @@
-"""Profiler files -> `Timeline`: PyTorch's own traces, one file a rank."""
+"""Profiler files -> `Timeline`: PyTorch's own traces, one file a rank. Of very many ranks a few are kept whole."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,10 +12,14 @@ from keepbusy.timeline.model import Timeline
 
 READ = 0.7
 """Finding out what released what takes the rest of the time."""
+WHOLE = 16
+"""Ranks that are all kept whole: two hosts of eight. Of more, a few are."""
 
 
 def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] | None = None) -> Timeline:
-    """All ranks of one run, from the files that their profilers wrote."""
+    """All ranks of one run, from the files that their profilers wrote. Of more than 16 a few are kept whole, and what
+    the others do is in `facts.cluster`.
+    """
     from keepbusy.timeline.errors import BadInput
     from keepbusy.timeline.ranks import merge
     from keepbusy.traces.kineto import timeline_of
@@ -27,6 +32,12 @@ def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] |
     if not paths or not all(isinstance(path, str | PathLike) for path in paths):
         raise BadInput(f"read was given {paths!r:.80}; give it a list of paths, one trace of each rank.")
     say = on_progress or (lambda _what, _share: None)
+    if len(paths) > WHOLE:
+        from keepbusy.traces.many_ranks import chosen
+
+        paths, cluster, notes = chosen([os.fspath(path) for path in paths], say)
+        timeline = read(paths)
+        return timeline.change_facts(cluster=cluster, notes=(*notes, *timeline.facts.notes))
     traces = read_traces(paths, lambda what, share: say(what, READ * share))
     ranks = ranks_of(traces)
     timelines: list[Timeline] = []

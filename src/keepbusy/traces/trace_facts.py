@@ -64,6 +64,12 @@ def _device(trace: Trace) -> dict[str, Any]:
     return _object(devices[0]) if isinstance(devices, list) and devices else {}
 
 
+def devices_of_host(trace: Trace) -> int:
+    """How many its program saw."""
+    devices = trace.facts.get("deviceProperties")
+    return len(devices) if isinstance(devices, list) else 0
+
+
 def device_name(trace: Trace) -> str:
     return str(_device(trace).get("name", ""))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread as PythonThread
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, Any, TypeAlias, TypeVar, cast
 
 from isal import igzip, isal_zlib
 
@@ -25,7 +25,7 @@ from keepbusy.traces.json_events import RECORD, Batches
 
 OnProgress: TypeAlias = Callable[[str, float], Any]
 """Called now and then with what is being done, and which share of it is done, from 0 to 1."""
-Answer: TypeAlias = Trace | BadInput | None
+Made = TypeVar("Made")
 
 BLOCK_SIZE = 256 << 10
 """Small enough that a block and its rows stay in the processor's cache: a quarter faster than 1 MB."""
@@ -65,19 +65,37 @@ def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = No
     names = [os.fspath(path) for path in paths]
     if len(names) == 1:
         return [read_trace(names[0], on_progress)]
-    sizes = [_size(name) for name in names]
-    hands = deal(sizes, _cores()) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
-    answers = _elsewhere(names, hands) if len(hands) > 1 else ((index, None) for index in range(len(names)))
-    traces, done = dict[int, Trace](), 0
-    for index, answer in answers:
+    traces = dict[int, Trace]()
+    for index, answer in each_of(names, read_trace, on_progress):
         if isinstance(answer, BadInput):
             raise answer
-        traces[index] = read_trace(names[index]) if answer is None else answer
+        traces[index] = answer
+    ordered = [traces[index] for index in range(len(names))]
+    return [replace(trace, events=trace.events.change()) for trace in ordered]  # a copy by pickle is writable
+
+
+def each_of(
+    names: list[str], made: Callable[[str], Made], on_progress: OnProgress | None = None
+) -> Iterator[tuple[int, Made | BadInput]]:
+    """What is made of each file, as it comes, by a process for each core where that pays. None of them is kept here.
+
+    `made`: a function of a module, which the processes import.
+    """
+    sizes, done = [_size(name) for name in names], 0
+    hands = deal(sizes, _cores()) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
+    nobody: Iterator[tuple[int, Made | BadInput | None]] = ((index, None) for index in range(len(names)))
+    for index, answer in _elsewhere(names, hands, made) if len(hands) > 1 else nobody:
+        yield index, _tried(names[index], made) if answer is None else answer
         done += sizes[index]
         if on_progress:
             on_progress(f"reading {len(names)} traces", done / max(sum(sizes), 1))
-    ordered = [traces[index] for index in range(len(names))]
-    return [replace(trace, events=trace.events.change()) for trace in ordered]  # a copy by pickle is writable
+
+
+def _tried(name: str, made: Callable[[str], Made]) -> Made | BadInput:
+    try:
+        return made(name)
+    except BadInput as error:
+        return error
 
 
 def _read(path: str, on_progress: OnProgress | None) -> Trace:
@@ -178,20 +196,25 @@ def deal(sizes: list[int], processes: int) -> list[list[int]]:
     return hands
 
 
-def _elsewhere(names: list[str], hands: list[list[int]]) -> Iterator[tuple[int, Answer]]:
+def _elsewhere(
+    names: list[str], hands: list[list[int]], made: Callable[[str], Made]
+) -> Iterator[tuple[int, Made | BadInput | None]]:
     """Answers as they come. None stands for whatever a process failed to say: that file is to be read here."""
-    answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
+    answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
     for hand in hands:
-        PythonThread(target=_listen, args=(names, hand, answers), daemon=True).start()
+        PythonThread(target=_listen, args=(names, hand, made, answers), daemon=True).start()
     for _ in names:
         yield answers.get()
 
 
-def _listen(names: list[str], hand: list[int], answers: SimpleQueue[tuple[int, Answer]]) -> None:
+def _listen(
+    names: list[str], hand: list[int], made: Callable[[str], Made], answers: SimpleQueue[tuple[int, Any]]
+) -> None:
     """A plain Python command reads these files: a multiprocessing pool would run the user's script once more."""
     left = list(hand)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    call = [sys.executable, "-c", f"from {__name__} import serve; serve()", *[names[index] for index in hand]]
+    code = f"from {__name__} import serve; from {made.__module__} import {made.__name__} as made; serve(made)"
+    call = [sys.executable, "-c", code, *[names[index] for index in hand]]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         with subprocess.Popen(call, env=environment, **pipes) as process:  # type: ignore[call-overload]
@@ -203,14 +226,10 @@ def _listen(names: list[str], hand: list[int], answers: SimpleQueue[tuple[int, A
             answers.put((index, None))
 
 
-def serve() -> None:
-    """What such a process does: reads the files it was given and writes each trace to its parent."""
+def serve(made: Callable[[str], object]) -> None:
+    """What such a process does: reads the files it was given and writes to its parent what it made of each."""
     for name in sys.argv[1:]:
-        try:
-            answer: Answer = read_trace(name)
-        except BadInput as error:
-            answer = error
-        pickle.dump(answer, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+        pickle.dump(_tried(name, made), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
 
 

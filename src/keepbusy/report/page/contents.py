@@ -106,7 +106,7 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
     saved = 0
     for number, one in enumerate(diagnosis.plan):
         before, saved = saved, saved + max(0, one.run_gain)
-        late = [run_report.lateness(late, diagnosis.ranks) for late in one.late]
+        late = [run_report.lateness(late, diagnosis.given) for late in one.late]
         yield {
             "number": number,
             "fix": text(words.fix(one.fix)),

@@ -1,0 +1,165 @@
+"""Very many ranks: each is reduced as it is read, who is late is found among all, and a few are kept whole.
+
+What a rank would take by itself, had it never to wait for a peer, is told by a replay of its own trace. A step of all
+of them takes what its slowest rank takes; so what a late one costs the others is known without its peers' traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import NONE, Timeline
+from keepbusy.timeline.ranks import met
+from keepbusy.timeline.replay import last_arrival
+from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
+from keepbusy.traces.rank_digest import RankDigest, digest
+from keepbusy.traces.trace_facts import devices_of_host, ranks_of, world_size
+from keepbusy.traces.trace_file import each_of
+
+Floats = npt.NDArray[np.float64]
+KEPT = 8
+"""Ranks that are kept whole: the stragglers first, then who is like most."""
+KEPT_STRAGGLERS = 4
+LATE = 0.03
+"""Of a step: a rank that takes so much longer than half of its kind may be late, ..."""
+USUAL_SPREADS = 5.0
+"""... if that is also so many times as much as ranks usually differ by; and so of hosts, half of whose ranks do."""
+
+
+def chosen(
+    paths: Sequence[str], on_progress: Callable[[str, float], Any]
+) -> tuple[list[str], Cluster, tuple[str, ...]]:
+    """Which files to read whole, what all of them told, and what the reader should know of those that did not."""
+    digests, faults = list[RankDigest](), list[BadInput]()
+    for _, answer in each_of(list(paths), digest, on_progress):
+        (faults if isinstance(answer, BadInput) else digests).append(answer)  # type: ignore[arg-type]
+    if not digests:
+        raise faults[0]
+    digests.sort(key=lambda one: one.file.path)
+    ranks = ranks_of([one.file for one in digests])
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    digests, ranks = [digests[index] for index in order], [ranks[index] for index in order]
+    world = max(len(ranks), world_size(digests[0].file) or 0)
+    times = tuple(_times(digests, ranks))
+    step, typical = (int(np.median(of)) for of in ([one.step for one in digests], [one.own for one in times]))
+    late = tuple(_stragglers(times, step))
+    cluster = Cluster(times, step, typical, late, world)
+    kept = set(_kept(times, late))
+    whole = [one.file.path for one, rank in zip(digests, ranks, strict=True) if rank in kept]
+    return whole, cluster, tuple(_notes(faults, len(ranks), world))
+
+
+def _notes(faults: Sequence[BadInput], given: int, world: int) -> Iterator[str]:
+    if given < world:
+        yield (
+            f"Of the run's {world:,} ranks {given:,} are here: another one that is late shows in what these wait, "
+            "not by name."
+        )
+    if faults:
+        yield f"{len(faults)} of the files could not be read and are left out; the first: {faults[0]}"
+
+
+def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[RankTimes]:
+    """Of each rank what it does by itself, and how it meets the others."""
+    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(one.kind for one in digests))}
+    together = met([_of_rank(one.collectives, rank) for one, rank in zip(digests, ranks, strict=True)])
+    spans, rank = together.spans, together.rank_of_rows
+    parts = np.flatnonzero(spans.meeting != NONE)
+    waits = (last_arrival(together) - spans.start)[parts]
+    behind = spans.start[parts] - _median_of(spans.meeting[parts], spans.start[parts])
+    place = np.searchsorted(np.array(ranks), rank[parts])
+    count = np.maximum(1, np.bincount(place, minlength=len(ranks)))
+    waited, late, last = (np.bincount(place, one, len(ranks)) for one in (waits, behind, waits == 0))
+    for index, (one, number) in enumerate(zip(digests, ranks, strict=True)):
+        devices = devices_of_host(one.file)
+        yield RankTimes(
+            rank=number,
+            host=one.host or (f"host {number // devices}" if devices > 1 else ""),
+            own=one.own,
+            computing=one.computing,
+            waits=int(waited[index] / count[index] * sum(often for _, _, often in one.kind)),
+            behind=int(late[index] / count[index]),
+            last=round(float(last[index] / count[index]), 3),
+            kind=kinds[one.kind],
+        )
+
+
+def _of_rank(timeline: Timeline, rank: int) -> Timeline:
+    return timeline.change(lanes=tuple(lane._replace(rank=rank) for lane in timeline.lanes))
+
+
+def _median_of(meeting: npt.NDArray[Any], start: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Of each part, when half of its meeting's parts had come."""
+    order = np.lexsort((start, meeting))
+    begin = np.flatnonzero(np.diff(meeting[order], prepend=NONE))
+    count = np.diff(np.append(begin, len(order)))
+    middle = start[order[begin + count // 2]] if len(order) else start
+    of_part = np.empty(len(order), np.int64)
+    of_part[order] = np.repeat(middle, count)
+    return of_part
+
+
+def _stragglers(times: Sequence[RankTimes], step: int) -> Iterator[Straggler]:
+    """Whom fixing first gains most: the latest first."""
+    own, computing = (np.array(of, np.float64) for of in zip(*((one.own, one.computing) for one in times), strict=True))
+    late, slower = (_beyond_its_kind(times, of) for of in (own, computing))
+    groups = sorted(_groups(times, late, LATE * float(np.median(own))), key=lambda rows: -np.median(late[rows]))
+    left = np.ones(len(times), bool)
+    for rows in groups:
+        left[rows] = False
+        saved = own.max() - own[left].max(initial=0) if left.any() else 0.0
+        yield Straggler(
+            host=times[rows[0]].host,
+            ranks=tuple(times[row].rank for row in rows),
+            late=int(np.median(late[rows])),
+            computing=bool(2 * np.median(slower[rows]) > np.median(late[rows])),
+            left=max(0, step - int(saved)),
+        )
+
+
+def _beyond_its_kind(times: Sequence[RankTimes], of: Floats) -> Floats:
+    """How much more each rank takes than half of those that do the same."""
+    kind, beyond = np.array([one.kind for one in times]), np.empty(len(times))
+    for one in np.unique(kind).tolist():
+        beyond[kind == one] = of[kind == one] - np.median(of[kind == one])
+    return beyond
+
+
+def _groups(times: Sequence[RankTimes], late: Floats, least: float) -> Iterator[list[int]]:
+    """Hosts that are late beside other hosts, and ranks that are beside all, or beside those of their late host."""
+    hosts: dict[str, list[int]] = {}
+    for row, one in enumerate(times):
+        hosts.setdefault(one.host or f"rank {one.rank}", []).append(row)
+    of_hosts = {host: float(np.median(late[rows])) for host, rows in hosts.items() if len(rows) > 1}
+    limit, limit_of_hosts = (
+        max(least, USUAL_SPREADS * float(np.median(np.abs(of)))) for of in (late, [*of_hosts.values()] or late)
+    )
+    for host, rows in hosts.items():
+        usual = max(0.0, of_hosts.get(host, 0.0))
+        usual = usual if usual > limit_of_hosts else 0.0
+        alone = [row for row in rows if late[row] > usual + limit]
+        yield from ([row] for row in alone)
+        if usual:
+            yield [row for row in rows if row not in alone]
+
+
+def _kept(times: Sequence[RankTimes], late: Sequence[Straggler]) -> list[int]:
+    """Of each straggler its slowest rank, of each kind who is most like the others, then more of the largest kind."""
+    of = {one.rank: one for one in times}
+    first = [max(one.ranks, key=lambda rank: of[rank].own) for one in late[:KEPT_STRAGGLERS]]
+    blamed = {rank for one in late for rank in one.ranks}
+    usual = [one for one in times if one.rank not in blamed] or list(times)
+    kinds = [one.kind for one in usual]
+    middle = {kind: float(np.median([one.own for one in usual if one.kind == kind])) for kind in set(kinds)}
+    usual.sort(key=lambda one: abs(one.own - middle[one.kind]))
+    of_kind = {one.kind: one.rank for one in reversed(usual)}
+    often = sorted(of_kind, key=lambda kind: -kinds.count(kind))
+    largest = [one for one in usual if one.kind == often[0]]
+    of_host = {one.host: one.rank for one in reversed(largest)}  # from different hosts, as far as there are any
+    fillers = [one.rank for one in largest if of_host[one.host] == one.rank] + [one.rank for one in largest]
+    return list(dict.fromkeys([*first, *(of_kind[kind] for kind in often), *fillers]))[:KEPT]
