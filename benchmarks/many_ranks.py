@@ -4,10 +4,10 @@
     python benchmarks/many_ranks.py --ranks 100           # fewer
     python benchmarks/many_ranks.py --make traces/        # only write the traces
 
-The traces are those that four ranks really wrote on four H200 (tests/gpu/truth cannot hold them: give the folder that
-does, or set STALLBENCH), 48,000 events each, with Python stacks. Rank 1 of them came 20 ms late to each step. A rank of
-the thousand is a copy of one of them under torch's own file name, with its host's clock moved on; one is the late one,
-and the eight of one host are that rank with most of its lateness taken away, as a replay of all of them has it.
+The traces are those that four ranks really wrote on four H200: 48,000 events each, with Python stacks, too large for
+the repository, so they lie beside it, or where STALLBENCH says. Rank 1 of them came 20 ms late to each
+step. A rank of the thousand is a copy of one of them under torch's own file name, with its host's clock moved on; one
+is the late one, and the eight of one host are that rank with a third of its lateness taken away, as a replay has it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.rank_trace import RankTrace
 from keepbusy.traces.trace_file import read_trace
 
-STALLBENCH = Path(os.environ.get("STALLBENCH", "/work/shared/stallbench"))
+STALLBENCH = Path(os.environ.get("STALLBENCH", Path(__file__).resolve().parents[2] / "shared" / "stallbench"))
 RECORDED, LATE = "truth/with_stack/late_rank.stalled.rank{}.trace.json.gz", 1
 USUAL = 2, 3
 """Rank 0 is slower than these by a fifth without a reason of its own, so a host that is late by less would not be."""
 OF_HOST, CLOCKS = 8, 8
 LATE_RANK, LATE_HOST, HOST_IS_LATE = 417, 31, 14_000_000
 """Which rank and which host are late (of fewer ranks: the same places), and the host's by how many nanoseconds."""
-ASKED_TIME, ASKED_MEMORY = 300, 4.0
 _TIME = re.compile(rb'"pid": ([^,]+), "tid": ([^,]+),\s+"ts": ([\d.]+)(?:, "dur": ([\d.]+))?')
 _MOMENT = re.compile(rb'"ts": ([\d.]+)')
 
@@ -132,26 +131,30 @@ def held(process: int) -> int:
     return total
 
 
-def explained(files: Sequence[str]) -> tuple[float, float, dict[str, object], str]:
-    """Seconds, gigabytes at most, and what was said."""
-    begin, most = time.perf_counter(), 0
+def watched(*command: str) -> tuple[str, str]:
+    """What `keepbusy` prints, and what it took, as a sentence."""
+    begin, before, most = time.perf_counter(), os.times(), 0
     with tempfile.TemporaryFile() as out:
-        with subprocess.Popen([sys.executable, "-m", "keepbusy", "explain", "--json", *files], stdout=out) as process:
+        with subprocess.Popen([sys.executable, "-m", "keepbusy", *command], stdout=out) as process:
             while process.poll() is None:
                 most = max(most, held(process.pid))
                 time.sleep(0.1)
         out.seek(0)
         said = out.read().decode()
     if process.returncode:
-        sys.exit(f"explain ended with exit code {process.returncode}")
-    return time.perf_counter() - begin, most / 1e9, json.loads(said), said
+        sys.exit(f"keepbusy {command[0]} ended with exit code {process.returncode}")
+    now = os.times()
+    own = now.children_user + now.children_system - before.children_user - before.children_system
+    return said, f"{time.perf_counter() - begin:.0f} s ({own:.0f} s of the processors), at most {most / 1e9:.2f} GB"
 
 
 def told(named: str, files: Sequence[str]) -> Iterator[str]:
-    took, memory, found, _ = explained(files)
-    yield f"{named}: {took:.0f} s (asked {ASKED_TIME}), {memory:.2f} GB (asked {ASKED_MEMORY:g})\n"
-    yield from (f"  {line}\n" for line in json.dumps(found.get("cluster"))[:600].splitlines())
-    yield from (f"  {note}\n" for note in found["notes"])  # type: ignore[attr-defined]
+    said, took = watched("explain", "--json", *files)
+    found = json.loads(said)
+    yield f"{named}: {took}; asked 300 s and 4 GB\n"
+    for one in found["cluster"]["stragglers"]:
+        yield f"  {one['host']}, ranks {one['ranks']}: {one['late']} ms late, {one['step_without']} ms without\n"
+    yield from (f"  {note}\n" for note in found["notes"])
 
 
 def main() -> None:
