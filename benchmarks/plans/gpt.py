@@ -1,4 +1,6 @@
-"""A GPT of a billion parameters, written for one GPU but for the call of `spread`."""
+"""A GPT of a billion parameters, written for one GPU but for the call of `spread`. Arguments: sequences and steps."""
+
+import sys
 
 import torch
 from told import loop
@@ -7,7 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import keepbusy
 
-WIDTH, LAYERS, LENGTH, WORDS, BATCH, STEPS = 2048, 16, 1024, 50304, 16, 14
+WIDTH, LAYERS, LENGTH, WORDS = 2048, 16, 1024, 50304
+BATCH, STEPS = map(int, sys.argv[1:] or (16, 14))
 
 
 class Attention(nn.Module):

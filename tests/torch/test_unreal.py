@@ -42,6 +42,38 @@ def test_a_model_larger_than_memory_takes_its_steps(run) -> None:
     assert "With --values none nothing is computed" in done.stdout
 
 
+ON_THE_HOST = """\
+import resource
+import torch
+from torch import nn
+
+def held():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+before = held()
+model = nn.Linear(16384, 16384)  # 1 GiB
+nn.init.xavier_uniform_(model.weight)
+nn.init.normal_(model.weight)
+home = model.cuda().weight.detach().cpu()
+print(float(home.norm()), held() - before)
+home[0] = 1.0
+print(float(home.sum()), tuple(home.shape), home.stride())
+small = nn.Linear(8, 8)
+print(bool(small.weight.any()))
+"""
+
+
+def test_a_large_model_that_is_made_on_the_host_takes_no_room_there(run) -> None:
+    """Neither its first values nor the zeros that come back from the device are written anywhere. Megabytes."""
+    done = run(ON_THE_HOST, before=("--values", "none", "--clock", "modelled"))
+    assert done.returncode == 0, done.stderr
+    (norm, megabytes), summed, small = (line.split(" ", 1) for line in done.stdout.splitlines()[:3])
+    assert norm == "0.0"
+    assert int(megabytes) < 256
+    assert summed == ["16384.0", "(16384, 16384) (16384, 1)"]
+    assert small == ["True"]
+
+
 LAID_OUT = """\
 import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -10,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from keepbusy.cli.console.output import complain
 from keepbusy.report.words import duration, listing, share
@@ -32,6 +33,11 @@ LAYOUT, FOUND = "KEEPBUSY_LAYOUT", "KEEPBUSY_LAYOUT_FOUND"
 """What `spread` is asked for, and the file in which it says what became of it."""
 ENDLESS = "4096 GiB"
 """Memory in which every layout runs, so that it is known how much it needs."""
+IMPORTED = (
+    *("keepbusy.cli.run", "keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run"),
+    *("sympy", "torch._dynamo", "torch.profiler"),
+)
+"""What every trial would import, in seconds of the processor each."""
 CONTEXT = 600 << 20
 """Bytes that CUDA itself, its libraries and NCCL take of a device: some 0.5 GB on an H200, not PyTorch's to count."""
 
@@ -106,8 +112,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
     with tempfile.TemporaryDirectory(prefix="keepbusy-plan-") as folder:
         roomy = _with_memory(options.on, Path(folder))
-        with ThreadPoolExecutor(options.jobs) as pool:
-            tried = list(pool.map(lambda one: _try(one, options, roomy, Path(folder)), chosen))
+        tried = _tried(chosen, options, roomy, Path(folder))
     trials = [one for one in tried if isinstance(one, Trial)]
     for layout, one in zip(chosen, tried, strict=True):
         if not isinstance(one, Trial):
@@ -149,17 +154,74 @@ def _with_memory(name: str, folder: Path) -> Path:
     return roomy
 
 
-def _try(layout: SpreadLayout, options: argparse.Namespace, device: Path, folder: Path) -> Trial | str:
-    """Its figures, or why there are none."""
-    kept, found = folder / f"{layout}.busy", folder / f"{layout}.json"
-    command = [sys.executable, "-m", "keepbusy", "run", "--on", str(device), "--values", "none", "--clock", "modelled"]
+def _tried(
+    chosen: Sequence[SpreadLayout], options: argparse.Namespace, device: Path, folder: Path
+) -> list[Trial | str]:
+    """Of each layout its figures, or why there are none. All are forks of one process that has imported PyTorch."""
+    code = f"from {__name__} import serve; serve({options.jobs})"
+    trials = [_asked_of(layout, options, device, folder) for layout in chosen]
+    tried: dict[int, Trial | str] = {}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(trials))
+        server.stdin.close()
+        for line in server.stdout:
+            index, ended = json.loads(line)
+            tried[index] = _outcome(chosen[index], ended, folder)
+    return [tried.get(index, "its process ended before it could be run") for index in range(len(chosen))]
+
+
+def _asked_of(layout: SpreadLayout, options: argparse.Namespace, device: Path, folder: Path) -> dict[str, Any]:
+    command = ["run", "--on", str(device), "--values", "none", "--clock", "modelled"]
     command += ["--ranks", str(options.gpus), "--alike"] if options.gpus > 1 else []
-    command += ["--quiet", "--save", str(kept), *(["-m"] if options.module else []), *options.program]
-    asked = {LAYOUT: f"{layout.shard},{layout.tensor}", FOUND: str(found), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False)
-    if done.returncode or not kept.exists():
-        said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("keepbusy: 1 ")]
-        return said[-1].removeprefix("[rank0]: ") if said else f"it ended with exit code {done.returncode}"
+    command += ["--quiet", "--save", str(folder / f"{layout}.busy"), *(["-m"] if options.module else [])]
+    return {
+        "command": [*command, *options.program],
+        "environment": {LAYOUT: f"{layout.shard},{layout.tensor}", FOUND: str(folder / f"{layout}.json")},
+        "says": str(folder / f"{layout}.txt"),
+    }
+
+
+def serve(jobs: int) -> None:
+    """What that process does: so many trials at a time, each told as it ends."""
+    for module in IMPORTED:
+        import_module(module)
+    gc.freeze()
+    left, running = list(enumerate(json.load(sys.stdin))), dict[int, int]()
+    while left or running:
+        while left and len(running) < jobs:
+            index, trial = left.pop(0)
+            child = os.fork()
+            if not child:
+                _become(trial)
+            running[child] = index
+        child, status = os.wait()
+        sys.stdout.write(json.dumps([running.pop(child), os.waitstatus_to_exitcode(status)]) + "\n")
+        sys.stdout.flush()
+
+
+def _become(trial: Mapping[str, Any]) -> NoReturn:
+    """As `keepbusy run` from the shell, but for what it says."""
+    for number, place in enumerate((os.devnull, os.devnull, trial["says"])):
+        os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), number)
+    os.environ |= trial["environment"]
+    sys.argv = ["keepbusy", *trial["command"]]
+    sys.exit(import_module("keepbusy.cli").main(trial["command"]))
+
+
+def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
+    kept, found = folder / f"{layout}.busy", folder / f"{layout}.json"
+    if ended or not kept.exists():
+        lines = (folder / f"{layout}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [line for line in lines if line.strip() and not line.startswith("keepbusy: 1 ")]
+        return said[-1].removeprefix("[rank0]: ") if said else f"it ended with exit code {ended}"
     if not found.exists():
         return "the program did not call keepbusy.spread(model, optimizer, ...), which is what a layout is asked of"
     return _explained(layout, kept, json.loads(found.read_text(encoding="utf-8")))

@@ -41,6 +41,7 @@ class Example:
                 watched.callback(one.register_forward_pre_hook(self._note, with_kwargs=True).remove)
             self.loss = _loss_of_run(model, model, self._batch)
         self._gradients = _gradients(model)
+        self._norms = {name: float(one.norm()) for name, one in self._gradients.items()}
         self.unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
         model.zero_grad()
 
@@ -80,17 +81,20 @@ class Example:
         if counted.number and (told := theory.differs(counted)):
             raise NotEqual(f"{layout}: {told}; a module is run twice or not at all, or sends something of its own")
         moved = f"; it moves {counted}" if counted.number else ""
-        if not any(float(one.norm()) for one in self._gradients.values()):
+        if not any(self._norms.values()):
             return f"nothing could be compared with one process: the example's gradients are all zero{moved}"
         return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
 
     def _farthest(self, gradients: Mapping[str, Tensor]) -> tuple[float, str]:
-        floor = 1e-2 * max(float(one.norm()) for one in self._gradients.values())
+        missing = next((name for name in self._gradients if name not in gradients), None)
+        if missing is not None:
+            return float("inf"), missing
+        floor = 1e-2 * max(self._norms.values())
+        if not floor and not any(bool(one.any()) for one in gradients.values()):
+            return 0.0, ""
         found = [(0.0, "")]
         for name, right in self._gradients.items():
-            if name not in gradients:
-                return float("inf"), name
-            off = (gradients[name] - right).norm() / max(float(right.norm()), floor, 1e-30)
+            off = (gradients[name] - right).norm() / max(self._norms[name], floor, 1e-30)
             found.append((float(off), name))
         return max(found, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
 

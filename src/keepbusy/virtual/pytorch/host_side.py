@@ -28,6 +28,7 @@ from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
 
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "tensor", "arange", "linspace", "eye",
@@ -223,6 +224,8 @@ def _compile_module(_module: torch.nn.Module, *_args: Any, **_options: Any) -> N
 
 _SHORTEST_ROW = 20_000
 """What is shorter has no row of its own; it joins the next one."""
+_INITIALISES = ("uniform_", "normal_", "kaiming_uniform_", "constant_")
+"""What `torch.nn.init` does to a parameter of a program of which nothing is computed."""
 _NO_OPERATORS = ("__get__", "__set__", "backward")
 _SHUFFLES = ("randperm",)
 _DRAWS = ("rand", "normal", "uniform", "bernoulli", "exponential", "dropout", "poisson", "log_normal")
@@ -256,10 +259,18 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        given = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
+        unread = name in _INITIALISES and _goes_without_values(given)
+        made = given if unread else func(*args, **(kwargs or {}))
         if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
-            _price(getattr(func, "__name__", ""), args, made)
+            _price(name, args, made)
         return made
+
+
+def _goes_without_values(given: Any) -> bool:
+    """A large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes."""
+    return not VALUES.real and type(given) is Parameter and not given.is_cuda and given.nbytes > CARRIED_SIZE
 
 
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:

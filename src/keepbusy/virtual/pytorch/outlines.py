@@ -8,6 +8,7 @@ half of what is possible is taken: half of a mask is true.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,17 @@ def outline(tensor: Tensor) -> Tensor:
 def reserved(outlined: Tensor) -> Tensor:
     """Host memory for such a shape, which nobody touches."""
     return _aten.empty_strided.default(outlined.shape, outlined.stride(), dtype=outlined.dtype)
+
+
+def zeroed(host: Tensor) -> Tensor:
+    """The same in zeros. Large memory is taken as pages that read as zero, and have no room until they are written."""
+    size = host.untyped_storage().nbytes()
+    if size <= CARRIED_SIZE:
+        return host.zero_()
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=host.dtype).as_strided(host.shape, host.stride())
 
 
 def computed(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch import cuda_api
 from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, adopt
-from keepbusy.virtual.pytorch.outlines import VALUES, computed
+from keepbusy.virtual.pytorch.outlines import VALUES, computed, zeroed
 from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
 
 _aten = torch.ops.aten
@@ -173,7 +173,7 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
     if device.type == "meta":
         return host.to("meta")
     if not VALUES.known(tensor):
-        host.zero_()
+        host = zeroed(host)
     MACHINE.needs_pinned(tensor.get_device(), non_blocking)
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
