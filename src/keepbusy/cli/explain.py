@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the traces of all ranks, a folder of them, or a saved run.busy; or a flight recorder's dumps",
     )
-    add_plain_step(parser)
+    values.add_plain_step(parser)
     values.add_what_if(parser)
     values.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
@@ -45,15 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
-
-
-def add_plain_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--plain-step",
-        type=values.duration,
-        metavar="MS",
-        help="how long a step takes without the profiler: milliseconds, or with a unit, as in 0.025s",
-    )
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:

@@ -64,7 +64,7 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     from keepbusy.report.exports import csv_table, perfetto, sarif
 
     if kind == "perfetto":
-        return perfetto.parts(timeline, _told(timeline))
+        return perfetto.parts(timeline, _explained_if_possible(timeline))
     if kind == "csv":
         return csv_table.parts(timeline)
     if kind == "sarif":
@@ -72,7 +72,7 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     return (as_json.render(explained(timeline)), "\n")
 
 
-def _told(timeline: Timeline) -> Diagnosis | None:
+def _explained_if_possible(timeline: Timeline) -> Diagnosis | None:
     """What cannot be explained can still be looked at."""
     try:
         return explained(timeline, turns=True)

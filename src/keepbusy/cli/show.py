@@ -14,7 +14,6 @@ from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import explained, write_comparison, write_page
 from keepbusy.cli.console.output import check_place
 from keepbusy.cli.console.sources import READ, SAVED, expand, open_timeline, part, progress
-from keepbusy.cli.explain import add_plain_step
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the traces of all ranks, a folder of them, a saved run.busy, or two of these: before and after",
     )
-    add_plain_step(parser)
+    values.add_plain_step(parser)
     values.add_workers(parser)
     parser.add_argument(
         "-o", "--output", metavar="OUT.html", type=Path, help="the page to write (default: beside the run, *.html)"

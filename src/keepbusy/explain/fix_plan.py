@@ -135,7 +135,7 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
     remedies = {place: remedy_for(scene, finding, place) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
-        mine.sort(key=lambda place: -_held(scene, finding, groups[place]))
+        mine.sort(key=lambda place: -_time_at(scene, finding, groups[place]))
         apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
         whole = cause in WHOLE_LOOP or remedy.name in ONE_FIX
         for places in [mine] if whole else filter(None, apart):
@@ -186,7 +186,7 @@ def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edi
     return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
 
 
-def _held(scene: Scene, finding: Finding, rows: Ints) -> int:
+def _time_at(scene: Scene, finding: Finding, rows: Ints) -> int:
     spans = scene.timeline.spans
     mine = np.isin(finding.culprit, rows)
     return int((spans.end[mine] - spans.start[mine]).sum())

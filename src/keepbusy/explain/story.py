@@ -418,7 +418,7 @@ def _beyond(stalled: Diagnosis, ordinary: Diagnosis, stall: RareStall) -> Iterat
         if gain > max(MATTERS * stall.time, NOISE * stalled.plain_step):
             known: set[Where] = {site.where for site in usual.sites} if usual else set()
             sites = tuple(site for site in cause.sites if site.where not in known) or cause.sites
-            one = replace(cause, sites=sites, predicted=_gaining(stalled, cause.predicted, gain))
+            one = replace(cause, sites=sites, predicted=_prediction_with(stalled, cause.predicted, gain))
             if stall.what == "checkpoint" and cause.cause in _WRITES:
                 fix = CHECKPOINT
                 one = replace(one, fix=fix.fix, advice=fix.advice, remedy=fix.code, api=fix.api)
@@ -432,10 +432,10 @@ def _together(stalled: Diagnosis, ordinary: Diagnosis, causes: Sequence[Cause], 
     always = ordinary.plain_step - ordinary.predicted.step if ordinary.causes else 0
     gain = min(stall.time, stalled.plain_step - stalled.predicted.step - always)
     gain = max(gain, *(stalled.plain_step - cause.predicted.step for cause in causes), 0)
-    return _gaining(stalled, stalled.predicted, gain)
+    return _prediction_with(stalled, stalled.predicted, gain)
 
 
-def _gaining(stalled: Diagnosis, predicted: Prediction, gain: int) -> Prediction:
+def _prediction_with(stalled: Diagnosis, predicted: Prediction, gain: int) -> Prediction:
     step = stalled.plain_step - gain
     less = step - predicted.step
     return Prediction(step, predicted.low + less, min(stalled.plain_step, predicted.high + less))

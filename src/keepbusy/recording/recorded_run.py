@@ -49,7 +49,7 @@ def timeline_in(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     left = _with_a_window(folder, facts_in(folder))
     trace = _trace(folder, left, str(facts.get("source", "the program")))
     timeline = timeline_of(trace, left.get("rank", 0))
-    told = {**_told(left, trace), **_of_the_run(left, timeline.ranks[0]), "notes": _notes(left), **facts}
+    told = {**_facts_of_window(left, trace), **_of_the_run(left, timeline.ranks[0]), "notes": _notes(left), **facts}
     told |= {"reason": _reason(left)} if left.get("why") == SCRIPT else {}
     return timeline.change_facts(**told).change(further=tuple(_further(folder, left, facts)))
 
@@ -97,7 +97,7 @@ def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) ->
         with suppress(BadInput):
             trace = _trace(within, look, str(facts.get("source", "")))
             timeline = timeline_of(trace, left.get("rank", 0))
-            yield timeline.change_facts(**{**_told(look, trace), "reason": _reason(look), **facts})
+            yield timeline.change_facts(**{**_facts_of_window(look, trace), "reason": _reason(look), **facts})
 
 
 def _reason(look: Mapping[str, Any]) -> WindowReason:
@@ -115,7 +115,7 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
     return placed(trace, lines, ticks)
 
 
-def _told(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
+def _facts_of_window(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
     has_lines = bool((trace.events.category == Category.LINE).any())
     told = {"stacks": has_lines, "recorded": tuple(tick[0] for tick in left.get("ticks", ()))}
     if left.get("cut"):

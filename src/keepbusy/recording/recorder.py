@@ -402,7 +402,7 @@ class Run:
             "held_up": self._spent(),
             "marks": self._marks_facts,
             "after": self._after,
-            "notes": [*self.notes, *self._said()],
+            "notes": [*self.notes, *self._notes_of_looks()],
         }
         with self._writing, replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
             part.write_text(json.dumps(facts | more, default=str), encoding="utf-8")
@@ -428,7 +428,7 @@ class Run:
             return self.marks.plain_step(near)
         return self.marks.plain_step(near, began) if near >= began else self.marks.plain_step(near, until=began)
 
-    def _said(self) -> list[str]:
+    def _notes_of_looks(self) -> list[str]:
         said = []
         if self._first.no_lines:
             said.append(f"Places are operators, not lines: {self._first.no_lines}.")

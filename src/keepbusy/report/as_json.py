@@ -65,8 +65,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         "cause": cause.cause,
         "wait": milliseconds(cause.wait),
         "count": _count(cause.count),
-        "where": str(cause.where),
-        "place": place(cause.where),
+        **spot(cause.where),
         "sites": [_site(site) for site in cause.sites],
         "what": cause.what,
         "fix": cause.fix,
@@ -82,11 +81,15 @@ def _cause(cause: Cause) -> dict[str, Any]:
 
 def _site(site: Site) -> dict[str, Any]:
     return {
-        "where": str(site.where),
-        "place": place(site.where),
+        **spot(site.where),
         "count": _count(site.count),
         "wait": milliseconds(site.wait),
     }
+
+
+def spot(where: Where) -> dict[str, Any]:
+    """A place as a text, and all that is known of it."""
+    return {"where": str(where), "place": place(where)}
 
 
 def place(where: Where) -> dict[str, Any]:
@@ -105,8 +108,7 @@ def place(where: Where) -> dict[str, Any]:
 def _harmless(one: Harmless) -> dict[str, Any]:
     return {
         "cause": one.cause,
-        "where": str(one.where),
-        "place": place(one.where),
+        **spot(one.where),
         "count": _count(one.count),
         "why": one.why,
     }
@@ -117,8 +119,7 @@ def _late(one: Late) -> dict[str, Any]:
         "rank": int(one.rank),
         "late": milliseconds(one.late),
         "cause": one.cause,
-        "where": str(one.where),
-        "place": place(one.where),
+        **spot(one.where),
     }
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison, Foretold
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
 from keepbusy.report import words
-from keepbusy.report.as_json import VERSION, milliseconds, place
+from keepbusy.report.as_json import VERSION, milliseconds, spot
 from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, laid_out, line, look
 from keepbusy.report.terminal import bar, rows_of
 from keepbusy.report.words import duration, tame
@@ -119,12 +119,12 @@ def _ledger(ledger: Mapping[str, Change], whole: int) -> RenderableType:
         table.add_row(
             look(name).name,
             *(duration(time, whole) for time in (change.before, change.after)),
-            Text(said or _unsaid(change), style),
+            Text(said or _weight_of(change), style),
         )
     return table
 
 
-def _unsaid(change: Change) -> str:
+def _weight_of(change: Change) -> str:
     return "new" if change.significant else "within noise"
 
 
@@ -207,6 +207,5 @@ def _cause_object(change: CauseChange) -> dict[str, Any]:
         "verdict": change.verdict,
         "predicted_gain": _change(change.predicted_gain),
         "wait": _change(change.wait),
-        "where": str(change.where),
-        "place": place(change.where),
+        **spot(change.where),
     }

@@ -18,7 +18,7 @@ RELEASE_GAP = 8_000
 """A command that begins so soon after another stream's command ended has waited for it."""
 
 Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
-Said: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
+NamedWaits: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
 """By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
 
 
@@ -62,13 +62,13 @@ def _orders(trace: RankTrace, timeline: Timeline, call_rows: Ints) -> Links:
         for index, lane in enumerate(timeline.lanes)
         if lane.device is not None
     }
-    said = _said(trace, streams)
+    said = _named_waits(trace, streams)
     pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, call_rows, said)]
     table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
     return Links.of(len(table), source=table[:, 0], target=table[:, 1], kind=LinkKind.ORDER)
 
 
-def _stream_waits(trace: RankTrace, streams: Streams, said: Said) -> list[tuple[int, int]]:
+def _stream_waits(trace: RankTrace, streams: Streams, said: NamedWaits) -> list[tuple[int, int]]:
     """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
     events = trace.events
     waits = np.flatnonzero(trace.file.is_call & trace.file.named(STREAM_WAIT.match))
@@ -85,13 +85,13 @@ def _stream_waits(trace: RankTrace, streams: Streams, said: Said) -> list[tuple[
     return pairs
 
 
-def _said(trace: RankTrace, streams: Streams) -> Said:
+def _named_waits(trace: RankTrace, streams: Streams) -> NamedWaits:
     """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
     events = trace.events
     rows = np.flatnonzero((events.category == Category.SYNC) & (events.awaited_stream >= 0) & (events.device >= 0))
     calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(rows) else rows
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
-    said: Said = {}
+    said: NamedWaits = {}
     for row in rows.tolist():
         correlation, record = int(events.correlation[row]), int(events.awaited_record[row])
         recorded = called.get(record, called.get(correlation))
@@ -142,12 +142,12 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
     """Who waited for whom: of each stream, what it issued after that moment may have waited for the others."""
     places = [(stream, stream.next_after(when)) for stream in streams]
     waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda one: one[0].issued[one[1]])
-    found = (_seen(*pair, places) for pair in waiting)
-    assumed = (_possible(*pair, places) for pair in waiting)
+    found = (_tight_release(*pair, places) for pair in waiting)
+    assumed = (_assumed_releases(*pair, places) for pair in waiting)
     return next(filter(None, found), []) or next(filter(None, assumed), [])
 
 
-def _seen(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
+def _tight_release(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
     """A command that begins just as another stream's command ends has waited for it."""
     begin = stream.start[place]
     ended = [other.ended_by(begin, last) for other, last in places if other is not stream]
@@ -155,14 +155,14 @@ def _seen(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> lis
     return [(max(tight)[1], stream.row[place])] if tight else []
 
 
-def _possible(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
+def _assumed_releases(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
     """Where none does, the stream that launches next is taken to wait for the last commands of the others, if its
     times allow that; a release that did not bind costs nothing to assume."""
     latest = [(other.end[last - 1], other.row[last - 1]) for other, last in places if other is not stream and last]
     return [(row, stream.row[place]) for end, row in latest if end <= stream.start[place] + CLOCK_JITTER]
 
 
-def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: Said) -> list[tuple[int, int]]:
+def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: NamedWaits) -> list[tuple[int, int]]:
     """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
     rows = call_rows[trace.by_event]
     correlations = trace.events.correlation[trace.calls.event[trace.by_event]]

@@ -21,7 +21,7 @@ _IN_NAME = re.compile(r"rank[-_.]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 def ranks_of(traces: Sequence[Trace]) -> list[int]:
     """By `distributedInfo`, else by the file's name, else by the order given; refused if they are not of one run."""
-    ranks = _told(traces)
+    ranks = _ranks_told(traces)
     known = [rank for rank in ranks if rank is not None]
     if len(known) < len(ranks) or len(set(known)) < len(known):
         raise BadInput(
@@ -33,7 +33,7 @@ def ranks_of(traces: Sequence[Trace]) -> list[int]:
     return known
 
 
-def _told(traces: Sequence[Trace]) -> list[int | None]:
+def _ranks_told(traces: Sequence[Trace]) -> list[int | None]:
     stated = [_stated_rank(trace) for trace in traces]
     if None not in stated and len(set(stated)) == len(stated):
         return stated

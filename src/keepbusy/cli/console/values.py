@@ -30,6 +30,15 @@ def _number(text: str) -> float:
         return math.nan
 
 
+def add_plain_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plain-step",
+        type=duration,
+        metavar="MS",
+        help="how long a step takes without the profiler: milliseconds, or with a unit, as in 0.025s",
+    )
+
+
 def fixable() -> list[str]:
     """The causes that can be fixed."""
     from keepbusy.explain.diagnosis import CAUSES, UNFIXABLE

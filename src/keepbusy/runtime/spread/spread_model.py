@@ -103,7 +103,7 @@ class _Spreading:
         regions, sums = self._cut(proof, plan)
         blocks = self._wrap(proof)
         trained.repoint(self._inner)
-        told = f"{layout}, {self._held():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
+        told = f"{layout}, {self._local_share():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
         if regions:
             told += f", {regions} regions cut"
         if proof is not None:
@@ -169,7 +169,7 @@ class _Spreading:
         if held:
             dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
 
-    def _held(self) -> float:
+    def _local_share(self) -> float:
         parameters = list(self._inner.parameters())
         local = [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
         return sum(one.numel() for one in local) / max(1, sum(one.numel() for one in parameters))

@@ -421,12 +421,12 @@ class Kernel:
         if returned == (None,) and isinstance(out, Tensor):
             return place(out, device)
         if len(returned) == 1:
-            return self._one(device, returned[0], out, args, kwargs)
+            return self._result(device, returned[0], out, args, kwargs)
         if not returned:
             return None
-        return tuple([self._one(device, one, part, args, kwargs) for one, part in zip(returned, out, strict=True)])
+        return tuple([self._result(device, one, part, args, kwargs) for one, part in zip(returned, out, strict=True)])
 
-    def _one(
+    def _result(
         self, device: int, source: tuple[int, str] | None, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if source is None:

@@ -124,11 +124,10 @@ def to_copy(
             if not non_blocking:
                 cuda_api.announce_sync()
         cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
-        if not tensor.is_cuda:
-            return _brought_in(tensor, cast, where, non_blocking)
-        if device is None or device.type == "cuda":
-            return _moved(tensor, cast, device)
-        return _taken_home(tensor, cast, device, non_blocking)
+        if tensor.is_cuda and device is not None and device.type != "cuda":
+            return _taken_home(tensor, cast, device, non_blocking)
+        target = where if device is None or device.index is None else device.index
+        return _placed(tensor, cast, target, non_blocking)
 
 
 def _caster(
@@ -140,12 +139,16 @@ def _caster(
     return lambda: computed(_cast, "_to_copy", (tensor,), {"dtype": dtype, "memory_format": memory_format})
 
 
-def _brought_in(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
+def _placed(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
+    """On a device, from the host or from another device."""
     host = cast()
     result = MACHINE.place_on(host, device)
     VALUES.moved(tensor, result)
-    _copied_in(device, host.numel() * tensor.element_size(), tensor, non_blocking)
-    _repeat(device, cast, host)
+    if tensor.is_cuda:
+        _copied_on_device(result, tensor)
+    else:
+        _copied_in(device, host.numel() * tensor.element_size(), tensor, non_blocking)
+    _repeat(tensor.get_device() if tensor.is_cuda else device, cast, host)
     return result
 
 
@@ -154,16 +157,6 @@ def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
     recording = MACHINE.records(device)
     if recording is not None:
         recording.repeat(compute, host)
-
-
-def _moved(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device | None) -> Tensor:
-    host = cast()
-    target = tensor.get_device() if device is None or device.index is None else device.index
-    result = MACHINE.place_on(host, target)
-    VALUES.moved(tensor, result)
-    _copied_on_device(result, tensor)
-    _repeat(tensor.get_device(), cast, host)
-    return result
 
 
 def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool) -> Tensor:
