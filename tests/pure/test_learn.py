@@ -34,6 +34,7 @@ def test_a_chapter_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypat
     assert code == 0
     assert "<!--" not in out
     assert "<details>" not in out
+    assert "(#" not in out
     assert "A launch is not the work" in out
     programs = [path.read_text(encoding="utf-8") for path in COURSE.glob("chapter1/*.py")]
     assert [line for text in programs for line in text.splitlines() if line not in out] == []  # whole, to be copied
