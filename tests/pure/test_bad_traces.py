@@ -147,7 +147,10 @@ def refused(path: Path, content: bytes, match: str) -> None:
         (b"null", "is not JSON"),
         (b"hello", "is not JSON: it begins with b'hello'"),
         (b"SQLite format 3\0", "SQLite database, as `nsys export` writes"),
-        (b"\x80\x05pickle", "is not JSON"),
+        (
+            b"\x80\x05pickle",
+            "is a pickle, perhaps of PyTorch's flight recorder; those of a job that hangs go to keepbusy explain",
+        ),
         (b"{}", "has no `traceEvents` .its keys: none"),
         (b'{"a": 1, "b": [2]}', "has no `traceEvents` .its keys: a, b"),
         (b'{"a": {"traceEvents": [{}]}}', "has no `traceEvents` .its keys: a"),

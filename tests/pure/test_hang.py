@@ -209,6 +209,14 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
     assert (code, "only --json goes" in error, (tmp_path / "run.busy").exists()) == (2, True, False)
 
 
+@pytest.mark.parametrize("verb", ["show", "compare", "export"])
+def test_other_verbs_say_where_dumps_go(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = dump(tmp_path, [DONE])
+    further = {"show": [], "compare": [str(path)], "export": ["--to", "json"]}[verb]
+    assert cli.main([verb, str(path), *further]) == 2
+    assert "go to keepbusy explain" in capsys.readouterr().err
+
+
 # Pickles of strangers
 
 PLAIN = st.recursive(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.checkup import link_table
 from keepbusy.cli.checkup.device_file import written
 from keepbusy.cli.checkup.link_table import rate
-from keepbusy.cli.checkup.settings import Harm, ask_driver, harms
+from keepbusy.cli.checkup.settings import Harm, ask_driver, flags, harms
 from keepbusy.cli.console import values
 from keepbusy.cli.console.output import check_place, replacing, without_pytorch
 from keepbusy.report.words import duration
@@ -36,6 +36,7 @@ examples:
   torchrun --nnodes 4 --nproc-per-node 8 -m keepbusy doctor --ranks 32 --save my-cluster.toml
 """
 _SLOW_HOST = 15_000
+_DRIVER = Path("/dev/nvidiactl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +57,12 @@ def run(options: argparse.Namespace) -> Iterable[str]:
             raise BadInput(f"{options.save} is no name for a device file; it ends in .toml.")
         check_place(options.save)
     found = harms(os.environ, len(os.sched_getaffinity(0)), ask_driver())
-    missing, links = _missing(), bool(options.ranks and options.ranks > 1)
-    if missing and (options.save or links) and not (links and find_spec("torch")):
-        raise BadInput(f"there is nothing to {'measure' if links else f'write into {options.save}'}: {missing}")
-    if missing and not links:
-        return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_told(found), ""])
-    return _examined(found, options.ranks, options.save)
+    links, missing = bool(options.ranks and options.ranks > 1), _missing()
+    if not missing or (links and find_spec("torch") and not _DRIVER.exists()):  # gloo's need no GPU
+        return _examined(found, options.ranks, options.save)
+    if options.save or links:
+        raise BadInput(f"there is nothing to {f'write into {options.save}' if options.save else 'measure'}: {missing}")
+    return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_told(found), ""])
 
 
 def _missing() -> str:
@@ -72,7 +73,7 @@ def _missing() -> str:
 
     if torch.cuda.is_available():
         return ""
-    if not Path("/dev/nvidiactl").exists():
+    if not _DRIVER.exists():
         return "There is no GPU here. `keepbusy run` takes a virtual one: keepbusy run --on h200 train.py"
     if torch.version.cuda is None:
         return f"There is a GPU, but this PyTorch ({torch.__version__}) was built without CUDA; install one with it."
@@ -102,7 +103,8 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
         found = [*found, *_slow(machine)]
     if links:
         yield from link_table.told(links)
-        found = list(dict.fromkeys([*found, *link_table.harms(links)]))
+        mine = set(flags(os.environ))  # which are told with the ranks that have them
+        found = [*(harm for harm in found if harm not in mine), *link_table.harms(links)]
     yield "\n" + "\n".join([*_told(found), ""])
     if path:
         with replacing(path) as part:

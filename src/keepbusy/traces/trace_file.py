@@ -46,6 +46,7 @@ _FOREIGN_BEGINNINGS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it and give the .json"),
     (b"BZh", "compressed with bzip2", "unpack it and give the .json"),
     (b"\xfd7zXZ", "compressed with xz", "unpack it and give the .json"),
+    (b"\x80", "a pickle, perhaps of PyTorch's flight recorder", "those of a job that hangs go to keepbusy explain"),
     (b"\x89busy", "a run that keepbusy saved", "load it, or let its name end in .busy"),
 )
 _AUTOGRAD = {"CPU functions", "CUDA functions"}

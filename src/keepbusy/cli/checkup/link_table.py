@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -199,6 +200,7 @@ def _join(links: LinkFigures, one: int, other: int) -> str:
     return f"NVLink ×{word[2:]}" if word.startswith("NV") else _JOINED.get(word, "")
 
 
+@cache
 def joins(topology: str) -> dict[tuple[str, str], str]:
     """What joins each two GPUs, by their addresses: `NV18`, `PIX`, `SYS`, … as the driver says."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)

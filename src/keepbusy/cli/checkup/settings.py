@@ -51,6 +51,7 @@ def harms(environment: Mapping[str, str], cores: int, driver: str) -> list[Harm]
 
 
 def flags(environment: Mapping[str, str]) -> Iterator[Harm]:
+    """What variables do; those of ranks are asked for one by one."""
     for name, is_harmful, why in _FLAGS:
         value = environment.get(name)
         if value is not None and is_harmful(value):
