@@ -215,7 +215,10 @@ def test_a_window_that_saw_nothing_of_a_gpu_at_work_is_opened_anew(deaf: Run) ->
     assert timeline_in(deaf.folder, {}).on_device.any()
 
 
-def test_where_the_profiler_stays_deaf_the_program_is_not_said_to_have_run_nothing(deaf: Run) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_where_the_profiler_stays_deaf_the_program_is_not_said_to_have_run_nothing(deaf: Run, graphs: bool) -> None:
+    """Where graphs are replayed there is no second look."""
+    deaf.marks._ends.replayed = graphs
     compute(deaf, range(1, STEPS_BEFORE_WINDOW + WINDOW + 1))
     deaf.leave()
     with pytest.raises(BadInput, match=r"^train\.py launched work, but CUPTI reported nothing of it"):

@@ -391,7 +391,7 @@ class Run:
             "world": world,
             "steps": self._steps,
             "opened": self._opened,
-            "blind": self._blind > 0,
+            "blind": self._blind > 0 or self._first.is_blind,
             "closed": bool(self._first.ticks) and not self._first.is_open,
             **self._about(self._first),
             "further": [
