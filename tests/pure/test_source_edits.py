@@ -144,9 +144,119 @@ def test_a_checkpoint_is_saved_later() -> None:
     )
 
 
+RANKED = """\
+def main(loader, optimizer):
+    model = DDP(net.cuda())
+    for i, (x, y) in enumerate(loader):  # four to a step
+        loss = model(x).mean() / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_gradients_travel_with_the_last_micro_batch() -> None:
+    put = "        model.require_backward_grad_sync = "
+    assert changed(RANKED, "accumulate", 5) == ([], [f"{put}(i + 1) % 4 == 0"])
+    inner = (
+        "def main(n):\n    net = DDP(m)\n    for one in range(n):\n        net(x()).backward()\n    optimizer.step()\n"
+    )
+    assert changed(inner, "accumulate", 3) == ([], ["    net.require_backward_grad_sync = one == n - 1"])
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("DDP(net.cuda())", "net.cuda()"),  # nothing travels
+        ("(i + 1) % 4 == 0", "loss > 1"),  # nobody knows before
+        ("        if (i + 1) % 4 == 0:\n    ", "    "),  # each is the last
+        ("loss.backward()", "with model.no_sync(): loss.backward()"),  # it is done
+    ],
+)
+def test_gradients_are_left_where_nobody_knows_which_is_the_last(part: str, other: str) -> None:
+    assert part in RANKED
+    assert edited(RANKED.replace(part, other), "accumulate", range(1, 9)) is None
+
+
+TURNS = """\
+import torch
+
+def main(loader, model, optimizer, criterion):
+    total = 0.0
+    for epoch in range(3):
+        for x, y in loader:
+            x, y = x.cuda(), y.cuda()
+            out = model(x)  # forward
+            loss = criterion(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+    return total
+"""
+
+
+def test_a_turn_becomes_a_function_that_is_graphed() -> None:
+    new = edited(TURNS, "graph", [9])
+    assert new is not None
+    assert (
+        new.splitlines()[4:22]
+        == """\
+    total = 0.0
+    @keepbusy.graph
+    def train_step(x, y):
+        out = model(x)  # forward
+        loss = criterion(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for epoch in range(3):
+        for x, y in loader:
+            x, y = x.cuda(), y.cuda()
+            loss = train_step(x, y)
+            total += loss.detach()
+    return total
+""".splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("out = model(x)", "out = model(x, hidden); hidden = out"),  # what the turn before left
+        ("loss.backward()", "print(loss)\n            loss.backward()"),
+        ("optimizer.zero_grad()", "pass"),  # gradients of many turns
+        ("            optimizer.step()", "            if epoch:\n                optimizer.step()"),
+    ],
+)
+def test_a_turn_stays_where_it_is_where_names_or_calls_forbid_it(part: str, other: str) -> None:
+    assert part in TURNS
+    assert edited(TURNS.replace(part, other), "graph", [9]) is None
+
+
+def test_a_masked_mean_has_a_shape_that_the_host_knows() -> None:
+    assert changed("loss = 2 * error[valid].mean() + x[valid].sum()\n", "keep_shapes", 1)[1] == [
+        "loss = 2 * (torch.where(valid, error, 0).sum() / valid.sum()) + torch.where(valid, x, 0).sum()"
+    ]
+
+
+def test_workers_that_somebody_chose_are_left() -> None:
+    source = "loader = DataLoader(data, num_workers=options.workers)\nfor x in loader: pass\n"
+    assert edited(source, "prepare_in_workers", [2]) is None
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
+        (
+            "x = torch.arange(0, n).unsqueeze(0).repeat(b, 1).to(device)",
+            "x = torch.arange(0, n, device=device).unsqueeze(0).repeat(b, 1)",
+        ),
+        ("m = torch.tril(torch.ones(t, t)).to(x.device)", "m = torch.tril(torch.ones(t, t, device=x.device))"),
+        ("x = torch.arange(n).sin().cuda()", None),  # rounded differently
         ('x = torch.zeros(3, 4).to("cuda")', 'x = torch.zeros(3, 4, device="cuda")'),
         ("x = torch.arange(n).cuda() + 1  # places", 'x = torch.arange(n, device="cuda") + 1  # places'),
         ("x = torch.ones(3).to(device)", "x = torch.ones(3, device=device)"),

@@ -105,6 +105,25 @@ def test_a_global_that_changes_gets_a_graph_of_its_own(monkeypatch) -> None:
     assert trained(graph) == trained(lambda step: step)
 
 
+def test_a_counter_named_as_a_method_is_not_read(monkeypatch) -> None:
+    """Every script has one: `for step in range(100): ...`, and in it `optimizer.step()`."""
+    model = net()
+    optimizer = adam(model)
+
+    def train(x, y):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed = graph(train)
+    for number, (x, y) in enumerate(batches(14)):
+        monkeypatch.setitem(globals(), "step", number)
+        graphed(x, y)
+    assert graphed.report().startswith("train: 10 replayed, 1 captured, 3 eager")
+
+
 def test_a_backward_pass_outside_stays_possible_and_is_named() -> None:
     model = net()
 

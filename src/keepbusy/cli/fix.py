@@ -40,7 +40,7 @@ The program is run several times, so give it the arguments of a short run. Pytho
 at the same place in each.
 """
 LEAST_GAIN = 0.01
-"""Of a step: a fix that gains less is not worth a line."""
+"""Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,22 +89,30 @@ class Tried:
 
 def _tried(runs: CandidateRuns, before: Tried) -> dict[str, str]:
     """The sources with all fixes that hold; what became of each is shown at once."""
+    from keepbusy.fix.source.source_edits import ways_of
+
     plan, last = before.diagnosis.plan, before
     show([f"{runs.name}: a step takes {_time(before.diagnosis.plain_step)}; {_several(len(plan))}\n"])
     held: dict[str, str] = {}
+    vain: list[dict[str, str]] = []
     for planned in plan:
-        candidate = held | _edited(planned, held)
-        if candidate == held:
-            show([_told(planned, f"advice: {planned.code or planned.advice}")])
-            continue
-        try:
-            now = runs.tried(candidate, f"with {planned.fix}")
-            told = runs.proven(planned, before, last, now)
-        except BadInput as error:
-            show([_told(planned, f"left out: {str(error).rstrip('.')}")])
-        else:
-            show([_told(planned, told)])
-            held, last = candidate, now
+        changed = False
+        for way in ways_of(planned.fix):
+            candidate = held | _edited(planned, way, held)
+            if candidate == held or candidate in vain:
+                continue
+            changed = True
+            try:
+                now = runs.tried(candidate, f"with {way}")
+                told = runs.proven(planned, way, before, last, now)
+            except BadInput as error:
+                show([_told(planned, way, f"left out: {str(error).rstrip('.')}")])
+                vain.append(candidate)
+            else:
+                show([_told(planned, way, told)])
+                held, last = candidate, now
+        if not changed:
+            show([_told(planned, planned.fix, f"advice: {planned.code or planned.advice}")])
     return held
 
 
@@ -114,6 +122,7 @@ class CandidateRuns:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         script, *arguments = options.program[options.program[0] == "--" :]
         self._folder, self._count, self._agrees = folder, 0, False
+        self._is_modelled = options.clock == "modelled"
         self.name = f"-m {script}" if options.module else script
         given = machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
@@ -131,23 +140,24 @@ class CandidateRuns:
         timeline = load(folder / "run.busy")
         return Tried(explained(timeline), int(timeline.spans.end.max()), Computed.read(folder))
 
-    def proven(self, planned: PlannedFix, own: Tried, before: Tried, after: Tried) -> str:
+    def proven(self, planned: PlannedFix, way: str, own: Tried, before: Tried, after: Tried) -> str:
         """What a fix gains and how that is known. Raises BadInput with why it does not hold."""
         from keepbusy.fix.source.source_edits import edit_of
 
-        edit = edit_of(planned.fix)
+        edit = edit_of(way)
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
         different = own.computed.same(after.computed, tolerance)
         if different:
             self._agree_with_itself(own)
             raise BadInput(different)
         was, now = before.time(planned), after.time(planned)
-        if now > (1 - LEAST_GAIN) * was:
+        if was - now < max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise):
             raise BadInput(f"it gains nothing: {_time(was)} before, {_time(now)} after")
         same = f"losses within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
         if planned.every or planned.loop:
             return f"gains {_time(was - now)} of the run's {_time(was)}; {same}"
-        return f"gains {_time(was - now)} a step, {_time(max(0, planned.gain))} predicted; {same}"
+        predicted = f", {_time(max(0, planned.gain))} predicted" if way == planned.fix else ""
+        return f"gains {_time(was - now)} a step{predicted}; {same}"
 
     def _agree_with_itself(self, own: Tried) -> None:
         """A program that does not compute the same twice proves nothing of a fix."""
@@ -196,7 +206,7 @@ def _wait(child: subprocess.Popen[bytes], what: str) -> None:
             sys.stderr.write("\r\x1b[K")
 
 
-def _edited(planned: PlannedFix, held: dict[str, str]) -> dict[str, str]:
+def _edited(planned: PlannedFix, way: str, held: dict[str, str]) -> dict[str, str]:
     """The files that this fix changes, on top of those that are changed already: the user's own, no library's."""
     from keepbusy.fix.source.source_edits import edited
 
@@ -205,15 +215,16 @@ def _edited(planned: PlannedFix, held: dict[str, str]) -> dict[str, str]:
         if where.file.endswith(".py") and Path(where.file).is_file() and kind_of(where.file) == USER:
             files.setdefault(where.file, []).append(where.line)
     changed = {
-        file: edited(held.get(file) or Path(file).read_text(encoding="utf-8"), planned.fix, lines)
+        file: edited(held.get(file) or Path(file).read_text(encoding="utf-8"), way, lines)
         for file, lines in files.items()
     }
     return {file: source for file, source in changed.items() if source is not None}
 
 
-def _told(planned: PlannedFix, what: str) -> str:
+def _told(planned: PlannedFix, way: str, what: str) -> str:
     places = ", ".join(str(one) for one in planned.where[:3])
-    return f"\n{planned.fix} at {places}\n  {what}\n"
+    name = way if way == planned.fix else f"{way}, for {planned.fix}"
+    return f"\n{name} at {places}\n  {what}\n"
 
 
 def _diffs(held: dict[str, str]) -> Iterator[str]:

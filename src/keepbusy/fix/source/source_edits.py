@@ -15,10 +15,17 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from keepbusy.fix.source.late_reads import write_late_reads
+from keepbusy.fix.source.lifted_steps import write_lifted_step
+from keepbusy.fix.source.micro_batches import write_last_travels
 
 _WRAPPERS = {"enumerate", "tqdm", "track"}
-_SAME_ANYWHERE = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty", "zeros_like", "ones_like"}
+_SAME_ANYWHERE = {f"torch.{name}" for name in ("zeros", "ones", "full", "arange", "eye", "empty")}
 """What torch makes the same on every device."""
+_SAME_SHAPED = {
+    *("unsqueeze", "squeeze", "repeat", "expand", "view", "reshape", "flatten", "t", "transpose", "permute"),
+    *("contiguous", "long", "int", "float", "bool", "half", "double", "bfloat16", "tril", "triu"),
+}
+"""Methods and functions that move values, or change their types, alike on every device."""
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 
@@ -49,6 +56,11 @@ def edit_of(fix: str) -> SourceEdit | None:
     if name == "num_workers" and count.isdecimal():
         return SourceEdit(_loaders_with({"num_workers": count, "persistent_workers": "True"}))
     return EDITS.get(fix)
+
+
+def ways_of(fix: str) -> tuple[str, ...]:
+    """The names of edits that serve a fix of the plan."""
+    return WAYS.get(fix, (fix,))
 
 
 def dotted(node: cst.BaseExpression) -> str:
@@ -183,12 +195,15 @@ class _Loaders(_AtLines):
             name = dotted(parent.targets[0].target)
         if self._survey.loaders > 1 and name not in self._survey.iterated:
             return updated_node
+        workers = keyword(updated_node, "num_workers")
+        if "num_workers" in self._arguments and (workers is not None or len(updated_node.args) > 5):
+            if workers is None or cst.Module([]).code_for_node(workers.value) != "0":
+                return updated_node  # somebody has thought about it
+            count = cst.parse_expression(self._arguments["num_workers"])
+            updated_node = updated_node.with_deep_changes(workers, value=count)
         for argument, value in self._arguments.items():
-            given = keyword(updated_node, argument)
-            if given is None and not (argument == "num_workers" and len(updated_node.args) > 5):
+            if keyword(updated_node, argument) is None:
                 updated_node = with_keyword(updated_node, argument, value)
-            elif given is not None and argument == "num_workers" and cst.Module([]).code_for_node(given.value) == "0":
-                updated_node = updated_node.with_deep_changes(given, value=cst.parse_expression(value))
         return updated_node
 
 
@@ -241,13 +256,27 @@ class _MadeThere(_AtLines):
         func = updated_node.func
         if self.line(original_node) not in self.lines or not isinstance(func, cst.Attribute):
             return updated_node
-        made = func.value
-        if not isinstance(made, cst.Call) or dotted(made.func) not in {f"torch.{name}" for name in _SAME_ANYWHERE}:
-            return updated_node
         device = _device_of(func.attr.value, updated_node)
-        if device is None or keyword(made, "device") is not None or keyword(made, "pin_memory") is not None:
-            return updated_node
-        return with_keyword(made, "device", device)
+        made = None if device is None else _made_on(func.value, device)
+        return updated_node if made is None else made
+
+
+def _made_on(value: cst.BaseExpression, device: str) -> cst.BaseExpression | None:
+    """`torch.arange(n).unsqueeze(0)`, made on the device."""
+    if not isinstance(value, cst.Call):
+        return None
+    name = dotted(value.func)
+    if name in _SAME_ANYWHERE:
+        chosen = any(keyword(value, one) is not None for one in ("device", "pin_memory", "out"))
+        return None if chosen else with_keyword(value, "device", device)
+    if name.rpartition(".")[0] == "torch" and name[6:] in _SAME_SHAPED and value.args:
+        inner = _made_on(value.args[0].value, device)
+        first = value.args[0].with_changes(value=inner)
+        return None if inner is None else value.with_changes(args=[first, *value.args[1:]])
+    if isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME_SHAPED:
+        inner = _made_on(value.func.value, device)
+        return None if inner is None else value.with_changes(func=value.func.with_changes(value=inner))
+    return None
 
 
 def _device_of(method: str, call: cst.Call) -> str | None:
@@ -285,10 +314,41 @@ class _SavedLater(_AtLines):
         return updated_node.with_changes(func=cst.parse_expression("keepbusy.save_later"))
 
 
+class _MaskedSums(_AtLines):
+    """`x[mask].sum()` becomes `torch.where(mask, x, 0).sum()`, whose shape the host knows; so does `.mean()`."""
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
+        if self.line(original_node) not in self.lines:
+            return updated_node
+        match updated_node:
+            case cst.Call(
+                func=cst.Attribute(
+                    value=cst.Subscript(
+                        value=cst.Name(value=of),
+                        slice=[cst.SubscriptElement(slice=cst.Index(value=cst.Name(value=mask)))],
+                    ),
+                    attr=cst.Name(value="sum" | "mean" as method),
+                ),
+                args=[],
+            ):
+                count = f" / {mask}.sum()" if method == "mean" else ""
+                made = cst.parse_expression(f"torch.where({mask}, {of}, 0).sum(){count}")
+                is_whole = isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.Assign | cst.AugAssign)
+                return (
+                    made if is_whole or not count else cst.parse_expression(f"({cst.Module([]).code_for_node(made)})")
+                )
+        return updated_node
+
+
 def _write_saved_later(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
     change = _SavedLater(lines)
     module = wrapper.visit(change)
     return _importing(module) if change.done else None
+
+
+def _write_graph(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
+    module = write_lifted_step(wrapper, lines)
+    return None if module is None else _importing(module)
 
 
 EDITS: dict[str, SourceEdit] = {
@@ -306,5 +366,19 @@ EDITS: dict[str, SourceEdit] = {
         lambda wrapper, lines: wrapper.visit(_Fused(lines)), 1e-4, "fused steps round differently"
     ),
     "save_later": SourceEdit(_write_saved_later),
+    "accumulate": SourceEdit(
+        write_last_travels, 1e-4, "gradients of ranks and micro-batches are added in another order"
+    ),
+    "graph": SourceEdit(_write_graph, 1e-4, "Adam and its kin round differently in a graph"),
+    "keep_shapes": SourceEdit(
+        lambda wrapper, lines: wrapper.visit(_MaskedSums(lines)), 1e-5, "sums are rounded in another order"
+    ),
 }
 """By the name of the plan's fix. What is not here is advice for a person."""
+WAYS = {
+    "prefetch": ("prefetch", "make_on_device"),
+    "readback": ("readback", "save_later", "keep_shapes"),
+    "graph": ("graph", "fuse_optimizer"),
+    **dict.fromkeys(("capture_graph", "compile"), ("fuse_optimizer",)),
+}
+"""Of a fix of the plan the edits that serve it, where it is not the one of its name."""

@@ -5,6 +5,7 @@ A graph keeps the numbers and the addresses that these names stood for when it w
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -65,8 +66,10 @@ def _content(cell: Any) -> Any:
 
 
 def _globals(function: FunctionType) -> Iterator[NameRead]:
+    """Not what stands behind a dot: in `optimizer.step()` nobody reads a counter that is called `step`."""
     known = function.__globals__
-    for label in function.__code__.co_names:
+    read = (one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL")
+    for label in dict.fromkeys(read):
         if label in known:
             yield NameRead(label, functools.partial(known.get, label))
 
