@@ -159,9 +159,7 @@ def main(loader, optimizer):
 def test_gradients_travel_with_the_last_micro_batch() -> None:
     put = "        model.require_backward_grad_sync = "
     assert changed(RANKED, "accumulate", 5) == ([], [f"{put}(i + 1) % 4 == 0"])
-    inner = (
-        "def main(n):\n    net = DDP(m)\n    for one in range(n):\n        net(x()).backward()\n    optimizer.step()\n"
-    )
+    inner = "net = DDP(m)\nfor one in range(n):\n    net(x()).backward()\noptimizer.step()\n"
     assert changed(inner, "accumulate", 3) == ([], ["    net.require_backward_grad_sync = one == n - 1"])
 
 
