@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from keepbusy.fix.source.source_edits import EDITS, edited
+from keepbusy.fix.source.source_edits import EDITS, edited, where_now
 
 LOOP = """\
 import torch
@@ -199,9 +199,10 @@ def test_a_turn_becomes_a_function_that_is_graphed() -> None:
     new = edited(TURNS, "graph", [9])
     assert new is not None
     assert (
-        new.splitlines()[4:22]
+        new.splitlines()[4:23]
         == """\
     total = 0.0
+
     @keepbusy.graph
     def train_step(x, y):
         out = model(x)  # forward
@@ -287,6 +288,13 @@ def test_what_was_written_is_not_written_again(fix: str) -> None:
 @pytest.mark.parametrize("fix", EDITS)
 def test_other_lines_are_left_alone(fix: str) -> None:
     assert edited(LOOP, fix, [1000]) is None or fix in ("pin_memory", "prepare_in_workers", "fuse_optimizer")
+
+
+def test_lines_are_found_again_after_other_fixes() -> None:
+    once = edited(TURNS, "graph", [9]) or ""
+    (total,) = where_now(TURNS, once, [13])
+    assert once.splitlines()[total - 1] == "            total += loss.detach()"
+    assert where_now(LOOP, edited(LOOP, "readback", [16]) or "", [16, 19]) == [19]
 
 
 def test_a_source_that_cannot_be_read_is_left_alone() -> None:

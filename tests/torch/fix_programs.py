@@ -867,6 +867,22 @@ with torch.cuda.graph(graph): y.copy_(x * 2)
 for step in range(3):
     x.copy_(torch.full((513,), float(step))); graph.replay(); found.append(y.sum().item())
 """,
+    "a model that only infers": """
+net, total = model().eval(), 0.0
+with torch.no_grad():
+    for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 80):
+        total += net(x.to("cuda")).sum().item()
+found.append(total)
+""",
+    "validated before it is trained": """
+net, total = model(), 0.0
+with torch.no_grad():
+    for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 60):
+        total += net(x.to("cuda")).sum().item()
+optimizer = sgd(net); found.append(total)
+for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 8):
+    found.append(train(net, x.to("cuda"), y.cuda(), optimizer).item())
+""",
     "many turns, with a trial in between": """
 net = model(); optimizer = sgd(net); total, losses = 0.0, []
 for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 60):

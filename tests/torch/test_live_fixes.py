@@ -13,9 +13,10 @@ import fix_programs
 import pytest
 import torch
 
+from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen
 from keepbusy.fix.live.switch import FixSwitch
-from keepbusy.fix.live.trial import FixTrial
+from keepbusy.fix.live.trial import FixTrial, TrialResult
 from keepbusy.timeline.errors import BadInput
 
 
@@ -120,6 +121,47 @@ def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> Non
     assert "done both ways, all the same" in told
     assert "ms a turn" in told or "µs a turn" in told
     assert "in turns" in told
+
+
+def test_a_program_that_only_infers_has_turns_too(tmp_path: Path) -> None:
+    source = fix_programs.HEAD + fix_programs.PROGRAMS["a model that only infers"]
+    told = fixed(source, str(tmp_path / "infer.py"))[1].told()
+    assert "too few to compare" not in told
+    assert " a turn, " in told
+
+
+def test_what_was_tried_before_the_training_says_nothing_of_it(tmp_path: Path) -> None:
+    source = fix_programs.HEAD + fix_programs.PROGRAMS["validated before it is trained"]
+    _, fixes = fixed(source, str(tmp_path / "train.py"))
+    assert fixes.trial is not None
+    assert fixes.trial.turns == 8
+    assert fixes.result is None
+    assert not any(one.off_because for one in fixes.switches)
+
+
+def planned(fix: str, gain: int, path: Path, line: int) -> PlannedFix:
+    return PlannedFix(fix, (Where(str(path), line),), ("host_sync",), gain, Prediction(1, 1, 1), gain)
+
+
+def test_what_was_foretold_stands_beside_what_came(tmp_path: Path) -> None:
+    fixes = LiveFixes(("cache", "copies"))
+    cache, copies = fixes.switches = [FixSwitch("cache", "calls"), FixSwitch("copies", "copies")]
+    path, fixes.trial = tmp_path / "train.py", FixTrial()
+    cache.done[str(path), 3] += 1
+    copies.done[str(path), 4] += 1
+    cache.saved, copies.saved = 2_800_000, -5
+    fixes.result = TrialResult([9_000_000], [6_000_000], range(3))
+    told = fixes.told(
+        (
+            planned("keep_memory", 3_100_000, path, 3),
+            planned("keep_memory", 1_000_000, path, 9),  # elsewhere
+            planned("prefetch", 500_000, path, 4),
+            planned("graph", 700_000, path, 4),  # nobody's here
+        )
+    )
+    assert "foretold 3.1 ms a turn, came 2.8 ms\n" in told
+    assert "foretold 500 µs a turn, nothing came\n" in told
+    assert told.endswith("foretold 3.6 ms a turn in all, came 3.0 ms")
 
 
 def test_a_fix_that_costs_is_switched_off_alone() -> None:

@@ -208,16 +208,17 @@ def _wait(child: subprocess.Popen[bytes], what: str) -> None:
 
 def _edited(planned: PlannedFix, way: str, held: dict[str, str]) -> dict[str, str]:
     """The files that this fix changes, on top of those that are changed already: the user's own, no library's."""
-    from keepbusy.fix.source.source_edits import edited
+    from keepbusy.fix.source.source_edits import edited, where_now
 
     files: dict[str, list[int]] = {}
     for where in planned.where:
         if where.file.endswith(".py") and Path(where.file).is_file() and kind_of(where.file) == USER:
             files.setdefault(where.file, []).append(where.line)
-    changed = {
-        file: edited(held.get(file) or Path(file).read_text(encoding="utf-8"), way, lines)
-        for file, lines in files.items()
-    }
+    changed: dict[str, str | None] = {}
+    for file, lines in files.items():
+        own = Path(file).read_text(encoding="utf-8")
+        now = held.get(file, own)
+        changed[file] = edited(now, way, where_now(own, now, lines))
     return {file: source for file, source in changed.items() if source is not None}
 
 

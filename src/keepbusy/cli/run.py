@@ -22,7 +22,8 @@ from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
+    from keepbusy.fix.live.live_fixes import LiveFixes
     from keepbusy.timeline.model import Timeline
 
 
@@ -175,8 +176,12 @@ def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
         raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
 
 
-def _program(options: argparse.Namespace, streams: StandardStreams) -> int:
-    """Where the result is JSON, standard output is the result's alone, also for children and native code."""
+def _program(
+    options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None = None
+) -> int:
+    """`timeline`: of the run so far, on a virtual GPU.
+
+    Where the result is JSON, standard output is the result's alone, also for children and native code."""
     from keepbusy.instrument import script
 
     if options.json:
@@ -188,11 +193,11 @@ def _program(options: argparse.Namespace, streams: StandardStreams) -> int:
 
         proof.begin(MACHINE.peek)
     if options.fix:
-        _fix(options, streams)
+        _fix(options, streams, timeline)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
 
 
-def _fix(options: argparse.Namespace, streams: StandardStreams) -> None:
+def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None) -> None:
     """From here on. What was done is told once the program has ended, before the report."""
     from keepbusy.fix.live.live_fixes import LiveFixes
 
@@ -201,13 +206,27 @@ def _fix(options: argparse.Namespace, streams: StandardStreams) -> None:
 
     def tell() -> None:
         flush(sys.stdout, sys.stderr)
-        told = fixes.told()
+        told = fixes.told(_plan_without(fixes, options, timeline))
         if options.json:
             sys.stderr.write(f"{told}\n")
         elif told:
             streams.show("\n", told, "\n")
 
     atexit.register(tell)
+
+
+def _plan_without(
+    fixes: LiveFixes, options: argparse.Namespace, timeline: Callable[..., Timeline] | None
+) -> tuple[PlannedFix, ...]:
+    """The plan of the program without fixes: of a run before, else of those turns of this one that had none."""
+    with suppress(BadInput):
+        if options.before is not None:
+            return explained(options.before, None, (), options.workers).plan
+        if timeline is not None and fixes.trial is not None and fixes.result is not None and launch.world() == 1:
+            whole, turns = timeline(source=options.script), fixes.result.plain_turns
+            if len(whole.marks) == fixes.trial.turns:
+                return explained(whole.change(marks=whole.marks[turns.start : turns.stop])).plan
+    return ()
 
 
 def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
@@ -240,7 +259,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     alike = options.ranks if options.alike else 1
     asked = Options(device, launch.devices(options.gpus), measured, real, clocks, alike)
     timeline = start(asked, launch.rank(), left)
-    code = _program(options, streams)
+    code = _program(options, streams, timeline)
     if code < 0:
         ending.by(-code)
     sys.exit(code if code >= 0 else 128 - code)

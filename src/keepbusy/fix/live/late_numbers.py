@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from threading import Lock, RLock
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -156,7 +157,9 @@ class LateSum:
 class LateNumbers:
     """The names that rewritten lines use; it is `__keepbusy_late__` there."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed: Callable[[FrameType], None]) -> None:
+        """`passed` is told of each line that is put off, or could be."""
+        self._passed = passed
         self.switch = FixSwitch("late_numbers", "values that are only summed or kept, read when somebody looks")
         self._pages: dict[tuple[torch.device, torch.dtype], ValuePage] = {}
         self._seen: set[Any] = set()
@@ -232,6 +235,7 @@ class LateNumbers:
         large: type[HomewardCopy | DeviceCopy],
     ) -> LateValue | None:
         """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
+        self._passed(sys._getframe(2))
         if not self.switch.on or not all(map(_can_wait, values)) or not _in_order():
             return None
         kind = (id(formula.__code__), *((type(one), getattr(one, "dtype", None), _is_single(one)) for one in values))

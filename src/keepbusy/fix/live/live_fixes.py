@@ -11,6 +11,7 @@ from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from keepbusy.fix.live.predictions import foretold
 from keepbusy.fix.live.rewriting import NAME, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
@@ -20,8 +21,9 @@ from keepbusy.report.words import duration, share, transition
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import PlannedFix
     from keepbusy.fix.live.switch import FixSwitch
-    from keepbusy.fix.live.trial import FixTrial, TrialResult
+    from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
 SAFE = ("copies", "late_numbers", "draws", "workers", "syncs", "cache", "garbage")
 ASKED = ("fused",)
@@ -51,6 +53,8 @@ class LiveFixes:
         self.switches: list[FixSwitch] = []
         self.trial: FixTrial | None = None
         self.result: TrialResult | None = None
+        self._inference: InferenceTurns | None = None
+        self._given_up: list[FixSwitch] = []
 
     def begin(self) -> None:
         """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
@@ -95,11 +99,12 @@ class LiveFixes:
         from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
-        from keepbusy.fix.live.trial import FixTrial
+        from keepbusy.fix.live.trial import FixTrial, InferenceTurns
         from keepbusy.fix.loaders.more_workers import MoreWorkers
 
         trial = self.trial = FixTrial()
-        late, copies = LateNumbers(), DeferredCopies()
+        self._inference = InferenceTurns(trial.turn)
+        late, copies = LateNumbers(self._inference.passed), DeferredCopies()
         self._offer(late)
         fixes: dict[str, Any] = {
             "copies": copies,
@@ -117,11 +122,32 @@ class LiveFixes:
             self.switches.append(fix.switch)
             if fix is not copies:
                 fix.patch(self._patches)
-        hook = register_optimizer_step_post_hook(lambda *_: trial.turn())
+        hook = register_optimizer_step_post_hook(lambda *_: self._trained())
         self._patches.later(hook.remove)
         self._switch(self.switches, True)
         if self._tried:
             trial.compare(partial(self._switch, self.switches), self._judge)
+            self._inference.begin()
+            self._patches.later(self._inference.end)
+
+    def _trained(self) -> None:
+        """An optimizer has stepped. What was tried before, of a model that was only looked at, says nothing of this."""
+        assert self.trial is not None
+        if self._inference is not None:
+            self._inference.end()
+            self._inference = None
+            if self.trial.turns and self._tried:
+                for one in self._given_up:
+                    one.off_because = ""
+                self.result, self.trial.turns = None, 0
+                self.trial.begin_again()
+                self.trial.compare(partial(self._switch, self.switches), self._judge)
+                self._switch(self.switches, True)
+        self.trial.turn()
+
+    def _give_up(self, switch: FixSwitch, why: str) -> None:
+        switch.stop(why)
+        self._given_up.append(switch)
 
     def _offer(self, late: Any) -> None:
         setattr(builtins, NAME, late)
@@ -135,9 +161,12 @@ class LiveFixes:
         """What gains nothing here is left to the program as it is; the others are tried one by one."""
         self.result = result
         self._untried = [one for one in self.switches if one.done and one.name not in _BY_THEMSELVES]
+        if len(self._untried) == 1:
+            self._untried[0].saved = result.saved
         if result.gain < NOISE:
             for one in self._untried:
-                one.stop("together they gained nothing here" if len(self._untried) > 1 else "it gained nothing here")
+                together = len(self._untried) > 1
+                self._give_up(one, "together they gained nothing here" if together else "it gained nothing here")
         elif len(self._untried) > 1:
             self._try_next()
 
@@ -151,20 +180,25 @@ class LiveFixes:
 
     def _judge_alone(self, switch: FixSwitch, result: TrialResult) -> None:
         plain, fixed = round(median(result.plain)), round(median(result.fixed))
+        switch.saved = result.saved
         if result.gain < NOISE / 2:
-            switch.stop(f"without it a turn took {duration(plain)}, with it {duration(fixed)}")
+            self._give_up(switch, f"without it a turn took {duration(plain)}, with it {duration(fixed)}")
         else:
             switch.notes.append(f"by itself it saves {share(plain - fixed, plain)} of a turn")
         self._try_next()
 
-    def told(self) -> str:
-        """What was done, how often, and what it gained."""
+    def told(self, plan: Sequence[PlannedFix] = ()) -> str:
+        """What was done, how often, and what it gained; beside it what a plan of the program without fixes foretold."""
         if self.trial is None:
             return ""
         lines = ["keepbusy --fix", ""]
+        predicted = {one.name: foretold(plan, one) for one in self.switches}
         for one in self.switches:
-            lines += _about(one)
+            lines += [*_about(one), *_beside(one, predicted[one.name])]
         lines += ["", *_measured(self.trial.turns, self.result)]
+        if self.result is not None and any(predicted.values()):
+            whole = sum(one for one in predicted.values() if one)
+            lines.append(f"              foretold {duration(whole)} a turn in all, {_came(self.result.saved)}")
         return "\n".join(lines)
 
 
@@ -176,6 +210,16 @@ def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
     saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
     yield f"gain          {transition(plain, fixed)} a turn, {saved}"
     yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, in turns"
+
+
+def _beside(switch: FixSwitch, predicted: int | None) -> Iterator[str]:
+    """What was foretold of it, and what came."""
+    if predicted is not None and switch.done:
+        yield f"              foretold {duration(predicted)} a turn, {_came(switch.saved)}"
+
+
+def _came(saved: int | None) -> str:
+    return "not measured" if saved is None else f"came {duration(saved)}" if saved > 0 else "nothing came"
 
 
 def _range(times: Sequence[int]) -> str:

@@ -26,6 +26,8 @@ class FixSwitch:
         self.checked = 0
         """How often it was done both ways and compared."""
         self.off_because = ""
+        self.saved: int | None = None
+        """Of a turn, where turns with it and without it were compared."""
         self.notes: list[str] = []
         """What else there is to tell of it."""
 

@@ -1,20 +1,28 @@
 """Whether fixes gain anything here: turns with them and without them, in turns, and the times compared.
 
-A turn ends with a step of an optimizer. Times are those of events on the device, and nothing waits for them.
+A turn ends with a step of an optimizer; where nothing is trained, at the line that brings home what was computed.
+Times are those of events on the device, and nothing waits for them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch
 
+from keepbusy.fix.live.switch import Place, is_ours, place_of
+from keepbusy.instrument.patches import Function, Patches, left_alone
+
 _WARM_UP, _BLOCK, _ROUNDS, _SETTLE = 6, 4, 4, 1
 """Turns before the first trial, turns of a block, blocks of each kind, and turns between blocks that count for none."""
+_USUAL = 3
+"""Passes of a line that make it the end of a turn."""
 
 
 @dataclass
@@ -23,11 +31,18 @@ class TrialResult:
 
     plain: list[int]
     fixed: list[int]
+    plain_turns: range
+    """The last of the turns without them."""
 
     @property
     def gain(self) -> float:
         """The share of a turn that the fixes save."""
         return 1 - median(self.fixed) / median(self.plain)
+
+    @property
+    def saved(self) -> int:
+        """Of a turn."""
+        return round(median(self.plain) - median(self.fixed))
 
 
 class FixTrial:
@@ -84,10 +99,50 @@ class FixTrial:
             fixed, began, ended = self._marks.popleft()
             self._times[fixed].append(round(began.elapsed_time(ended) * 1e6 / _BLOCK))
         if not self._marks:
-            result = TrialResult(self._times[False], self._times[True])
+            last = self._first + (2 * _ROUNDS - 2) * (_BLOCK + _SETTLE) + _SETTLE
+            result = TrialResult(self._times[False], self._times[True], range(last, last + _BLOCK))
             self._switch = None
             self._forget()
             self._judge(result)
+
+
+class InferenceTurns:
+    """Turns of a program that only infers: it brings what it computed home, always at the same line."""
+
+    def __init__(self, turn: Callable[[], None]) -> None:
+        self._turn, self._patches = turn, Patches()
+        self._passes: Counter[Place] = Counter()
+        self._line: Place | None = None
+        self._over = False
+
+    def begin(self) -> None:
+        for name in ("item", "cpu", "tolist"):
+            self._patches.replace(torch.Tensor, name, self._reading)
+
+    def end(self) -> None:
+        self._over = True
+        self._patches.undo()
+
+    def _reading(self, plain: Function) -> Function:
+        @left_alone
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.is_cuda and not is_ours():
+                self.passed(sys._getframe(1))
+            return plain(tensor, *args, **kwargs)
+
+        return read
+
+    def passed(self, frame: FrameType) -> None:
+        """The program is at a line that reads, or that put its reading off."""
+        if self._over:
+            return
+        place = place_of(frame)
+        if self._line is None:
+            self._passes[place] += 1
+            if self._passes[place] == _USUAL:
+                self._line = place
+        if self._line == place:
+            self._turn()
 
 
 def _is_fixed(block: int) -> bool:

@@ -82,9 +82,10 @@ class _Lifted(cst.CSTTransformer):
         if isinstance(original_node, cst.For | cst.While):
             self._loops.pop()
             if self._function is not None and self._scopes[-1] not in self._loops:
-                function = self._function.with_changes(leading_lines=made.leading_lines)
-                self._function = None
-                return cst.FlattenSentinel([function, made.with_changes(leading_lines=[cst.EmptyLine(indent=False)])])
+                apart = cst.EmptyLine(indent=False)
+                above = [*made.leading_lines] or [apart]
+                function, self._function = self._function.with_changes(leading_lines=above), None
+                return cst.FlattenSentinel([function, made.with_changes(leading_lines=[apart])])
         return made
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802

@@ -6,8 +6,9 @@ and comments stay as they are, and what has been changed once is not changed aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import libcst as cst
 from libcst.codemod import CodemodContext
@@ -48,6 +49,12 @@ def edited(source: str, fix: str, lines: Sequence[int]) -> str | None:
     except (cst.ParserSyntaxError, RecursionError):
         return None
     return None if module is None or module.code == source else module.code
+
+
+def where_now(source: str, changed: str, lines: Iterable[int]) -> list[int]:
+    """The same lines once other fixes have moved them; those that were changed themselves are no longer there."""
+    same = SequenceMatcher(None, source.splitlines(), changed.splitlines(), autojunk=False).get_matching_blocks()
+    return [line - one.a + one.b for line in lines for one in same if one.a < line <= one.a + one.size]
 
 
 def edit_of(fix: str) -> SourceEdit | None:
