@@ -129,6 +129,31 @@ def test_ranks_are_fixed_together(folder: Path) -> None:
     assert "predicted; the same to the last bit\n" in done.stdout
 
 
+MANY_LAUNCHES = """\
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(12)]).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(20):
+    x = torch.ones(8, 16, device="cuda")
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(loss.item())
+"""
+
+
+def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
+    (folder / "train.py").write_text(MANY_LAUNCHES)
+    done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
+    assert "graph at train.py:" in done.stdout, done
+    assert "predicted; losses within 0.0001: Adam and its kin round differently in a graph" in done.stdout
+    assert "+@keepbusy.graph\n+def train_step(x):\n" in done.stdout
+    assert "+    loss = train_step(x)\n" in done.stdout
+
+
 def test_a_program_that_computes_something_else_each_time_is_told_so(folder: Path) -> None:
     source = BUSY.replace("torch.ones((),", "torch.tensor(os.urandom(1)[0] / 256,").replace("torch\n", "torch, os\n", 1)
     (folder / "train.py").write_text(source)

@@ -88,7 +88,9 @@ class Computed:
         of_weights, of_outputs = _first(self.weights, other.weights), _first(self.outputs, other.outputs)
         if of_weights:
             return f"its weights differ from step {of_weights} on"
-        return f"its outputs differ from number {of_outputs} on" if of_outputs else ""
+        if of_outputs:
+            return f"its outputs differ from number {of_outputs} on"
+        return "" if repr(self.last) == repr(other.last) else "its weights differ at the end"
 
     def _near(self, other: Computed, tolerance: float) -> str:
         """Losses, and the weights at the end; of steps that are replayed as a graph only these can be seen."""
