@@ -102,6 +102,10 @@ FLAGS = {
         "--write": (None, 0, False),
         "--on": ("DEVICE", None, "h200"),
         "--clock": (None, None, "measured"),
+        "--clocks": (None, None, "virtual"),
+        "--gpus": ("N", None, 1),
+        "--ranks": ("N", None, 1),
+        "-m": (None, 0, False),
         "program": ("SCRIPT", "A...", None),
     },
     "check": {
