@@ -113,7 +113,8 @@ def write(folder: Path, ranks: int) -> None:
             bodies[kind, clock] = head, igzip.compress(b'"traceEvents"' + body, 1)
         head, body = bodies[kind, clock]
         head = re.sub(rb'"rank": \d+, "world_size": 4', b'"rank": %d, "world_size": %d' % (rank, ranks), head)
-        head = head.replace(b'"pg_size": 4, "ranks": [0, 1, 2, 3]', b'"pg_size": %d, "ranks": %s' % (ranks, listed))
+        everyone = b'"pg_size": %d, "ranks": %a' % (ranks, [*range(ranks)])
+        head = head.replace(b'"pg_size": 4, "ranks": [0, 1, 2, 3]', everyone)
         name = f"node-{host:03d}_{4000 + rank}.{1790857026000000000 + rank * 1001}.pt.trace.json.gz"
         (folder / name).write_bytes(igzip.compress(head, 1) + body)
 
