@@ -126,7 +126,8 @@ def held(process: int) -> int:
         one = todo.pop()
         try:
             total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * 4096
-            todo += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+            for thread in Path(f"/proc/{one}/task").iterdir():
+                todo += map(int, (thread / "children").read_text().split())
         except (OSError, IndexError):
             continue
     return total

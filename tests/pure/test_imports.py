@@ -126,7 +126,7 @@ MOST_FILES = 12
 LINES = {
     "hang": 726,
     "timeline": 2310,
-    "traces": 2439,
+    "traces": 2444,
     "instrument": 1712,
     "recording": 3818,
     "virtual": 8937,

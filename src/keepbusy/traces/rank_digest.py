@@ -14,6 +14,7 @@ from keepbusy.timeline.replay import pace
 from keepbusy.timeline.steps import sample, whole_steps
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
 from keepbusy.traces.trace_facts import ranks_of
 from keepbusy.traces.trace_file import read_trace
 
@@ -58,9 +59,13 @@ def digest(path: str) -> RankDigest:
 
 
 def _outline(file: Trace) -> Trace:
+    """Each trace lists the ranks of all groups: of a thousand ranks that would be a million."""
+    said, facts = file.facts.get("distributedInfo"), {"deviceProperties": file.facts.get("deviceProperties")}
+    if isinstance(said, dict):
+        facts["distributedInfo"] = {name: said[name] for name in (RANK, WORLD_SIZE) if name in said}
     extent = [int(file.events.start.argmin()), int(file.events.end.argmax())]
     events = file.events.take(np.array(extent))
-    return replace(file, events=events, names=(), threads=(), collectives=(), memory=MemoryUse.of(0))
+    return replace(file, events=events, names=(), threads=(), collectives=(), memory=MemoryUse.of(0), facts=facts)
 
 
 def _collectives(timeline: Timeline) -> Timeline:
