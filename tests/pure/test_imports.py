@@ -128,12 +128,12 @@ LINES = {
     "timeline": 2310,
     "traces": 2444,
     "instrument": 1712,
-    "recording": 3818,
-    "virtual": 8937,
+    "recording": 3821,
+    "virtual": 8940,
     "explain": 4162,
-    "report": 3316,
-    "runtime": 5054,
-    "cli": 3372,
+    "report": 3320,
+    "runtime": 5068,
+    "cli": 3377,
     "fix": 4440,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -67,6 +67,10 @@ def _of_the_others(cluster: Cluster) -> Iterator[str]:
     if beyond > UNTOLD * cluster.step:
         part = f"{duration(beyond)} of the step ({share(beyond, cluster.step)})"
         yield f"{part} is more than the slowest needs: data travels, or now one comes last and now another."
+    yield from _different_work(cluster)
+
+
+def _different_work(cluster: Cluster) -> Iterator[str]:
     kinds = Counter(one.kind for one in cluster.ranks)
     if len(kinds) > 1:
         first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}

@@ -148,15 +148,20 @@ def _groups(times: Sequence[RankTimes], late: Floats, least: float) -> Iterator[
             yield [row for row in rows if row not in alone]
 
 
+def _by_distance(times: Sequence[RankTimes]) -> list[RankTimes]:
+    """Those first that are most like the others of their kind."""
+    own = {kind: [one.own for one in times if one.kind == kind] for kind in {one.kind for one in times}}
+    middle = {kind: float(np.median(mine)) for kind, mine in own.items()}
+    return sorted(times, key=lambda one: abs(one.own - middle[one.kind]))
+
+
 def _kept(times: Sequence[RankTimes], late: Sequence[Straggler]) -> list[int]:
     """Of each straggler its slowest rank, of each kind who is most like the others, then more of the largest kind."""
     of = {one.rank: one for one in times}
     first = [max(one.ranks, key=lambda rank: of[rank].own) for one in late[:KEPT_STRAGGLERS]]
     blamed = {rank for one in late for rank in one.ranks}
-    usual = [one for one in times if one.rank not in blamed] or list(times)
+    usual = _by_distance([one for one in times if one.rank not in blamed] or times)
     kinds = [one.kind for one in usual]
-    middle = {kind: float(np.median([one.own for one in usual if one.kind == kind])) for kind in set(kinds)}
-    usual.sort(key=lambda one: abs(one.own - middle[one.kind]))
     of_kind = {one.kind: one.rank for one in reversed(usual)}
     often = sorted(of_kind, key=lambda kind: -kinds.count(kind))
     largest = [one for one in usual if one.kind == often[0]]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -165,7 +166,9 @@ class Machine:
     def pause(self) -> HostThread:
         """The dispatcher called us: on the way it spent time that a GPU's kernel would not have cost."""
         self._calls += 1
-        return self.clock.pause(self._call_overhead)
+        host = self.clock.threads.get(get_ident()) or self.clock.host()
+        host.pause(self._call_overhead)
+        return host
 
     def pause_at(self) -> tuple[HostThread, int]:
         """The same, and the place of the call: see `place`."""

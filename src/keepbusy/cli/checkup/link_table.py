@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import permutations
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -158,7 +159,7 @@ def _pairs(links: LinkFigures) -> Iterator[Harm]:
     """Each two, held against what joins them, or against others that are joined alike."""
     slow: dict[tuple[str, str], list[tuple[float, str]]] = {}
     alike: dict[str, list[float]] = {}
-    pairs = [(one, other) for one in range(len(links.places)) for other in range(len(links.places)) if one != other]
+    pairs = list(permutations(range(len(links.places)), 2))
     for one, other in pairs:
         alike.setdefault(_join(links, one, other), []).append(links.rates[one][other])
     for one, other in pairs:
@@ -174,8 +175,12 @@ def _pairs(links: LinkFigures) -> Iterator[Harm]:
         named = f"{', '.join(first)} and {more} more" if more > 0 else listing(first)
         over = f" over {join}" if join else ""
         yield Harm(f"ranks {named} reach {_range([one for one, _ in found])} GB/s{over}, where {why}", _remedy(join))
-    pcie = sorted({one for one in alike if "PCIe" in one})
-    if pcie and not any(one.startswith("NVLink") for one in alike):
+    yield from _only_pcie(alike)
+
+
+def _only_pcie(joins: Iterable[str]) -> Iterator[Harm]:
+    pcie = sorted({one for one in joins if "PCIe" in one})
+    if pcie and not any(one.startswith("NVLink") for one in joins):
         yield Harm(
             f"no NVLink joins these GPUs, only {listing(pcie)}", "keep tensor parallelism to GPUs that NVLink joins"
         )

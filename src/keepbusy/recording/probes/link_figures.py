@@ -300,7 +300,15 @@ class _Rank:
 
     def _pairs(self) -> tuple[tuple[tuple[float, ...], ...], int]:
         size = 4 * COPIED if self.cuda else COPIED // 16
-        size = 4 * COPIED if self.cuda else COPIED // 16
+        known = {pair: times for told in self._of_all(self._received(size)) for pair, times in told.items()}
+        everyone = range(self.world)
+        rates = tuple(
+            tuple(size / known[f"{one} {other}"][0] if one != other else 0.0 for other in everyone) for one in everyone
+        )
+        return rates, round(median(small for _, small in known.values()))
+
+    def _received(self, size: int) -> dict[str, tuple[float, float]]:
+        """What messages to this rank took, large ones and small ones: one ends with its last byte there."""
         large, small = (torch.zeros(many, dtype=torch.uint8, device=self.device) for many in (size, LEAST))
         took: dict[str, tuple[float, float]] = {}
         for meeting in _meetings(self.world):
@@ -308,13 +316,8 @@ class _Rank:
             for one, other in (pair for two in meeting for pair in (two, two[::-1])):
                 if self.rank in (one, other):
                     times = self._message(one, other, large), self._message(one, other, small)
-                    took |= {f"{one} {other}": times} if self.rank == other else {}  # it ends with the last byte there
-        known = {pair: times for told in self._of_all(took) for pair, times in told.items()}
-        everyone = range(self.world)
-        rates = tuple(
-            tuple(size / known[f"{one} {other}"][0] if one != other else 0.0 for other in everyone) for one in everyone
-        )
-        return rates, round(median(small for _, small in known.values()))
+                    took |= {f"{one} {other}": times} if self.rank == other else {}
+        return took
 
     def _message(self, one: int, other: int, data: Tensor) -> float:
         """Nanoseconds from one rank to another, in the best of three rounds: what the link can do."""

@@ -265,7 +265,7 @@ class BatchTransfer:
             if isinstance(leaves[place], Tensor):  # of an unusual kind: it moves at once, on the loop's stream
                 leaves[place] = leaves[place].to(self.device, non_blocking=True)
         self._copy_stream.wait_stream(loop_stream)
-        moves = NonpackableMoves(self.device, self._copy_stream, loop_stream)
+        made: list[Tensor] = []
         with torch.cuda.stream(self._copy_stream):
             begun = timed_event(self._copy_stream)
             if layout.packed:
@@ -274,16 +274,30 @@ class BatchTransfer:
                 target.copy_(source, non_blocking=True)
             copied = timed_event(self._copy_stream)
             buffer.hold(alone, copied)
-            for place in others:
-                if moves_itself(leaves[place]):
-                    leaves[place] = moves.move(leaves[place])
-            batch = tree.close(iter(leaves), lambda value: value.to(self.device))
-            if self._then is not None:
-                batch = self._then(batch)
-                moves.add_tensors_of(batch, targets)
-            ready = timed_event(self._copy_stream) if others or self._then is not None else copied
+            if others or self._then is not None:
+                batch, made = self._finish(tree, leaves, others, targets, loop_stream)
+                ready = timed_event(self._copy_stream)
+            else:
+                batch, ready = tree.close(iter(leaves), self._bring), copied
         events = CopyEvents(begun, copied, ready, layout.size, layout.packed, layout.pageable)
-        return DeviceBatch(batch, [memory, *moves.made], loop_stream, events)
+        return DeviceBatch(batch, [memory, *made], loop_stream, events)
+
+    def _finish(
+        self, tree: BatchTree, leaves: list[Any], others: list[int], targets: list[Tensor], loop_stream: Any
+    ) -> tuple[Any, list[Tensor]]:
+        """What cannot be packed moves itself, and `then` is called: the batch, and the tensors that this made."""
+        moves = NonpackableMoves(self.device, self._copy_stream, loop_stream)
+        for place in others:
+            if moves_itself(leaves[place]):
+                leaves[place] = moves.move(leaves[place])
+        batch = tree.close(iter(leaves), self._bring)
+        if self._then is not None:
+            batch = self._then(batch)
+            moves.add_tensors_of(batch, targets)
+        return batch, moves.made
+
+    def _bring(self, value: Any) -> Any:
+        return value.to(self.device)
 
 
 def timed_event(stream: Any) -> Any:
