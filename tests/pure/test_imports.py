@@ -126,7 +126,7 @@ MOST_FILES = 12
 LINES = {
     "hang": 726,
     "timeline": 2310,
-    "traces": 2444,
+    "traces": 2449,
     "instrument": 1712,
     "recording": 3821,
     "virtual": 8940,
