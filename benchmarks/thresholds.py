@@ -38,9 +38,14 @@ EXPLAINED = {
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
         Threshold("MIDDLE", 0.5, "A read with launches of its step before and after it keeps it from being captured."),
         Threshold("COMPILED_AWAY", 1.0, "`torch.compile` takes away a fifth of what launches hold up."),
+        Threshold("MERGED_WORK", 1.0, "Half of what the GPU does in rounds is left once they are one call."),
         Threshold("COMPILING", 0, "Compiling takes twenty seconds, once."),
         Threshold("ONE_FIX", (), "Some remedies are one change however many lines they concern."),
         Threshold("WHOLE_LOOP", (), "A cause that has no place of its own is one change wherever it waits."),
+    ),
+    "keepbusy.explain.causes.rounds": (
+        Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
+        Threshold("THEIR_OWN", 0.0, "Rounds launch three quarters of what is launched while they last."),
     ),
     "keepbusy.explain.ledger": (Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),),
     "keepbusy.explain.plain": (

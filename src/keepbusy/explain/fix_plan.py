@@ -17,6 +17,7 @@ import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
 from keepbusy.explain.causes.peers import Pipeline, is_message, without_messages
+from keepbusy.explain.causes.rounds import Rounds, as_one, rounds_of
 from keepbusy.explain.diagnosis import (
     COMPUTING,
     Diagnosis,
@@ -32,12 +33,15 @@ from keepbusy.explain.edit import Edit
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
 from keepbusy.explain.remedies import (
+    ALL_AT_ONCE,
     CHECKPOINT,
     COMPILED,
+    FUSED,
     MORE_PIECES,
     MORE_WORKERS,
     ON_THE_GPU,
     ONE_FOR_ALL,
+    ONE_TABLE,
     PIECES_TOGETHER,
     REMEDIES,
     Remedy,
@@ -69,6 +73,9 @@ COMPILED_AWAY = 0.2
 two, a fifth, and three fifths. What calls no module, the backward pass and the optimizer are launched as before."""
 COMPILING = 20_000_000_000
 """What it took them once, in the median: 11 to 63 seconds."""
+MERGED_WORK = 0.5
+"""Of what the GPU does in rounds that become one, so much stays: nobody knows how full each of them keeps it. The range
+goes from none of it to all."""
 SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
 ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
@@ -87,6 +94,8 @@ class Candidate:
     edit: Edit
     in_the_middle: bool = False  # waits between the launches of one step, so that these cannot be captured together
     share: float = 1.0  # of what the edit gains, as much as is expected of the fix
+    bounds: tuple[Edit, ...] = ()  # the same at best and at worst, where that is not only a matter of recording
+    reason: str = ""
 
     @property
     def named(self) -> str:
@@ -94,8 +103,9 @@ class Candidate:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether some programs gain nothing by it: compiling leaves most launches, and small pieces fill no GPU."""
-        return self.remedy.api in (COMPILED.api, MORE_PIECES.api)
+        """Whether some programs gain nothing by it: compiling leaves most launches, small pieces fill no GPU, and of
+        rounds each may need the one before it."""
+        return self.remedy.api in (COMPILED.api, MORE_PIECES.api, ALL_AT_ONCE.api)
 
     @property
     def captures(self) -> bool:
@@ -104,14 +114,25 @@ class Candidate:
 
     @property
     def generality(self) -> int:
-        return max(GENERAL.get(cause, 0) for cause in self.causes)
+        return 0 if self.bounds else max(GENERAL.get(cause, 0) for cause in self.causes)
+
+    def bound(self, end: int) -> Edit:
+        """At best (0) and at worst (1)."""
+        return self.bounds[end] if self.bounds else self.edit
 
     def joined(self, other: Candidate) -> Candidate:
-        places = dict.fromkeys([*self.where, *other.where])
+        known = {str(place) for place in self.where}
+        places = [*self.where, *(place for place in other.where if str(place) not in known)]
         causes = dict.fromkeys([*self.causes, *other.causes])
         middle = self.in_the_middle or other.in_the_middle
+        bounds = tuple(self.bound(end) | other.bound(end) for end in range(2)) if self.bounds or other.bounds else ()
         return replace(
-            self, where=tuple(places), causes=tuple(causes), edit=self.edit | other.edit, in_the_middle=middle
+            self,
+            where=tuple(places),
+            causes=tuple(causes),
+            edit=self.edit | other.edit,
+            in_the_middle=middle,
+            bounds=bounds,
         )
 
 
@@ -127,6 +148,10 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
                 same[0] = same[0].joined(one)
             else:
                 same.append(one)
+    for one in () if as_it_is else _of_rounds(scene):
+        same = named.setdefault(one.fix, [])
+        beside = next((other for other in same if other.named == one.named), None)
+        same[:] = [other for other in same if other is not beside] + [beside.joined(one) if beside else one]
     return [*(one for same in named.values() for one in _few(same)), *_of_pipeline(scene)]
 
 
@@ -159,7 +184,39 @@ def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
     receives = messages[scene.within(scene.frames_with(Role.RECEIVES))[messages]]
     places = by_place(scene, receives if len(receives) else messages)
     edit, share = without_messages(scene), 1.0 - pipeline.stays
-    yield Candidate(remedy.name, remedy, tuple(places), ("pipeline_bubble",), edit, share=share)
+    reason = SMALLER_PIECES if remedy.api == MORE_PIECES.api else ""
+    yield Candidate(remedy.name, remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
+
+
+def _of_rounds(scene: Scene) -> Iterator[Candidate]:
+    """What a loop does to one small thing after another, as one call. All tables are one change."""
+    rounds = list(rounds_of(scene))
+    expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
+    places = by_place(scene, expected.rows)
+    table = scene.within(scene.frames_with(Role.TABLE))
+    there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
+    of_tables = [place for place in places if any(table[one.first].any() for one in there[place])]
+    for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
+        mine.sort(key=lambda place: -_time_at(scene, expected, places[place]))
+        rows = np.concatenate([places[place] for place in mine])
+        edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
+        said = _told_of(scene, [one for place in mine for one in there[place]])
+        remedy = ONE_TABLE if of_tables == mine else ALL_AT_ONCE
+        if remedy is ALL_AT_ONCE and mine[0].library.startswith("torch/optim/"):
+            remedy = FUSED
+        elif remedy is ALL_AT_ONCE:  # parameters and tables do not need each other; of others only their author knows
+            edit = limits[1]  # so nothing is expected beyond what launching them takes
+            said += " Where a round needs what the one before it computed, torch.compile is what is left."
+        yield Candidate(remedy.name, remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
+
+
+def _told_of(scene: Scene, rounds: Sequence[Rounds]) -> str:
+    launches = sum((scene.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
+    of_all, of_a_rank = (scene.command != NONE).sum(), scene.steps * len(scene.timeline.ranks)
+    return (
+        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches a step are there, in "
+        f"{max(one.times for one in rounds)} rounds that do the same."
+    )
 
 
 def _in_the_middle(scene: Scene, rows: Ints) -> bool:
@@ -246,10 +303,16 @@ class Search:
     def predict(self, chosen: frozenset[int]) -> Prediction:
         """From all that the edits give to what they give without those that may give nothing."""
         best, plain = self.forecast.predict(self.edit(chosen)), self.forecast.plain.step
+        best = reduce(Prediction.widened, map(self.forecast.predict, self._bounds(chosen)), best)
         sure = frozenset(index for index in chosen if not self.candidates[index].is_uncertain)
         step = plain - self.gain(chosen)
         high = self.predict(sure).high if sure != chosen else min(plain, step + best.high - best.step)
         return Prediction(step, min(best.low, step), max(step, high))
+
+    def _bounds(self, chosen: frozenset[int]) -> Iterator[Edit]:
+        """At best and at worst, if that is another question for one of them."""
+        for end in range(2) if any(self.candidates[index].bounds for index in chosen) else ():
+            yield reduce(or_, [self.candidates[index].bound(end) for index in sorted(chosen)])
 
     def best_set(self, done: frozenset[int]) -> frozenset[int]:
         """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise.
@@ -351,7 +414,7 @@ def _planned(
         needs=_needed(search, index, partners, alone),
         instead=tuple(_instead(search, index, done)),
         edit=one.edit if one.share == 1 else None,
-        reason=SMALLER_PIECES if one.remedy.api == MORE_PIECES.api else "",
+        reason=one.reason,
     )
 
 

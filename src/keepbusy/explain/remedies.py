@@ -286,6 +286,26 @@ MORE_PIECES = Remedy(
 )
 
 
+FUSED = Remedy(
+    "fuse_optimizer",
+    "The optimizer updates one parameter after the other: fused, or with foreach=True, a few launches do.",
+    "torch.optim.AdamW(model.parameters(), fused=True)  # or foreach=True",
+    "torch.optim.AdamW",
+)
+ONE_TABLE = Remedy(
+    "one_table",
+    "Each table is looked up and updated by itself: as one table, with an offset for the rows of each, it is one call.",
+    "rows = table(ids + offsets)  # nn.EmbeddingBag(sum(sizes), width, sparse=True), in place of a table a feature",
+    "torch.nn.EmbeddingBag",
+)
+ALL_AT_ONCE = Remedy(
+    "do_at_once",
+    "The same is done to one small thing after another: stack them, and do it once.",
+    "torch.func.vmap(function)(stacked)  # or torch._foreach_add_(tensors, others)",
+    "torch.func.vmap",
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Seen:
     """A cause at one place."""

@@ -49,6 +49,8 @@ class Role(IntFlag):
     SHARDS = 65536  # FSDP's own: parameters are gathered, gradients scattered
     RECEIVES = 131072  # of messages, the one that comes
     PIECE = 262144  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
+    LAYER = 524288  # an operator that multiplies matrices: what comes next needs it
+    TABLE = 1048576  # an operator on rows of a table, or on its sparse gradient
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -76,6 +78,7 @@ _OPERATORS = (
     (("nonzero", "equal", "unique2", "_unique2"), Role.READS),
     (("_to_copy", "copy_"), Role.MOVES),
     (("div_", "div", "mul_", "mul"), Role.SCALES),
+    (("embedding", "embedding_bag", "coalesce", "sparse_mask"), Role.TABLE),
 )
 _MAKES = re.compile(
     r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
@@ -85,6 +88,9 @@ _SHAPES = re.compile(
     r"(mul|add|sub|div|neg|clamp|pow|sqrt|rsqrt|exp|log|sin|cos|abs|sigmoid|tanh|where|lt|gt|le|ge|eq|ne"
     r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
     r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
+)
+_LAYER = re.compile(
+    r"(mm|addmm|bmm|baddbmm|matmul|linear|einsum|convolution|lstm|gru|rnn_tanh|scaled_dot_product_attention)$"
 )
 _ATEN = "aten::"
 _OBJECTS = re.compile(r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list)$")
@@ -137,6 +143,7 @@ def _role(name: str) -> int:
         for operators, one in _OPERATORS:
             role |= one if operator in operators else 0
         role |= Role.MAKES if _MAKES.match(operator) else 0
+        role |= Role.LAYER if _LAYER.match(operator) else 0
         role |= Role.SHAPES if _SHAPES.match(operator) else 0
     else:
         for beginnings, one in _BEGINNINGS:
