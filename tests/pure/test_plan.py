@@ -24,6 +24,7 @@ from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import (
     Cause,
     Diagnosis,
+    Harmless,
     Late,
     LoopDiagnosis,
     PlannedFix,
@@ -634,6 +635,15 @@ def test_only_what_is_planned_leaves_the_harmless_ones() -> None:
     found = told(two_reads)
     some = [replace(one, causes=("allocator",)) for one in found.plan]
     assert without_planned(found.harmless, some) == found.harmless
+
+
+def test_a_loader_that_the_run_waits_for_is_not_said_to_cost_nothing() -> None:
+    """The few recorded steps had batches in store; the plan speaks of the run's loader, where it is made."""
+    seen = Harmless("input_late", Where("train.py", 64, exact=True), 1.0, "the step is launch-bound")
+    late = with_loader((), [use(workers=1)], replace(HEALTHY, run=TREE))
+    assert without_planned([seen], late) == ()
+    assert without_planned([seen], told(two_reads).plan) == (seen,)
+    assert "and there is 1 worker and 16 cores." in late[0].reason
 
 
 def test_what_the_plan_saves_of_a_long_run() -> None:

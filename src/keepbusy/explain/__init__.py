@@ -125,10 +125,11 @@ def _explained(
     )
     rare = rare_of(timeline, ordinary, workers)
     told = replace(ordinary, rare=rare, later=later_of(timeline, workers))
+    plan = plan_of_run(told, timeline.facts.loaders)
     return replace(
         told,
-        plan=plan_of_run(told, timeline.facts.loaders),
-        harmless=without_planned(ordinary.harmless, ordinary.plan),
+        plan=plan,
+        harmless=without_planned(ordinary.harmless, (*ordinary.plan, *plan)),
         notes=(*ordinary.notes, *left_unexplained(timeline, rare)),
     )
 

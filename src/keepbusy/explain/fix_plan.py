@@ -17,7 +17,7 @@ import numpy as np
 
 from keepbusy.explain.causes.finding import Finding
 from keepbusy.explain.causes.peers import Pipeline, is_message, without_messages
-from keepbusy.explain.causes.rounds import Rounds, as_one, rounds_of
+from keepbusy.explain.causes.rounds import CallRounds, as_one, rounds_of
 from keepbusy.explain.diagnosis import (
     COMPUTING,
     Diagnosis,
@@ -210,7 +210,7 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         yield Candidate(remedy.name, remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
 
 
-def _told_of(scene: Scene, rounds: Sequence[Rounds]) -> str:
+def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
     launches = sum((scene.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
     of_all, of_a_rank = (scene.command != NONE).sum(), scene.steps * len(scene.timeline.ranks)
     return (
@@ -533,6 +533,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     batches = max(1, use.batches)
     turn = round((use.looped or use.turn * batches + use.waited) / batches) - saved // batches
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
+    are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
     code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
     return _row(
         MORE_WORKERS._replace(fix=f"num_workers={enough}", code=code),
@@ -543,7 +544,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
         run_gain=saved,
         reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
         f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
-        f"and there are {use.workers or 'no'} workers and {use.cores} cores.",
+        f"and there {are} and {use.cores} cores.",
     )
 
 
@@ -718,9 +719,14 @@ def _of_line(part: Part) -> Plan:
 
 
 def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) -> tuple[Harmless, ...]:
-    """What gains something in a set of fixes is not without cost, whatever it gains alone."""
+    """What gains something in a set of fixes is not without cost, whatever it gains alone.
+
+    Nor is a loader that the run waits for, though recorded steps may not have: it is planned where it is made.
+    """
     planned = {(cause, str(place)) for one in plan for cause in one.causes for place in one.where}
-    return tuple(one for one in harmless if (one.cause, str(one.where)) not in planned)
+    waits = any("input_late" in one.causes for one in plan)
+    left = (one for one in harmless if not (waits and one.cause == "input_late"))
+    return tuple(one for one in left if (one.cause, str(one.where)) not in planned)
 
 
 def turns_of(run: Part | None, place: str) -> int:

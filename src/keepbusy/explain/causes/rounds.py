@@ -22,7 +22,7 @@ THEIR_OWN = 0.75
 """Of what is launched from the first round to the last: where less is theirs, they are part of a larger loop."""
 
 
-class Rounds(NamedTuple):
+class CallRounds(NamedTuple):
     """What one call does over and over, along a few paths, each as often as there are rounds, or so many times."""
 
     times: int
@@ -38,7 +38,7 @@ class _Frames(NamedTuple):
     others: Ints
 
 
-def as_one(scene: Scene, rounds: Sequence[Rounds], stays: float) -> Finding:
+def as_one(scene: Scene, rounds: Sequence[CallRounds], stays: float) -> Finding:
     """All rounds in one call: of what the GPU does in all but the first, this share stays."""
     draft, spans = Draft("launch_bound", scene), scene.timeline.spans
     for one in rounds:
@@ -58,7 +58,7 @@ def _commands(scene: Scene, rows: Ints) -> Ints:
     return np.flatnonzero(launched[scene.launch])
 
 
-def rounds_of(scene: Scene) -> list[Rounds]:
+def rounds_of(scene: Scene) -> list[CallRounds]:
     """The outermost ones of each call."""
     found = list(_frames_of_rounds(scene))
     first, others = _rows_in(scene, [one.first for one in found]), _rows_in(scene, [one.others for one in found])
@@ -69,7 +69,7 @@ def rounds_of(scene: Scene) -> list[Rounds]:
     for one, begins, goes_on in zip(found, first, others, strict=True):
         inside = around[one.call]
         inside = inside[(inside > begins[-1]) & (inside < goes_on[-1])]
-        rounds.append(Rounds(one.times, begins, goes_on, inside[~launches[inside]]))
+        rounds.append(CallRounds(one.times, begins, goes_on, inside[~launches[inside]]))
     return rounds
 
 
