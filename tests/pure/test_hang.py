@@ -127,9 +127,12 @@ def test_messages(tmp_path: Path) -> None:
     both = verdict(tmp_path, [message("send", "0->1")], [message("recv", "1<-0")])
     assert both.stuck == ()  # both are there: it is under way
     alone = verdict(tmp_path, [message("send", "0->1")], [message("send", "1->0", state="completed")])
-    assert "Rank 1 never came to send, message 1 of default_pg; rank 0 waits there.\n" in text(alone)
+    assert "Rank 1 never received message 1 of default_pg; rank 0 waits for it.\n" in text(alone)
     smaller = verdict(tmp_path, [message("send", "0->1")], [message("recv", "1<-0", size=4)])
     assert "Ranks disagree in message 1 of default_pg: send 0→1 8 Float on rank 0 and recv 0→1 4 Float" in text(smaller)
+    late = [message("send", "0->1"), message("recv", "0<-1")]  # both in one launch: the second is what it waits for
+    half = verdict(tmp_path, late, [message("recv", "1<-0", state="completed")])
+    assert "Rank 1 never sent message 1 of default_pg; rank 0 waits for it.\n" in text(half)
     lost = verdict(tmp_path, [message("recv", "0<-1")], None)
     assert "Rank 0 waits in recv, message 1 of default_pg; of rank 1 nobody knows.\n" in text(lost)
 

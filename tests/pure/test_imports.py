@@ -124,7 +124,7 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "hang": 726,
+    "hang": 748,
     "timeline": 2317,
     "traces": 2449,
     "instrument": 1712,

@@ -39,12 +39,17 @@ def _sentence(one: StuckCall) -> str:
     waiting = f"{_ranks(one.waiting)} {'waits' if len(one.waiting) == 1 else 'wait'}"
     if one.differ:
         return f"Ranks disagree in {where.partition(', ')[2]}: {_sides(one)}."
+    if one.culprits and _is_message(one):
+        does = "sent" if one.kind == "recv" else "received"
+        return f"{_capital(_ranks(one.culprits))} never {does} message {one.number} of {_group(one)}; {waiting} for it."
     if one.culprits:
         return f"{_capital(_ranks(one.culprits))} never came to {where}; {waiting} there."
     if one.unknown:
         return f"{_capital(waiting)} in {where}; of {_ranks(one.unknown)} nobody knows."
     if one.held:
         return f"{_capital(waiting)} in {where}, for {_ranks(one.held)}, which {_wait_elsewhere(one.held)}."
+    if len(one.calls) == 1:
+        return f"{_capital(waiting)} in {where}, where no other rank is to come."
     return f"All {len(one.calls)} ranks are in {where}, alike, and it has not ended on {_ranks(one.waiting)}."
 
 

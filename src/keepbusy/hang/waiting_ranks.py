@@ -144,6 +144,7 @@ class _Job:
 
     def _message(self, rank: int, call: CollectiveCall, part: Operand) -> StuckCall | None:
         """None where the other end is there and takes as much: then the network is at it, or another message."""
+        call = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
         log, ends = self.logs[rank], part.ends or (0, 0)
         members = sorted(self._members(call.group, log.groups.get(call.group, ())))
         place = ends[1] if part.kind == "send" else ends[0]
@@ -153,11 +154,27 @@ class _Job:
             return StuckCall(call.group, title, call.number, {rank: call}, {}, (peer,), False)
         its = [one for one in self.logs[peer].calls if one.is_message and one.group == call.group]
         other = next((one for one in its if not one.ended and _other_end(one, part)), None)
+        if not other and _all_known(its, log.calls, call.group) and _count(its, part, True) >= _count(log.calls, part):
+            return None  # it has ended there: what this call waits for is another part of it
         if not other:
             return StuckCall(call.group, title, call.number, {rank: call}, {peer: its[-1] if its else None}, (), False)
         if part.kind == "recv" or _size(part) == _size(_other_end(other, part) or part):
             return None
         return StuckCall(call.group, title, call.number, {rank: call, peer: other}, {}, (), True)
+
+
+def _all_known(its: Sequence[CollectiveCall], mine: Sequence[CollectiveCall], group: str) -> bool:
+    """Whether both rings still hold their first message of the group."""
+    first = [
+        min((one.number for one in calls if one.is_message and one.group == group), default=2) for calls in (its, mine)
+    ]
+    return max(first) <= 1
+
+
+def _count(calls: Sequence[CollectiveCall], part: Operand, opposite: bool = False) -> int:
+    """How many messages of these ends there are, or on the other rank how many of their other ends."""
+    parts = [one for call in calls for one in call.operands if one.ends == part.ends]
+    return sum((one.kind != part.kind) == opposite for one in parts)
 
 
 def _other_end(call: CollectiveCall, part: Operand) -> Operand | None:
