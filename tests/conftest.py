@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 
 import pytest
@@ -21,6 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
         if any(fixture.scope == "module" for fixtures in shared for fixture in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection of garbage, such as comes before each graph, need not search it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

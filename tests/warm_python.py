@@ -4,13 +4,13 @@ Starting Python and importing PyTorch takes two seconds of the processor, and so
 What is asked for goes in and comes out as lines of JSON; what the command prints goes to files, as it would to a pipe.
 What a test wants to know of Python's own start (streams, `sys.argv`, what is imported) needs a Python of its own.
 
-Ranks of `--ranks` are forks as well, with what torchrun would tell them; `agent=True` lets torchrun itself start them.
+Ranks of `--ranks` are forks as well, with what torchrun would tell them, and so is `keepbusy` where a verb starts it
+anew, as `check`, `fix` and `plan` do; `agent=True` lets both start as they do for a user.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import json
 import os
@@ -21,12 +21,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 SOURCES = Path(__file__).parents[1] / "src"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+"""Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
     *("keepbusy.cli.run", "keepbusy.explain", "keepbusy.recording.recorder", "keepbusy.report.terminal"),
     *("keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run", "sympy", "torch._dynamo", "torch.profiler"),
@@ -64,12 +68,16 @@ class WarmPython:
         env: Mapping[str, str] | None = None,
         timeout: int = 600,
         agent: bool = False,
+        ranks: int = 0,
     ) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` of `python` with a script, with `-m module` or `-c text`; output is captured as text."""
+        """As `subprocess.run` of `python` with a script, with `-m module` or `-c text`; output is captured as text.
+
+        `ranks`: so many of them at a time, as torchrun would start them.
+        """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
             paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, error)]
             env = {**os.environ, "PYTHONPATH": str(SOURCES)} if env is None else {**env}
-            asked = {"command": command, "cwd": str(cwd), "env": env, "paths": paths, "agent": agent}
+            asked = {"command": command, "cwd": str(cwd), "env": env, "paths": paths, "agent": agent, "ranks": ranks}
             assert self._process.stdin
             assert self._process.stdout
             asked["timeout"] = timeout
@@ -89,7 +97,7 @@ class WarmPython:
         self._process.wait()
 
 
-@functools.cache
+@cache
 def warm() -> WarmPython:
     """That of this process of tests."""
     python = WarmPython()
@@ -115,13 +123,27 @@ def _serve() -> None:
         if not child:
             answers.close()
             if not asked["agent"]:
-                launch.launch = _forked_ranks
-            _run(asked["command"], asked["cwd"], asked["env"], asked["paths"])
+                launch.launch = _launched
+                setattr(subprocess, "_fork_exec", _started)  # noqa: B010
+            place = asked["command"], asked["cwd"], asked["paths"]
+            if asked["ranks"]:
+                sys.exit(_forked(asked["ranks"], partial(_run, *place, asked["env"])))
+            _run(*place, asked["env"], {})
         print(json.dumps(_status(child, asked["timeout"])), file=answers, flush=True)
 
 
-def _forked_ranks(count: int, command: Sequence[str]) -> int:
-    """Stands in for torchrun's agent: when one rank fails, the others are ended."""
+def _launched(count: int, command: Sequence[str]) -> int:
+    """Stands in for torchrun's agent."""
+
+    def run(rank: Mapping[str, str]) -> NoReturn:
+        os.environ |= rank
+        sys.exit(import_module("keepbusy.cli").main(["run", *command]))
+
+    return _forked(count, run)
+
+
+def _forked(count: int, run: Callable[[dict[str, str]], NoReturn]) -> int:
+    """So many ranks; when one fails, the others are ended."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
@@ -130,8 +152,7 @@ def _forked_ranks(count: int, command: Sequence[str]) -> int:
     for rank in range(count):
         child = os.fork()
         if not child:
-            os.environ |= meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            sys.exit(import_module("keepbusy.cli").main(["run", *command]))
+            run(meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         left.add(child)
     failed = False
     while left:
@@ -142,6 +163,39 @@ def _forked_ranks(count: int, command: Sequence[str]) -> int:
             for child in left:
                 os.kill(child, signal.SIGTERM)
     return int(failed)
+
+
+_fork_exec = getattr(subprocess, "_fork_exec")  # noqa: B009
+
+
+def _started(arguments: Sequence[str], executables: object, closes: bool, kept: object, *rest: Any) -> int:
+    """Stands in for what `subprocess` starts a program with, where that is `keepbusy`."""
+    if [*arguments[:3]] != [sys.executable, "-m", "keepbusy"]:
+        return int(_fork_exec(arguments, executables, closes, kept, *rest))
+    child = os.fork()
+    if child:
+        return child
+    folder, environment, *ends = rest[:8]
+    for number, end in enumerate((ends[0], ends[3], ends[5])):  # of its standard input, output and error
+        if end >= 0:
+            os.dup2(end, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    vars(weakref.finalize)["_registry"].clear()  # what its parent has still to tidy up is not its own
+    getattr(atexit, "_clear")()  # noqa: B009
+    if environment is not None:
+        os.environ.clear()
+        os.environb.update(entry.split(b"=", 1) for entry in environment)
+    os.chdir(folder or ".")
+    sys.argv, code = ["keepbusy", *arguments[3:]], 1
+    try:
+        code = import_module("keepbusy.cli").main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        getattr(atexit, "_run_exitfuncs")()  # noqa: B009
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _status(child: int, timeout: int) -> int | None:
@@ -155,7 +209,9 @@ def _status(child: int, timeout: int) -> int | None:
     return status if ended else None
 
 
-def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], paths: Sequence[str]) -> NoReturn:
+def _run(
+    command: Sequence[str], folder: str, paths: Sequence[str], environment: dict[str, str], rank: dict[str, str]
+) -> NoReturn:
     """Of what a fresh Python reads at its start: the environment, the import path, sitecustomize."""
     os.chdir(folder)
     for number, path in enumerate(("/dev/null", *paths)):
@@ -163,7 +219,7 @@ def _run(command: Sequence[str], folder: str, environment: Mapping[str, str], pa
         os.dup2(opened, number)
         os.close(opened)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment | rank)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     how = command[0] if command[0] in ("-m", "-c") else ""
     first = folder if how else str(Path(command[0]).parent)

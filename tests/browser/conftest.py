@@ -42,17 +42,44 @@ def opened(chromium: Any, tmp_path: Path) -> Iterator[Open]:
         context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda asked: complaints.append(asked.url) if _is_fetched(asked.url, path) else None)
-        page.goto(path.as_uri())
-        page.wait_for_selector("main:not([aria-busy])")
+        _listen(page, path, complaints)
+        _show(page, path)
         return page
 
     yield open_page
     for context in contexts:
         context.close()
     assert complaints == []
+
+
+@pytest.fixture(scope="session")
+def opened_in_turn(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """Opens one page after the other in the same tab: for tests that ask their programs and look at nothing."""
+    complaints: list[str] = []
+    path = tmp_path_factory.mktemp("page") / "run.html"
+    context = chromium.new_context(viewport={"width": 320, "height": 240})
+    page = context.new_page()
+    _listen(page, path, complaints)
+
+    def open_page(html: str) -> Any:
+        path.write_text(html, encoding="utf-8")
+        _show(page, path)
+        assert complaints == []
+        return page
+
+    yield open_page
+    context.close()
+
+
+def _listen(page: Any, path: Path, complaints: list[str]) -> None:
+    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda asked: complaints.append(asked.url) if _is_fetched(asked.url, path) else None)
+
+
+def _show(page: Any, path: Path) -> None:
+    page.goto(path.as_uri())
+    page.wait_for_selector("main:not([aria-busy])")
 
 
 def _is_fetched(url: str, path: Path) -> bool:

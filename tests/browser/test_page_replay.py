@@ -96,9 +96,9 @@ def assert_same(said: dict[str, Any], timeline: Timeline, edits: list[Edit]) -> 
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_page_replays_a_recording_as_it_is_and_with_everything_fixed(path: Path, opened: Any) -> None:
+def test_the_page_replays_a_recording_as_it_is_and_with_everything_fixed(path: Path, opened_in_turn: Any) -> None:
     timeline = whole_of(path)
     edits = [finding.edit for finding in findings(Scene(timeline)).values()]
-    page = opened(page_of(timeline, edits))
+    page = opened_in_turn(page_of(timeline, edits))
     assert_same(page.evaluate("() => keepbusy.replayed([])"), timeline, [])
     assert_same(page.evaluate(EVERYTHING), timeline, edits)

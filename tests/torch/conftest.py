@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from warm_python import SOURCES, WarmPython
+from warm_python import SOURCES, Run, WarmPython
 
 torch = pytest.importorskip("torch")
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,8 +25,12 @@ def machine():
     """The whole process has its virtual GPUs from here on."""
     if torch.version.cuda is not None and torch.cuda.is_available():
         pytest.skip("there is a real GPU here")
+    for module in ("sympy", "torch._dynamo"):  # PyTorch imports them once the shape of a result is computed
+        import_module(module)
     from keepbusy.virtual.virtual_run import Options, start
 
+    gc.freeze()
+    torch.set_num_threads(1)  # a sum comes out by how many share it, and tests share the processors as it is
     start(Options(devices=8, measured=False, script_clocks=False, one_generator=True))
     from keepbusy.virtual.machine import MACHINE
 

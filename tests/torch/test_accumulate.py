@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm
 
 from keepbusy.runtime.accumulate import accumulate
 
@@ -109,13 +108,8 @@ def test_what_it_cannot_do_is_said_at_the_call(model: Any, options: dict[str, An
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, Any]:
     """What two ranks over gloo found: `accumulate_ranks.py`."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "accumulate_ranks.py"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    finished = warm().python(
+        "accumulate_ranks.py", cwd=Path(__file__).parent, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, ranks=2
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(finished.stdout)

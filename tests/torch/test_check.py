@@ -40,8 +40,8 @@ main()
 READS = HEALTHY.replace("total += loss.detach()", "total += loss.item()")
 
 
-def keepbusy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return warm().keepbusy(*arguments, cwd=folder)
+def keepbusy(folder: Path, *arguments: str, agent: bool = False) -> subprocess.CompletedProcess[str]:
+    return warm().keepbusy(*arguments, cwd=folder, agent=agent)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def code_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> i
 
 
 def test_a_read_that_costs_nothing_is_seen_and_two_checks_say_the_same(folder: Path) -> None:
-    first, second = (keepbusy(folder, "check", "train.py") for _ in range(2))
+    first, second = (keepbusy(folder, "check", "train.py", agent=started_anew) for started_anew in (False, True))
     assert first.returncode == second.returncode == 1
     report = first.stdout.split("keepbusy check")[1]
     assert second.stdout.split("keepbusy check")[1] == report

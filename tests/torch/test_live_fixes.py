@@ -36,13 +36,16 @@ def plain(source: bytes, path: str) -> Any:
 
 
 def fixed(source: str, path: str, tried: bool = True) -> tuple[str, LiveFixes]:
-    fixes = LiveFixes(chosen(), tried)
+    fixes, frozen = LiveFixes(chosen(), tried), gc.get_freeze_count()
     fixes.begin()
     try:
         return found_by(source, path, fixes.compile), fixes
     finally:
         fixes.end()
-        gc.unfreeze()
+        if gc.get_freeze_count() > frozen:  # one of the fixes does so
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
 
 
 @pytest.mark.parametrize("name", fix_programs.PROGRAMS)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SOURCES
 from torch import nn
 from torch.utils.data import DataLoader
+from warm_python import SOURCES
 
 import keepbusy
 from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, Pauses, without_processor

@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import SOURCES
-from warm_python import WarmPython
+from warm_python import SOURCES, WarmPython
 
 LOOP = """\
 import sys

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Run
+from warm_python import Run, warm
 
 import keepbusy
 
@@ -19,14 +17,8 @@ Found = dict[str, Any]
 
 
 def found_by(ranks: int) -> Found:
-    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    finished = subprocess.run(
-        [*torchrun, "--nproc-per-node", str(ranks), "spread_ranks.py"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    finished = warm().python(
+        "spread_ranks.py", cwd=Path(__file__).parent, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks
     )
     assert finished.returncode == 0, finished.stderr[-5000:]
     return json.loads(finished.stdout) | {"told": finished.stderr}
