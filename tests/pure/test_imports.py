@@ -131,7 +131,7 @@ LINES = {
     "recording": 3825,
     "virtual": 8940,
     "explain": 4420,
-    "report": 3322,
+    "report": 3323,
     "runtime": 5068,
     "cli": 3377,
     "fix": 4440,

@@ -140,9 +140,10 @@ def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) 
     for late in one.late:
         yield tame(lateness(late, diagnosis.given))
     if one.needs and not waits:
-        needed = partners or words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
+        named = words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
+        needed = f" {partners}" if partners else f": {named}"
         alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
-        yield f"{alone}it goes together with {needed}"
+        yield f"{alone}it goes together with{needed}"
     if one.instead:
         yield f"or {tame(words.fix(one.instead[0]), 80)} instead: either of the two"
 
