@@ -35,12 +35,12 @@ def chosen(
     paths: Sequence[str], on_progress: Callable[[str, float], Any]
 ) -> tuple[list[str], Cluster, tuple[str, ...]]:
     """Which files to read whole, what all of them told, and what the reader should know of those that did not."""
-    digests, faults = list[RankDigest](), list[BadInput]()
-    for _, answer in each_of(list(paths), digest, on_progress):
-        (faults if isinstance(answer, BadInput) else digests).append(answer)  # type: ignore[arg-type]
+    answers = dict(each_of(list(paths), digest, on_progress))
+    in_order = [answers[index] for index in range(len(paths))]
+    digests = [one for one in in_order if not isinstance(one, BadInput)]
+    faults = [one for one in in_order if isinstance(one, BadInput)]
     if not digests:
         raise faults[0]
-    digests.sort(key=lambda one: one.file.path)
     ranks = ranks_of([one.file for one in digests])
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
     digests, ranks = [digests[index] for index in order], [ranks[index] for index in order]
