@@ -188,3 +188,10 @@ def test_a_program_that_fails_is_told_of_in_a_sentence(folder: Path) -> None:
     done = keepbusy(folder, "fix", "train.py")
     assert done.returncode == 2
     assert done.stderr == "keepbusy: train.py ended with exit code 1: ValueError: no data\n"
+
+
+def test_a_program_that_uses_no_gpu_is_told_so(folder: Path) -> None:
+    (folder / "train.py").write_text("import torch; print(torch.ones(2).sum())")
+    done = keepbusy(folder, "fix", "train.py")
+    assert done.returncode == 2
+    assert done.stderr == "keepbusy: train.py ran nothing on the GPU.\n"

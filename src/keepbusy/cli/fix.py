@@ -36,8 +36,8 @@ examples:
   keepbusy fix -m package.train --steps 20
   keepbusy fix --ranks 2 train.py --steps 20
 
-The program is run several times, so give it the arguments of a short run. Python's and NumPy's random numbers begin
-at the same place in each.
+The program is run several times, so give it the arguments of a short run. Random numbers of PyTorch,
+Python and NumPy begin at the same place in each.
 """
 LEAST_GAIN = 0.01
 """Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
@@ -138,6 +138,8 @@ class CandidateRuns:
         folder.mkdir()
         self._run(sources, folder, f"run {self._count} of {self.name}, {what}")
         timeline = load(folder / "run.busy")
+        if not timeline.on_device.any():
+            raise BadInput(f"{self.name} ran nothing on the GPU.")
         return Tried(explained(timeline), int(timeline.spans.end.max()), Computed.read(folder))
 
     def proven(
@@ -174,7 +176,10 @@ class CandidateRuns:
         if not self._agrees:
             different = own.computed.same(self.tried({}, "as it is, again").computed, 0)
             if different:
-                raise BadInput(f"this program does not compute the same twice ({different}), so nothing can be proven")
+                raise BadInput(
+                    f"this program does not compute the same twice ({different}), so nothing can be proven: "
+                    "give it a seed, and no checkpoint to resume from"
+                )
             self._agrees = True
 
     def _run(self, sources: dict[str, str], folder: Path, what: str) -> None:
