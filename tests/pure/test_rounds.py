@@ -42,22 +42,26 @@ def parameters(run: Run) -> None:
 
 
 def tables(run: Run) -> None:
-    """Forty tables, and a sparse gradient of each, whose length is read."""
+    """Forty tables, as a virtual GPU calls them, and a sparse gradient of each, whose length is read."""
     with run.inside(FORWARD):
         for _ in range(40):
-            run.work(20, at=["aten::embedding_bag"]).launch(10, at=["aten::embedding_bag"])
+            run.work(20, at=["aten::_embedding_bag"]).launch(10, at=["aten::_embedding_bag"])
     rest(run)
     with run.inside("Optimizer.step#SparseAdam.step", "torch/optim/_functional.py(24): sparse_adam"):
         for _ in range(40):
             run.work(60, at=["aten::coalesce"]).launch(500, at=["aten::coalesce"]).sync(at=["aten::coalesce"])
 
 
-def layers(run: Run) -> None:
+def layers(run: Run, product: str = "aten::linear") -> None:
     """Each needs the one before it."""
     with run.inside(FORWARD):
         for _ in range(40):
-            for operator in ("aten::layer_norm", "aten::linear", "aten::gelu"):
+            for operator in ("aten::layer_norm", product, "aten::gelu"):
                 run.work(60, at=[operator]).launch(10, at=[operator])
+
+
+def layers_of_attention(run: Run) -> None:
+    layers(run, "aten::_scaled_dot_product_flash_attention")
 
 
 def steps_of_a_sampler(run: Run) -> None:
@@ -119,6 +123,6 @@ def test_tables_and_their_sparse_gradients_are_one_change() -> None:
     assert one.predicted.high == near(500 + 40 * 510, 0.06)
 
 
-@pytest.mark.parametrize("body", [layers, steps_of_a_sampler, few])
+@pytest.mark.parametrize("body", [layers, layers_of_attention, steps_of_a_sampler, few])
 def test_what_needs_the_one_before_it_is_no_loop_of_rounds(body: Callable[[Run], Any]) -> None:
     assert fixes(told(body)) == []

@@ -78,7 +78,7 @@ _OPERATORS = (
     (("nonzero", "equal", "unique2", "_unique2"), Role.READS),
     (("_to_copy", "copy_"), Role.MOVES),
     (("div_", "div", "mul_", "mul"), Role.SCALES),
-    (("embedding", "embedding_bag", "coalesce", "sparse_mask"), Role.TABLE),
+    (("embedding", "embedding_bag", "_embedding_bag", "coalesce", "_coalesce", "sparse_mask"), Role.TABLE),
 )
 _MAKES = re.compile(
     r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
@@ -89,9 +89,7 @@ _SHAPES = re.compile(
     r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
     r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
 )
-_LAYER = re.compile(
-    r"(mm|addmm|bmm|baddbmm|matmul|linear|einsum|convolution|lstm|gru|rnn_tanh|scaled_dot_product_attention)$"
-)
+_LAYER = re.compile(r"\w*(mm|matmul|linear|einsum|convolution|attention\w*|lstm\w*|gru\w*|rnn\w*)$")
 _ATEN = "aten::"
 _OBJECTS = re.compile(r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list)$")
 
