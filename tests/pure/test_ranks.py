@@ -10,10 +10,9 @@ from strategies import loops
 
 from keepbusy.explain import explain
 from keepbusy.explain.plain import plain_run
-from keepbusy.recording.recorded_run import where_ranks_differ
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.ranks import merge
+from keepbusy.timeline.ranks import merge, where_ranks_differ
 from keepbusy.timeline.replay import pace, replay, settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import Part

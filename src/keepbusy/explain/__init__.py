@@ -116,6 +116,7 @@ def _explained(
     ordinary = replace(
         ordinary,
         loop_turns=loop.turns if loop else 0,
+        run_steps=_steps_of_run(timeline, whole) if timeline.facts.virtual and run is not None else 0,
         one_turn=whole.facts.runs_once,
         plan=plan_of(story.scene, story.forecast, story.found),
         run=run,
@@ -132,6 +133,12 @@ def _explained(
         harmless=without_planned(ordinary.harmless, (*ordinary.plan, *plan)),
         notes=(*ordinary.notes, *left_unexplained(timeline, rare)),
     )
+
+
+def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
+    """Of a run that was recorded from its beginning to its end. One step may be several of those that were marked."""
+    marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
+    return round(steps * (timeline.facts.first_steps + marked) / (marked - 1)) if marked > steps > 1 else steps
 
 
 def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> tuple[LoopDiagnosis, ...]:

@@ -489,10 +489,10 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
 
 
 def _largest_gain(told: Diagnosis) -> int:
-    """A run cannot become shorter by more than its GPU waited in it."""
+    """A run cannot become shorter by more than its GPU waited in it. Of several ranks the tree is the first one's."""
     if told.run is None:
         return 1 << 62
-    return told.run.time if told.run.waits == NONE else told.run.waits
+    return told.run.time if told.run.waits == NONE or len(told.ranks) > 1 else told.run.waits
 
 
 def _over_the_run(plan: Iterable[PlannedFix], told: Diagnosis) -> list[PlannedFix]:

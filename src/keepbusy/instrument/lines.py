@@ -44,8 +44,11 @@ PROGRAM_CODE = (USER, LIBRARY)
 class Places:
     """Numbers for places, as the clock's `place` gives them."""
 
-    def __init__(self, number: Callable[..., int]) -> None:
-        self._number = number
+    def __init__(self, number: Callable[..., int], meet: Callable[[CodeType], object] | None = None) -> None:
+        """`meet` is told of each code of the user's own when a call comes from it for the first time."""
+        self._number, self._tell = number, meet
+        self.lines: dict[str, tuple[CodeType, int]] = {}
+        """Of each line as it is written: its code, and its number."""
         # by identity, for Python takes the same words in two files for equal; what is kept keeps its identity
         self._kinds: dict[int, int] = {}
         self._codes: dict[int, CodeType] = {}
@@ -76,14 +79,23 @@ class Places:
     def _meet(self, code: CodeType) -> int:
         self._codes[id(code)] = code
         kind = self._kinds[id(code)] = kind_of(code.co_filename)
+        if kind == USER and self._tell is not None:
+            self._tell(code)
         return kind
 
     def _remember(self, key: tuple[Any, ...]) -> int:
         *chain, library = key
-        lines = [_line(self._codes[chain[at]], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
-        lines += [_line(self._codes[library[0]], library[1])] if library and lines else []
+        lines = [self._line(chain[at], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
+        lines += [self._line(*library)] if library and lines else []
         number = self._known[key] = self._number(*lines)
         return number
+
+    def _line(self, identity: int, instruction: int) -> str:
+        code = self._codes[identity]
+        line = _line_number(code, instruction)
+        written = f"{shown(code.co_filename)}({line}): {code.co_name}"
+        self.lines[written] = code, line
+        return written
 
 
 def kind_of(file: str) -> int:
@@ -119,11 +131,6 @@ def _speaks_for_itself(file: str) -> bool:
     """Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
     within = file[len(_TORCH) :].replace(os.sep, "/")
     return within.startswith(("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "_tensor_str.py"))
-
-
-def _line(code: CodeType, instruction: int) -> str:
-    line = _line_number(code, instruction)
-    return f"{shown(code.co_filename)}({line}): {code.co_name}"
 
 
 def _line_number(code: CodeType, instruction: int) -> int:

@@ -147,16 +147,13 @@ class _Tree:
             for code in {line.code for line in lines}:
                 within[code] += self.time_of[chain]
         look = float(np.median(self.weight)) if len(self.weight) else 0.0
+        stay = self.looks.stay or LOOKS_IN_ONE_FRAME * look
         found = set()
         for code, longest in self.looks.longest_stay.items():
             if code in self.looks.fleeting:
                 continue
             entered = self.looks.entries.get(code)
-            if (
-                (longest >= LOOKS_WITHOUT_COUNTS)
-                if entered is None
-                else (within[code] >= LOOKS_IN_ONE_FRAME * look * (len(entered) + 1))
-            ):
+            if (longest >= LOOKS_WITHOUT_COUNTS) if entered is None else (within[code] >= stay * (len(entered) + 1)):
                 found.add(code)
         return found
 
@@ -242,34 +239,36 @@ class _Tree:
 
     def _beside(self, root: _Node) -> list[Part]:
         """What the run does beside its loops, line by line; importing and waking the GPU under their own names."""
-        groups: defaultdict[tuple[str, Line], list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[str, str], list[tuple[int, Line]]] = defaultdict(list)
         for chain, line in root.chains:
             kind = self._kind(chain)
-            groups[kind, line if kind == LINE else Line(NONE, 0)].append(chain)
+            groups[kind, self._written(line) if kind == LINE else ""].append((chain, line))
         parts = []
-        for (kind, line), chains in groups.items():
-            mine = set(chains)
+        for (kind, place), found in groups.items():
+            chains, (_, line) = [chain for chain, _ in found], found[0]
             time = round(float(self.time_of[chains].sum()))
             parts.append(
                 Part(
                     kind,
-                    place=self._written(line) if kind == LINE else "",
+                    place=place,
                     source=self._text(line) if kind == LINE else "",
                     began=int(self.first_of[chains].min()) - self.looks.began,
                     time=time,
                     busy=self._busy(chains),
                     turns=1,
                     turn=time,
-                    lines=self._lines([(chain, one) for chain, one in root.chains if chain in mine])
-                    if kind != LINE
-                    else (),
+                    lines=self._lines(found) if kind != LINE else (),
                 )
             )
         return parts
 
     def _kind(self, chain: int) -> str:
-        codes = [self.looks.codes[line.code] for line in self.looks.known_chains[chain]]
+        lines = self.looks.known_chains[chain]
+        codes = [self.looks.codes[line.code] for line in lines]
         if any(code.co_filename.startswith(IMPORT_SYSTEM) for code in codes):
+            return IMPORTS
+        users = [line for line, code in zip(lines, codes, strict=True) if kind_of(code.co_filename) == USER]
+        if users and self._text(users[-1]).startswith(("import ", "from ")):
             return IMPORTS
         return FIRST_USE if any(code.co_name == "_lazy_init" for code in codes) else LINE
 
@@ -306,7 +305,8 @@ class _Tree:
 
     def _with_turns(self, part: Part, node: _Node, above: _Node, ends: Ints) -> Part:
         """How its turns vary: only between two that ended in a row, with nothing in between but the loop itself."""
-        began, over = self._in_a_row(node, above, ends)
+        number = self._in_a_row(node, above, ends)
+        began, over = ends[number - 1], ends[number]
         took = over - began
         if len(took) < 4:
             return part
@@ -322,11 +322,12 @@ class _Tree:
             high=round(float(high)),
             warm_up=cold + (first > 2 * usual),
             warm_up_time=max(0, cold_time) if cold or first > 2 * usual else 0,
-            kinds=self._slow_kinds(node, began[cold:], over[cold:], part.time),
+            kinds=self._slow_kinds(node, number[cold:], ends, part.time),
         )
 
-    def _slow_kinds(self, node: _Node, began: Ints, over: Ints, whole: int) -> tuple[SlowTurns, ...]:
+    def _slow_kinds(self, node: _Node, number: Ints, ends: Ints, whole: int) -> tuple[SlowTurns, ...]:
         """Turns that take far longer than the others, by the line of the loop's own at which looks found them."""
+        began, over = ends[number - 1], ends[number]
         lines = dict(self._lines_within(node))
         known = list(dict.fromkeys(lines.values()))
         place_of = np.full(len(self.looks.known_chains), NONE, np.int64)
@@ -335,16 +336,15 @@ class _Tree:
         place = place_of[self.chain]
         inside = place != NONE
         looks = LookTable(self.times[inside], self.weight[inside], place[inside])
-        turns = np.arange(len(over))
         told = []
         for kind in slow_kinds(over - began, began, over, looks):
             if kind.total < SLOW_TURNS_MATTER * whole:
                 break
-            beat = beat_of(kind.rows, turns)
+            beat = beat_of(number[kind.rows], number)
             told.append(
                 SlowTurns(
                     count=len(kind.rows),
-                    every=beat.every if beat.regular else len(turns) / len(kind.rows),
+                    every=beat.every if beat.regular else len(number) / len(kind.rows),
                     regular=beat.regular,
                     longer=int(np.median(kind.longer)),
                     total=kind.total,
@@ -364,10 +364,10 @@ class _Tree:
             times.append(self.turns.get((above.code, above.loop.first), np.zeros(0, np.int64)))
         return np.sort(np.concatenate(times))
 
-    def _in_a_row(self, node: _Node, above: _Node, ends: Ints) -> tuple[Ints, Ints]:
-        breaks, begun, ended = self._begun_anew(node, above), ends[:-1], ends[1:]
-        whole = np.searchsorted(breaks, begun) == np.searchsorted(breaks, ended)
-        return begun[whole], ended[whole]
+    def _in_a_row(self, node: _Node, above: _Node, ends: Ints) -> Ints:
+        """Numbers of turns that follow another one, with nothing in between."""
+        breaks = np.searchsorted(self._begun_anew(node, above), ends)
+        return 1 + np.flatnonzero(breaks[:-1] == breaks[1:])
 
     def _lines_within(self, node: _Node) -> list[tuple[int, Line]]:
         """Of each look in this loop, the line of the loop's own turn that it stood at, whatever loops are within."""

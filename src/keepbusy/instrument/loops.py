@@ -60,6 +60,8 @@ class Looks:
     """From the outside in, the frames of the program and its libraries, and the first one within PyTorch."""
     longest_stay: dict[int, int] = field(default_factory=dict)
     """Of each code, through how many looks in a row one of its frames was there."""
+    stay: int = 0
+    """For so long a frame lasts that may hold a loop, where there was a look at each line; else through some looks."""
     codes: list[CodeType] = field(default_factory=list)
     turns: dict[tuple[int, int], array[int]] = field(default_factory=dict)
     """When each turn of a loop ended: of a code, by number, and of the instruction that its turns begin at."""
@@ -104,7 +106,7 @@ class LoopWatch:
         )  # free once nothing is to be looked at any more; cheaper to wait for than an event
         self._stop.acquire()
         self._thread: threading.Thread | None = None
-        self._counters = _Counters(self.looks, clock) if sys.version_info >= (3, 12) else None
+        self._counters = TurnCounters(self.looks, clock) if sys.version_info >= (3, 12) else None
 
     def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
         """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
@@ -242,11 +244,18 @@ def _rate(times: array[int], count: int) -> float:
     return 1e9 * count / max(1, times[-1] - times[-count])
 
 
-class _Counters:
+class TurnCounters:
     """Turns and entries of chosen codes, by `sys.monitoring`. What turns or is entered too often is let go of."""
 
-    def __init__(self, looks: Looks, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        looks: Looks,
+        clock: Callable[[], int],
+        turns_a_second: int = TURNS_A_SECOND,
+        in_a_row: int = TURNS_IN_A_ROW,
+    ) -> None:
         self._looks, self._clock = looks, clock
+        self._turns_a_second, self._in_a_row = turns_a_second, in_a_row
         self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
         self._tool: int | None = None
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
@@ -306,8 +315,8 @@ class _Counters:
         if loop in self._looks.uncounted:
             return self._api.DISABLE
         turns.append(self._clock())
-        if not len(turns) % TURNS_IN_A_ROW and (
-            _rate(turns, TURNS_IN_A_ROW) > TURNS_A_SECOND or len(turns) >= KEPT_TURNS
+        if not len(turns) % self._in_a_row and (
+            _rate(turns, self._in_a_row) > self._turns_a_second or len(turns) >= KEPT_TURNS
         ):
             self._looks.uncounted.add(loop)
             return self._api.DISABLE
@@ -351,6 +360,8 @@ class SourceLoop(NamedTuple):
     begins: tuple[Position, Position]
     """Of a `for`: where the instruction stands that asks for the next item, twice. Of a `while`: from where to where
     the first instruction of a turn may stand: its test, or its first statement."""
+    statements: tuple[int, ...] = ()
+    """The first lines of those it holds."""
 
     def turns_at(self, iterates: bool, position: Position) -> bool:
         """Whether a jump back to this instruction ends a turn. Others do not: a comprehension within a `for` has jumps
@@ -441,7 +452,8 @@ def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
             mine = min([child.lineno, *(one.lineno for one in decorators)])
         elif isinstance(child, ast.For | ast.AsyncFor | ast.While):
             last = child.body[-1].end_lineno or child.lineno
-            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child))
+            statements = tuple(one.lineno for one in child.body)
+            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child), statements)
         yield from _loops(child, mine)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from keepbusy.recording.window import LINES, TRACE, Tick
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import OWN_STEP
-from keepbusy.timeline.model import NONE, Ints, Lane, Mask, Spans, Timeline
+from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, WindowReason
@@ -209,49 +208,9 @@ def together(timelines: Sequence[Timeline]) -> Timeline:
     shared = sorted(set.intersection(*map(set, numbers)))
     notes = dict.fromkeys(note for one in timelines for note in _notes_of_all(one, first=one is timelines[0]))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
-    trees = {one.ranks[0]: one.facts.run for one in timelines if one.facts.run is not None}
-    told = (*notes, *where_ranks_differ(trees))
+    told = tuple(dict.fromkeys([*notes, *whole.facts.notes]))
     whole = whole.change_facts(sources=(), recorded=tuple(shared), notes=told)  # it is one program
     return whole.change(further=tuple(_further_of_all(timelines)))
-
-
-SHORTEST_LOOP, RANKS_DIFFER = 0.05, 0.1
-"""Of the run: loops that take less are left out. Ranks differ when their turns do by so much, or their GPUs' shares."""
-
-
-def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
-    """The tree that is shown is the first rank's. Of each of its loops, the rank in which it goes otherwise: where
-    ranks wait for each other turns take as long in all, and the GPU is at work less in the one that comes late."""
-    shown, *_ = trees.values() or [Part("")]
-    loops = {rank: {part.place: part for part in tree.within() if part.turns > 1} for rank, tree in trees.items()}
-    for place, first in next(iter(loops.values()), {}).items():
-        here = {rank: known[place] for rank, known in loops.items() if place in known}
-        if len(here) > 1 and first.time >= SHORTEST_LOOP * shown.time and (told := _difference(here)):
-            yield f"{place}: {told}"
-
-
-def _difference(loop: Mapping[int, Part]) -> str:
-    """Of a loop by rank: whose turns are longer than the others', else whose GPU is at work less."""
-    turns = {rank: part.turn / 1e6 for rank, part in loop.items() if part.turn > 0}
-    late = max(turns, key=lambda rank: turns[rank], default=NONE)
-    if turns and turns[late] > (1 + RANKS_DIFFER) * median(turns.values()):
-        return f"a turn takes rank {late} {turns[late]:.1f} ms, and {_others(turns, late, '.1f')} ms."
-    shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in loop.items() if part.busy >= 0}
-    idle = min(shares, key=lambda rank: shares[rank], default=NONE)
-    if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:
-        return (
-            f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time, and "
-            f"{_others(shares, idle, '.0f')}%: the others wait for it, or it has less to do."
-        )
-    return ""
-
-
-def _others(values: Mapping[int, float], one: int, form: str) -> str:
-    rest = sorted(value for rank, value in values.items() if rank != one)
-    span = (
-        f"{rest[0]:{form}}" if f"{rest[0]:{form}}" == f"{rest[-1]:{form}}" else f"{rest[0]:{form}} to {rest[-1]:{form}}"
-    )
-    return f"the others {span}" if len(rest) > 1 else f"the other {span}"
 
 
 def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:

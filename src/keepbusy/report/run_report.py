@@ -30,11 +30,11 @@ def headline(run: Part) -> str:
 
 
 def tree(run: Part, width: int) -> Iterator[RenderableType]:
-    """Start-up in one line, then every part that matters in the order of the run."""
+    """What comes before the first loop in one line, then every part that matters in the order of the run."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=justify != "left", overflow="fold")
-    first_loop = min((part.began for part in run.parts if part.kind == LOOP), default=run.time)
+    first_loop = min((part.began for part in run.parts if part.kind == LOOP), default=0)
     start = [part for part in run.parts if part.kind != LOOP and part.began < first_loop]
     rest = [part for part in run.parts if part not in start]
     if start:
@@ -50,12 +50,18 @@ def tree(run: Part, width: int) -> Iterator[RenderableType]:
 def _named(parts: Sequence[Part]) -> str:
     """`imports 5.1 s, first use of the GPU 2.2 s, train.py:31 0.4 s`."""
     ordered = sorted(parts, key=lambda part: -part.time)[:3]
-    return ", ".join(f"{_NAMES.get(part.kind) or _short(part.place)} {duration(part.time)}" for part in ordered)
+    told = [part for part in ordered if part.time >= WORTH_A_LINE * ordered[0].time]
+    return ", ".join(f"{_place(part)} {duration(part.time)}" for part in told)
+
+
+def _place(part: Part) -> str:
+    """Beside all lines of the program is what the GPU still does once they are through."""
+    return _NAMES.get(part.kind) or _short(part.place) or "the end"
 
 
 def _rows(table: Table, part: Part, run: Part, depth: int, width: int) -> None:
     turns = f"×{part.turns:,}{'+' if part.at_least else ''}" if part.turns and part.kind == LOOP else ""
-    place = Text.assemble("  " * depth, (_short(part.place), PLACE), "  ", tame(_heading(part), max(12, width // 3)))
+    place = Text.assemble("  " * depth, (_place(part), PLACE), "  ", tame(_heading(part), max(12, width // 3)))
     table.add_row(place, turns, duration(part.time, run.time), _about(part))
     for more in _sentences(part):
         table.add_row("", "", "", Text(more, FAINT))

@@ -158,18 +158,14 @@ def render(
 ) -> str:
     """The report as text, with as much detail as one screen holds. Without `wrap` no line is broken."""
     text, sheet = "", width if wrap else WITHOUT_END
+    tree = [_BLANK] * 3 + [*run_report.tree(diagnosis.run, width)] if diagnosis.run is not None else []
+    late = diagnosis.cluster.stragglers[: cluster.NAMED] if diagnosis.cluster is not None else ()
+    height = HEIGHT + laid_out(tree, sheet, colour, unicode, links=wrap).count("\n") + len(late)
     for detail in _DETAILS:
         text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode, links=wrap)
-        if text.count("\n") < HEIGHT + _rows_of_the_run(diagnosis):
+        if text.count("\n") < height:
             break
     return _of_a_script(text) if diagnosis.one_turn else text
-
-
-def _rows_of_the_run(diagnosis: Diagnosis) -> int:
-    """What a run of many parts, or of many ranks, may take beyond one screen."""
-    parts = diagnosis.run.parts if diagnosis.run is not None else ()
-    late = diagnosis.cluster.stragglers[: cluster.NAMED] if diagnosis.cluster is not None else ()
-    return len(parts) + len(late)
 
 
 _SAID_OF_A_SCRIPT = (

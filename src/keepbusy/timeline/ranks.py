@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
 from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, MemoryUse, Spans, Timeline
 from keepbusy.timeline.replay import last_arrival, settle
+from keepbusy.timeline.run_tree import Part
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""
@@ -51,6 +53,8 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
     sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
     runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
     loaders = [replace(use, rank=one.ranks[0]) for one in timelines for use in one.facts.loaders]
+    trees = {one.ranks[0]: one.facts.run for one in timelines if one.facts.run is not None}
+    notes = (*timelines[0].facts.notes, *where_ranks_differ(trees))
     groups = {group: members for one in timelines for group, members in one.facts.groups.items()}
     loaders.sort(key=lambda use: use.began - use.waited)
     return Timeline(
@@ -62,9 +66,53 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         marks=np.concatenate(marks),
         memory=MemoryUse.concatenate(memory),
         facts=replace(
-            timelines[0].facts, sources=tuple(sources), plain_runs=runs, groups=groups, loaders=tuple(loaders)
+            timelines[0].facts,
+            sources=tuple(sources),
+            plain_runs=runs,
+            groups=groups,
+            loaders=tuple(loaders),
+            notes=notes,
         ),
     )
+
+
+SHORTEST_LOOP, RANKS_DIFFER = 0.05, 0.1
+"""Of the run: loops that take less are left out. Ranks differ when their turns do by so much, or their GPUs' shares."""
+
+
+def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
+    """The tree that is shown is the first rank's. Of each of its loops, the rank in which it goes otherwise: where
+    ranks wait for each other turns take as long in all, and the GPU is at work less in the one that comes late."""
+    shown, *_ = trees.values() or [Part("")]
+    loops = {rank: {part.place: part for part in tree.within() if part.turns > 1} for rank, tree in trees.items()}
+    for place, first in next(iter(loops.values()), {}).items():
+        here = {rank: known[place] for rank, known in loops.items() if place in known}
+        if len(here) > 1 and first.time >= SHORTEST_LOOP * shown.time and (told := _difference(here)):
+            yield f"{place}: {told}"
+
+
+def _difference(loop: Mapping[int, Part]) -> str:
+    """Of a loop by rank: whose turns are longer than the others', else whose GPU is at work less."""
+    turns = {rank: part.turn / 1e6 for rank, part in loop.items() if part.turn > 0}
+    late = max(turns, key=lambda rank: turns[rank], default=NONE)
+    if turns and turns[late] > (1 + RANKS_DIFFER) * median(turns.values()):
+        return f"a turn takes rank {late} {turns[late]:.1f} ms, and {_others(turns, late, '.1f')} ms."
+    shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in loop.items() if part.busy >= 0}
+    idle = min(shares, key=lambda rank: shares[rank], default=NONE)
+    if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:
+        return (
+            f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time, and "
+            f"{_others(shares, idle, '.0f')}%: the others wait for it, or it has less to do."
+        )
+    return ""
+
+
+def _others(values: Mapping[int, float], one: int, form: str) -> str:
+    rest = sorted(value for rank, value in values.items() if rank != one)
+    span = (
+        f"{rest[0]:{form}}" if f"{rest[0]:{form}}" == f"{rest[-1]:{form}}" else f"{rest[0]:{form}} to {rest[-1]:{form}}"
+    )
+    return f"the others {span}" if len(rest) > 1 else f"the other {span}"
 
 
 def _shift_spans(spans: Spans, names: Ints, frame: int, lane: int) -> Spans:

@@ -95,6 +95,7 @@ class RunFacts:
     left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
     left_out_time: int = 0
     cluster: Cluster | None = None  # of which only some ranks are kept whole
+    first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
 
     @property
     def runs_once(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepbusy.instrument.lines import Places
-from keepbusy.timeline.model import Direction, FrameKind
+from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime
 from keepbusy.virtual.clock.onlooker import Onlooker
@@ -28,6 +28,7 @@ from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
 from keepbusy.virtual.pytorch.outlines import VALUES
 from keepbusy.virtual.pytorch.tensors import to_device, to_host
+from keepbusy.virtual.run_loops import RunLoops
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording
@@ -85,6 +86,7 @@ class Machine:
     """What the program's own process group calls this process; known once it has one."""
     alike = 1
     """So many ranks do the same as this one, which stands for all of them."""
+    loops: RunLoops | None = None
     compiled_eagerly = False
     """Whether the program asked for `torch.compile`, which runs as it is written here."""
 
@@ -111,7 +113,10 @@ class Machine:
         self.pages = Pages(device.copies.mapped)
         self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
         self.clock.raises = _accelerator_error
-        self.places = Places(self.clock.place)
+        if self.loops is not None:
+            self.loops.end()
+        self.loops = RunLoops(self.clock.first_thread.moment)
+        self.places = Places(self.clock.place, self.loops.meet)
         self._busy_lines: dict[tuple[int, int], int] = {}  # of the places of two calls, the one in between
         self.recording = None
 
@@ -352,6 +357,14 @@ class Machine:
         memory = self._memory.get(tensor.untyped_storage().data_ptr())
         host = None if memory is None else memory()
         return None if host is None else host.untyped_storage()
+
+    def timeline(self, **facts: Any) -> Timeline:
+        """The run so far, with its tree of loops where it used a device. `facts` join those that are known here."""
+        whole = self.clock.timeline(**{**self.facts(), **facts})
+        if self.loops is None or not whole.on_device.any():
+            return whole
+        lane, wires = self.clock.first_thread.lane, self.clock.wires
+        return whole.change_facts(run=self.loops.tree(whole, self.places.lines, lane, wires))
 
     def facts(self) -> dict[str, Any]:
         """As `RunFacts` has them."""

@@ -86,10 +86,10 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     clocks = ScriptClocks(machine) if options.script_clocks else None
 
     def timeline(**facts: Any) -> Timeline:
-        known = machine.facts()
+        notes = machine.facts()["notes"]
         if clocks is not None and clocks.looks:
-            known["notes"] += (NOTE,)
-        return machine.clock.timeline(**known, values=options.values, **facts)
+            notes += (NOTE,)
+        return machine.timeline(notes=notes, values=options.values, **facts)
 
     return timeline
 
@@ -109,7 +109,8 @@ def steady(timeline: Timeline) -> Timeline:
     if min((len(one) for one in marks.values()), default=0) < 4:
         return timeline
     first = max(_first_steady(timeline, one) for one in marks.values())
-    return timeline.change(marks=np.sort(np.concatenate([one[first:] for one in marks.values()])))
+    kept = np.sort(np.concatenate([one[first:] for one in marks.values()]))
+    return timeline.change(marks=kept).change_facts(first_steps=first)
 
 
 def _first_steady(timeline: Timeline, marks: Ints) -> int:

@@ -88,6 +88,7 @@ class Clock:
         self._default_streams: dict[int, int] = {}
         self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
         self._groups: dict[int, int] = {}  # how many ranks are members
+        self.wires: dict[int, int] = {}  # of each row of a collective, how long it was on the wire
         self._captures: dict[int, Graph] = {}
         self._dispatch_costs = _DispatchCosts(device.host, False), _DispatchCosts(device.host, True)
         self._branch_streams: dict[tuple[int, int], int] = {}  # of a stream, on which lanes its graphs' branches run
@@ -378,7 +379,9 @@ class Clock:
             start = self._earliest_start(line, call, self.device.queue.gap)
         last = start if last_arrival is None else max(start, last_arrival(start))  # asked without the lock
         with self.lock:
-            return self._command(line, call, _COLLECTIVE, name, start, last + wire - start, size, group=group)
+            row = self._command(line, call, _COLLECTIVE, name, start, last + wire - start, size, group=group)
+            self.wires[row] = wire
+            return row
 
     def copy(
         self,
@@ -585,6 +588,8 @@ class Clock:
             work = last + node.work - start
             row = self._command(line, call, node.kind, node.name, start, work, node.size, group=node.group, gap=gap)
             earlier.append((row, line.tail))
+            if node.kind == _COLLECTIVE:
+                self.wires[row] = node.work
 
     # the timeline
 

@@ -148,6 +148,14 @@ class HostThread:
         """For how long real time has not counted."""
         return self.real() - self._resume_time if self.real is not None else 0
 
+    def moment(self) -> int:
+        """How far it is now, with what no row shows yet, if that is long enough to count whole."""
+        written = self.now + self.modelled_time
+        if self.real is None or self.pauses:
+            return written
+        unwritten = self.unwritten_time + self.real() - self._resume_time
+        return written + unwritten if unwritten > NOISE_LIMIT else written
+
     def forget_real_time(self) -> None:
         """What passed until now belongs to somebody else."""
         self._resume_time = self.real() if self.real is not None else 0

@@ -1,0 +1,224 @@
+"""The loops of a run on the virtual GPU: nothing has to be sampled, and the tree is the one that a recording has.
+
+The timeline tells at which line the program was at any moment. Turns are counted as they pass, by Python itself; before
+Python 3.12, which cannot, they are read off the lines: who comes back to an earlier statement of a loop has turned.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType
+
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.instrument.loop_tree import BusyUntil, read_source, tree_of
+from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoops, TurnCounters
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.run_tree import Part
+
+STAY, STAY_SHARE = 60_000_000, 0.05
+"""A function holds loops of the run if it lasts so long each time, as where a run is recorded; of a short run, if it
+lasts so much of it. What is shorter, as a model's loop over its layers, is a part of a turn."""
+TURNS_A_SECOND, TURNS_IN_A_ROW = 1_000_000, 1 << 14
+"""A loop that turns more often, so many times in a row, computes in Python, and is counted no further."""
+_BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
+
+Chain = tuple[Line, ...]
+"""Where the program is, from the outside in."""
+
+
+class RunLoops:
+    """Which codes hold loops, and their turns so far."""
+
+    def __init__(self, moment: Callable[[], int]) -> None:
+        """`moment`: how far the program is."""
+        self._looks = Looks()
+        self._numbers: dict[int, int] = {}  # of codes, by identity: `codes` keeps them alive
+        counts = sys.version_info >= (3, 12)
+        self._counters = TurnCounters(self._looks, moment, TURNS_A_SECOND, TURNS_IN_A_ROW) if counts else None
+
+    def meet(self, code: CodeType) -> None:
+        """From here the program calls for the first time: if there is a loop in it, it may turn from now on."""
+        number = self._number_of(code)
+        if self._counters is not None and _BACKWARD & set(code.co_code[::2]):
+            self._counters.count(number, code)
+
+    def end(self) -> None:
+        if self._counters is not None:
+            self._counters.end()
+
+    def tree(
+        self,
+        timeline: Timeline,
+        lines: Mapping[str, tuple[CodeType, int]],
+        lane: int,
+        wires: Mapping[int, int] | None = None,
+    ) -> Part:
+        """Of a run so far. `lines`: of the names of frames their code and number; `lane`: the thread that began it;
+        `wires`: of rows of collectives, how long they were on the wire."""
+        visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name))
+        times, chains = visits.looks()
+        ended, sources = int(timeline.spans.end.max(initial=0)), SourceLoops(read_source)
+        looks = replace(
+            self._looks,
+            times=times,
+            chains=chains,
+            known_chains=visits.known,
+            longest_stay={line.code: LOOKS_IN_ONE_FRAME for chain in visits.known for line in chain},
+            stay=min(STAY, round(STAY_SHARE * ended)),
+            ended=ended,
+        )
+        passes, entries = _read_off(visits, looks, sources)
+        # as where entries are counted, the one at which a code was met first is none of them
+        looks = replace(
+            looks, passes=passes, entries={code: times[1:] for code, times in entries.items()} | looks.entries
+        )
+        return tree_of(looks, _busy_until(timeline, wires or {}), sources)
+
+    def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
+        code, line = lines[name]
+        return Line(self._number_of(code), line)
+
+    def _number_of(self, code: CodeType) -> int:
+        number = self._numbers.get(id(code))
+        if number is None:
+            number = self._numbers[id(code)] = len(self._looks.codes)
+            self._looks.codes.append(code)
+        return number
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """Frames that are lines of the program, in the order in which it came there, on the thread that began the run."""
+
+    start: Ints
+    end: Ints
+    chain: Ints  # of each, where the program is then: which of `known`
+    after: Ints  # the same once it ends
+    passing: Mask  # whether another one within begins at once
+    known: list[Chain]
+
+    @classmethod
+    def of(cls, timeline: Timeline, lane: int, line_of: Callable[[str], Line]) -> _Visits:
+        frames = timeline.frames
+        is_line = np.append(frames.kind == FrameKind.LINE, False)  # the last place: of no frame
+        parent = np.append(frames.parent, NONE)
+        outer, known = np.where(is_line[parent], parent, NONE), list[Chain]([()])
+        chain = np.zeros(len(parent), np.int64)
+        level = is_line & (outer == NONE)
+        while level.any():
+            rows = np.flatnonzero(level)
+            keys = chain[outer[rows]] * len(timeline.names) + frames.name[rows]
+            distinct, place = np.unique(keys, return_inverse=True)
+            chain[rows] = len(known) + place
+            for around, name in zip(*(one.tolist() for one in np.divmod(distinct, len(timeline.names))), strict=True):
+                known.append((*known[around], line_of(timeline.names[name])))
+            level = is_line & level[outer] & (outer != NONE)
+        around = parent.copy()  # of each frame the line that it is in, whatever stands in between
+        while (up := (around != NONE) & ~is_line[around]).any():
+            around[up] = parent[around[up]]
+        rows = np.flatnonzero(is_line[:-1] & (frames.lane == lane))
+        inner, starts = rows + 1, np.append(frames.start, NONE)
+        passing = is_line[inner] & (parent[inner] == rows) & (starts[inner] == starts[rows])
+        return cls(frames.start[rows], frames.end[rows], chain[rows], chain[around[rows]], passing, known)
+
+    def looks(self) -> tuple[array[int], array[int]]:
+        """When the program came to another line, and where it was from then on."""
+        lasts = np.flatnonzero(self.end > self.start)
+        times = np.concatenate([self.end[lasts], self.start[lasts]])
+        chains = np.concatenate([self.after[lasts], self.chain[lasts]])
+        begins = np.repeat([False, True], len(lasts))
+        inside = np.concatenate([-lasts, lasts])  # ends first and begins last
+        order = np.lexsort((inside, begins, times))
+        times, chains = times[order], chains[order]
+        kept = np.append(times[1:] != times[:-1], True)[: len(times)]
+        return array("q", times[kept].tolist()), array("l", chains[kept].tolist())
+
+
+def _read_off(
+    visits: _Visits, looks: Looks, sources: SourceLoops
+) -> tuple[dict[Line, array[int]], dict[int, array[int]]]:
+    """When loops turned, each by its first line, and when functions were entered.
+
+    Each way from one line to the next tells which loops turn on it and which functions begin, and there are few ways.
+    """
+    chain = visits.chain[~visits.passing]
+    ways, kind = np.unique(np.append(0, chain) * len(visits.known) + np.append(chain, 0), return_inverse=True)
+    times = np.append(visits.start[~visits.passing], visits.end.max(initial=0))
+    turned, entered = defaultdict[Line, list[Ints]](list), defaultdict[int, list[Ints]](list)
+    repeated = set[Line]()  # else nothing tells whether there was more than one turn
+    for number, way in enumerate(ways.tolist()):
+        first, second = (visits.known[one] for one in divmod(way, len(visits.known)))
+        came = times[kind == number]
+        for loop, back in _turned(first, second, looks, sources):
+            turned[loop].append(came)
+            repeated |= {loop} if back else set()
+        for code in _entered(first, second):
+            entered[code].append(came)
+    return (
+        {loop: _in_order(times) for loop, times in turned.items() if loop in repeated},
+        {code: _in_order(times) for code, times in entered.items()},
+    )
+
+
+def _in_order(times: list[Ints]) -> array[int]:
+    return array("q", np.sort(np.concatenate(times)).tolist())
+
+
+def _parting(first: Chain, second: Chain) -> tuple[int, bool]:
+    """From which frame on the two are no longer alike, and whether both have that one, at another line."""
+    alike = [one == other for one, other in zip(first, second, strict=False)]
+    depth = alike.index(False) if False in alike else len(alike)
+    return depth, depth < len(alike) and first[depth].code == second[depth].code
+
+
+def _entered(first: Chain, second: Chain) -> set[int]:
+    depth, same = _parting(first, second)
+    return {line.code for line in second[depth + same :]}
+
+
+def _turned(first: Chain, second: Chain, looks: Looks, sources: SourceLoops) -> Iterator[tuple[Line, bool]]:
+    """Loops of which a turn ended on the way, each by its first line, and whether another one follows: it goes back to
+    an earlier statement or to the head, or leaves the body. The last turn of a `while` counts where all are counted."""
+    depth, same = _parting(first, second)
+    for at, (code, line) in enumerate(first[depth:], depth):
+        goes_to = second[at].line if same and at == depth else 0
+        for loop in sources.around(looks.codes[code], line):
+            statement, stays = bisect_right(loop.statements, line), loop.first <= goes_to <= loop.last
+            if bisect_right(loop.statements, goes_to) < statement if stays else statement and loop.iterates:
+                yield Line(code, loop.first), stays
+
+
+def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
+    """How long the GPUs of this process computed until then, in the mean of those that did anything. A copy is no
+    computing, and of a collective only the time on the wire."""
+    spans = timeline.spans
+    device = np.array([NONE if lane.device is None else lane.device for lane in timeline.lanes], np.int64)[spans.lane]
+    rows = np.flatnonzero((device != NONE) & (spans.kind != Kind.COPY))
+    start = spans.start.copy()  # of a collective the wait for other ranks comes first
+    start[list(wires)] = spans.end[list(wires)] - list(wires.values())
+    of_devices = [rows[device[rows] == one] for one in np.unique(device[rows])]
+    curves = [_reached(start[mine], spans.end[mine]) for mine in of_devices]
+
+    def busy_until(moments: Ints) -> npt.NDArray[np.float64]:
+        nothing = np.zeros(len(moments))
+        return sum((np.interp(moments, *curve) for curve in curves), nothing) / max(1, len(curves))
+
+    return busy_until
+
+
+def _reached(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Moments at which work begins or ends, and how much was done until then."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    begins = np.flatnonzero(np.append(True, start[1:] > end[:-1]))
+    begun, ended = start[begins], end[np.append(begins[1:] - 1, len(end) - 1)]
+    done = np.cumsum(ended - begun)
+    return np.stack([begun, ended], axis=1).ravel(), np.stack([done - (ended - begun), done], axis=1).ravel()

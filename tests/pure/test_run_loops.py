@@ -1,0 +1,211 @@
+"""The tree of a run on the virtual clock: turns counted as they pass, times of the clock itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from virtual_programs import clock
+
+from keepbusy.instrument.lines import Places
+from keepbusy.timeline.run_tree import IMPORTS, LINE, LOOP, Part
+from keepbusy.virtual.run_loops import RunLoops
+
+COUNTS = sys.version_info >= (3, 12)
+"""Else turns are read off the lines that call the device, which tell nothing of a loop over one call."""
+
+
+class Program:
+    """A file that runs on a clock of its own, on which all takes what it says: `op(host, device)`, in nanoseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "train.py"
+        self.clock = clock()
+        self.stream = self.clock.default_stream()
+        self.loops = RunLoops(self.clock.first_thread.moment)
+        self.places = Places(self.clock.place, self.loops.meet)
+
+    def op(self, host: int, device: int = 0, wait: bool = False) -> bool:
+        place = self.places.here(sys._getframe(1))
+        self.clock.work(host, "", place)
+        if device:
+            self.clock.begin("aten::mm", place)
+            self.clock.launch(self.stream, [("kernel", device)])
+            if wait:
+                self.clock.sync_stream(self.stream)
+            self.clock.end()
+        return True
+
+    def run(self, text: str) -> Part:
+        self.file.write_text(text, encoding="utf-8")
+        try:
+            exec(compile(text, str(self.file), "exec"), {"op": self.op})
+        finally:
+            self.loops.end()
+        return self.loops.tree(self.clock.timeline(), self.places.lines, self.clock.first_thread.lane)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    monkeypatch.chdir(tmp_path)
+    return Program(tmp_path)
+
+
+def loops(run: Part) -> dict[str, int]:
+    """Of each loop how often it turned. The parts of the root sum to it, and none holds more than it takes."""
+    assert sum(part.time for part in run.parts) == pytest.approx(run.time, abs=len(run.parts))
+    for part in run.within():
+        assert sum(inner.time for inner in part.parts) <= part.time
+    return {part.place: part.turns for part in run.within() if part.kind == LOOP}
+
+
+def test_epochs_batches_and_what_lies_beside(program: Program) -> None:
+    run = program.run("""\
+op(1000)
+for epoch in range(3):
+    for batch in range(5):
+        op(100)
+        op(100, 50)
+    op(500)
+op(300)
+""")
+    assert loops(run) == {"train.py:2": 3, "train.py:3": 15}
+    begin, epochs, end = run.parts
+    assert (begin.kind, begin.place, begin.time) == (LINE, "train.py:1", 1_000)
+    assert (end.kind, end.place, end.time) == (LINE, "train.py:7", 300)
+    [batches] = epochs.parts
+    assert (batches.time, batches.turn) == (15 * 222, 222)  # to launch takes the host 22
+    assert epochs.time == batches.time + 3 * 500
+    assert batches.busy < 15 * 50  # what the last launch of an epoch enqueued runs beside what follows
+    assert run.busy == 15 * 50
+
+
+def test_every_turn_counts_however_the_loop_ends(program: Program) -> None:
+    run = program.run("""\
+left = 6
+while left:
+    op(100)
+    left -= 1
+    op(200)
+for turn in range(10):
+    op(100)
+    if turn % 2:
+        continue
+    op(100)
+for turn in range(9):
+    op(100)
+    op(100)
+    if turn == 5:
+        break
+""")
+    # a turn that breaks off does not go back; of two in a row that call from one line alone, one is seen
+    assert loops(run) == {"train.py:2": 6, "train.py:6": 10 if COUNTS else 6, "train.py:11": 5 if COUNTS else 6}
+
+
+def test_a_loop_over_one_call_is_counted_where_python_counts(program: Program) -> None:
+    run = program.run("""\
+def train():
+    for batch in range(4):
+        op(300)
+        op(100, 20)
+for epoch in range(3):
+    train()
+""")
+    assert loops(run) == {"train.py:5": 3 if COUNTS else 0, "train.py:2": 12}
+
+
+def test_layers_of_a_model_are_no_loop_of_the_run(program: Program) -> None:
+    """Each pass through them is short against the run."""
+    run = program.run("""\
+def model():
+    for layer in range(4):
+        op(5, 10)
+        op(5, 10)
+for step in range(50):
+    model()
+    op(10)
+""")
+    assert loops(run) == {"train.py:5": 50}
+
+
+def test_statements_over_several_lines_turn_once(program: Program) -> None:
+    run = program.run("""\
+for step in range(8):
+    found = [
+        op(10),
+        op(20),
+        *[op(5) for _ in range(3)],
+        op(
+            op(1),
+        ),
+    ]
+    op(30)
+""")
+    assert loops(run) == {"train.py:1": 8}
+    assert run.parts[0].turn == 10 + 20 + 15 + 1 + 1 + 30
+
+
+def test_slow_turns_are_found_with_their_beat_and_their_line(program: Program) -> None:
+    run = program.run("""\
+for step in range(40):
+    op(100, 50)
+    op(100)
+    if step % 10 == 9:
+        op(5000)
+""")
+    [loop] = run.parts
+    assert (loop.turns, loop.low, loop.high) == (40, 222, 222)
+    [slow] = loop.kinds
+    assert (slow.count, slow.every, slow.regular, slow.longer) == (4, 10.0, True, 5_000)
+    assert slow.place == "train.py:5"
+
+
+def test_a_wait_for_the_gpu_is_at_its_line_and_the_gpu_at_work(program: Program) -> None:
+    run = program.run("""\
+for step in range(4):
+    op(10)
+    op(1, 10_000, True)
+""")
+    [loop] = run.parts
+    wait = max(loop.lines, key=lambda line: line.time)
+    assert wait.place == "train.py:3"
+    assert wait.time >= 40_000 > wait.idle + 39_000
+
+
+def test_what_the_gpu_still_does_at_the_end_belongs_to_the_run(program: Program) -> None:
+    run = program.run("op(10)\nop(10, 70_000)\n")
+    assert run.time > 70_000
+    assert run.parts[-1].place == ""
+    assert run.busy == 70_000
+
+
+def test_what_an_import_does_is_importing(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "told.py").write_text("", encoding="utf-8")
+    run = program.run("""\
+import sys; op(4_000)
+for step in range(3):
+    op(500)
+    op(500)
+""")
+    assert [(part.kind, part.time) for part in run.parts] == [(IMPORTS, 4_000), (LOOP, 3_000)]
+
+
+def test_a_loop_that_only_computes_is_let_go_of(program: Program) -> None:
+    """Nobody wants its turns, and each would cost something."""
+    run = program.run("""\
+for step in range(3):
+    op(100, 20)
+    total = 0
+    for number in range(20_000):
+        total += number
+    op(100)
+""")
+    assert loops(run) == {"train.py:1": 3}
+
+
+def test_the_run_is_told_more_than_once(program: Program) -> None:
+    first = program.run("for step in range(5):\n    op(100)\n    op(200, 50)\n")
+    again = program.loops.tree(program.clock.timeline(), program.places.lines, program.clock.first_thread.lane)
+    assert first == again
