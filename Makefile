@@ -8,7 +8,7 @@ endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := -m pip --disable-pip-version-check
-SHARED := -n 2 --dist loadgroup
+SHARED := -n 2 --dist loadfile
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
@@ -35,7 +35,7 @@ demo-trace: $(READY)
 	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --what-if blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
 
-# in two processes, each of which takes what is next
+# in two processes, each of which takes the next file, so that what its tests share is made once
 test: $(READY)
 	@$(BIN)/python -m pytest $(SHARED)
 
