@@ -35,7 +35,9 @@ def test_a_cell_is_run_and_explained() -> None:
     _, sums, about, nonsense, failed = (cell.outputs for cell in notebook.cells)
     assert printed(sums) == "262144.0\n" * 5
     assert sums[-1]["data"]["text/html"].startswith('<iframe sandbox="allow-scripts" srcdoc="')
-    assert sums[-1]["data"]["text/plain"].startswith("keepbusy · cell.py · NVIDIA H200 · 4 steps\n\nWhat to do\n1  ")
+    report = sums[-1]["data"]["text/plain"]
+    assert report.startswith("keepbusy · cell.py · NVIDIA H200 · 4 steps\n\nThe run took ")
+    assert "\n\nWhat to do\n1  " in report
     assert printed(about) == "Diagnosis 4\n"
     assert printed(nonsense).startswith("keepbusy: argument --ranks: 'nonsense' is not a number of GPUs")
     assert printed(failed) == (
