@@ -124,17 +124,17 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "hang": 748,
+    "hang": 752,
     "timeline": 2364,
     "traces": 2449,
     "instrument": 1731,
     "recording": 3784,
     "virtual": 9191,
-    "explain": 4428,
+    "explain": 4438,
     "report": 3325,
     "runtime": 5068,
     "cli": 3382,
-    "fix": 4441,
+    "fix": 4445,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

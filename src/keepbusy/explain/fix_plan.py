@@ -148,11 +148,17 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
                 same[0] = same[0].joined(one)
             else:
                 same.append(one)
-    for one in () if as_it_is else _of_rounds(scene):
+    if not as_it_is:
+        _join_rounds(named, scene)
+    return [*(one for same in named.values() for one in _few(same)), *_of_pipeline(scene)]
+
+
+def _join_rounds(named: dict[str, list[Candidate]], scene: Scene) -> None:
+    """The same fix at the same place is one, whichever way it was found."""
+    for one in _of_rounds(scene):
         same = named.setdefault(one.fix, [])
         beside = next((other for other in same if other.named == one.named), None)
         same[:] = [other for other in same if other is not beside] + [beside.joined(one) if beside else one]
-    return [*(one for same in named.values() for one in _few(same)), *_of_pipeline(scene)]
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
@@ -201,13 +207,17 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         rows = np.concatenate([places[place] for place in mine])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said = _told_of(scene, [one for place in mine for one in there[place]])
-        remedy = ONE_TABLE if of_tables == mine else ALL_AT_ONCE
-        if remedy is ALL_AT_ONCE and mine[0].library.startswith("torch/optim/"):
-            remedy = FUSED
-        elif remedy is ALL_AT_ONCE:  # parameters and tables do not need each other; of others only their author knows
+        remedy = _as_one_call(mine[0], mine == of_tables)
+        if remedy is ALL_AT_ONCE:  # parameters and tables do not need each other; of others only their author knows
             edit = limits[1]  # so nothing is expected beyond what launching them takes
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
         yield Candidate(remedy.name, remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
+
+
+def _as_one_call(place: Where, is_table: bool) -> Remedy:
+    if is_table:
+        return ONE_TABLE
+    return FUSED if place.library.startswith("torch/optim/") else ALL_AT_ONCE
 
 
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:

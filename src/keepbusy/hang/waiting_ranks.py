@@ -145,10 +145,7 @@ class _Job:
     def _message(self, rank: int, call: CollectiveCall, part: Operand) -> StuckCall | None:
         """None where the other end is there and takes as much: then the network is at it, or another message."""
         call = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
-        log, ends = self.logs[rank], part.ends or (0, 0)
-        members = sorted(self._members(call.group, log.groups.get(call.group, ())))
-        place = ends[1] if part.kind == "send" else ends[0]
-        peer = members[place] if place < len(members) else place
+        log, peer = self.logs[rank], self._peer(rank, call.group, part)
         title = log.titles.get(call.group, "")
         if peer not in self.logs:
             return StuckCall(call.group, title, call.number, {rank: call}, {}, (peer,), False)
@@ -161,6 +158,13 @@ class _Job:
         if part.kind == "recv" or _size(part) == _size(_other_end(other, part) or part):
             return None
         return StuckCall(call.group, title, call.number, {rank: call, peer: other}, {}, (), True)
+
+    def _peer(self, rank: int, group: str, part: Operand) -> int:
+        """Ends are told as places among the group's members."""
+        sender, receiver = part.ends or (0, 0)
+        place = receiver if part.kind == "send" else sender
+        members = sorted(self._members(group, self.logs[rank].groups.get(group, ())))
+        return members[place] if place < len(members) else place
 
 
 def _all_known(its: Sequence[CollectiveCall], mine: Sequence[CollectiveCall], group: str) -> bool:

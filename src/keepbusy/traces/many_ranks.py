@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 KEPT = 8
 """Ranks that are kept whole: the stragglers first, then who is like most."""
 KEPT_STRAGGLERS = 4
-LATE = 0.03
+LATE_SHARE = 0.03
 """Of a step: a rank that takes so much longer than half of its kind may be late, ..."""
 USUAL_SPREADS = 5.0
 """... if that is also so many times as much as ranks usually differ by; and so of hosts, half of whose ranks do."""
@@ -108,7 +108,7 @@ def _stragglers(times: Sequence[RankTimes], step: int) -> Iterator[Straggler]:
     """Whom fixing first gains most: the latest first."""
     own, computing = (np.array(of, np.float64) for of in zip(*((one.own, one.computing) for one in times), strict=True))
     late, slower = (_beyond_its_kind(times, of) for of in (own, computing))
-    groups = sorted(_groups(times, late, LATE * float(np.median(own))), key=lambda rows: -np.median(late[rows]))
+    groups = sorted(_groups(times, late, LATE_SHARE * float(np.median(own))), key=lambda rows: -np.median(late[rows]))
     left = np.ones(len(times), bool)
     for rows in groups:
         left[rows] = False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LARGEST = 16
 """Of more ranks the table is one of hosts."""
-FAR = 0.5
+FAULTY_SHARE = 0.5
 """Below this share of what a link carries, or of what others like it reach, something is wrong with it."""
 _NVLINK = 25.0
 """Bytes a nanosecond each way, of an NVLink of the second to the fourth generation; the fifth carries twice that."""
@@ -166,9 +166,9 @@ def _pairs(links: LinkFigures) -> Iterator[Harm]:
         join, reached = _join(links, one, other), links.rates[one][other]
         limit = _limit(links, one, other, join)
         usual = median(alike[join])
-        if limit and reached < FAR * limit:
+        if limit and reached < FAULTY_SHARE * limit:
             slow.setdefault((join, f"its link carries {rate(limit)}"), []).append((reached, f"{one}→{other}"))
-        elif not limit and len(alike[join]) > 2 and reached < FAR * usual:
+        elif not limit and len(alike[join]) > 2 and reached < FAULTY_SHARE * usual:
             slow.setdefault((join, f"others alike reach {rate(usual)}"), []).append((reached, f"{one}→{other}"))
     for (join, why), found in slow.items():
         first, more = [name for _, name in sorted(found)][:3], len(found) - 3
@@ -236,7 +236,7 @@ def _copying(links: LinkFigures) -> Iterator[Harm]:
     for way, name in enumerate(("to the device", "home")):
         alone, together = (median(getattr(one, when)[way] for one in links.copies) if links.copies else 0.0
                            for when in ("alone", "together"))  # fmt: skip
-        if together < FAR * alone:
+        if together < FAULTY_SHARE * alone:
             yield Harm(
                 f"copies {name} reach {rate(together)} while all ranks copy, and {rate(alone)} alone",
                 "the GPUs share PCIe lanes or a CPU's memory: copy fewer bytes, as uint8 for example",
@@ -247,7 +247,7 @@ def _all_together(links: LinkFigures) -> Iterator[Harm]:
     """An all-reduce uses the same links as messages do."""
     curve = links.curve("all_reduce", len(links.hosts))
     slowest = min((cell for row in links.rates for cell in row if cell), default=0.0)
-    if curve and links.backend == "nccl" and len(curve.sizes) > 1 and law(curve).bandwidth < FAR * slowest:
+    if curve and links.backend == "nccl" and len(curve.sizes) > 1 and law(curve).bandwidth < FAULTY_SHARE * slowest:
         yield Harm(
             f"an all-reduce moves {rate(law(curve).bandwidth)} over links on which messages reach {rate(slowest)}",
             "look at NCCL_ALGO, NCCL_PROTO and NCCL_MAX_NCHANNELS, and at what NCCL_DEBUG=INFO says",

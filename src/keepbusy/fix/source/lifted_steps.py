@@ -19,7 +19,7 @@ the optimizer's `step()`. What changes from turn to turn comes in as arguments, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
@@ -108,29 +108,33 @@ class _Lifted(cst.CSTTransformer):
     def _names(self, loop: cst.For, block: Sequence[cst.CSTNode]) -> tuple[list[str] | None, list[str]]:
         """What the block is given, and what of it is read elsewhere; None where its names do not allow it."""
         inside = {id(one) for statement in block for one in m.findall(statement, m.Name())}
-        stored, read, others, anywhere = [], [], set[str](), set[str]()
-        for one in m.findall(self._scopes[-1], m.Name()):
-            name, context = (
-                cst.ensure_type(one, cst.Name).value,
-                self.get_metadata(ExpressionContextProvider, one, None),
-            )
+        stored: list[str] = []
+        needed: list[str] = []  # before the block itself stores them
+        elsewhere = set[str]()
+        for one, name, context in self._uses(self._scopes[-1]):
             if id(one) not in inside:
                 if context is ExpressionContext.LOAD:
-                    anywhere.add(name)
+                    elsewhere.add(name)
             elif context is ExpressionContext.STORE:
                 stored.append(name)
-            elif context is ExpressionContext.LOAD:
-                read.append((name, name in stored))
-        block_ids = {id(one) for one in block}
-        for part in (loop.target, *(one for one in loop.body.body if id(one) not in block_ids)):
-            for one in m.findall(part, m.Name()):
-                if self.get_metadata(ExpressionContextProvider, one, None) is ExpressionContext.STORE:
-                    others.add(cst.ensure_type(one, cst.Name).value)
-        before = {name for name, own in read if not own}
-        if before & set(stored):  # it reads what the turn before left
+            elif context is ExpressionContext.LOAD and name not in stored:
+                needed.append(name)
+        if set(needed) & set(stored):  # it reads what the turn before left
             return None, []
-        given = [name for name in dict.fromkeys(name for name, own in read if not own) if name in others]
-        return given, [name for name in dict.fromkeys(stored) if name in anywhere]
+        of_the_turn = self._stored_beside(loop, block)
+        given = [name for name in dict.fromkeys(needed) if name in of_the_turn]
+        return given, [name for name in dict.fromkeys(stored) if name in elsewhere]
+
+    def _stored_beside(self, loop: cst.For, block: Sequence[cst.CSTNode]) -> set[str]:
+        """The names that a turn stores outside of the block, its own among them."""
+        lifted = {id(one) for one in block}
+        beside = (loop.target, *(one for one in loop.body.body if id(one) not in lifted))
+        return {name for part in beside for _, name, context in self._uses(part) if context is ExpressionContext.STORE}
+
+    def _uses(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, str, object]]:
+        """Names in it, and whether each is read or stored."""
+        for one in m.findall(node, m.Name()):
+            yield one, cst.ensure_type(one, cst.Name).value, self.get_metadata(ExpressionContextProvider, one, None)
 
 
 def _block(loop: cst.For) -> range:
