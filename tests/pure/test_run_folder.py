@@ -52,6 +52,7 @@ def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, mon
 def test_to_follow_twice_is_to_follow_once_and_it_is_undone() -> None:
     import multiprocessing.spawn
 
+    children.follow(make_folder, {})()  # whoever followed in an earlier test does no longer
     before = multiprocessing.spawn.get_preparation_data
     children.follow(make_folder, {})
     undo = children.follow(make_folder, {})

@@ -71,10 +71,11 @@ def explain_hang(logs: Sequence[CollectiveLog]) -> HangVerdict:
     )  # fmt: skip
 
 
-def _first_cause(one: StuckCall) -> tuple[int, int]:
-    """What differs can never end; who never came comes next; then what has no visible cause, and what waits for it."""
+def _first_cause(one: StuckCall) -> tuple[int, bool, int]:
+    """What differs can never end; who never came comes next, and of such calls first what holds a rank back from
+    another; then what has no visible cause, and what waits for it."""
     order = 0 if one.differ else 1 if one.culprits else 2 if one.unknown else 3 if not one.absent else 4
-    return order, min((call.begun for call in one.calls.values()), default=0)
+    return order, bool(one.held), min((call.begun for call in one.calls.values()), default=0)
 
 
 @dataclass

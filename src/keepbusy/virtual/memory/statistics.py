@@ -42,7 +42,7 @@ class Totals:
 
     def shown(self) -> list[list[int]]:
         """Current, peak, allocated and freed: of blocks, of bytes and of bytes asked for."""
-        rows: list[list[int]] = np.stack([self.now, self.peak, self.ever, self._base + self.ever - self.now]).T.tolist()
+        rows: list[list[int]] = np.array([self.now, self.peak, self.ever, self._base + self.ever - self.now]).T.tolist()
         return rows
 
     @property
