@@ -1,0 +1,44 @@
+"""Several optimizers, one step: the round in which each of them has stepped."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepbusy.recording.step_detector import BEGINS, ENDS, GOES_ON, PATIENCE, Rounds
+
+
+def ends(*who: int) -> list[int]:
+    rounds = Rounds()
+    return [rounds.ended(one) for one in who]
+
+
+def test_one_optimizer_ends_a_step_each_time() -> None:
+    assert ends(7, 7, 7) == [BEGINS, ENDS, ENDS]
+
+
+def test_two_in_turn_end_a_step_together() -> None:
+    assert ends(*[1, 2] * 4)[2:] == [ENDS, GOES_ON] * 3  # the first step teaches that there are two
+
+
+def test_a_critic_may_step_more_often_than_its_generator() -> None:
+    told = ends(*[1, 1, 1, 1, 1, 2] * 6)
+    assert told[12:] == [GOES_ON] * 5 + [ENDS] + ([GOES_ON] * 5 + [ENDS]) * 3
+
+
+def test_an_optimizer_that_is_not_used_any_more_is_forgotten() -> None:
+    told = ends(*[1] * 20, *[2] * 20)
+    assert told[20:] == [GOES_ON] * PATIENCE + [BEGINS] + [ENDS] * (20 - PATIENCE - 1)
+
+
+def test_one_that_comes_back_is_waited_for_longer() -> None:
+    a_round = [1] * 3 * PATIENCE + [2]
+    told = ends(*a_round * 8)
+    assert told[-2 * len(a_round) :].count(ENDS) == 2
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True), st.integers(3, 12))
+def test_a_round_that_repeats_gives_one_step_a_round(order: list[int], times: int) -> None:
+    told = ends(*order * times)
+    assert told[len(order) :].count(ENDS) == times - 1
+    assert told.count(BEGINS) == 1
