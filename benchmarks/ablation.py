@@ -3,8 +3,10 @@
     python benchmarks/ablation.py [--only NAME...] [--sets SET...] [--jobs N] [--write docs/explanation/rules.md]
 
 Two kinds of truth. *Recordings* of H200s whose fixed programs were timed: rules and thresholds of the explanation are
-switched off while it explains them. *Programs* whose loops and stalls are known because they were written that way
-(`ablation_programs.py`): thresholds of loops, windows and turns are switched off while they are recorded, with no GPU.
+switched off while it explains them, and those of ranks while they are read, also into 32 ranks of which it is known who
+is late (`many_ranks.py`). *Programs* whose loops and stalls are known because they were written that way
+(`ablation_programs.py`): thresholds of loops, windows and turns are switched off while they are recorded, with no GPU,
+or run on a virtual one.
 
 A recording is right twice: by its causes, as stallbench's score.py has it (one of the planted causes is named with at
 least half of its gain, several together, or silence is kept), and by its plan (the fixes of planted causes gain at
@@ -35,12 +37,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ablation_programs import PROGRAMS, Told
 from accuracy import recorded
-from thresholds import EXPLAINED, RECORDED, all_of, switched_off
+from many_ranks import OF_HOST, late_of, write
+from thresholds import EXPLAINED, MERGED, RECORDED, THRESHOLDS, VIRTUAL, all_of, switched_off
 
 import keepbusy
 import keepbusy.explain
@@ -58,8 +61,11 @@ SETS = {
     "live": HERE / "stallbench_planted.json",
     "live_uneven": HERE / "stallbench_planted.json",
 }
+MANY_RANKS = {"two_late": ("peer_late",), "none_late": ()}
 RUNS = "fourth"
 """A set of whole runs, whose truth is the seconds that they took stalled and fixed."""
+MANY, RANKS = "many", 32
+"""Ranks of a run of which some are late, or none, made of the traces of four."""
 PROGRAM_SET = "programs"
 BLAMES = {
     "host_sync",
@@ -71,8 +77,10 @@ BLAMES = {
     "peer_late",
     "exposed_collective",
 }
+ALL_SETS = [*SETS, RUNS, MANY, PROGRAM_SET]
 NOTICEABLE = 0.05
 """Of the stalled step: a prediction that errs by so much more is worse."""
+NO_MARKS = {"stalls": [], "step": 0, "warm_up": 0}
 TRIES = 3
 """Of a program that was told otherwise without a threshold, and of each with all of them."""
 
@@ -105,7 +113,7 @@ class Ablation:
 class Case:
     path: Path
     planted: tuple[str, ...]
-    is_whole_run: bool = False
+    kind: str = ""
 
     @property
     def name(self) -> str:
@@ -116,6 +124,10 @@ class Case:
         return self.path.with_suffix(".busy").exists()
 
     def timeline(self) -> Timeline:
+        if self.kind == MANY:
+            with tempfile.TemporaryDirectory() as folder:
+                write(Path(folder), RANKS, self.path.parents[1], bool(self.planted))
+                return keepbusy.read(sorted(Path(folder).iterdir()))
         if self.is_live:
             return keepbusy.load(self.path.with_suffix(".busy"))
         return recorded(self.path)
@@ -135,12 +147,16 @@ def cases(sets: Sequence[str], stallbench: Path) -> Iterator[Case]:
         groups = json.loads((HERE / f"stalls/{RUNS}/planted.json").read_text()).values()
         planted = {name: one["causes"] for group in groups for name, one in group.items()}
         for path in sorted((TRUTH / RUNS).glob("*.busy")):
-            yield Case(path, tuple(planted[path.stem]), is_whole_run=True)
+            yield Case(path, tuple(planted[path.stem]), RUNS)
+    if MANY in sets and stallbench.exists():
+        yield from (Case(stallbench / MANY / name, causes, MANY) for name, causes in MANY_RANKS.items())
 
 
 def outcomes(case: Case, timeline: Timeline) -> Outcomes:
-    if case.is_whole_run:
+    if case.kind == RUNS:
         return {"run": _of_run(case, timeline)}
+    if case.kind == MANY:
+        return {"ranks": _of_many_ranks(case, timeline)}
     truth = json.loads(case.path.read_text())
     stalled, fixed = truth["stalled_ms"], truth["fixed_ms"]
     noise = max(0.03, (truth["gain_high"] - truth["gain_low"]) / 2)
@@ -176,16 +192,28 @@ def _of_run(case: Case, timeline: Timeline) -> Outcome:
     return Outcome(promised >= 0.5 * (stalled - fixed), error)
 
 
+def _of_many_ranks(case: Case, timeline: Timeline) -> Outcome:
+    rank, host = late_of(RANKS)
+    late = {(rank,), tuple(range(host * OF_HOST, (host + 1) * OF_HOST))} if case.planted else set()
+    cluster = timeline.facts.cluster
+    return Outcome(cluster is not None and {one.ranks for one in cluster.stragglers} == late)
+
+
 def off(name: str) -> AbstractContextManager[None]:
     return rules.without(name) if name in rules.RULES else switched_off(name)
 
 
 def ablate(case: Case, only: Sequence[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
-    """A rule is only switched off where it was asked; thresholds are everywhere."""
+    """A rule is only switched off where it was asked; thresholds are everywhere, those of ranks as they are read."""
     timeline = case.timeline()
     rules.asked()
     with_all = outcomes(case, timeline)
     without = {}
+    for name in sorted(all_of(MERGED).keys() & set(only)) if len(timeline.ranks) > 1 and not case.is_live else ():
+        with off(name):
+            without[name] = outcomes(case, case.timeline())
+    if case.kind == MANY:
+        return with_all, without
     for name in sorted((rules.asked() | all_of(EXPLAINED).keys()) & set(only)):
         with off(name):
             without[name] = outcomes(case, timeline)
@@ -214,7 +242,15 @@ def told_of(name: str, without: str) -> Told:
 def _record(name: str, without: str, folder: Path, left: Path) -> None:
     from keepbusy.instrument.script import run_file
     from keepbusy.recording.recorder import FACTS, Run, RunOptions
+    from keepbusy.virtual.virtual_run import Options, start
 
+    if PROGRAMS[name].is_virtual:
+        with switched_off(without) if without else nullcontext():
+            timeline = start(Options(measured=False))
+            run_file(str(HERE / "ablation_programs.py"), [name])
+            run = timeline().facts.run
+        left.write_bytes(pickle.dumps(Told(NO_MARKS, asdict(run), [{"ticks": ()}], 0.0, run.time / 1e9)))
+        return
     with switched_off(without) if without else nullcontext():
         run = Run(RunOptions(str(folder)))
         run.begin()
@@ -223,7 +259,7 @@ def _record(name: str, without: str, folder: Path, left: Path) -> None:
         took = time.perf_counter() - began
         run.end()
     facts = json.loads((run.folder / FACTS).read_text())
-    marks = {"stalls": [], "step": 0, "warm_up": 0, **facts["marks"]}
+    marks = NO_MARKS | facts["marks"]
     windows = [{name: facts[name] for name in ("ticks", "plain_step", "cut", "part")}, *facts["further"]]
     left.write_bytes(pickle.dumps(Told(marks, facts["run"], windows, facts["held_up"] / 1e9, took)))
 
@@ -258,7 +294,7 @@ def program_of(case: str) -> str:
 
 
 def table(found: dict[str, Ablation], right: Counter[str], count: Counter[str]) -> Iterator[str]:
-    says = {name: one.says for name, (_, one) in all_of(EXPLAINED | RECORDED).items()} | rules.RULES
+    says = {name: one.says for name, (_, one) in all_of(THRESHOLDS).items()} | rules.RULES
     yield "| rule | what it says | programs lost without it | programs gained without it |"
     yield "|---|---|---|---|"
     for name, ablation in found.items():
@@ -289,10 +325,10 @@ without them and live count once.
 
 
 def main() -> None:
-    names = [*rules.RULES, *all_of(EXPLAINED), *all_of(RECORDED)]
+    names = [*rules.RULES, *all_of(THRESHOLDS)]
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", nargs="+", default=names, metavar="RULE")
-    arguments.add_argument("--sets", nargs="+", default=[*SETS, RUNS, PROGRAM_SET], choices=[*SETS, RUNS, PROGRAM_SET])
+    arguments.add_argument("--sets", nargs="+", default=ALL_SETS, choices=ALL_SETS)
     arguments.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS), metavar="PROGRAM")
     arguments.add_argument("--stallbench", type=Path, default=STALLBENCH)
     arguments.add_argument("--jobs", type=int, default=1)
@@ -322,8 +358,8 @@ def main() -> None:
             print(f"{name:44} {'right' if usual[name] else 'WRONG'} {said}", flush=True)
         without = {
             pool.submit(majority, name, threshold, usual[name]): (name, threshold)
-            for threshold in all_of(RECORDED).keys() & set(options.only)
             for name in programs
+            for threshold in all_of(VIRTUAL if PROGRAMS[name].is_virtual else RECORDED).keys() & set(options.only)
         }
         for done in as_completed([*without, *explained]):
             if done in without:

@@ -64,11 +64,14 @@ class Program:
     run: Callable[[], object]
     is_right: Callable[[Told], bool]
     says: str = field(default="")
+    is_virtual: bool = False  # runs on a virtual GPU: only its tree is told
 
 
-def program(is_right: Callable[[Told], bool]) -> Callable[[Callable[[], object]], Callable[[], object]]:
+def program(
+    is_right: Callable[[Told], bool], is_virtual: bool = False
+) -> Callable[[Callable[[], object]], Callable[[], object]]:
     def registered(run: Callable[[], object]) -> Callable[[], object]:
-        PROGRAMS[run.__name__] = Program(run, is_right, (run.__doc__ or "").strip())
+        PROGRAMS[run.__name__] = Program(run, is_right, (run.__doc__ or "").strip(), is_virtual)
         return run
 
     return registered
@@ -404,6 +407,54 @@ def long_turns() -> None:
         for _micro in range(20):
             time.sleep(0.018)
         step(20)
+
+
+# on a virtual GPU
+
+
+def product(depth: int) -> None:
+    """A model of so many layers, in a loop of its own."""
+    import torch
+
+    x = torch.zeros(64, 64, device="cuda")
+    for _layer in range(depth):
+        x = x @ x
+
+
+@program(lambda told: told.turns("for batch") == 60 and len(told.sources) == 1, is_virtual=True)
+def layers() -> None:
+    """A training loop whose model goes through forty layers."""
+    for batch in range(60):
+        product(40 + 0 * batch)
+        product(1)
+
+
+@program(lambda told: told.turns("for batch") == 240 and len(told.sources) == 2, is_virtual=True)
+def short_epochs() -> None:
+    """A short run, in which an epoch lasts a few milliseconds."""
+
+    def train() -> None:
+        for batch in range(80):
+            product(4 + 0 * batch)
+            product(1)
+
+    for epoch in range(3):
+        train()
+        product(1 + 0 * epoch)
+
+
+@program(lambda told: told.turns("for token") == 2_500 and len(told.sources) == 2, is_virtual=True)
+def long_calls() -> None:
+    """A run of seconds, whose inner loop is in a call that lasts less than a twentieth of it."""
+
+    def answer() -> None:
+        for token in range(100):
+            product(30 + 0 * token)
+            product(1)
+
+    for _request in range(25):
+        answer()
+        product(1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from keepbusy.traces.rank_trace import RankTrace
 from keepbusy.traces.trace_file import read_trace
 
 STALLBENCH = Path(os.environ.get("STALLBENCH", Path(__file__).resolve().parents[2] / "shared" / "stallbench"))
-RECORDED, LATE = "truth/with_stack/late_rank.stalled.rank{}.trace.json.gz", 1
+RECORDED, LATE = "with_stack/late_rank.stalled.rank{}.trace.json.gz", 1
 USUAL = 2, 3
 """Rank 0 is slower than these by a fifth without a reason of its own, so a host that is late by less would not be."""
 OF_HOST, CLOCKS = 8, 8
@@ -91,14 +91,19 @@ def moved(text: bytes, file: Trace, before: Timeline, after: Timeline, rank: int
     return _TIME.sub(move, text)
 
 
-def write(folder: Path, ranks: int) -> None:
-    paths = [STALLBENCH / RECORDED.format(rank) for rank in range(4)]
+def late_of(ranks: int) -> tuple[int, int]:
+    """Of so many ranks: which rank is late, and which host."""
+    return LATE_RANK % ranks, LATE_HOST % max(1, ranks // OF_HOST)
+
+
+def write(folder: Path, ranks: int, truth: Path = STALLBENCH / "truth", has_late: bool = True) -> None:
+    paths = [truth / RECORDED.format(rank) for rank in range(4)]
     texts = {"late": text_of(paths[LATE]), "host": less_late(paths)}
     usual = [text_of(paths[rank]) for rank in USUAL]
     texts |= {f"usual{index}": text for index, text in enumerate(usual)}
     bodies: dict[tuple[str, int], tuple[bytes, bytes]] = {}
     listed = b"[%s, ...]" % b", ".join(b"%d" % one for one in range(30)) if ranks > 30 else b"%a" % [*range(ranks)]
-    late_rank, late_host = LATE_RANK % ranks, LATE_HOST % max(1, ranks // OF_HOST)
+    late_rank, late_host = late_of(ranks) if has_late else (-1, -1)
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         host = rank // OF_HOST
@@ -176,7 +181,7 @@ def main() -> None:
         for line in told("all of them", [name]):
             print(line, end="", flush=True)
         kept = np.random.default_rng(0).permutation(len(files))[: len(files) // 2].tolist()
-        late = LATE_RANK % options.ranks
+        late, _ = late_of(options.ranks)
         for line in told("half of them", [files[one] for one in sorted({*kept, late})]):
             print(line, end="", flush=True)
 

@@ -1,4 +1,4 @@
-"""Every threshold of loops, windows, turns and the plan: what it says, and the value that switches it off.
+"""Every threshold of what is recorded, read and explained: what it says, and the value that switches it off.
 
 `ablation.py` switches them off one at a time. A test holds this table against the sources: a constant that is new there
 has to be put here, among the thresholds or among the bounds.
@@ -47,6 +47,24 @@ EXPLAINED = {
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
         Threshold("THEIR_OWN", 0.0, "Rounds launch three quarters of what is launched while they last."),
     ),
+    "keepbusy.explain.causes.peers": (
+        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers, ..."),
+        Threshold("LATE_TIMES", 0.0, "... and a quarter more."),
+        Threshold("UNEQUAL_BY", 0, "Device work is unequal where a rank has 0.5 ms more of it than its peers, ..."),
+        Threshold("UNEQUAL_TIMES", 0.0, "... and a tenth more."),
+        Threshold("EVEN_AT_MOST", INFINITE, "No stretch of the host was recorded four times too quick."),
+    ),
+    "keepbusy.explain.causes.reads": (
+        Threshold("COST_OF_A_SYNC", 0, "A sync that nobody has to be waited for costs 3 µs."),
+    ),
+    "keepbusy.explain.causes.inputs": (
+        Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
+    ),
+    "keepbusy.explain.causes.host": (Threshold("MAKES", 0, "Work of less than 0.1 ms makes no tensor."),),
+    "keepbusy.explain.scene": (
+        Threshold("COPY_TO_SYNC", INFINITE, "A sync within 60 µs of a copy waits for that copy."),
+        Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
+    ),
     "keepbusy.explain.ledger": (Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),),
     "keepbusy.explain.plain": (
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
@@ -62,9 +80,36 @@ EXPLAINED = {
         ),
         Threshold("MATTERS", 0.0, "Of a rare stall a cause is told that takes a twentieth of it."),
     ),
-    "keepbusy.timeline.run_tree": (Threshold("SPARE", 1.0, "Workers are 15% more than what just keeps up."),),
+    "keepbusy.timeline.replay": (
+        Threshold("MEASURED_LAGS", INFINITE, "Fifty lags between commands tell more than what is typical of GPUs."),
+        Threshold("EARLY_RETURN", INFINITE, "A call that returned 30 µs before a command did not wait for it."),
+    ),
+    "keepbusy.timeline.run_tree": (
+        Threshold("SPARE", 1.0, "Workers are 15% more than what just keeps up."),
+        Threshold("BEARABLE", 0.0, "Workers are enough where the loop waits a hundredth of its time for them."),
+    ),
+    "keepbusy.timeline.steps": (
+        Threshold("SAME_PART", INFINITE, "Parts of a step that launch as much but for a fiftieth are the same."),
+        Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
+        Threshold("RARE_STEP", 0.0, "A step is a rare one if it has a quarter more to do than others."),
+        Threshold("NOISE_OF_A_SCRIPT", 0.0, "Of a script, to wait for 3% of it is noise."),
+        Threshold("WHOLE_STRETCH", 0.0, "At the ends of a window, half of a step's commands are no step."),
+    ),
 }
 """Of what is made of a recording: measured on the kept recordings whose fixed programs were timed."""
+
+MERGED = {
+    "keepbusy.timeline.ranks": (
+        Threshold("SAME_CLOCK", 0, "Clocks of ranks that differ by less than 0.1 ms are one clock."),
+        Threshold("OTHER_CLOCK", INFINITE, "Clocks 50 ms apart do not tell where windows begin."),
+        Threshold("SKEW", 0, "What comes 50 µs too early came in time: clocks are a little askew."),
+    ),
+    "keepbusy.traces.many_ranks": (
+        Threshold("LATE_SHARE", 0.0, "Of many ranks one is late if it takes 3% of a step longer than its kind, ..."),
+        Threshold("USUAL_SPREADS", 0.0, "... and five times as much longer as ranks usually differ by."),
+    ),
+}
+"""Of reading ranks into one timeline: measured on the recordings of several ranks, and on traces of many."""
 
 RECORDED = {
     "keepbusy.instrument.loops": (
@@ -127,6 +172,15 @@ RECORDED = {
 }
 """Of what a run is recorded by: measured on programs that the ablation runs (`ablation_programs.py`)."""
 
+VIRTUAL = {
+    "keepbusy.virtual.run_loops": (
+        Threshold("STAY", INFINITE, "On a virtual GPU, a function that lasts 60 ms may hold loops of the run, ..."),
+        Threshold("STAY_SHARE", 0.0, "... and in a short run one that lasts a twentieth of it."),
+    ),
+}
+"""Of a run on a virtual GPU: measured on programs that the ablation runs on one."""
+THRESHOLDS = EXPLAINED | MERGED | RECORDED | VIRTUAL
+
 BOUNDS = {
     "keepbusy.instrument.loops": (
         *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
@@ -153,6 +207,14 @@ BOUNDS = {
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
     "keepbusy.explain.fix_plan": ("REPLAYED_ROWS",),
+    "keepbusy.explain.causes.peers": (),
+    "keepbusy.explain.causes.rounds": (),
+    "keepbusy.explain.scene": (),
+    "keepbusy.timeline.ranks": ("MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
+    "keepbusy.timeline.run_tree": ("SIMULATED_TURNS", "USUAL_PREFETCH"),
+    "keepbusy.timeline.steps": (),
+    "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
+    "keepbusy.virtual.run_loops": ("TURNS_A_SECOND", "TURNS_IN_A_ROW"),
 }
 """What only bounds the cost of looking, or how much is kept and told: no rule that could be right or wrong."""
 
@@ -165,7 +227,7 @@ def all_of(table: dict[str, tuple[Threshold, ...]]) -> dict[str, tuple[str, Thre
 @contextmanager
 def switched_off(name: str) -> Iterator[None]:
     """In its own module, and wherever that one's constant was imported by name."""
-    module, threshold = all_of(EXPLAINED | RECORDED)[name]
+    module, threshold = all_of(THRESHOLDS)[name]
     held = getattr(import_module(module), threshold.constant)
     owners = [
         one

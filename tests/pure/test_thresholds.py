@@ -1,4 +1,4 @@
-"""Every threshold of loops, windows, turns and the plan can be switched off by the ablation."""
+"""Every threshold of what is recorded, read and explained can be switched off by the ablation."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def constants(module: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", thresholds.BOUNDS)
 def test_each_constant_is_a_threshold_or_a_bound(module: str) -> None:
-    rules = (thresholds.EXPLAINED | thresholds.RECORDED)[module]
+    rules = thresholds.THRESHOLDS[module]
     assert set(constants(module)) <= {one.constant for one in rules} | set(thresholds.BOUNDS[module])
 
 
 def test_each_threshold_has_a_name_of_its_own_and_is_switched_off_everywhere() -> None:
     from keepbusy.explain.rules import RULES
 
-    named = [one.name for table in (thresholds.EXPLAINED, thresholds.RECORDED) for of in table.values() for one in of]
+    named = [one.name for of in thresholds.THRESHOLDS.values() for one in of]
     assert len(named) == len({*named, *RULES}) - len(RULES)
-    for name, (module, one) in thresholds.all_of(thresholds.EXPLAINED).items():
+    for name, (module, one) in thresholds.all_of(thresholds.THRESHOLDS).items():
         held = getattr(importlib.import_module(module), one.constant)
         with thresholds.switched_off(name):
             assert getattr(importlib.import_module(module), one.constant) == one.off != held

@@ -19,7 +19,7 @@ SAME_PART, OTHER_PART = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
 RARE_STEP = 1.25
 """A rare step takes half as long again as others; recorded, the others may have lost more to it."""
-MATTERS = 0.03
+NOISE_OF_A_SCRIPT = 0.03
 """Of a script: to wait for less is noise."""
 WHOLE_STRETCH = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
@@ -220,7 +220,7 @@ def _guessed(timeline: Timeline) -> Timeline:
     turn = np.searchsorted(marks, row, side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
     again = len(marks) * np.median(waits)
-    return guessed if waits.sum() - again <= max(again, MATTERS * lasted) else timeline
+    return guessed if waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * lasted) else timeline
 
 
 def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
