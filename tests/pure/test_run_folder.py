@@ -35,6 +35,28 @@ def test_a_killed_run_leaves_one_and_the_next_takes_it_away(tmp_path: Path, monk
     assert another.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_session_leaves_nothing(tmp_path: Path) -> None:
+    """Its process has a folder within one of the session's, and both go."""
+    session = "import keepbusy\nwith keepbusy.record():\n    pass\n"
+    for end in ("", "raise SystemExit(3)"):
+        variables = {**os.environ, "TMPDIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", session + end], check=False, capture_output=True, env=variables)
+        assert [*tmp_path.glob("keepbusy-*")] == []
+
+
+def test_where_ranks_never_met_is_forgotten_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "yesterday")
+    old = launch._folder()
+    (old / "rank1.busy").touch()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "today")
+    assert launch._folder() != old
+    assert old.exists()
+    os.utime(old, times=(0, 0))
+    assert launch._folder().exists()
+    assert not old.exists()
+
+
 def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = launch._folder()

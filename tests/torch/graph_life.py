@@ -112,11 +112,11 @@ def dump() -> Said:
     graph.enable_debug_mode()
     with torch.cuda.graph(graph):
         x.add_(1)
-    path = Path(tempfile.mkdtemp()) / "graph.dot"
-    with warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        path = Path(folder) / "graph.dot"
         warnings.simplefilter("ignore")
         graph.debug_dump(str(path))
-    return [path.exists(), path.read_text().startswith("digraph") if path.exists() else None]
+        return [path.exists(), path.read_text().startswith("digraph") if path.exists() else None]
 
 
 @program

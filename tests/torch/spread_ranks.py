@@ -228,9 +228,16 @@ def scaled() -> dict[str, Any]:
 
 def resumed() -> dict[str, Any]:
     """Every layout's checkpoint, read by every other."""
-    folder: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    root, example = Path(folder[0]), batch("GPT", 9)[0]
+    with tempfile.TemporaryDirectory() as mine:
+        folder: list[Any] = [mine]
+        dist.broadcast_object_list(folder)
+        found = _resumed_from(Path(folder[0]))
+        dist.barrier()
+        return found
+
+
+def _resumed_from(root: Path) -> dict[str, Any]:
+    example = batch("GPT", 9)[0]
     found, saving = {}, None
     model, optimizer = made("GPT")
     train(model, optimizer, batches("GPT", 0, 2))

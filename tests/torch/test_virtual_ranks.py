@@ -253,9 +253,13 @@ def test_ranks_that_the_program_spawns_itself_are_in_the_report(run) -> None:
     assert said["ledger"]["computing"] > 0
 
 
-def test_every_collective_moves_the_right_values(run) -> None:
+def test_every_collective_moves_the_right_values(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     done = run(COLLECTIVES, before=("--ranks", "2"), agent=True)
     assert done.returncode == 0, done.stderr
+    left = {one.name for one in (tmp_path / "temporary").iterdir()}
+    assert left <= {"torchinductor_root"}, "torchrun's own logs would stay"
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
 
 

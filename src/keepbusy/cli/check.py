@@ -10,7 +10,6 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from keepbusy.cli.console.output import check_place, replacing, show, without_pytorch
 from keepbusy.cli.console.sources import SAVED
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -107,17 +107,16 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     script, *arguments = options.program[options.program[0] == "--" :]
     if script.endswith(SAVED):
         return load(Path(script))
-    with tempfile.TemporaryDirectory(prefix="keepbusy-") as folder:
-        kept = Path(folder) / f"run{SAVED}"
-        command = ["run", "--on", options.on, "--gpus", options.gpus, "--ranks", options.ranks]
-        command += ["--clock", "modelled", "--values", options.values, "--save", str(kept), "--quiet"]
-        command += ["-m"] if options.module else []
-        environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
-        ended = subprocess.run(
-            [sys.executable, "-m", "keepbusy", *command, script, *arguments], check=False, env=environment
-        ).returncode
-        if ended:
-            raise BadInput(f"{script} ended with exit code {ended}, so nothing can be said of it.")
-        if not kept.exists():
-            raise BadInput(f"{script} left no run that could be counted.")
-        return load(kept)
+    kept = make_folder() / f"run{SAVED}"
+    command = ["run", "--on", options.on, "--gpus", options.gpus, "--ranks", options.ranks]
+    command += ["--clock", "modelled", "--values", options.values, "--save", str(kept), "--quiet"]
+    command += ["-m"] if options.module else []
+    environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "keepbusy", *command, script, *arguments], check=False, env=environment
+    ).returncode
+    if ended:
+        raise BadInput(f"{script} ended with exit code {ended}, so nothing can be said of it.")
+    if not kept.exists():
+        raise BadInput(f"{script} left no run that could be counted.")
+    return load(kept)

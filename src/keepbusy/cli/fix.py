@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.console.output import replacing, show, without_pytorch
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.lines import USER, kind_of
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -60,9 +61,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         raise BadInput("keepbusy fix needs LibCST: `pip install libcst`. `keepbusy run --fix` does without.")
     if find_spec("torch") is None:
         raise BadInput(without_pytorch("`keepbusy fix`"))
-    with tempfile.TemporaryDirectory(prefix="keepbusy-") as folder:
-        runs = CandidateRuns(options, Path(folder))
-        held = _tried(runs, runs.tried({}, "as it is"))
+    runs = CandidateRuns(options, make_folder())
+    held = _tried(runs, runs.tried({}, "as it is"))
     told = [*_diffs(held)]
     if options.write:
         for file, source in held.items():

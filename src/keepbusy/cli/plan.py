@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keepbusy.cli.console.output import complain
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.report.words import duration, listing, share
 from keepbusy.timeline.errors import BadInput
 
@@ -110,9 +110,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
-    with tempfile.TemporaryDirectory(prefix="keepbusy-plan-") as folder:
-        roomy = _with_memory(options.on, Path(folder))
-        tried = _tried(chosen, options, roomy, Path(folder))
+    folder = make_folder()
+    tried = _tried(chosen, options, _with_memory(options.on, folder), folder)
     trials = [one for one in tried if isinstance(one, Trial)]
     for layout, one in zip(chosen, tried, strict=True):
         if not isinstance(one, Trial):

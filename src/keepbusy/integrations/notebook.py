@@ -5,14 +5,10 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
-
-_CELLS = tempfile.TemporaryDirectory(prefix="keepbusy-")
-"""Cells as files: they stay as long as the notebook's process, for pages that show their lines."""
 
 
 def keepbusy_cell(line: str, cell: str) -> Any:
@@ -44,7 +40,7 @@ def _program(options: list[str], cell: str) -> Any:
     """What it prints comes here while it prints it."""
     import keepbusy
 
-    folder = Path(tempfile.mkdtemp(dir=_CELLS.name))
+    folder = make_folder()  # it stays as long as the notebook's process, for pages that show the cell's lines
     script, kept = folder / "cell.py", folder / "run.busy"
     script.write_text(cell, encoding="utf-8")
     command = [sys.executable, "-u", "-m", "keepbusy", "run", "--quiet", "--save", str(kept), *options, str(script)]

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from keepbusy.instrument.children import follow, when_imported
 from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
 from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
@@ -71,7 +71,7 @@ class Run:
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
-        self.folder = Path(options.folder or tempfile.mkdtemp(prefix="keepbusy-")) / str(os.getpid())
+        self.folder = Path(options.folder or make_folder()) / str(os.getpid())
         self.folder.mkdir(parents=True)
         self.process = os.getpid()
         self.is_going_on = False
@@ -491,7 +491,7 @@ class Session:
             if self._run is None or self._run.is_going_on:
                 raise BadInput("there is nothing to explain yet; leave the `with keepbusy.record()` block first.")
             self._timeline = self._run.timeline(source="this session")
-            shutil.rmtree(self._run.folder, ignore_errors=True)
+            shutil.rmtree(self._run.folder.parent, ignore_errors=True)
         return self._timeline
 
     def explain(self, what_if: Sequence[str] = (), workers: int = 8) -> Any:

@@ -10,9 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 PATIENCE = 30.0
 """Seconds that the first rank waits for the others' timelines once its own program has ended."""
 _POLL = 0.05
+_FORGOTTEN = 24 * 3600.0
+"""Seconds after which nobody comes to where ranks were to meet: the first of them was killed."""
 
 
 def launch(count: int, command: Sequence[str]) -> int:
     """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns its exit code."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    agent += ["--log-dir", str(make_folder())]  # it would leave one of its own
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
     return subprocess.run([*agent, "-m", "keepbusy", "run", *command], check=False, env=environment).returncode
 
@@ -70,7 +75,12 @@ def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Time
 def _folder() -> Path:
     """One that the ranks of this run know, and no other run."""
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
-    folder = Path(tempfile.gettempdir()) / f"keepbusy-{os.getuid()}-{run}"
+    own = f"keepbusy-{os.getuid()}-"
+    for one in Path(tempfile.gettempdir()).glob(f"{own}*"):
+        with suppress(OSError):
+            if one.lstat().st_uid == os.getuid() and one.lstat().st_mtime < time.time() - _FORGOTTEN:
+                shutil.rmtree(one, ignore_errors=True)
+    folder = Path(tempfile.gettempdir()) / f"{own}{run}"
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
