@@ -34,7 +34,7 @@ ROOMS = {
     ),
     "runtime": (set(), {"torch"}),
     "integrations": (
-        {"timeline", "instrument.step", "virtual.virtual_run", "explain.diagnosis", "report"},
+        {"timeline", "instrument.run_folder", "instrument.step", "virtual.virtual_run", "explain.diagnosis", "report"},
         {"torch", "transformers", "lightning", "pytorch_lightning", "accelerate", "wandb", "mlflow", "IPython"},
     ),
     "cli": (
