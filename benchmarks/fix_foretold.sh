@@ -7,6 +7,7 @@
 # default cases have something that `--fix` does, and end within seconds; STALLBENCH_STEPS says how many steps they take.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$here/stalls  # the networks that cases share
 export STALLBENCH_STEPS=${STALLBENCH_STEPS:-200}
 kept=$(mktemp -d)
 trap 'rm -rf "$kept"' EXIT

@@ -12,11 +12,14 @@ from typing import Any
 import fix_programs
 import pytest
 import torch
+from torch import nn
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen
+from keepbusy.fix.live.predictions import foretold
 from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
+from keepbusy.recording.marks import Cuda, Marks
 from keepbusy.timeline.errors import BadInput
 
 
@@ -165,6 +168,50 @@ def test_what_was_foretold_stands_beside_what_came(tmp_path: Path) -> None:
     assert "foretold 3.1 ms a turn, came 2.8 ms\n" in told
     assert "foretold 500 µs a turn, nothing came\n" in told
     assert told.endswith("foretold 3.6 ms a turn in all, came 3.0 ms")
+
+
+def test_what_two_fixes_are_for_is_foretold_once(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    draws, copies = FixSwitch("draws", "draws"), FixSwitch("copies", "copies")
+    plan = (planned("make_on_device", 700_000, path, 3), planned("prefetch", 500_000, path, 3))
+    assert foretold(plan, draws, copies) is None
+    draws.done[str(path), 3] += 1
+    copies.done[str(path), 3] += 1
+    assert [foretold(plan, draws), foretold(plan, copies)] == [700_000, 1_200_000]
+    assert foretold(plan, draws, copies) == 1_200_000
+
+
+def test_two_optimizers_in_one_turn_are_one_turn() -> None:
+    fixes = LiveFixes(("cache",))
+    fixes.trial = FixTrial()
+    critic, maker = (torch.optim.SGD(nn.Linear(1, 1).parameters()) for _ in range(2))
+    for optimizer in (critic, maker, critic, maker, critic, critic, critic, maker):
+        fixes._trained(optimizer)
+    assert fixes.trial.turns == 5
+
+
+def test_a_recording_beside_it_does_not_wait_for_what_was_put_off(machine: Any) -> None:
+    """Its marks ask their events all the time whether they have passed."""
+    fixes, marks = LiveFixes(("syncs",), tried=False), Marks(lambda _: None, clock=machine.clock.now, device=Cuda())
+    net = nn.Linear(4, 3).cuda()
+    optimizer = torch.optim.SGD(net.parameters())
+    fixes.begin()
+    marks.begin()
+    try:
+        began = machine.clock.now()
+        for turn in range(6):
+            net(torch.ones(1, 4, device="cuda")).sum().backward()
+            torch.cuda._sleep(10**8)  # 50 ms and more
+            optimizer.step()
+            if turn:
+                torch.cuda.synchronize()
+        launched = machine.clock.now() - began
+        torch.cuda.default_stream().query()
+        finished = machine.clock.now() - began
+    finally:
+        marks.end()
+        fixes.end()
+    assert launched < finished / 2
 
 
 def test_a_fix_that_costs_is_switched_off_alone() -> None:

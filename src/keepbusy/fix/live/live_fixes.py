@@ -55,6 +55,8 @@ class LiveFixes:
         self.result: TrialResult | None = None
         self._inference: InferenceTurns | None = None
         self._given_up: list[FixSwitch] = []
+        self._stepped: set[int] = set()
+        """Optimizers, in this turn: it ends where one of them steps again."""
 
     def begin(self) -> None:
         """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
@@ -122,7 +124,7 @@ class LiveFixes:
             self.switches.append(fix.switch)
             if fix is not copies:
                 fix.patch(self._patches)
-        hook = register_optimizer_step_post_hook(lambda *_: self._trained())
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._trained(optimizer))
         self._patches.later(hook.remove)
         self._switch(self.switches, True)
         if self._tried:
@@ -130,7 +132,7 @@ class LiveFixes:
             self._inference.begin()
             self._patches.later(self._inference.end)
 
-    def _trained(self) -> None:
+    def _trained(self, optimizer: Any) -> None:
         """An optimizer has stepped. What was tried before, of a model that was only looked at, says nothing of this."""
         assert self.trial is not None
         if self._inference is not None:
@@ -143,7 +145,10 @@ class LiveFixes:
                 self.trial.begin_again()
                 self.trial.compare(partial(self._switch, self.switches), self._judge)
                 self._switch(self.switches, True)
-        self.trial.turn()
+        if not self._stepped or id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self.trial.turn()
+        self._stepped.add(id(optimizer))
 
     def _give_up(self, switch: FixSwitch, why: str) -> None:
         switch.stop(why)
@@ -192,12 +197,11 @@ class LiveFixes:
         if self.trial is None:
             return ""
         lines = ["keepbusy --fix", ""]
-        predicted = {one.name: foretold(plan, one) for one in self.switches}
         for one in self.switches:
-            lines += [*_about(one), *_beside(one, predicted[one.name])]
+            lines += [*_about(one), *_beside(one, foretold(plan, one))]
         lines += ["", *_measured(self.trial.turns, self.result)]
-        if self.result is not None and any(predicted.values()):
-            whole = sum(one for one in predicted.values() if one)
+        whole = foretold(plan, *self.switches)
+        if self.result is not None and whole:
             lines.append(f"              foretold {duration(whole)} a turn in all, {_came(self.result.saved)}")
         return "\n".join(lines)
 

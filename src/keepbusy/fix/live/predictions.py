@@ -23,16 +23,20 @@ _MADE_BY = {
 """Of each fix that is made while the program runs, the plan's fixes that it stands for."""
 
 
-def foretold(plan: Sequence[PlannedFix], switch: FixSwitch) -> int | None:
-    """What the plan says that this fix gains a turn, at the lines where it was made; None if it does not name it."""
-    done = {_place(*one) for one in switch.done}
-    gains = [
-        one.gain
-        for one in plan
-        if one.fix.partition("=")[0] in _MADE_BY.get(switch.name, ())
-        and (switch.name == "workers" or done & {_place(where.file, where.line) for where in one.where})
-    ]
+def foretold(plan: Sequence[PlannedFix], *switches: FixSwitch) -> int | None:
+    """What these fixes gain a turn by the plan, at the lines where they were made; None if it names none of them.
+
+    What two of them are for counts once: a tensor that is made on the host is drawn there, and copied.
+    """
+    gains = [one.gain for one in plan if any(_stands_for(switch, one) for switch in switches)]
     return sum(gains) if gains else None
+
+
+def _stands_for(switch: FixSwitch, planned: PlannedFix) -> bool:
+    if planned.fix.partition("=")[0] not in _MADE_BY.get(switch.name, ()):
+        return False
+    done = {_place(*one) for one in switch.done}
+    return switch.name == "workers" or any(_place(where.file, where.line) in done for where in planned.where)
 
 
 def _place(file: str, line: int) -> Place:

@@ -1,6 +1,6 @@
 """Whether fixes gain anything here: turns with them and without them, in turns, and the times compared.
 
-A turn ends with a step of an optimizer; where nothing is trained, at the line that brings home what was computed.
+A turn ends where an optimizer steps again; where nothing is trained, at the line that brings home what was computed.
 Times are those of events on the device, and nothing waits for them.
 """
 
@@ -69,7 +69,7 @@ class FixTrial:
             self._switch(True)
 
     def turn(self) -> None:
-        """Another step of an optimizer."""
+        """Another one begins."""
         if not torch.cuda.is_initialized():
             return
         self.turns += 1
