@@ -193,11 +193,8 @@ class Wire:
 def crossings(name: str, ranks: int) -> float:
     """How often each byte of a collective crosses a device's link."""
     around = (ranks - 1) / ranks
-    if name == "all_reduce":
-        return 2 * around
-    if name in ("all_gather", "reduce_scatter", "all_to_all"):
-        return around
-    return 1.0 if ranks > 1 and name != "barrier" else 0.0
+    shared = {"all_reduce": 2 * around, "all_gather": around, "reduce_scatter": around, "all_to_all": around}
+    return shared.get(name, 1.0 if ranks > 1 and name != "barrier" else 0.0)
 
 
 @dataclass(frozen=True)

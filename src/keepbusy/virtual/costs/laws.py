@@ -1,6 +1,8 @@
-"""How long operators take whose time is the bytes they move or the elements they reach: a law a family.
+"""How long operators take: a law a family, with the figures of figures.toml. operators.toml says which follows which.
 
-The figures are those of figures.toml. Which operator follows which law stands in operator_costs.py.
+A product is cut into tiles, and the multiprocessors take one each, wave after wave; the last wave may be nearly empty.
+A long inner dimension is split where that fills the waves. All else takes the time of the bytes it moves or of the
+elements it reaches.
 """
 
 from __future__ import annotations
@@ -10,23 +12,14 @@ from math import prod
 
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.figures import figures
-from keepbusy.virtual.costs.operator_call import (
-    SHORTEST,
-    Call,
-    Kernel,
-    Operand,
-    channels_last,
-    contiguous,
-    dense,
-    elements,
-    item_size,
-    largest,
-    lasts,
-    same_layout,
-    size,
-    total,
-)
+from keepbusy.virtual.costs.operator_call import SHORTEST, Call, Kernel, NoLaw, Operand, largest, lasts, total
 
+PRODUCTS, ATTENTION = figures("products"), figures("attention")
+CONVOLUTIONS, RECURRENT = figures("convolutions"), figures("recurrent")
+TILES = tuple((rows, columns, share) for rows, columns, share in PRODUCTS.tiles)
+SIMT_TILES = (*TILES, *((rows, columns, share) for rows, columns, share in PRODUCTS.small_tiles))
+_TENSOR_CORES = ("float16", "bfloat16", "tfloat32", "float8", "int8", "float64")
+_CONVOLUTION_CORES = ("float16", "bfloat16", "tfloat32", "float8", "int8")
 ELEMENTWISE, RANDOM, DROPOUT = figures("elementwise"), figures("random"), figures("dropout")
 FILL, CONCATENATE = figures("fill"), figures("concatenate")
 REDUCTIONS, SOFTMAX, NLL_LOSS = figures("reductions"), figures("softmax"), figures("nll_loss")
@@ -50,40 +43,42 @@ _INDICES, _MASKS = ("int64", "int32"), ("bool", "uint8")
 def elementwise(call: Call) -> list[Kernel]:
     """The usual case, also for operators that nobody described: one kernel, all bytes once."""
     operands = (*call.inputs, *call.outputs)
-    shape, efficiency = largest(operands), call.device.efficiency
-    large = [one for one in operands if elements(one) * 16 > elements(shape)]
+    whole, efficiency = largest(operands), call.device.efficiency
+    large = [one for one in operands if one.elements * 16 > whole.elements]
     name, share = f"elementwise_{call.name}", _elementwise_share(call, large)
     start = SHORTEST if share > efficiency.mixed else ELEMENTWISE.converting_start
     plain = call.streamed(call.moved(), share, start)
-    broadcasts = any(1 < elements(one) < elements(shape) for one in call.inputs)  # more than a scalar
-    if dense(shape) and not broadcasts and all(same_layout(one, shape) for one in large):
+    broadcasts = any(1 < one.elements < whole.elements for one in call.inputs)  # more than a scalar
+    if whole.dense and not broadcasts and all(one.lies_as(whole) for one in large):
         return [(name, plain)]
-    count = elements(shape)
-    if any(_transposes(one, shape) for one in large):
+    count = whole.elements
+    if any(_transposes(one, whole) for one in large):
         return [(name, max(plain, lasts(SHORTEST, call.each(count, ELEMENTWISE.transposing))))]
     # wide elements are moved as fast as narrow ones until the bytes are the limit
-    return [(name, max(plain, call.strided(count * (1.0 if item_size(shape[1]) <= 4 else ELEMENTWISE.wide))))]
+    return [(name, max(plain, call.strided(count * (1.0 if whole.item_size <= 4 else ELEMENTWISE.wide))))]
 
 
 def _elementwise_share(call: Call, large: list[Operand]) -> float:
     efficiency = call.device.efficiency
-    if len({one[1] for one in large if one[1] not in _MASKS}) > 1:
-        to_half = call.name == "copy" and call.outputs[0][1] in ("float16", "bfloat16")
+    if len({one.dtype for one in large if one.dtype not in _MASKS}) > 1:
+        to_half = call.name == "copy" and call.outputs[0].dtype in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
-    heavy = call.name in _HEAVY and bool(large) and item_size(large[0][1]) <= 2  # wider types are waited for anyway
+    heavy = call.name in _HEAVY and bool(large) and large[0].item_size <= 2  # wider types are waited for anyway
     return efficiency.heavy if heavy else efficiency.streaming
 
 
 def _transposes(one: Operand, other: Operand) -> bool:
     """Whether what lies side by side in one tensor lies apart in the other."""
-    mine, its = ({dim for dim, length in enumerate(it[0]) if length > 1 and it[2][dim] == 1} for it in (one, other))
-    spread = any(length > 1 and stride == 0 for length, stride in zip(one[0], one[2], strict=True))
-    return one[0] == other[0] and not spread and bool(mine) and bool(its) and not mine & its
+    mine, its = (
+        {dim for dim, length in enumerate(it.shape) if length > 1 and it.strides[dim] == 1} for it in (one, other)
+    )
+    spread = any(length > 1 and stride == 0 for length, stride in zip(one.shape, one.strides, strict=True))
+    return one.shape == other.shape and not spread and bool(mine) and bool(its) and not mine & its
 
 
 def copy(call: Call) -> list[Kernel]:
     """To `self`, which is written and not read, whether it is given as an input or as the output."""
-    target = (*call.outputs, *call.inputs)[0]
+    target = call.result
     return elementwise(replace(call, name="copy", inputs=call.inputs[-1:], outputs=(target,)))
 
 
@@ -94,7 +89,7 @@ def nothing(_call: Call) -> list[Kernel]:
 
 def fill(call: Call) -> list[Kernel]:
     target = largest((*call.inputs, *call.outputs))
-    return [("fill", call.streamed(size(target), call.device.efficiency.streaming, FILL.start))]
+    return [("fill", call.streamed(target.size, call.device.efficiency.streaming, FILL.start))]
 
 
 def clear(call: Call) -> Kernel:
@@ -105,27 +100,27 @@ def clear(call: Call) -> Kernel:
 def draw(call: Call) -> list[Kernel]:
     target = largest((*call.outputs, *call.inputs))
     rate = RANDOM.normal if "norm" in call.name or call.name.startswith("randn") else RANDOM.other
-    streaming = call.streaming(size(target), call.device.efficiency.streaming)
-    return [(f"random_{call.name}", lasts(RANDOM.start, streaming, call.each(elements(target), rate)))]
+    streaming = call.streaming(target.size, call.device.efficiency.streaming)
+    return [(f"random_{call.name}", lasts(RANDOM.start, streaming, call.each(target.elements, rate)))]
 
 
 def dropout(call: Call) -> list[Kernel]:
-    drawn = 0.0 if call.name.endswith("backward") else call.each(elements(call.inputs[0]), RANDOM.other)
+    drawn = 0.0 if call.name.endswith("backward") else call.each(call.inputs[0].elements, RANDOM.other)
     streaming = call.streaming(call.moved(), call.device.efficiency.rows)
     return [("fused_dropout", lasts(DROPOUT.start, streaming, drawn))]
 
 
 def concatenate(call: Call) -> list[Kernel]:
     efficiency, moved = call.device.efficiency, 2 * total(call.inputs)
-    if all(contiguous(one) for one in call.inputs):
+    if all(one.contiguous for one in call.inputs):
         return [("concatenate", call.streamed(moved, efficiency.streaming))]
-    apart = call.strided(round(CONCATENATE.apart * sum(map(elements, call.inputs))))
+    apart = call.strided(round(CONCATENATE.apart * sum(one.elements for one in call.inputs)))
     return [("concatenate", max(call.streamed(moved, efficiency.mixed), apart))]
 
 
 def move(call: Call) -> list[Kernel]:
     """Elements that are moved one by one."""
-    return [(f"move_{call.name}", call.strided(elements(largest((*call.outputs, *call.inputs)))))]
+    return [(f"move_{call.name}", call.strided(largest((*call.outputs, *call.inputs)).elements))]
 
 
 # Many elements into few: sums, softmaxes, losses, sorts and scans
@@ -134,31 +129,31 @@ def move(call: Call) -> list[Kernel]:
 def reduce(call: Call) -> list[Kernel]:
     """Over everything, over rows, or over columns, of which many are needed to be fast."""
     source, name, law = call.inputs[0], f"reduce_{call.name}", REDUCTIONS
-    count, results = elements(source), max(1, sum(map(elements, call.outputs)))
+    count, results = source.elements, max(1, sum(one.elements for one in call.outputs))
     cleared: Kernel = ("Memset (Device)", law.clearing)
     columns = _columns(call, source)
     if columns:
-        share = columns_share(call.device, max(columns, sum(map(elements, call.outputs))))
+        share = columns_share(call.device, max(columns, sum(one.elements for one in call.outputs)))
         summed = (name, call.streamed(total(call.inputs) + total(call.outputs), share, law.columns_start))
         return [cleared, summed] if count > law.large else [summed]
-    if results > 1 or (call.arguments.get("dim") is not None and len(source[0]) > 1):
+    if results > 1 or (call.arguments.get("dim") is not None and len(source.shape) > 1):
         rate = law.rate.get(call.name, law.rate["usual"]) / (1 if count / results >= law.narrow else 2)
-        streaming = call.streaming(size(source), call.device.efficiency.rows)
+        streaming = call.streaming(source.size, call.device.efficiency.rows)
         return [(name, lasts(law.start, streaming, call.each(count, rate)))]
     if count <= law.one_block:
         return [(name, lasts(law.start, count * law.one_block_each))]
-    return [cleared, (name, call.streamed(size(source), law.several_share, law.several_start))]
+    return [cleared, (name, call.streamed(source.size, law.several_share, law.several_start))]
 
 
 def _columns(call: Call, source: Operand) -> int:
     """How many elements lie side by side that are not summed with each other; 0 if they are."""
-    dims = call.arguments.get("dim")
-    if dims is None or not source[0]:
+    dims, shape = call.arguments.get("dim"), source.shape
+    if dims is None or not shape:
         return 0
     listed = (dims,) if isinstance(dims, int) else tuple(dims)
-    summed = {dim % len(source[0]) for dim in listed if isinstance(dim, int)} or set(range(len(source[0])))
-    inner = min(range(len(source[0])), key=lambda dim: (source[2][dim] if source[0][dim] > 1 else 1 << 60, -dim))
-    return 0 if inner in summed else source[0][inner]
+    summed = {dim % len(shape) for dim in listed if isinstance(dim, int)} or set(range(len(shape)))
+    inner = min(range(len(shape)), key=lambda dim: (source.strides[dim] if shape[dim] > 1 else 1 << 60, -dim))
+    return 0 if inner in summed else shape[inner]
 
 
 def columns_share(device: Device, columns: int) -> float:
@@ -169,40 +164,40 @@ def columns_share(device: Device, columns: int) -> float:
 def softmax(call: Call) -> list[Kernel]:
     """Rows that fit into registers are read once, others again and again."""
     backward, source, efficiency = call.name.endswith("backward_data"), call.inputs[0], call.device.efficiency
-    width = source[0][-1] if source[0] else 1
+    width = source.shape[-1] if source.shape else 1
     name, moved = call.name.strip("_"), call.moved()
     if width > SOFTMAX.cache:
         share = SOFTMAX.beyond_backward if backward else SOFTMAX.beyond
-        least = call.each(elements(source), SOFTMAX.beyond_rate)
+        least = call.each(source.elements, SOFTMAX.beyond_rate)
         return [(name, lasts(SOFTMAX.start, call.streaming(moved, share), least))]
     share = efficiency.streaming if backward or width <= SOFTMAX.registers else efficiency.softmax
     return [(name, call.streamed(moved, share, SOFTMAX.start))]
 
 
 def nll_loss(call: Call) -> list[Kernel]:
-    rows = elements(call.inputs[min(1, len(call.inputs) - 1)])
+    rows = call.inputs[min(1, len(call.inputs) - 1)].elements
     return [("nll_loss_forward", lasts(NLL_LOSS.start, NLL_LOSS.row * rows))]
 
 
 def nll_loss_backward(call: Call) -> list[Kernel]:
-    rows = elements(call.inputs[min(len(call.inputs) - 1, 2 if len(call.inputs) > 2 else 1)])
+    rows = call.inputs[min(len(call.inputs) - 1, 2 if len(call.inputs) > 2 else 1)].elements
     return [clear(call), ("nll_loss_backward", lasts(NLL_LOSS.start_backward, NLL_LOSS.row_backward * rows))]
 
 
 def sort(call: Call) -> list[Kernel]:
     """A few bits of the keys at a time: wider types take more passes."""
     source = call.inputs[0]
-    if elements(source) <= SORT.small:
+    if source.elements <= SORT.small:
         return [("sort_small", SORT.small_start)]
-    once = lasts(SORT.pass_start, call.each(elements(source), SORT.rate))
-    passes = 2 * item_size(source[1])
+    once = lasts(SORT.pass_start, call.each(source.elements, SORT.rate))
+    passes = 2 * source.item_size
     return [("sort_histogram", SORT.histogram), ("sort_scan", SORT.scan), *[("sort_pass", once)] * passes]
 
 
 def topk(call: Call) -> list[Kernel]:
     """The least of the chosen is found a few bits at a time, row by row."""
     source = call.inputs[0]
-    found = lasts(TOPK.start + rows_of(source) * TOPK.row, call.each(size(source), TOPK.rate))
+    found = lasts(TOPK.start + source.rows * TOPK.row, call.each(source.size, TOPK.rate))
     return [("topk_gather", found), ("topk_sort", TOPK.sorting)]
 
 
@@ -211,12 +206,8 @@ def unique(call: Call) -> list[Kernel]:
 
 
 def scan(call: Call) -> list[Kernel]:
-    scanned = lasts(SCAN.start, call.each(elements(call.inputs[0]), SCAN.rate))
+    scanned = lasts(SCAN.start, call.each(call.inputs[0].elements, SCAN.rate))
     return [("scan_init", SCAN.init), ("scan", scanned)]
-
-
-def rows_of(one: Operand) -> float:
-    return elements(one) / max(1, one[0][-1]) if one[0] else 1.0
 
 
 # Normalisations: a pass for the statistics, a pass for the result, and what their gradients take
@@ -224,19 +215,19 @@ def rows_of(one: Operand) -> float:
 
 def layer_norm(call: Call) -> list[Kernel]:
     source, law = call.inputs[0], LAYER_NORM
-    moved = size(source) + size(call.outputs[0] if call.outputs else source)
+    moved = source.size + call.result.size
     streaming = call.streaming(moved, call.device.efficiency.norm)
-    rows = rows_of(source) * law.row
-    return [("layer_norm", lasts(law.start, streaming, rows, call.each(elements(source), law.rate)))]
+    rows = source.rows * law.row
+    return [("layer_norm", lasts(law.start, streaming, rows, call.each(source.elements, law.rate)))]
 
 
 def layer_norm_backward(call: Call) -> list[Kernel]:
     source, law, efficiency = call.inputs[0], LAYER_NORM, call.device.efficiency
-    moved, rows = size(source) + size(call.inputs[1]), rows_of(source)
+    moved, rows = source.size + call.inputs[1].size, source.rows
     streaming = call.streaming(1.5 * moved, efficiency.streaming)
     kernels = [("layer_norm_grad_input", lasts(law.grad_input_start, streaming, rows * law.grad_input_row))]
     if len(call.outputs) > 1:
-        wider = max(1.0, source[0][-1] / law.wide if source[0] else 1.0)
+        wider = max(1.0, source.shape[-1] / law.wide if source.shape else 1.0)
         summed = rows * wider * (law.grad_weight_row if rows < law.long else law.grad_weight_row_long)
         streaming = call.streaming(moved, efficiency.streaming)
         kernels.append(("layer_norm_grad_weight", lasts(law.grad_weight_start, streaming, summed)))
@@ -250,25 +241,25 @@ def group_norm(call: Call) -> list[Kernel]:
 def batch_norm(call: Call) -> list[Kernel]:
     """By whether channels come last in memory, and by the type."""
     image = call.inputs[0]
-    by_rows = channels_last(image) or len(image[0]) == 2
-    kind = "last" if by_rows else "cudnn" if item_size(image[1]) >= 4 else "first"
+    by_rows = image.channels_last or len(image.shape) == 2
+    kind = "last" if by_rows else "cudnn" if image.item_size >= 4 else "first"
     return _passes(call, f"batch_norm_{kind}{'_backward' if call.name.endswith('backward') else ''}")
 
 
 def _passes(call: Call, name: str) -> list[Kernel]:
     """The kernels of figures.toml's [passes]."""
     image = call.inputs[0]
-    channels = image[0][1] if len(image[0]) > 1 else 1
+    channels = image.shape[1] if len(image.shape) > 1 else 1
     kernels: list[Kernel] = []
     for one in getattr(PASSES, name):
         if "bytes" in one:
             share = getattr(call.device.efficiency, one["share"])
-            spent = call.streamed(one["bytes"] * size(image), share, one["start"])
+            spent = call.streamed(one["bytes"] * image.size, share, one["start"])
         elif "apart" in one:
-            spent = call.strided(elements(image) * one["apart"])
+            spent = call.strided(image.elements * one["apart"])
         elif "channel" in one:
             waves = max(1.0, channels / call.device.multiprocessors)
-            spent = lasts(one["start"], waves * (elements(image) / max(1, channels) * one["channel"]))
+            spent = lasts(one["start"], waves * (image.elements / max(1, channels) * one["channel"]))
         else:
             spent = one["start"]
         kernels.append((one["kernel"], spent))
@@ -285,19 +276,19 @@ def gather(call: Call) -> list[Kernel]:
         streaming = 2 * written / INDEXING.beyond / call.device.memory.bandwidth
     else:
         streaming = INDEXING.cached * written / call.device.efficiency.streaming / call.device.memory.bandwidth
-    numbers = max((elements(one) for one in call.inputs if one[1] in _INDICES), default=0)
+    numbers = max((one.elements for one in call.inputs if one.dtype in _INDICES), default=0)
     # no more rows than the result has: `gather` gives a number for every element
-    rows = min(numbers, rows_of((call.outputs or call.inputs)[0]))
+    rows = min(numbers, call.result.rows)
     found = rows * INDEXING.row / call.device.multiprocessors
     return [(f"gather_{call.name}", lasts(INDEXING.start, streaming, found))]
 
 
 def index(call: Call) -> list[Kernel]:
     """By numbers, or by a mask, whose places are numbers too."""
-    if not any(one[1] in _MASKS for one in call.inputs[1:]):
+    if not any(one.dtype in _MASKS for one in call.inputs[1:]):
         return gather(call)
-    found = call.outputs[0][0][0] if call.outputs and call.outputs[0][0] else 1
-    rows = gather(replace(call, inputs=(*call.inputs, ((found,), "int64", (1,)))))
+    found = call.outputs[0].shape[0] if call.outputs and call.outputs[0].shape else 1
+    rows = gather(replace(call, inputs=(*call.inputs, Operand((found,), "int64", (1,)))))
     return [*_places_of_masks(call), *rows]
 
 
@@ -307,31 +298,31 @@ def masked_select(call: Call) -> list[Kernel]:
 
 def _places_of_masks(call: Call) -> list[Kernel]:
     """A mask is made a list of places first."""
-    masks = [one for one in call.inputs[1:] if one[1] in _MASKS]
+    masks = [one for one in call.inputs[1:] if one.dtype in _MASKS]
     return [kernel for mask in masks for kernel in nonzero(replace(call, inputs=(mask,)))]
 
 
 def nonzero(call: Call) -> list[Kernel]:
     """Count, read the count on the host (the caller's part), then write the places."""
-    read = call.streamed(size(call.inputs[0]), call.device.efficiency.rows, NONZERO.start)
+    read = call.streamed(call.inputs[0].size, call.device.efficiency.rows, NONZERO.start)
     counted: list[Kernel] = [("nonzero_count", read), ("nonzero_total", NONZERO.total), ("nonzero_init", NONZERO.init)]
     return [*counted, ("nonzero_write", NONZERO.write + read)]
 
 
 def scatter(call: Call) -> list[Kernel]:
-    return [(f"scatter_{call.name}", call.strided(elements(largest(call.inputs[1:] or call.inputs))))]
+    return [(f"scatter_{call.name}", call.strided(largest(call.inputs[1:] or call.inputs).elements))]
 
 
 def index_add(call: Call) -> list[Kernel]:
-    added = call.each(elements(call.inputs[-1]), INDEXING.added)
+    added = call.each(call.inputs[-1].elements, INDEXING.added)
     return [(f"scatter_{call.name}", lasts(INDEXING.start, added))]
 
 
 def index_put(call: Call) -> list[Kernel]:
     """Adding where indices may repeat means sorting them first; one value under a mask is a fill."""
-    values = elements(call.inputs[-1])
-    if call.inputs[-1][1] in _MASKS or (values == 1 and any(one[1] in _MASKS for one in call.inputs[1:])):
-        return [("masked_fill", call.strided(elements(call.inputs[0])))]
+    values = call.inputs[-1].elements
+    if call.inputs[-1].dtype in _MASKS or (values == 1 and any(one.dtype in _MASKS for one in call.inputs[1:])):
+        return [("masked_fill", call.strided(call.inputs[0].elements))]
     kernels = [(f"scatter_{call.name}", lasts(INDEXING.start, call.each(values, INDEXING.put)))]
     if call.arguments.get("accumulate", False):
         arithmetic: list[Kernel] = [("index_arithmetic", INDEXING.arithmetic)] * 6
@@ -342,14 +333,14 @@ def index_put(call: Call) -> list[Kernel]:
 def embedding_backward(call: Call) -> list[Kernel]:
     """Few indices are added at once; many are sorted first."""
     grad, law, share = call.inputs[0], EMBEDDING_BACKWARD, call.device.efficiency.random
-    count = elements(call.inputs[-1])
+    count = call.inputs[-1].elements
     if count <= law.small:
         return [clear(call), ("embedding_grad", lasts(law.small_start, law.small_each * count))]
     return [
         clear(call),
         *[("embedding_sort", law.sort)] * law.sort_kernels,
-        ("embedding_grad_weight", call.streamed(size(grad), share, law.weight_start)),
-        ("embedding_scatter", call.streamed(min(total(call.outputs), size(grad)), share, law.scatter_start)),
+        ("embedding_grad_weight", call.streamed(grad.size, share, law.weight_start)),
+        ("embedding_scatter", call.streamed(min(total(call.outputs), grad.size), share, law.scatter_start)),
     ]
 
 
@@ -358,7 +349,7 @@ def one_hot(call: Call) -> list[Kernel]:
 
 
 def bincount(call: Call) -> list[Kernel]:
-    counted = lasts(BINCOUNT.start, BINCOUNT.each * elements(call.inputs[0]))
+    counted = lasts(BINCOUNT.start, BINCOUNT.each * call.inputs[0].elements)
     return [*[("reduce_extremes", BINCOUNT.extremes)] * 4, ("bincount", counted)]
 
 
@@ -369,34 +360,34 @@ def average(call: Call) -> list[Kernel]:
     window, image = call.arguments.get("kernel_size", ()), call.inputs[0]
     taps = prod(window) if len(window) > 1 else (window[0] ** 2 if window else 9)
     backward = "_backward" if call.name.endswith("backward") else ""
-    rate = getattr(POOLS, f"average{backward}{'_last' if channels_last(image) else ''}")
-    return [(f"pool_{call.name}", lasts(SHORTEST, call.each(elements(image) * taps, rate)))]
+    rate = getattr(POOLS, f"average{backward}{'_last' if image.channels_last else ''}")
+    return [(f"pool_{call.name}", lasts(SHORTEST, call.each(image.elements * taps, rate)))]
 
 
 def maxima_backward(call: Call) -> list[Kernel]:
     image = largest((*call.inputs, *call.outputs))
-    rate = POOLS.maxima_last if channels_last(image) else POOLS.maxima
-    return [("fill", POOLS.clearing), ("pool_backward", lasts(SHORTEST, call.each(elements(image), rate)))]
+    rate = POOLS.maxima_last if image.channels_last else POOLS.maxima
+    return [("fill", POOLS.clearing), ("pool_backward", lasts(SHORTEST, call.each(image.elements, rate)))]
 
 
 def nearest(call: Call) -> list[Kernel]:
     image = largest((*call.inputs, *call.outputs))
-    times = RESIZING.nearest_last if channels_last(image) and not call.name.endswith("backward") else 1.0
-    return [(f"resize_{call.name}", call.strided(elements(image) * times))]
+    times = RESIZING.nearest_last if image.channels_last and not call.name.endswith("backward") else 1.0
+    return [(f"resize_{call.name}", call.strided(image.elements * times))]
 
 
 def bilinear(call: Call) -> list[Kernel]:
-    image = call.outputs[0] if call.outputs else call.inputs[0]
-    if channels_last(image):
-        return [(f"resize_{call.name}", call.strided(RESIZING.bilinear_last * elements(image)))]
-    planes = prod(image[0][:2])
-    resized = lasts(SHORTEST, planes * (RESIZING.plane + RESIZING.pixel * prod(image[0][2:])))
+    image = call.result
+    if image.channels_last:
+        return [(f"resize_{call.name}", call.strided(RESIZING.bilinear_last * image.elements))]
+    planes = prod(image.shape[:2])
+    resized = lasts(SHORTEST, planes * (RESIZING.plane + RESIZING.pixel * prod(image.shape[2:])))
     return [("resize_planes", resized)]
 
 
 def bilinear_backward(call: Call) -> list[Kernel]:
-    image = call.outputs[0] if call.outputs else call.inputs[0]
-    resized = call.strided(RESIZING.bilinear_backward * elements(image))
+    image = call.result
+    resized = call.strided(RESIZING.bilinear_backward * image.elements)
     return [("fill", RESIZING.clearing), (f"resize_{call.name}", resized)]
 
 
@@ -414,14 +405,14 @@ def multi_tensor(call: Call) -> list[Kernel]:
     share = (total(call.inputs) + written) / max(1, sum(launches))
     share /= call.device.memory.bandwidth * call.device.efficiency.foreach
     alone = LISTS.alone_fused if fused else LISTS.alone[min(deep, len(LISTS.alone)) - 1]
-    longest = alone * min(LISTS.chunk, max(map(elements, first), default=0))
+    longest = alone * min(LISTS.chunk, max((one.elements for one in first), default=0))
     start = LISTS.start_fused if fused else LISTS.start
     return [(f"multi_tensor{call.name.rstrip('_')}", lasts(start, part * share, longest)) for part in launches]
 
 
 def _lists(call: Call) -> int:
     """How many lists of equal shapes the inputs may be made of."""
-    shapes = [one[0] for one in call.inputs]
+    shapes = [one.shape for one in call.inputs]
     for lists in (5, 4, 3, 2):
         part = len(shapes) // lists
         same = len(shapes) == part * lists and all(shapes[i] == shapes[i % part] for i in range(len(shapes)))
@@ -434,7 +425,7 @@ def _launches(tensors: tuple[Operand, ...], limit: int) -> list[int]:
     """Elements of each launch, which takes so many tensors and so many blocks."""
     launches, blocks, begun, count = [], 0, 0, 0
     for tensor in tensors:
-        left = elements(tensor)
+        left = tensor.elements
         begun += 1
         while left > 0:
             part = min(left, LISTS.chunk)
@@ -445,3 +436,262 @@ def _launches(tensors: tuple[Operand, ...], limit: int) -> list[int]:
                 launches.append(count)
                 blocks, count, begun = 0, 0, int(left > 0)
     return [*launches, count] if count or not launches else launches
+
+
+# Matrices
+
+
+def matrix_product(call: Call) -> list[Kernel]:
+    matrices = [one for one in call.inputs if len(one.shape) >= 1]
+    adds = call.name.startswith(("add", "badd", "_addmm")) and len(matrices) > 2
+    operands = matrices[-2:] if adds else matrices[:2]
+    if len(operands) < 2:
+        return [("gemm", PRODUCTS.start)]
+    left, right = operands
+    if call.name in ("addr", "outer") or len(left.shape) == 1 or len(right.shape) == 1:
+        return [_vector_product(call, left, right, *call.outputs)]
+    folds = call.name in ("linear", "matmul") and len(right.shape) == 2
+    rows = prod(left.shape[:-1]) if folds else left.shape[-2]
+    columns = right.shape[-2] if call.name == "linear" else right.shape[-1]
+    if min(rows, columns) == 1:
+        return [_vector_product(call, left, right)]
+    batch = 1 if folds else prod(left.shape[:-2]) if len(left.shape) > 2 else prod(right.shape[:-2])
+    dtype = call.dtype()
+    return [(f"gemm_{dtype}", product(call.device, rows, columns, left.shape[-1], dtype, left.item_size, batch))]
+
+
+def _vector_product(call: Call, *operands: Operand) -> Kernel:
+    return "gemv", call.streamed(total(operands), PRODUCTS.vector_share, PRODUCTS.vector_start)
+
+
+def product(
+    device: Device, rows: int, columns: int, inner: int, dtype: str, width: int, batch: int = 1, moved: int = 0
+) -> int:
+    """`width`: bytes of an element; `moved`: bytes in all, where they are fewer than those of the matrices."""
+    if not rows * columns * inner * batch:
+        return int(PRODUCTS.start)
+    cores = dtype in _TENSOR_CORES
+    rate = device.rate(dtype) * (device.efficiency.matrix if cores else device.efficiency.simt)
+    tiles, fill = (TILES, PRODUCTS.fill) if cores else (SIMT_TILES, PRODUCTS.fill_simt)
+    spent = float("inf")
+    for split in PRODUCTS.splits:
+        if split > 1 and inner // split < PRODUCTS.least_split:
+            continue
+        written = 8.0 * batch * rows * columns / device.memory.bandwidth
+        for high, wide, share in tiles:
+            count = batch * -(-rows // high) * -(-columns // wide) * split
+            waves = -(-count // device.multiprocessors)
+            reached = rate * share / device.multiprocessors
+            tiled = waves * 2.0 * high * wide * (-(-inner // split) + fill) / reached
+            spent = min(spent, tiled if split == 1 else tiled + PRODUCTS.summing + written)
+    if spent > PRODUCTS.long and cores:  # the limit of power
+        operations = 2.0 * batch * rows * columns * inner
+        beyond = (spent - PRODUCTS.long) / spent * operations
+        spent = PRODUCTS.long + beyond / (device.rate(dtype) * device.efficiency.sustained)
+    moved = moved or batch * (rows * inner + inner * columns + rows * columns) * width
+    return lasts(PRODUCTS.start, spent, moved / (device.memory.bandwidth * device.efficiency.streaming))
+
+
+# Attention, recognised whole: one kernel forward, three backward
+
+
+def attend(call: Call) -> list[Kernel]:
+    return _attention(call, call.inputs[0], call.inputs[1])
+
+
+def attend_backward(call: Call) -> list[Kernel]:
+    """Its inputs begin with the gradient of the result, or with the query."""
+    query = call.inputs[0]
+    same = [one for one in call.inputs if len(one.shape) == 4 and one.shape[-1] == query.shape[-1]]
+    if not same:
+        raise NoLaw("no heads of four dimensions")
+    keys = same[2] if len(same) > 3 else same[min(1, len(same) - 1)]
+    moved = prod(query.shape) * (2 if call.dtype() in _TENSOR_CORES else 4)
+    dot, convert = ATTENTION.dot, ATTENTION.convert
+    return [
+        ("flash_attention_dot", call.streamed(2 * moved, dot["share"], dot["start"])),
+        *_attention(call, query, keys, backward=True),
+        ("flash_attention_convert", call.streamed(3 * moved, convert["share"], convert["start"])),
+    ]
+
+
+def attend_whole(call: Call) -> list[Kernel]:
+    """Its projections with it: queries, keys and values at once, and what comes out."""
+    if len(call.inputs[0].shape) != 3:
+        raise NoLaw("not a batch of sequences")
+    (batch, length, width), dtype = call.inputs[0].shape, call.dtype()
+    heads = int(call.arguments.get("num_head", 1))
+    query = Operand((batch * heads, length, width // max(1, heads)), call.inputs[0].dtype, (1, 1, 1))
+    item = call.inputs[0].item_size
+    into = product(call.device, batch * length, 3 * width, width, dtype, item)
+    out = product(call.device, batch * length, width, width, dtype, item)
+    return [(f"gemm_{dtype}", into), *_attention(call, query, query), (f"gemm_{dtype}", out)]
+
+
+def _attention(call: Call, query: Operand, key: Operand, backward: bool = False) -> list[Kernel]:
+    *heads, queries, width = query.shape
+    keys, causal = key.shape[-2], bool(call.arguments.get("is_causal", False))
+    attention = _tiled_attention if call.dtype() in _TENSOR_CORES else _plain_attention
+    spent = attention(call.device, prod(heads), queries, keys, width, causal, backward)
+    return [(f"flash_attention_{'backward' if backward else 'forward'}", lasts(ATTENTION.start, spent))]
+
+
+def _tiled_attention(
+    device: Device, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool
+) -> float:
+    """A block for each tile of queries, past all of its keys; backward the other way round."""
+    mine, others = (keys, queries) if backward else (queries, keys)
+    tile = ATTENTION.tile
+    padded = -(-others // tile) * tile
+    passed = (padded + tile) / 2 if causal else padded
+    law = ATTENTION.backward if backward else ATTENTION.forward
+    slower = ATTENTION.rate / device.rate("bfloat16") * device.multiprocessors / ATTENTION.multiprocessors
+    waves = -(-heads * -(-mine // tile) // device.multiprocessors)
+    return float(waves * (law["begin"] + passed * law["each"] * max(1.0, width / 64) ** law["wider"]) * slower)
+
+
+def _plain_attention(
+    device: Device, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool
+) -> float:
+    """Without tensor cores: arithmetic, over tiles of 64."""
+    length, depth = (-(-one // 64) * 64 for one in (queries, keys))
+    operations = 4.0 * heads * length * depth * width * (0.5 if causal else 1.0)
+    operations *= ATTENTION.plain_backward if backward else 1.0
+    share = ATTENTION.plain_share if width <= 64 or backward else ATTENTION.plain_share_wide
+    return float(operations / (device.rate("float32") * share))
+
+
+# Convolutions: implicit products over channels last, and what cuDNN does around them
+
+
+def convolve(call: Call) -> list[Kernel]:
+    source, filters = call.inputs[0], call.inputs[1]
+    result = call.result
+    kernels = _convolution(call, source, filters, result, "forward")
+    if len(call.inputs) > 2:
+        kernels.append(("elementwise_bias", call.strided(result.elements)))
+    return kernels
+
+
+def convolve_backward(call: Call) -> list[Kernel]:
+    """The gradients that were asked for: their shapes tell which."""
+    grad, source, filters = call.inputs[:3]
+    kernels: list[Kernel] = []
+    for result in call.outputs:
+        if result.shape == source.shape:
+            kernels += _convolution(call, source, filters, grad, "input")
+        elif result.shape == filters.shape:
+            kernels += _convolution(call, source, filters, grad, "weight")
+        elif len(result.shape) == 1:
+            share = columns_share(call.device, result.shape[0])
+            kernels.append(("reduce_sum", call.streamed(grad.size, share, CONVOLUTIONS.bias_start)))
+    return kernels
+
+
+def _convolution(call: Call, source: Operand, filters: Operand, result: Operand, turn: str) -> list[Kernel]:
+    """Forward, or one of the gradients; a transposed convolution is the other way round."""
+    groups, dtype = int(call.arguments.get("groups", 1)), call.dtype(convolution=True)
+    if call.arguments.get("transposed", False):
+        source, result = result, source
+        turn = {"forward": "input", "input": "forward"}.get(turn, turn)
+    channels, taps = filters.shape[1], prod(filters.shape[2:])
+    if groups > 1 and channels == 1:
+        return [_depthwise(call, source, result, taps, turn)]
+    cores = dtype in _CONVOLUTION_CORES
+    if cores and channels < CONVOLUTIONS.channels:
+        return [*_transposed(call, source, result), *_padded(call, source, channels), _shallow(result, taps, turn)]
+    # one tap at every pixel needs no other layout: a plain product does
+    plain = taps == 1 and all(one == 1 for one in call.arguments.get("stride", ())) and len(source.shape) > 2
+    around = _transposed(call, source, result, filters) if cores and not plain else []
+    return [*around, _implicit_product(call, source, filters, result, turn, groups)]
+
+
+def _implicit_product(call: Call, source: Operand, filters: Operand, result: Operand, turn: str, groups: int) -> Kernel:
+    """As a product of matrices whose bytes are those of the images."""
+    if not result.shape:
+        raise NoLaw("a result without dimensions")
+    dtype, width = call.dtype(convolution=True), source.item_size
+    positions = result.shape[0] * prod(result.shape[2:])
+    channels, taps, out = filters.shape[1], prod(filters.shape[2:]), filters.shape[0] // groups
+    rows, columns, inner = positions, out, channels * taps
+    if turn == "input":
+        columns, inner = channels, out * taps
+    elif turn == "weight":
+        rows, columns, inner = out, channels * taps, positions
+    moved = (source.elements + result.elements + filters.elements) * width
+    spent = product(call.device, rows, columns, inner, dtype, width, groups, moved)
+    if turn == "weight":
+        law = CONVOLUTIONS.weight_tfloat32 if dtype == "tfloat32" else CONVOLUTIONS.weight
+        spent = round(spent * law["times"]) + law["adding"]
+    return f"conv_{turn}_{dtype}", spent + (CONVOLUTIONS.gathering if taps > 1 else 0)
+
+
+def _transposed(call: Call, source: Operand, result: Operand, filters: Operand | None = None) -> list[Kernel]:
+    """Tensor cores read channels last; what lies otherwise is transposed before and after."""
+    if len(source.shape) != 4 or source.shape[1] == 1:
+        return []
+    law, of_filters = CONVOLUTIONS.transposing, CONVOLUTIONS.transposing_filters
+    kernels: list[Kernel] = []
+    for one in (source, result):
+        if not one.channels_last:
+            limits = call.streaming(2 * one.size, law["share"]), call.each(one.elements, law["rate"])
+            kernels.append(("nchw_to_nhwc", lasts(law["start"], *limits)))
+    if kernels and filters is not None:
+        turned = lasts(of_filters["start"], call.each(filters.elements, of_filters["rate"]))
+        kernels.append(("nchw_to_nhwc", turned))
+    return kernels
+
+
+def _padded(call: Call, source: Operand, channels: int) -> list[Kernel]:
+    """Images have three channels, and tensor cores want eight."""
+    if channels == 1:
+        return []
+    if len(source.shape) < 2 or not source.shape[1]:
+        raise NoLaw("no channels")
+    law, padded = CONVOLUTIONS.padding, source.size / source.shape[1] * CONVOLUTIONS.channels
+    return [
+        ("fill", call.streamed(padded, call.device.efficiency.streaming, law["clearing"])),
+        ("conv_pad_channels", call.streamed(law["times"] * padded, law["share"], law["start"])),
+    ]
+
+
+def _shallow(result: Operand, taps: int, turn: str) -> Kernel:
+    """Few channels feed the tensor cores badly: the results set the time."""
+    count, law, weight = result.elements, CONVOLUTIONS.shallow, CONVOLUTIONS.shallow_weight
+    if turn == "weight":
+        return f"conv_{turn}", lasts(weight["start"], count * weight["each"])
+    each = law["each"] + law["tap"] * taps * CONVOLUTIONS.channels
+    return f"conv_{turn}", lasts(PRODUCTS.start, count * each)
+
+
+def _depthwise(call: Call, source: Operand, result: Operand, taps: int, turn: str) -> Kernel:
+    """A channel by itself."""
+    law = CONVOLUTIONS.depthwise_last if source.channels_last else CONVOLUTIONS.depthwise
+    each, tap = law[turn]
+    slower = CONVOLUTIONS.multiprocessors / call.device.multiprocessors
+    streaming = call.streaming(total((source, result)), call.device.efficiency.streaming)
+    return f"conv_depthwise_{turn}", lasts(SHORTEST, result.elements * (each + tap * taps) * slower, streaming)
+
+
+# Recurrent layers, cuDNN's: the products over the whole input at once, then step after step
+
+
+def recur(call: Call) -> list[Kernel]:
+    source, backward = call.inputs[0], call.name.endswith("_backward")
+    weights = [one for one in call.inputs[1:] if len(one.shape) == 2]
+    packed = int(call.arguments.get("batch_sizes", 0))
+    steps = packed or source.shape[0]
+    if not steps and len(source.shape) != 3:
+        raise NoLaw("no steps")
+    batch = source.shape[1] if len(source.shape) == 3 else -(-source.shape[0] // steps)
+    dtype, width = call.dtype(convolution=True), source.item_size
+    thin, times = (RECURRENT.thin_backward, 2) if backward else (RECURRENT.thin, 1)
+    kernels: list[Kernel] = []
+    for layer in range(max(1, len(weights) // 2)):
+        of_input, of_state = weights[2 * layer : 2 * layer + 2] if len(weights) >= 2 else (source, source)
+        whole = product(call.device, steps * batch, of_input.shape[0], of_input.shape[1], dtype, width)
+        one = product(call.device, batch, of_state.shape[0], of_state.shape[1], dtype, width) - PRODUCTS.start
+        step = PRODUCTS.start + RECURRENT.gates + round(one * thin)
+        kernels += [("rnn_input_gemm", whole)] * times
+        kernels += [("rnn_step", step)] * (steps * times)
+    return kernels

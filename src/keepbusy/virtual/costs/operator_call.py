@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.figures import figures
 
 Shape: TypeAlias = tuple[int, ...]
-Operand: TypeAlias = tuple[Shape, str, Shape]
-"""A tensor, hashable: its shape, the name of its type ("bfloat16") and its strides."""
+Layout: TypeAlias = tuple[Shape, str, Shape]
+"""An `Operand` in plain, which is quicker to make."""
 Kernel: TypeAlias = tuple[str, int]
 """Its name, and how long it runs."""
 
@@ -24,36 +24,49 @@ _SIZES = {
 }  # fmt: skip
 
 
-def elements(one: Operand) -> int:
-    return prod(one[0])
+class Operand(NamedTuple):
+    """A tensor, hashable: its shape, the name of its type ("bfloat16") and its strides."""
 
+    shape: Shape
+    dtype: str
+    strides: Shape
 
-def item_size(dtype: str) -> int:
-    """Bytes an element; one for the small types."""
-    return _SIZES.get(dtype, 1)
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
+    @property
+    def item_size(self) -> int:
+        """Bytes an element; one for the small types."""
+        return _SIZES.get(self.dtype, 1)
 
-def size(one: Operand) -> int:
-    """Bytes that a kernel touches: of an expanded tensor, those that exist."""
-    return prod(length for length, stride in zip(one[0], one[2], strict=True) if stride) * item_size(one[1])
+    @property
+    def size(self) -> int:
+        """Bytes that a kernel touches: of an expanded tensor, those that exist."""
+        return prod(length for length, stride in zip(self.shape, self.strides, strict=True) if stride) * self.item_size
 
+    @property
+    def rows(self) -> float:
+        return self.elements / max(1, self.shape[-1]) if self.shape else 1.0
 
-def total(operands: Iterable[Operand]) -> int:
-    return sum(map(size, operands))
+    @property
+    def dense(self) -> bool:
+        """Whether its elements fill their memory, in whatever order of dimensions."""
+        return _fills(sorted((at, length) for length, at in zip(self.shape, self.strides, strict=True) if length != 1))
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements fill their memory in the order of its dimensions."""
+        return _fills((stride, length) for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True))
 
-def largest(operands: Iterable[Operand]) -> Operand:
-    return max(operands, key=elements)
+    @property
+    def channels_last(self) -> bool:
+        return len(self.shape) >= 4 and self.strides[1] == 1 and self.shape[1] > 1
 
-
-def dense(one: Operand) -> bool:
-    """Whether its elements fill their memory, in whatever order of dimensions."""
-    return _fills(sorted((stride, length) for length, stride in zip(one[0], one[2], strict=True) if length != 1))
-
-
-def contiguous(one: Operand) -> bool:
-    """Whether its elements fill their memory in the order of its dimensions."""
-    return _fills((stride, length) for length, stride in zip(reversed(one[0]), reversed(one[2]), strict=True))
+    def lies_as(self, other: Operand) -> bool:
+        """Whether two tensors lie in memory in the same order."""
+        strides = zip(self.shape, self.strides, other.strides, strict=True)
+        return self.shape == other.shape and all(mine == its for length, mine, its in strides if length != 1)
 
 
 def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
@@ -66,15 +79,12 @@ def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def same_layout(one: Operand, other: Operand) -> bool:
-    """Whether two tensors lie in memory in the same order."""
-    return one[0] == other[0] and all(
-        mine == its for length, mine, its in zip(one[0], one[2], other[2], strict=True) if length != 1
-    )
+def total(operands: Iterable[Operand]) -> int:
+    return sum(one.size for one in operands)
 
 
-def channels_last(one: Operand) -> bool:
-    return len(one[0]) >= 4 and one[2][1] == 1 and one[0][1] > 1
+def largest(operands: Iterable[Operand]) -> Operand:
+    return max(operands, key=lambda one: one.elements)
 
 
 def lasts(start: float, *limits: float) -> int:
@@ -97,9 +107,14 @@ class Call:
     arguments: Mapping[str, Any]
     tf32: bool = False
 
+    @property
+    def result(self) -> Operand:
+        """What it makes; in place, what it is given."""
+        return (self.outputs or self.inputs)[0]
+
     def dtype(self, convolution: bool = False) -> str:
         """As the matrix units see it. cuDNN may use TF32 unless told otherwise, cuBLAS only when told so."""
-        dtype = self.inputs[0][1] if self.inputs else self.outputs[0][1]
+        dtype = (self.inputs or self.outputs)[0].dtype
         if dtype == "float32" and (self.tf32 or convolution):
             return "tfloat32"
         return "float8" if dtype.startswith("float8") else "float32" if dtype.startswith("complex") else dtype
