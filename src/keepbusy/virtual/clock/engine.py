@@ -14,29 +14,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from threading import get_ident
 from typing import Any
 
 from keepbusy.timeline.frame_roles import STEP_MARKS
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.virtual.clock.captured_graphs import (
-    CAPTURED_EVENT,
-    CODES,
-    ILLEGAL,
-    INVALID,
-    INVALIDATED,
-    ISOLATION,
-    UNJOINED,
-    UNSUPPORTED,
-    CaptureError,
-    Graph,
-    Node,
-)
 from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
 from keepbusy.virtual.clock.rows import Rows
-from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Moment, StreamQueue
-from keepbusy.virtual.costs.device import Device, HostCosts
+from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Graph, Moment, Node, StreamQueue
+from keepbusy.virtual.costs.device import Device
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
 _KERNEL, _COLLECTIVE, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.COPY)
@@ -51,15 +39,22 @@ _FIRST_STREAM = 7
 _PEER_COPY = "Memcpy PtoP (Device -> Device)"
 
 
-class _DispatchCosts(dict[str, int]):
-    """Of operators by name, once each has been asked for."""
+# What CUDA says of a capture, and its numbers for that.
+INVALID = 1, "invalid argument"
+ILLEGAL = 401, "the operation cannot be performed in the present state"
+UNSUPPORTED = 900, "operation not permitted when stream is capturing"
+INVALIDATED = 901, "operation failed due to a previous error during capture"
+UNJOINED = 904, "capturing stream has unjoined work"
+ISOLATION = 905, "dependency created on uncaptured work in another stream"
+CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream"
 
-    def __init__(self, host: HostCosts, backward: bool) -> None:
-        super().__init__()
-        self._host, self._backward = host, backward
 
-    def __missing__(self, name: str) -> int:
-        return self.setdefault(name, self._host.dispatch(name, self._backward))
+class CaptureError(RuntimeError):
+    """One of these."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Clock:
@@ -90,7 +85,7 @@ class Clock:
         self._groups: dict[int, int] = {}  # how many ranks are members
         self.wires: dict[int, int] = {}  # of each row of a collective, how long it was on the wire
         self._captures: dict[int, Graph] = {}
-        self._dispatch_costs = _DispatchCosts(device.host, False), _DispatchCosts(device.host, True)
+        self._dispatch_cost = cache(device.host.dispatch)
         self._branch_streams: dict[tuple[int, int], int] = {}  # of a stream, on which lanes its graphs' branches run
         self.host()
 
@@ -258,7 +253,7 @@ class Clock:
             return
         if place != host.place:
             host.go_to(place)
-        least = self._dispatch_costs[host.in_backward or host.lane > 0][name]
+        least = self._dispatch_cost(name, host.in_backward or host.lane > 0)
         host.work(host.take_dispatch_time((place, name), least))
 
     def await_others(self, name: str, last_arrival: Callable[[int], int]) -> None:
@@ -373,15 +368,11 @@ class Clock:
         with self.lock:
             host, line, cost = self._arrive(), self._streams[stream], self.device.host.collective
             self._groups[group] = members
+            node = Node(stream, _COLLECTIVE, name, wire, size, group, last_arrival)
             if stream in self._captures:
-                return self._capture(host, line, cost, Node(stream, _COLLECTIVE, name, wire, size, group, last_arrival))
+                return self._capture(host, line, cost, node)
             call = self._call(host, line, "cudaLaunchKernelExC", cost)
-            start = self._earliest_start(line, call, self.device.queue.gap)
-        last = start if last_arrival is None else max(start, last_arrival(start))  # asked without the lock
-        with self.lock:
-            row = self._command(line, call, _COLLECTIVE, name, start, last + wire - start, size, group=group)
-            self.wires[row] = wire
-            return row
+        return self._run(line, call, node, self.device.queue.gap)
 
     def copy(
         self,
@@ -562,34 +553,28 @@ class Clock:
                 lines[captured] = self._streams[lane]
         commands: dict[int, list[tuple[int, int]]] = {one: [] for one in lines}  # rows and ends so far
         for node in graph.nodes:
-            self._replay_node(node, call, lines, commands, before)
+            branch, earlier = lines[node.stream], commands[node.stream]
+            with self.lock:
+                branch.wait_for({lines[other].lane: commands[other][count - 1] for other, count in node.after})
+                if not earlier and not node.after:
+                    branch.wait_for(before)
+            row = self._run(branch, call, node, self.device.queue.graph_gap if earlier else self.device.queue.gap)
+            earlier.append((row, branch.tail))
         with self.lock:
-            for branch in graph.open_branches():
-                line.wait_for({lines[branch].lane: commands[branch][-1]})
+            for one in graph.open_branches():
+                line.wait_for({lines[one].lane: commands[one][-1]})
 
-    def _replay_node(
-        self,
-        node: Node,
-        call: tuple[int, int],
-        lines: dict[int, StreamQueue],
-        commands: dict[int, list[tuple[int, int]]],
-        before: Awaited,
-    ) -> None:
-        """A command of a graph. `before`: what a branch that waits for no other of the graph's waits for."""
-        line, earlier, queue = lines[node.stream], commands[node.stream], self.device.queue
-        gap = queue.graph_gap if earlier else queue.gap
+    def _run(self, line: StreamQueue, call: tuple[int, int], node: Node, gap: int) -> int:
+        """A command that others may hold up: of a collective, the last of its ranks, asked for without the lock."""
         with self.lock:
-            line.wait_for({lines[other].lane: commands[other][count - 1] for other, count in node.after})
-            if not earlier and not node.after:
-                line.wait_for(before)
             start = self._earliest_start(line, call, gap)
-        last = start if node.last_arrival is None else max(start, node.last_arrival(start))  # asked without the lock
+        last = start if node.last_arrival is None else max(start, node.last_arrival(start))
         with self.lock:
             work = last + node.work - start
             row = self._command(line, call, node.kind, node.name, start, work, node.size, group=node.group, gap=gap)
-            earlier.append((row, line.tail))
             if node.kind == _COLLECTIVE:
                 self.wires[row] = node.work
+            return row
 
     # the timeline
 
@@ -763,5 +748,6 @@ class Clock:
         self._captures[stream] = moment.graph
         moment.graph.join(stream, moment.reached)
 
-    def _error(self, text: str, call: str = "") -> Exception:
-        return self.raises(f"{text}\nThe call was {call}." if call else text, CODES[text])
+    def _error(self, what: tuple[int, str], call: str = "") -> Exception:
+        code, text = what
+        return self.raises(f"CUDA error: {text}" + (f"\nThe call was {call}." if call else ""), code)

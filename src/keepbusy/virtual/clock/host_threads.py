@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable
 from time import perf_counter_ns
+from weakref import finalize
 
 from keepbusy.timeline.model import NONE, FrameKind, Kind, LinkKind
 from keepbusy.virtual.clock.rows import Rows
@@ -288,21 +289,12 @@ class HostThread:
         self.frame = opened[-1] if opened else self.innermost
 
 
-class _AtEnd:
-    """Lies among a thread's own things, and goes with them."""
-
-    def __init__(self, does: Callable[[], object]) -> None:
-        self._does = does
-
-    def __del__(self) -> None:
-        self._does()
-
-
-_at_end = threading.local()
+_ending = threading.local()
 
 
 def at_end_of_thread(does: Callable[[], object]) -> None:
     """Call it when the calling thread ends. A thread that C++ started has no end: Python forgets it after each call."""
     thread = threading.current_thread()
     if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
-        _at_end.__dict__.setdefault("all", []).append(_AtEnd(does))
+        its_own: set[object] = _ending.__dict__.setdefault("its_own", set())  # it goes with the thread
+        finalize(its_own, does).atexit = False

@@ -1,14 +1,14 @@
-"""What stands between the host and the device: streams, and points in their order."""
+"""What stands between the host and the device: streams, points in their order, and what a capture keeps of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.replay import NEVER
-from keepbusy.virtual.clock.captured_graphs import Graph
 
 Awaited: TypeAlias = Mapping[int, tuple[int, int]]
 """Of each lane that is waited for the latest such command, row and end. What comes before it in its lane ends first."""
@@ -58,3 +58,69 @@ class StreamQueue:
         for lane, command in awaited.items():
             if lane != self.lane and command > self.awaited.get(lane, (NONE, NEVER)):
                 self.awaited[lane] = command
+
+
+_numbers = count(1)
+
+
+class Node(NamedTuple):
+    """A command of a capture, to come at each replay."""
+
+    stream: int  # on which it was captured
+    kind: int
+    name: str
+    work: int
+    size: int = 0
+    group: int = NONE
+    last_arrival: Callable[[int], int] | None = None  # of a collective: asks the other ranks, as in `Clock.collective`
+    after: tuple[tuple[int, int], ...] = ()  # other streams, and how many of their commands come before
+
+
+class Graph:
+    """Commands in the order in which they were captured; at replay those of each stream run one after the other."""
+
+    def __init__(self, origin: int = NONE, mode: str = "global", thread: int = 0) -> None:
+        self.origin, self.mode, self.thread = origin, mode, thread
+        self.nodes: list[Node] = []
+        self.failed = False
+        self.mark = f"Graph#{next(_numbers)}"  # what its replays begin, if they are the run's steps
+        self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
+        self._known: dict[int, dict[int, int]] = {}  # the same, before its last one
+
+    def add(self, node: Node) -> None:
+        """Its stream's next command."""
+        stream = node.stream
+        done, known = self._done[stream], self._known.get(stream, {})
+        after = tuple((one, count) for one, count in done.items() if one != stream and count > known.get(one, 0))
+        self.nodes.append(node._replace(after=after))
+        self._known[stream] = dict(done)
+        done[stream] += 1
+
+    def reached(self, stream: int) -> dict[int, int]:
+        """How many commands of each stream come before what the stream runs next."""
+        return dict(self._done[stream])
+
+    def join(self, stream: int, reached: Mapping[int, int]) -> None:
+        """What the stream runs next comes after those, too."""
+        done = self._done.setdefault(stream, {stream: 0})
+        for other, commands in reached.items():
+            done[other] = max(done.get(other, 0), commands)
+
+    def streams(self) -> list[int]:
+        """Those with commands, the first one's first."""
+        return list(self._known)
+
+    def open_branches(self) -> list[int]:
+        """Streams whose last command nothing waits for in the stream of the first one."""
+        main, *others = self._known
+        return [one for one in others if self._known[main].get(one, 0) < self._done[one][one]]
+
+    def forbids(self, thread: int) -> bool:
+        """Whether unsafe calls of a thread break the capture, whatever stream they are for."""
+        return self.mode == "global" or (self.mode == "thread_local" and self.thread == thread)
+
+    @property
+    def joined(self) -> bool:
+        """Whether everything comes before what its first stream would run next."""
+        at_origin = self._done[self.origin]
+        return all(at_origin.get(stream, 0) == done[stream] for stream, done in self._done.items())
