@@ -129,7 +129,7 @@ LINES = {
     "traces": 2449,
     "instrument": 1731,
     "recording": 3784,
-    "virtual": 9192,
+    "virtual": 8942,
     "explain": 4438,
     "report": 3325,
     "runtime": 5068,

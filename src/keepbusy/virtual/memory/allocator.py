@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.streams import Moment
-from keepbusy.virtual.memory.statistics import Tally, Totals, flat_stats, out_of_memory_text
+from keepbusy.virtual.memory.statistics import Tally, count, flat_stats, out_of_memory_text
 
 BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
 """Sizes are rounded up to these."""
@@ -43,10 +43,6 @@ class Block:
         self.after: Block | None = None
         self.users: set[int] | None = None  # other streams that use it
 
-    @property
-    def small(self) -> bool:
-        return self.pool.small
-
     def __lt__(self, other: Block) -> bool:
         return self.address < other.address
 
@@ -60,25 +56,26 @@ class Pool:
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.free: dict[int, list[tuple[int, int, Block]]] = {}
+        self._free: dict[int, list[tuple[int, int, Block]]] = {}
 
     def take(self, stream: int, size: int) -> Block | None:
         """The smallest that is large enough."""
-        blocks = self.free.get(stream)
+        blocks = self._free.get(stream)
         if not blocks:
             return None
         place = bisect_left(blocks, (size,))
         return blocks.pop(place)[2] if place < len(blocks) else None
 
     def add(self, block: Block) -> None:
-        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
+        insort(self._free.setdefault(block.stream, []), (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        blocks = self.free[block.stream]
+        blocks = self._free[block.stream]
         del blocks[bisect_left(blocks, (block.size, block.address))]
 
-    def whole_segments(self) -> list[Block]:
-        return [block for blocks in self.free.values() for _, _, block in blocks if not block.split]
+    def blocks(self, split: bool) -> list[Block]:
+        """Those that are a part of a segment in use, or those that are whole segments."""
+        return [block for blocks in self._free.values() for _, _, block in blocks if block.split == split]
 
 
 class Pools:
@@ -86,30 +83,8 @@ class Pools:
 
     def __init__(self) -> None:
         self.small, self.large = Pool(small=True), Pool(small=False)
-        self.all = (self.large, self.small)
         self.graphs = 0  # that may still be replayed
         self.segments = 0
-
-
-def split(block: Block, size: int) -> None:
-    """Keep so much of it, and give the rest to its pool."""
-    rest = Block(block.device, block.stream, block.address + size, block.size - size, block.pool)
-    rest.before, rest.after = block, block.after
-    if rest.after is not None:
-        rest.after.before = rest
-    block.after, block.size = rest, size
-    block.pool.add(rest)
-
-
-def merged(block: Block, other: Block) -> Block:
-    """One block of two neighbours: the first of them, grown."""
-    first, second = (other, block) if other.address < block.address else (block, other)
-    first.size += second.size
-    first.after = second.after
-    if first.after is not None:
-        first.after.before = first
-    first.free = True
-    return first
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
@@ -119,7 +94,8 @@ class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
 class _DeviceBlocks:
     """One device's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self.device = device
         self.allowed: int | None = None  # bytes, where the program has set a limit of its own
         self.ordinary = Pools()
         self.graphs: dict[PoolId, Pools] = {}
@@ -129,23 +105,17 @@ class _DeviceBlocks:
         self.tally = Tally()
         self.in_use_elsewhere: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
 
-    def waiting(self, block: Block) -> tuple[Totals, Totals]:
-        return self.tally.waiting[0 if block.small else 1], self.tally.waiting[2]
-
     def pools(self, stream: int) -> Pools:
         """Whose blocks serve a stream."""
-        for name, covers in self.routes.items():
-            if covers(stream):
-                return self.graphs[name]
-        return self.ordinary
+        return next((self.graphs[name] for name, covers in self.routes.items() if covers(stream)), self.ordinary)
 
-    def fragments(self) -> list[list[int]]:
-        """Sizes of the free parts of segments that are in use: of small pools, and of large ones."""
+    def look_up_fragments(self) -> None:
+        """The free parts of segments that are in use: of small pools, and of large ones."""
         both = (self.ordinary, *self.graphs.values())
-        return [
-            [block.size for pool in pools for blocks in pool.free.values() for _, _, block in blocks if block.split]
+        self.tally.set_fragments([
+            [block.size for pool in pools for block in pool.blocks(split=True)]
             for pools in ([one.small for one in both], [one.large for one in both])
-        ]
+        ])  # fmt: skip
 
 
 class Memory:
@@ -154,7 +124,7 @@ class Memory:
     def __init__(self, clock: Clock, devices: int = 1) -> None:
         self.clock = clock
         self.size = clock.device.memory.size
-        self._devices = [_DeviceBlocks() for _ in range(devices)]
+        self._devices = [_DeviceBlocks(device) for device in range(devices)]
         self._freed: deque[Block] = deque()
         self._lock = threading.RLock()
 
@@ -173,13 +143,18 @@ class Memory:
             pools = one.pools(stream) if one.routes else one.ordinary
             block = (pools.small if small else pools.large).take(stream, rounded)
             if block is None:
-                block = self._segment(device, one, rounded, stream, pools)
-            if block.size - rounded >= (BLOCK_UNIT if small else SMALL_LIMIT + 1):
-                split(block, rounded)
+                block = self._segment(one, rounded, stream, pools)
+            if block.size - rounded >= (BLOCK_UNIT if small else SMALL_LIMIT + 1):  # the rest goes to its pool
+                rest = Block(device, block.stream, block.address + rounded, block.size - rounded, block.pool)
+                rest.before, rest.after = block, block.after
+                if rest.after is not None:
+                    rest.after.before = rest
+                block.after, block.size = rest, rounded
+                block.pool.add(rest)
             block.free = False
             block.requested = size
             one.tally.journal.append((small, 1, block.size, size))
-            self._note(device, block, block.size)
+            self._note(block, block.size)
             return block
 
     def free(self, block: Block | None) -> None:
@@ -196,10 +171,10 @@ class Memory:
         """Give whole free segments back to the driver."""
         with self._lock:
             self._free_queued()
-            for number, one in enumerate(self._devices):
-                if device in (None, number) and not one.routes:  # a capture goes without
+            for one in self._devices if device is None else [self._devices[device]]:
+                if not one.routes:  # a capture goes without
                     self._return_unused(one)
-                    self._release(number, one)
+                    self._release(one)
 
     def capture(self, device: int, pool: PoolId, covers: Callable[[int], bool]) -> None:
         """From now on the streams that are `covers`ed take their memory from a graph's pool, which may be new."""
@@ -224,19 +199,22 @@ class Memory:
         """By the names of `torch.cuda.memory_stats`."""
         with self._lock:
             self._free_queued()
-            one = self._devices[device]
-            one.tally.set_fragments(one.fragments())
-            return flat_stats(one.tally)
+            self._devices[device].look_up_fragments()
+            return flat_stats(self._devices[device].tally)
 
     def reset_peak(self, device: int = 0) -> None:
         with self._lock:
             self._free_queued()
-            self._devices[device].tally.reset_peak()
+            for figures in self._devices[device].tally.all():
+                figures.peak = figures.now
 
     def reset_accumulated(self, device: int = 0) -> None:
         with self._lock:
             self._free_queued()
-            self._devices[device].tally.reset_accumulated()
+            tally = self._devices[device].tally
+            tally.retries = tally.failures = 0
+            for figures in tally.all():
+                figures.reset_accumulated()
 
     def limit(self, share: float, device: int = 0) -> None:
         """`torch.cuda.set_per_process_memory_fraction`: of the whole device, whatever its driver takes of it."""
@@ -249,13 +227,13 @@ class Memory:
 
     # with the lock held
 
-    def _note(self, device: int, block: Block, size: int) -> None:
+    def _note(self, block: Block, size: int) -> None:
         """For the timeline: what was taken or given back just now."""
-        host = self.clock.host()
+        host, device = self.clock.host(), block.device
         row = (host.lane, device, host.now, block.address, size, self._devices[device].reserved)
         self.clock.rows.memory.extend(row)
 
-    def _segment(self, device: int, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
+    def _segment(self, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
         small = size <= SMALL_LIMIT
         wanted = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
@@ -264,20 +242,22 @@ class Memory:
         limit = min(self.size - CONTEXT, self.size if one.allowed is None else one.allowed)
         if one.reserved + wanted > limit and not one.routes:  # nothing may be freed during a capture
             one.tally.retries += 1
-            self._wait_for_users(one)
-            self._release(device, one)
+            for _, moments in one.in_use_elsewhere:
+                for moment in moments:
+                    self.clock.sync_moment(moment)
+            self._return_unused(one, at_once=True)
+            self._release(one)
         if one.reserved + wanted > limit:
             one.tally.failures += 1
             free = self.size - CONTEXT - one.reserved
-            raise OutOfMemory(out_of_memory_text(device, size, self.size, free, one.tally, one.allowed))
+            raise OutOfMemory(out_of_memory_text(one.device, size, self.size, free, one.tally, one.allowed))
         self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
-        block = Block(device, stream, one.address, wanted, pools.small if small else pools.large)
+        block = Block(one.device, stream, one.address, wanted, pools.small if small else pools.large)
         pools.segments += 1
         one.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
         one.reserved += wanted
-        for figures in (one.tally.segments[0 if small else 1], one.tally.segments[2]):
-            figures.add(wanted, wanted)
-        one.tally.set_fragments(one.fragments())
+        count(one.tally.segments, small, 1, wanted, wanted)
+        one.look_up_fragments()
         return block
 
     def _free_queued(self) -> None:
@@ -285,54 +265,48 @@ class Memory:
             block = self._freed.popleft()
             one = self._devices[block.device]
             one.tally.journal.append((block.pool.small, -1, -block.size, -block.requested))
-            self._note(block.device, block, -block.size)
+            self._note(block, -block.size)
             if len(one.tally.journal) > _LONG_JOURNAL:
                 one.tally.used  # noqa: B018  # which reads it
             if block.users:
-                for figures in one.waiting(block):
-                    figures.add(block.size, 0)
+                count(one.tally.waiting, block.pool.small, 1, block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
                 one.in_use_elsewhere.append((block, moments))
                 block.users = None
             else:
                 self._return(block)
 
-    def _return_unused(self, one: _DeviceBlocks) -> None:
-        """Blocks whose other streams are done with them."""
+    def _return_unused(self, one: _DeviceBlocks, at_once: bool = False) -> None:
+        """Blocks whose other streams are done with them, as all are `at_once` after a wait."""
         for _ in range(len(one.in_use_elsewhere)):
             block, moments = one.in_use_elsewhere.popleft()
-            if all(map(self.clock.passed, moments)):
-                for figures in one.waiting(block):
-                    figures.remove(block.size, 0)
+            if at_once or all(map(self.clock.passed, moments)):
+                count(one.tally.waiting, block.pool.small, -1, block.size, 0)
                 self._return(block)
             else:
                 one.in_use_elsewhere.append((block, moments))
 
-    def _wait_for_users(self, one: _DeviceBlocks) -> None:
-        for block, moments in one.in_use_elsewhere:
-            for moment in moments:
-                self.clock.sync_moment(moment)
-            for figures in one.waiting(block):
-                figures.remove(block.size, 0)
-            self._return(block)
-        one.in_use_elsewhere.clear()
-
     def _return(self, block: Block) -> None:
-        """To its pool, together with its free neighbours."""
+        """To its pool, as one block with its free neighbours."""
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
                 block.pool.remove(other)
-                block = merged(block, other)
+                first, second = (other, block) if other is block.before else (block, other)
+                first.size += second.size
+                first.after = second.after
+                if first.after is not None:
+                    first.after.before = first
+                block = first
         block.pool.add(block)
 
-    def _release(self, device: int, one: _DeviceBlocks) -> None:
+    def _release(self, one: _DeviceBlocks) -> None:
         for pools in (one.ordinary, *(kept for kept in one.graphs.values() if not kept.graphs)):
-            for block in [block for pool in pools.all for block in pool.whole_segments()]:
-                self.clock.release("cudaFree", self.clock.device.memory.free, device)
-                block.pool.remove(block)
-                pools.segments -= 1
-                one.reserved -= block.size
-                for figures in (one.tally.segments[0 if block.small else 1], one.tally.segments[2]):
-                    figures.remove(block.size, block.size)
+            for pool in (pools.large, pools.small):
+                for block in pool.blocks(split=False):
+                    self.clock.release("cudaFree", self.clock.device.memory.free, one.device)
+                    pool.remove(block)
+                    pools.segments -= 1
+                    one.reserved -= block.size
+                    count(one.tally.segments, pool.small, -1, block.size, block.size)
         one.graphs = {name: pools for name, pools in one.graphs.items() if pools.graphs or pools.segments}

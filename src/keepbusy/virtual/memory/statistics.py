@@ -5,10 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-_POOLS = ("small_pool", "large_pool", "all")
-_COUNTED = ("current", "peak", "allocated", "freed")
-_GIB, _MIB, _KIB = 1 << 30, 1 << 20, 1 << 10
-
 
 class Totals:
     """What is counted of one pool or of both: blocks, their bytes, and the bytes asked for.
@@ -27,15 +23,6 @@ class Totals:
             self.now, self.peak = course[-1], np.maximum(self.peak, course.max(axis=0))
             self.ever = self.ever + np.maximum(rows, 0).sum(axis=0)
 
-    def add(self, size: int, asked: int) -> None:
-        self.change([(1, size, asked)])
-
-    def remove(self, size: int, asked: int) -> None:
-        self.change([(-1, -size, -asked)])
-
-    def reset_peak(self) -> None:
-        self.peak = self.now
-
     def reset_accumulated(self) -> None:
         """Count what comes and goes from now on."""
         self.ever, self._base = np.zeros(3, np.int64), self.now
@@ -45,11 +32,6 @@ class Totals:
         rows: list[list[int]] = np.array([self.now, self.peak, self.ever, self._base + self.ever - self.now]).T.tolist()
         return rows
 
-    @property
-    def bytes(self) -> int:
-        """Those in use."""
-        return int(self.now[1])
-
 
 class Tally:
     """One device's figures. Each is kept for the small pool, the large one, and both together."""
@@ -57,10 +39,8 @@ class Tally:
     def __init__(self) -> None:
         self.journal: list[tuple[bool, int, int, int]] = []
         """Of blocks that came into use or went out of it: whether of the small pool, and what `Totals` counts."""
-        self._used = [Totals(), Totals(), Totals()]
-        self.segments = [Totals(), Totals(), Totals()]
-        self.waiting = [Totals(), Totals(), Totals()]  # freed, and still in use by another stream
-        self.fragments = [Totals(), Totals(), Totals()]  # free parts of segments that are in use: fragmentation
+        self._used, self.segments, self.waiting, self.fragments = ([Totals(), Totals(), Totals()] for _ in range(4))
+        # waiting: freed, and still in use by another stream; fragments: free parts of segments that are in use
         self.retries = self.failures = 0
 
     @property
@@ -77,15 +57,6 @@ class Tally:
     def all(self) -> list[Totals]:
         return [*self.used, *self.segments, *self.waiting, *self.fragments]
 
-    def reset_peak(self) -> None:
-        for figures in self.all():
-            figures.reset_peak()
-
-    def reset_accumulated(self) -> None:
-        for figures in self.all():
-            figures.reset_accumulated()
-        self.retries = self.failures = 0
-
     def set_fragments(self, sizes: list[list[int]]) -> None:
         """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
         for figures, mine in zip(self.fragments, (*sizes, sizes[0] + sizes[1]), strict=True):
@@ -93,23 +64,31 @@ class Tally:
             figures.peak = np.maximum(figures.peak, figures.now)
 
 
+def count(kind: list[Totals], small: bool, change: int, size: int, asked: int) -> None:
+    """A block that came (1) or went (-1)."""
+    for figures in (kind[0 if small else 1], kind[2]):
+        figures.change([(change, change * size, change * asked)])
+
+
 def flat_stats(tally: Tally) -> dict[str, int]:
     """As `torch.cuda.memory_stats` has them."""
-    stats: dict[str, int] = {}
-    for index, pool in enumerate(_POOLS):
-        blocks, sizes, asked = tally.used[index].shown()
-        _put(stats, "allocation", pool, blocks)
-        _put(stats, "allocated_bytes", pool, sizes)
-        _put(stats, "requested_bytes", pool, asked)
-        waiting = tally.waiting[index].shown()
-        _put(stats, "active", pool, _active(blocks, waiting[0]))
-        _put(stats, "active_bytes", pool, _active(sizes, waiting[1]))
-        for kind, figures in (("segment", tally.segments[index]), ("inactive_split", tally.fragments[index])):
-            counted, summed, _ = figures.shown()
-            _put(stats, kind, pool, counted)
-            _put(stats, "reserved_bytes" if kind == "segment" else "inactive_split_bytes", pool, summed)
-    for kind in ("oversize_allocations", "oversize_segments"):
-        stats |= {f"{kind}.{what}": 0 for what in _COUNTED}
+    shown: dict[str, list[int]] = {"oversize_allocations": [0] * 4, "oversize_segments": [0] * 4}
+    for index, pool in enumerate(("small_pool", "large_pool", "all")):
+        kinds = (tally.used, tally.segments, tally.waiting, tally.fragments)
+        (blocks, sizes, asked), segments, waiting, fragments = (kind[index].shown() for kind in kinds)
+        shown |= {
+            f"allocation.{pool}": blocks,
+            f"allocated_bytes.{pool}": sizes,
+            f"requested_bytes.{pool}": asked,
+            f"active.{pool}": _active(blocks, waiting[0]),
+            f"active_bytes.{pool}": _active(sizes, waiting[1]),
+            f"segment.{pool}": segments[0],
+            f"reserved_bytes.{pool}": segments[1],
+            f"inactive_split.{pool}": fragments[0],
+            f"inactive_split_bytes.{pool}": fragments[1],
+        }
+    counted = ("current", "peak", "allocated", "freed")
+    stats = {f"{kind}.{what}": one for kind, values in shown.items() for what, one in zip(counted, values, strict=True)}
     return stats | {
         "num_alloc_retries": tally.retries,
         "num_ooms": tally.failures,
@@ -118,11 +97,6 @@ def flat_stats(tally: Tally) -> dict[str, int]:
         "num_device_free": stats["segment.all.freed"],
         "max_split_size": -1,
     }
-
-
-def _put(stats: dict[str, int], kind: str, pool: str, values: list[int]) -> None:
-    for what, value in zip(_COUNTED, values, strict=True):
-        stats[f"{kind}.{pool}.{what}"] = value
 
 
 def _active(used: list[int], waiting: list[int]) -> list[int]:
@@ -134,7 +108,7 @@ def _active(used: list[int], waiting: list[int]) -> list[int]:
 def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
     """As PyTorch words it."""
     limit = "" if allowed is None else f"{_bytes(allowed)} allowed; "
-    allocated, reserved = tally.used[2].bytes, tally.segments[2].bytes
+    allocated, reserved = int(tally.used[2].now[1]), int(tally.segments[2].now[1])
     return (
         f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
         f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "
@@ -146,9 +120,7 @@ def out_of_memory_text(device: int, wanted: int, size: int, free: int, tally: Ta
 
 
 def _bytes(size: int) -> str:
-    if size <= _KIB:
+    if size <= 1 << 10:
         return f"{size} bytes"
-    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB")):
-        if size > unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size / _KIB:.2f} KiB"
+    unit, name = next(((1 << at, name) for at, name in ((30, "GiB"), (20, "MiB")) if size > 1 << at), (1 << 10, "KiB"))
+    return f"{size / unit:.2f} {name}"
