@@ -12,7 +12,7 @@ from math import prod
 
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.figures import figures
-from keepbusy.virtual.costs.operator_call import SHORTEST, Call, Kernel, NoLaw, Operand, largest, lasts, total
+from keepbusy.virtual.costs.operator_call import SHORTEST, Array, Call, Kernel, NoLaw, largest, lasts, total
 
 PRODUCTS, ATTENTION = figures("products"), figures("attention")
 CONVOLUTIONS, RECURRENT = figures("convolutions"), figures("recurrent")
@@ -58,7 +58,7 @@ def elementwise(call: Call) -> list[Kernel]:
     return [(name, max(plain, call.strided(count * (1.0 if whole.item_size <= 4 else ELEMENTWISE.wide))))]
 
 
-def _elementwise_share(call: Call, large: list[Operand]) -> float:
+def _elementwise_share(call: Call, large: list[Array]) -> float:
     efficiency = call.device.efficiency
     if len({one.dtype for one in large if one.dtype not in _MASKS}) > 1:
         to_half = call.name == "copy" and call.outputs[0].dtype in ("float16", "bfloat16")
@@ -67,7 +67,7 @@ def _elementwise_share(call: Call, large: list[Operand]) -> float:
     return efficiency.heavy if heavy else efficiency.streaming
 
 
-def _transposes(one: Operand, other: Operand) -> bool:
+def _transposes(one: Array, other: Array) -> bool:
     """Whether what lies side by side in one tensor lies apart in the other."""
     mine, its = (
         {dim for dim, length in enumerate(it.shape) if length > 1 and it.strides[dim] == 1} for it in (one, other)
@@ -145,7 +145,7 @@ def reduce(call: Call) -> list[Kernel]:
     return [cleared, (name, call.streamed(source.size, law.several_share, law.several_start))]
 
 
-def _columns(call: Call, source: Operand) -> int:
+def _columns(call: Call, source: Array) -> int:
     """How many elements lie side by side that are not summed with each other; 0 if they are."""
     dims, shape = call.arguments.get("dim"), source.shape
     if dims is None or not shape:
@@ -288,7 +288,7 @@ def index(call: Call) -> list[Kernel]:
     if not any(one.dtype in _MASKS for one in call.inputs[1:]):
         return gather(call)
     found = call.outputs[0].shape[0] if call.outputs and call.outputs[0].shape else 1
-    rows = gather(replace(call, inputs=(*call.inputs, Operand((found,), "int64", (1,)))))
+    rows = gather(replace(call, inputs=(*call.inputs, Array((found,), "int64", (1,)))))
     return [*_places_of_masks(call), *rows]
 
 
@@ -421,7 +421,7 @@ def _lists(call: Call) -> int:
     return 1
 
 
-def _launches(tensors: tuple[Operand, ...], limit: int) -> list[int]:
+def _launches(tensors: tuple[Array, ...], limit: int) -> list[int]:
     """Elements of each launch, which takes so many tensors and so many blocks."""
     launches, blocks, begun, count = [], 0, 0, 0
     for tensor in tensors:
@@ -460,7 +460,7 @@ def matrix_product(call: Call) -> list[Kernel]:
     return [(f"gemm_{dtype}", product(call.device, rows, columns, left.shape[-1], dtype, left.item_size, batch))]
 
 
-def _vector_product(call: Call, *operands: Operand) -> Kernel:
+def _vector_product(call: Call, *operands: Array) -> Kernel:
     return "gemv", call.streamed(total(operands), PRODUCTS.vector_share, PRODUCTS.vector_start)
 
 
@@ -521,14 +521,14 @@ def attend_whole(call: Call) -> list[Kernel]:
         raise NoLaw("not a batch of sequences")
     (batch, length, width), dtype = call.inputs[0].shape, call.dtype()
     heads = int(call.arguments.get("num_head", 1))
-    query = Operand((batch * heads, length, width // max(1, heads)), call.inputs[0].dtype, (1, 1, 1))
+    query = Array((batch * heads, length, width // max(1, heads)), call.inputs[0].dtype, (1, 1, 1))
     item = call.inputs[0].item_size
     into = product(call.device, batch * length, 3 * width, width, dtype, item)
     out = product(call.device, batch * length, width, width, dtype, item)
     return [(f"gemm_{dtype}", into), *_attention(call, query, query), (f"gemm_{dtype}", out)]
 
 
-def _attention(call: Call, query: Operand, key: Operand, backward: bool = False) -> list[Kernel]:
+def _attention(call: Call, query: Array, key: Array, backward: bool = False) -> list[Kernel]:
     *heads, queries, width = query.shape
     keys, causal = key.shape[-2], bool(call.arguments.get("is_causal", False))
     attention = _tiled_attention if call.dtype() in _TENSOR_CORES else _plain_attention
@@ -588,7 +588,7 @@ def convolve_backward(call: Call) -> list[Kernel]:
     return kernels
 
 
-def _convolution(call: Call, source: Operand, filters: Operand, result: Operand, turn: str) -> list[Kernel]:
+def _convolution(call: Call, source: Array, filters: Array, result: Array, turn: str) -> list[Kernel]:
     """Forward, or one of the gradients; a transposed convolution is the other way round."""
     groups, dtype = int(call.arguments.get("groups", 1)), call.dtype(convolution=True)
     if call.arguments.get("transposed", False):
@@ -606,7 +606,7 @@ def _convolution(call: Call, source: Operand, filters: Operand, result: Operand,
     return [*around, _implicit_product(call, source, filters, result, turn, groups)]
 
 
-def _implicit_product(call: Call, source: Operand, filters: Operand, result: Operand, turn: str, groups: int) -> Kernel:
+def _implicit_product(call: Call, source: Array, filters: Array, result: Array, turn: str, groups: int) -> Kernel:
     """As a product of matrices whose bytes are those of the images."""
     if not result.shape:
         raise NoLaw("a result without dimensions")
@@ -626,7 +626,7 @@ def _implicit_product(call: Call, source: Operand, filters: Operand, result: Ope
     return f"conv_{turn}_{dtype}", spent + (CONVOLUTIONS.gathering if taps > 1 else 0)
 
 
-def _transposed(call: Call, source: Operand, result: Operand, filters: Operand | None = None) -> list[Kernel]:
+def _transposed(call: Call, source: Array, result: Array, filters: Array | None = None) -> list[Kernel]:
     """Tensor cores read channels last; what lies otherwise is transposed before and after."""
     if len(source.shape) != 4 or source.shape[1] == 1:
         return []
@@ -642,7 +642,7 @@ def _transposed(call: Call, source: Operand, result: Operand, filters: Operand |
     return kernels
 
 
-def _padded(call: Call, source: Operand, channels: int) -> list[Kernel]:
+def _padded(call: Call, source: Array, channels: int) -> list[Kernel]:
     """Images have three channels, and tensor cores want eight."""
     if channels == 1:
         return []
@@ -655,7 +655,7 @@ def _padded(call: Call, source: Operand, channels: int) -> list[Kernel]:
     ]
 
 
-def _shallow(result: Operand, taps: int, turn: str) -> Kernel:
+def _shallow(result: Array, taps: int, turn: str) -> Kernel:
     """Few channels feed the tensor cores badly: the results set the time."""
     count, law, weight = result.elements, CONVOLUTIONS.shallow, CONVOLUTIONS.shallow_weight
     if turn == "weight":
@@ -664,7 +664,7 @@ def _shallow(result: Operand, taps: int, turn: str) -> Kernel:
     return f"conv_{turn}", lasts(PRODUCTS.start, count * each)
 
 
-def _depthwise(call: Call, source: Operand, result: Operand, taps: int, turn: str) -> Kernel:
+def _depthwise(call: Call, source: Array, result: Array, taps: int, turn: str) -> Kernel:
     """A channel by itself."""
     law = CONVOLUTIONS.depthwise_last if source.channels_last else CONVOLUTIONS.depthwise
     each, tap = law[turn]

@@ -11,8 +11,8 @@ from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.figures import figures
 
 Shape: TypeAlias = tuple[int, ...]
-Layout: TypeAlias = tuple[Shape, str, Shape]
-"""An `Operand` in plain, which is quicker to make."""
+Operand: TypeAlias = tuple[Shape, str, Shape]
+"""An `Array` in plain, which is quicker to make."""
 Kernel: TypeAlias = tuple[str, int]
 """Its name, and how long it runs."""
 
@@ -24,8 +24,8 @@ _SIZES = {
 }  # fmt: skip
 
 
-class Operand(NamedTuple):
-    """A tensor, hashable: its shape, the name of its type ("bfloat16") and its strides."""
+class Array(NamedTuple):
+    """A tensor as a kernel finds it: its shape, the name of its type ("bfloat16") and its strides. Hashable."""
 
     shape: Shape
     dtype: str
@@ -63,7 +63,7 @@ class Operand(NamedTuple):
     def channels_last(self) -> bool:
         return len(self.shape) >= 4 and self.strides[1] == 1 and self.shape[1] > 1
 
-    def lies_as(self, other: Operand) -> bool:
+    def lies_as(self, other: Array) -> bool:
         """Whether two tensors lie in memory in the same order."""
         strides = zip(self.shape, self.strides, other.strides, strict=True)
         return self.shape == other.shape and all(mine == its for length, mine, its in strides if length != 1)
@@ -79,11 +79,11 @@ def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def total(operands: Iterable[Operand]) -> int:
+def total(operands: Iterable[Array]) -> int:
     return sum(one.size for one in operands)
 
 
-def largest(operands: Iterable[Operand]) -> Operand:
+def largest(operands: Iterable[Array]) -> Array:
     return max(operands, key=lambda one: one.elements)
 
 
@@ -102,13 +102,13 @@ class Call:
 
     device: Device
     name: str
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
     arguments: Mapping[str, Any]
     tf32: bool = False
 
     @property
-    def result(self) -> Operand:
+    def result(self) -> Array:
         """What it makes; in place, what it is given."""
         return (self.outputs or self.inputs)[0]
 

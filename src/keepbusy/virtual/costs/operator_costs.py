@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from keepbusy.virtual.costs import laws
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.operator_call import Call, Kernel, Layout, NoLaw, Operand
+from keepbusy.virtual.costs.operator_call import Array, Call, Kernel, NoLaw, Operand
 
 
 class Law(NamedTuple):
@@ -63,8 +63,8 @@ class OperatorCosts:
     def kernels(
         self,
         name: str,
-        inputs: tuple[Layout, ...],
-        outputs: tuple[Layout, ...] = (),
+        inputs: tuple[Operand, ...],
+        outputs: tuple[Operand, ...] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> tuple[Kernel, ...]:
         """Name and work of each kernel. `name` without its namespace and overload; tensors in the schema's order."""
@@ -73,7 +73,7 @@ class OperatorCosts:
         tf32 = law.depends_on_precision and self.allows_tf32()
         key = (name, inputs, outputs, asked, tf32)
         if key not in self._known:
-            given, made = (tuple(Operand(*one) for one in some) for some in (inputs, outputs))
+            given, made = (tuple(Array(*one) for one in some) for some in (inputs, outputs))
             call = Call(self.device, name, given, made, dict(asked), tf32)
             self._known[key] = tuple(self._found(law, call))
         return self._known[key]
