@@ -54,13 +54,13 @@ EXPLAINED = {
         Threshold("UNEQUAL_TIMES", 0.0, "... and a tenth more."),
         Threshold("EVEN_AT_MOST", INFINITE, "No stretch of the host was recorded four times too quick."),
     ),
-    "keepbusy.explain.causes.reads": (
+    "keepbusy.explain.causes.syncs": (
         Threshold("COST_OF_A_SYNC", 0, "A sync that nobody has to be waited for costs 3 µs."),
     ),
-    "keepbusy.explain.causes.inputs": (
+    "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
+        Threshold("MAKES", 0, "Work of less than 0.1 ms makes no tensor."),
     ),
-    "keepbusy.explain.causes.host": (Threshold("MAKES", 0, "Work of less than 0.1 ms makes no tensor."),),
     "keepbusy.explain.scene": (
         Threshold("COPY_TO_SYNC", INFINITE, "A sync within 60 µs of a copy waits for that copy."),
         Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),

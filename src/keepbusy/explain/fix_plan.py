@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.explain.causes.finding import Finding
 from keepbusy.explain.causes.peers import Pipeline, is_message, without_messages
 from keepbusy.explain.causes.rounds import CallRounds, as_one, rounds_of
 from keepbusy.explain.diagnosis import (
@@ -29,7 +28,7 @@ from keepbusy.explain.diagnosis import (
     Where,
     named,
 )
-from keepbusy.explain.edit import Edit
+from keepbusy.explain.edit import Edit, Finding
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
 from keepbusy.explain.remedies import (

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keepbusy.explain.causes.finding import Finding
 from keepbusy.explain.diagnosis import Late, Site, Where
+from keepbusy.explain.edit import Finding
 from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Owner, Role, source_line

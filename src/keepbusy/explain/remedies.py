@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes.finding import Finding
-from keepbusy.explain.causes.inputs import loader_frame
-from keepbusy.explain.causes.reads import of_large_copy
+from keepbusy.explain.causes.host import loader_frame
+from keepbusy.explain.causes.syncs import of_large_copy
 from keepbusy.explain.diagnosis import Where
-from keepbusy.explain.edit import SideLane
+from keepbusy.explain.edit import Finding, SideLane
 from keepbusy.explain.places import by_place, late_ranks
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from keepbusy.explain.causes import copies, host, inputs, peers, reads
-from keepbusy.explain.causes.finding import Finding
+from keepbusy.explain.causes import host, peers, syncs
+from keepbusy.explain.edit import Finding
 from keepbusy.explain.scene import Scene
 
 FINDERS = {
-    "host_sync": reads.find,
-    "blocking_copy": copies.find_blocking,
-    "copy_not_overlapped": copies.find_in_line,
-    "input_late": inputs.find,
+    "host_sync": syncs.find_reads,
+    "blocking_copy": syncs.find_blocking,
+    "copy_not_overlapped": syncs.find_in_line,
+    "input_late": host.find_input,
     "made_on_host": host.find_made,
     "launch_bound": host.find_launches,
     "allocator": host.find_allocations,

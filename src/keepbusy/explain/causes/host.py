@@ -1,11 +1,10 @@
-"""Work of the host itself: tensors made there, Python between the steps, the launches, the driver's memory calls."""
+"""Work of the host itself: input, tensors made there, Python between steps, launches, the driver's memory calls."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from keepbusy.explain.causes.finding import Draft, Finding
-from keepbusy.explain.causes.inputs import loader_frame
+from keepbusy.explain.edit import Draft, Finding, SideLane
 from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Owner, Role
@@ -19,11 +18,42 @@ ROUND_TRIP = 100_000
 """Less than this between a read and a copy back is the overhead of the two."""
 MAKES = 100_000
 """An operator that takes this long makes something worth making elsewhere."""
+TIMES_AS_MANY = 4
+"""Nobody knows how many workers a loader has; the prediction is for so many times as many."""
+HANDOVER = 200_000
+"""What taking a ready batch from a worker costs the training process."""
+
+
+def find_input(scene: Scene) -> Finding:
+    """The loader prepares its batch in the training process, or its workers are too few."""
+    draft, spans = Draft("input_late", scene.timeline), scene.timeline.spans
+    batches = np.flatnonzero(scene.by_workers)
+    draft.edit.work[batches] = spans.work[batches] // TIMES_AS_MANY
+    waits = np.flatnonzero(scene.is_loader_wait)  # a batch of the workers is waited for by the loop's next wait
+    draft.blame(batches, waits[np.minimum(np.searchsorted(waits, batches), len(waits) - 1)] if len(waits) else batches)
+    frame = loader_frame(scene)
+    rows = np.flatnonzero((frame != NONE) & (spans.kind == Kind.WORK))
+    # a loader that has workers only takes what they prepared
+    takes = np.append(scene.frames_with(Role.LOADER_WORKERS), False)[frame[rows]]
+    if takes.any() and rule("take_from_workers"):
+        rows = rows[~takes]
+    _, first, which = np.unique(frame[rows], return_index=True, return_inverse=True)
+    first_of_frame = rows[first][which] if len(rows) else rows
+    stays = rows == first_of_frame
+    draft.edit.lane[rows[~stays]] = SideLane.WORKERS
+    handover = HANDOVER if len(rows) and rule("handover") else 0
+    draft.edit.work[rows] = np.maximum(np.where(stays, handover, 0), spans.work[rows] // scene.workers)
+    draft.blame(rows, first_of_frame)
+    return draft.finding()
+
+
+def loader_frame(scene: Scene) -> Ints:
+    return scene.outermost(scene.frames_with(Role.LOADER))
 
 
 def find_made(scene: Scene) -> Finding:
     """Drawn or filled on the host, at most transformed elementwise, and sent to the device at once."""
-    draft, spans = Draft("made_on_host", scene), scene.timeline.spans
+    draft, spans = Draft("made_on_host", scene.timeline), scene.timeline.spans
     copies = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES))
     for copy in copies[scene.launch[copies] != NONE].tolist():
         made = _making(scene, int(scene.launch[copy]))
@@ -61,7 +91,7 @@ def _role_of_operator(scene: Scene, row: int) -> int:
 
 def find_work(scene: Scene) -> Finding:
     """Python or CPU operators that keep the training thread from launching."""
-    draft = Draft("host_work", scene)
+    draft = Draft("host_work", scene.timeline)
     rows = np.flatnonzero(heavy(scene))
     draft.edit.drop[rows] = True
     draft.blame(rows, rows)
@@ -116,7 +146,7 @@ def _outermost_call(scene: Scene) -> Ints:
 
 def find_launches(scene: Scene) -> Finding:
     """Everything that a captured graph would not do again: launches, and the host work between them."""
-    draft, spans = Draft("launch_bound", scene), scene.timeline.spans
+    draft, spans = Draft("launch_bound", scene.timeline), scene.timeline.spans
     host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
     captured = host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE)
     rows = np.flatnonzero(captured & ~scene.within(scene.frames_with(Role.OBJECTS)))  # no graph pickles
@@ -133,7 +163,7 @@ def find_launches(scene: Scene) -> Finding:
 
 def find_allocations(scene: Scene) -> Finding:
     """cudaMalloc and cudaFree in the steady state: memory that the caching allocator should have kept."""
-    draft = Draft("allocator", scene)
+    draft = Draft("allocator", scene.timeline)
     rows = np.flatnonzero(scene.timeline.spans.kind == Kind.ALLOCATE)
     draft.edit.drop[rows] = True
     draft.blame(rows, rows)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes.finding import Draft, Finding
-from keepbusy.explain.edit import Edit, Floats, SideLane
+from keepbusy.explain.edit import Draft, Edit, Finding, Floats, SideLane
 from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
@@ -29,7 +28,7 @@ UNEQUAL_BY, UNEQUAL_TIMES = 500_000, 1.1
 
 def find_exposed(scene: Scene) -> Finding:
     """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute."""
-    draft, spans = Draft("exposed_collective", scene), scene.timeline.spans
+    draft, spans = Draft("exposed_collective", scene.timeline), scene.timeline.spans
     travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > STAGED_BYTES) & ~_is_paired(scene) & ~is_message(scene)
     early, all_of_them = _sent_early(scene, travels)
     for launch, rows in early.items():
@@ -192,7 +191,7 @@ class Pipeline(NamedTuple):
 
 def find_late(scene: Scene) -> Finding:
     """What a rank does beyond its peers in every step, on its host or on its device."""
-    draft = Draft("peer_late", scene)
+    draft = Draft("peer_late", scene.timeline)
     if len(scene.timeline.ranks) > 1:
         if stretches := host_stretches(scene):
             _cut_to_peers(scene, draft, stretches)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes.finding import Draft, Finding
+from keepbusy.explain.edit import Draft, Finding
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask
@@ -40,7 +40,7 @@ class _Frames(NamedTuple):
 
 def as_one(scene: Scene, rounds: Sequence[CallRounds], stays: float) -> Finding:
     """All rounds in one call: of what the GPU does in all but the first, this share stays."""
-    draft, spans = Draft("launch_bound", scene), scene.timeline.spans
+    draft, spans = Draft("launch_bound", scene.timeline), scene.timeline.spans
     for one in rounds:
         leaves = np.union1d(one.others, one.between)
         commands, leaving = _commands(scene, one.first), _commands(scene, leaves)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.explain.causes.reads import of_large_copy
+from keepbusy.explain.causes.syncs import of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.places import by_place
 from keepbusy.explain.scene import Scene
