@@ -65,21 +65,17 @@ EXPLAINED = {
         Threshold("COPY_TO_SYNC", INFINITE, "A sync within 60 µs of a copy waits for that copy."),
         Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
     ),
-    "keepbusy.explain.ledger": (Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),),
+    "keepbusy.explain": (Threshold("MATTERS", 0.0, "Of a rare stall a cause is told that takes a twentieth of it."),),
+    "keepbusy.explain.ledger": (
+        Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),
+        Threshold("SAME_WAIT_SHARE", 0.0, "A cause that keeps a fifth of its gain beside another is the same wait."),
+    ),
     "keepbusy.explain.plain": (
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LUCKIEST_RECORDING", INFINITE, "A plain step twice as long as the recorded ones is another run's."),
         Threshold("UNREACHABLE", 0.0, "So is one below three quarters of what the device alone needs."),
     ),
     "keepbusy.explain.places": (Threshold("WORTH_NAMING", 0.0, "A rank late by a fifth of the latest is named."),),
-    "keepbusy.explain.story": (
-        Threshold(
-            "SAME_WAIT_SHARE",
-            0.0,
-            "A cause that keeps a fifth of its gain beside another is the same wait.",
-        ),
-        Threshold("MATTERS", 0.0, "Of a rare stall a cause is told that takes a twentieth of it."),
-    ),
     "keepbusy.timeline.replay": (
         Threshold("MEASURED_LAGS", INFINITE, "Fifty lags between commands tell more than what is typical of GPUs."),
         Threshold("EARLY_RETURN", INFINITE, "A call that returned 30 µs before a command did not wait for it."),

@@ -125,12 +125,12 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 753,
-    "timeline": 2364,
+    "timeline": 2365,
     "traces": 2449,
     "instrument": 1731,
-    "recording": 3784,
+    "recording": 3785,
     "virtual": 8942,
-    "explain": 4438,
+    "explain": 4391,
     "report": 3325,
     "runtime": 5068,
     "cli": 3390,

@@ -20,7 +20,7 @@ from hypothesis import given
 from jsonschema import Draft202012Validator
 from told import H200, TRAIN, explained, near, told
 
-from keepbusy.explain import explain
+from keepbusy.explain import explain, ordinary_steps
 from keepbusy.explain.diagnosis import (
     Cause,
     Diagnosis,
@@ -34,7 +34,7 @@ from keepbusy.explain.diagnosis import (
     Where,
 )
 from keepbusy.explain.fix_plan import candidates, plan_of_run, with_loader, without_planned
-from keepbusy.explain.story import Story, ordinary_steps
+from keepbusy.explain.ledger import Story
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.run_report import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, to_bytes

@@ -25,7 +25,8 @@ from keepbusy.recording.window_plan import (
     foreseen,
 )
 from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL
+from keepbusy.timeline.run_facts import DRIFT, STALL
+from keepbusy.timeline.run_tree import LOOP
 
 EVALUATE, SAVE = (MAIN, "train.py(41): main"), (MAIN, "train.py(55): main")
 THINKS_EVERY = 16

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.diagnosis import CAUSES, Diagnosis, LoopDiagnosis, Prediction
+from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Later, LoopDiagnosis, Prediction, Rare, Where
 from keepbusy.explain.fix_plan import plan_of, plan_of_run, turns_of, without_planned
-from keepbusy.explain.ledger import NOISE
-from keepbusy.explain.places import another_loop
+from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded
-from keepbusy.explain.story import Story, later_of, left_unexplained, ordinary_steps, rare_of, sources_of
+from keepbusy.explain.remedies import CHECKPOINT
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.run_facts import LOOP
-from keepbusy.timeline.run_tree import Part
-from keepbusy.timeline.steps import sample, whole_steps
+from keepbusy.timeline.frame_roles import Owner, source_line
+from keepbusy.timeline.model import NONE, FrameKind, Timeline
+from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import DRIFT, STALL
+from keepbusy.timeline.run_tree import LOOP, Part
+from keepbusy.timeline.steps import sample, step_alone, whole_steps, without_steps
 
 __all__ = ["CAUSES", "explain"]
 
@@ -50,15 +53,19 @@ def explain(
         return _without_turns(timeline)
     if loop := another_loop(timeline):
         timeline = _of_that_loop(timeline, loop)
-    say, known = on_progress or _quiet, timeline.facts.plain_step
+
+    def told(window: Timeline, step: int | None) -> Diagnosis:
+        return _explained(window, step, what_if, workers, on_progress or (lambda *_: None), turns, loop)
+
     if plain_step is not None:
-        return _explained(timeline, plain_step, what_if, workers, say, turns)
+        return told(timeline, plain_step)
+    known = timeline.facts.plain_step
     try:
-        return _explained(timeline, known, what_if, workers, say, turns)
+        return told(timeline, known)
     except BadInput as misfit:
         if known is not None:
             with suppress(BadInput):
-                return _explained(as_recorded(timeline, misfit), None, what_if, workers, say, turns)
+                return told(as_recorded(timeline, misfit), None)
         if timeline.facts.run is None:
             raise
         return _without_turns(timeline, str(misfit))
@@ -100,7 +107,13 @@ def _of_that_loop(timeline: Timeline, loop: Part) -> Timeline:
 
 
 def _explained(
-    timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int, say: Say, turns: bool
+    timeline: Timeline,
+    plain_step: int | None,
+    what_if: Sequence[str],
+    workers: int,
+    say: Say,
+    turns: bool,
+    loop: Part | None,
 ) -> Diagnosis:
     say("finding the steps", 0.0)
     whole = whole_steps(ordinary_steps(timeline), plain_step)
@@ -112,7 +125,6 @@ def _explained(
     ordinary = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual)
     say("searching for the plan", 0.7)
     run = timeline.facts.run
-    loop = another_loop(timeline)
     ordinary = replace(
         ordinary,
         loop_turns=loop.turns if loop else 0,
@@ -153,10 +165,6 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
     return tuple(found)
 
 
-def _quiet(what: str, share: float) -> None:
-    """Nobody asked to be told."""
-
-
 def _refuse_nonsense(plain_step: int | None, what_if: Sequence[str], workers: int) -> None:
     if plain_step is not None and not 1 <= plain_step <= LONGEST_STEP:  # also of no number at all: nan is neither
         raise BadInput(f"plain_step={plain_step!r} is not the time of a step; give nanoseconds, 1 or more.")
@@ -167,3 +175,139 @@ def _refuse_nonsense(plain_step: int | None, what_if: Sequence[str], workers: in
     for cause in what_if:
         if cause not in FINDERS:
             raise BadInput(f"{cause!r} is no cause that can be fixed; the causes are {', '.join(FINDERS)}.")
+
+
+def another_loop(timeline: Timeline) -> Part | None:
+    """The loop that was recorded, where most steps of the run were taken in another one; else None.
+
+    A loop was seen if a line of its own function, from its first line on, was on the stack.
+    """
+    run, frames = timeline.facts.run, timeline.frames
+    steps = max((one.steps + one.warm_up for one in timeline.facts.plain_runs.values()), default=0)
+    lines = frames.name[(frames.kind == FrameKind.LINE) & (frames.owner == Owner.USER)]
+    if run is None or not steps or not len(lines):
+        return None
+    stood = [known for name in np.unique(lines).tolist() if (known := source_line(timeline.names[name]))]
+    latest: dict[tuple[str, str], int] = {}
+    for file, line, function in stood:
+        latest[file, function] = max(line, latest.get((file, function), 0))
+    seen, unseen = list[Part](), list[Part]()
+    for part in run.within():
+        where, _, begins = part.place.rpartition(":")
+        if part.kind == LOOP and part.turns > 1 and begins.isdecimal():
+            (seen if latest.get((where, part.function), NONE) >= int(begins) else unseen).append(part)
+    if not seen or not any(2 * part.turns > steps >= part.turns for part in unseen):
+        return None
+    often = max(seen, key=lambda part: part.turns)
+    return often if 2 * often.turns < steps else None
+
+
+# further windows of the run
+
+REPLAYABLE = 150_000
+"""Rows of a rare step: to replay more takes too long, since no part of it repeats itself."""
+MATTERS = 0.05
+"""Of a stall: what gains less of it is not told."""
+_WRITES = ("host_work", "blocking_copy", "host_sync")
+
+
+def ordinary_steps(timeline: Timeline) -> Timeline:
+    """Without recorded steps that are known to be rare: neither the plain step nor what is said of it means them."""
+    stalls = [stall for run in timeline.facts.plain_runs.values() for stall in run.stalls if stall.punctual]
+    if not stalls:
+        return timeline
+    numbers = timeline.facts.recorded or ()
+    return without_steps(timeline, {one for one in numbers if any(stall.comes_in(one) for stall in stalls)})
+
+
+def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[Rare, ...]:
+    """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has.
+
+    Of windows on the same stall the one counts in which fixing gains most: what the stall is was seen best there.
+    """
+    windows = [one for one in timeline.further if one.facts.reason and one.facts.reason.why == STALL]
+    seen = [found for window in windows if (found := _rare(window, ordinary, workers)) is not None]
+    best: dict[RareStall, Rare] = {}
+    for one in sorted(seen, key=lambda one: one.predicted.step):
+        best.setdefault(one.stall, one)
+    return tuple(one for one in seen if best[one.stall] is one)
+
+
+def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
+    """A sentence for each further window that told nothing."""
+    explained_steps = {one.step for one in rare}
+    for window in timeline.further:
+        step = window.facts.reason.step if window.facts.reason else None
+        if step is not None and step not in explained_steps:
+            many = len(window) > REPLAYABLE
+            why = "has too many spans to be replayed" if many else "was not in it, or not as the marks show it"
+            yield f"A stall was foreseen for step {step}, and a window was open: it {why}."
+
+
+def later_of(timeline: Timeline, workers: int) -> Later | None:
+    """What steps are like since they have changed."""
+    for window in timeline.further:
+        reason = window.facts.reason
+        if reason and reason.why == DRIFT and reason.began is not None and (plain := window.facts.plain_step):
+            with suppress(BadInput):
+                whole = whole_steps(window, plain)
+                now = Story.of(sample(whole), plain, workers).diagnosis(whole, plain_given=True)
+                return Later(reason.began, now)
+    return None
+
+
+def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
+    reason, usual = further.facts.reason, further.facts.plain_step or ordinary.plain_step
+    if reason is None or reason.step is None:
+        return None
+    number = reason.step
+    stall = _stall(ordinary.plain_runs, number) or reason.stall
+    window = step_alone(further, range(number - 1, number + 2))
+    if stall is None or window is None or len(window) > REPLAYABLE:
+        return None
+    with suppress(BadInput):
+        plain = usual + stall.time
+        stalled = Story.of(window, plain, workers).diagnosis(window, plain_given=True)
+        causes = tuple(sorted(_beyond(stalled, ordinary, stall), key=lambda one: one.predicted.step))
+        together = _together(stalled, ordinary, causes, stall)
+        return Rare(stall, number, plain, stalled.ledger, causes, together, stalled.late)
+    return None
+
+
+def _stall(runs: Mapping[int, PlainRun], step: int) -> RareStall | None:
+    """As the whole run shows it; of several ranks' the one that has a reason."""
+    found = [stall for run in runs.values() for stall in run.stalls if stall.punctual and stall.comes_in(step)]
+    return max(found, key=lambda one: (bool(one.what), one.share), default=None)
+
+
+def _beyond(stalled: Diagnosis, ordinary: Diagnosis, stall: RareStall) -> Iterator[Cause]:
+    """The causes of the stall itself: what every step has, too, was explained already."""
+    every = {cause.cause: cause for cause in ordinary.causes}
+    for cause in stalled.causes:
+        usual = every.get(cause.cause)
+        always = ordinary.plain_step - usual.predicted.step if usual else 0
+        gain = min(stall.time, stalled.plain_step - cause.predicted.step - always)
+        if gain > max(MATTERS * stall.time, NOISE * stalled.plain_step):
+            known: set[Where] = {site.where for site in usual.sites} if usual else set()
+            sites = tuple(site for site in cause.sites if site.where not in known) or cause.sites
+            one = replace(cause, sites=sites, predicted=_prediction_with(stalled, cause.predicted, gain))
+            if stall.what == "checkpoint" and cause.cause in _WRITES:
+                fix = CHECKPOINT
+                one = replace(one, fix=fix.fix, advice=fix.advice, remedy=fix.code, api=fix.api)
+            yield one
+
+
+def _together(stalled: Diagnosis, ordinary: Diagnosis, causes: Sequence[Cause], stall: RareStall) -> Prediction:
+    """Such a step without the causes of its stall; what its other causes cost stays."""
+    if not causes:
+        return Prediction(stalled.plain_step, stalled.plain_step, stalled.plain_step)
+    always = ordinary.plain_step - ordinary.predicted.step if ordinary.causes else 0
+    gain = min(stall.time, stalled.plain_step - stalled.predicted.step - always)
+    gain = max(gain, *(stalled.plain_step - cause.predicted.step for cause in causes), 0)
+    return _prediction_with(stalled, stalled.predicted, gain)
+
+
+def _prediction_with(stalled: Diagnosis, predicted: Prediction, gain: int) -> Prediction:
+    step = stalled.plain_step - gain
+    less = step - predicted.step
+    return Prediction(step, predicted.low + less, min(stalled.plain_step, predicted.high + less))

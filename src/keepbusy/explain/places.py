@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import Late, Site, Where
+from keepbusy.explain.diagnosis import Late, Where
 from keepbusy.explain.edit import Finding
-from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
-from keepbusy.timeline.run_tree import LOOP, Part
 
 ROWS_NEARBY = 400
 """So many rows before and after one what stands beside it is looked for."""
@@ -121,26 +119,6 @@ def _outermost(timeline: Timeline, row: int) -> int:
     return next((frame for frame in reversed([*chain]) if kind[frame] != python), NONE)
 
 
-SITES_REPLAYED, SITES_SHOWN = 3, 8
-"""So many of a cause's places are fixed alone to see what each gains, and so many are named."""
-
-
-def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int) -> tuple[Site, ...]:
-    """The costliest first. The wait of a place is what fixing it alone recovers."""
-    groups = by_place(scene, finding.rows, finding.cause == "peer_late")
-    per_step, spans = scene.steps * len(scene.timeline.ranks), scene.timeline.spans
-    # how long the host was held there: a cheap measure, good enough to choose which places to replay
-    taken = spans.end - spans.start
-    held = {place: int(taken[np.isin(finding.culprit, rows)].sum()) for place, rows in groups.items()}
-    ordered = sorted(groups, key=lambda place: -held[place])[:SITES_SHOWN]
-    gains = {place: whole_gain if len(ordered) == 1 else 0 for place in ordered}
-    if len(ordered) > 1:
-        for place in ordered[:SITES_REPLAYED]:
-            gains[place] = forecast.gain(finding.only(groups[place]))
-    ordered.sort(key=lambda place: (-gains[place], -held[place]))
-    return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)
-
-
 def by_place(scene: Scene, rows: Ints, of_one_rank: bool = False) -> dict[Where, Ints]:
     """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
 
@@ -189,28 +167,3 @@ def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
     if computing:  # it would keep its share of what it does beyond the others
         return Late(rank, int(late * ranks / (ranks - 1)), "computing", worst)
     return Late(rank, int(late), "host_work", worst)
-
-
-def another_loop(timeline: Timeline) -> Part | None:
-    """The loop that was recorded, where most steps of the run were taken in another one; else None.
-
-    A loop was seen if a line of its own function, from its first line on, was on the stack.
-    """
-    run, frames = timeline.facts.run, timeline.frames
-    steps = max((one.steps + one.warm_up for one in timeline.facts.plain_runs.values()), default=0)
-    lines = frames.name[(frames.kind == FrameKind.LINE) & (frames.owner == Owner.USER)]
-    if run is None or not steps or not len(lines):
-        return None
-    stood = [known for name in np.unique(lines).tolist() if (known := source_line(timeline.names[name]))]
-    latest: dict[tuple[str, str], int] = {}
-    for file, line, function in stood:
-        latest[file, function] = max(line, latest.get((file, function), 0))
-    seen, unseen = list[Part](), list[Part]()
-    for part in run.within():
-        where, _, begins = part.place.rpartition(":")
-        if part.kind == LOOP and part.turns > 1 and begins.isdecimal():
-            (seen if latest.get((where, part.function), NONE) >= int(begins) else unseen).append(part)
-    if not seen or not any(2 * part.turns > steps >= part.turns for part in unseen):
-        return None
-    often = max(seen, key=lambda part: part.turns)
-    return often if 2 * often.turns < steps else None

@@ -20,8 +20,8 @@ from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.run_facts import LOOP, SCRIPT, WindowReason
-from keepbusy.timeline.run_tree import LoaderUse, Part
+from keepbusy.timeline.run_facts import SCRIPT, WindowReason
+from keepbusy.timeline.run_tree import LOOP, LoaderUse, Part
 from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import Category

@@ -22,7 +22,8 @@ from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, WHOLE_TURNS_AFTER
 from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL
+from keepbusy.timeline.run_facts import DRIFT, STALL
+from keepbusy.timeline.run_tree import LOOP
 
 WINDOWS_SHARE, WINDOWS_ALLOWANCE = 0.01, 300_000_000
 """Of the run so far: for so long windows may hold it up; further ones for the latter also where a run is short, for

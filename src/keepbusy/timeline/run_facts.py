@@ -10,7 +10,8 @@ from keepbusy.timeline.files import typed
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_tree import LoaderUse, Part
 
-STALL, DRIFT, LOOP, SCRIPT = "stall", "drift", "loop", "script"
+STALL, DRIFT, SCRIPT = "stall", "drift", "script"
+"""Beside LOOP: why a further window was opened."""
 SLOWEST_LINK, FASTEST_LINK = 0.001, 1e6
 """Bytes a nanosecond between which any link between host and device lies."""
 LARGEST_QUEUE = 1 << 20
