@@ -100,12 +100,17 @@ def test_only_causes_can_be_fixed() -> None:
 
 @pytest.mark.parametrize(
     "nonsense",
-    [{"plain_step": float("nan")}, {"plain_step": 0}, {"workers": -1}, {"what_if": "host_sync"}],
+    [{"plain_step": float("nan")}, {"plain_step": "3"}, {"plain_step": 0}, {"workers": -1}, {"what_if": "host_sync"}],
     ids=str,
 )
 def test_nonsense_is_refused_with_a_sentence(nonsense: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=r"\.$|\]\.$"):
         explain(loop(two_faults), **nonsense)
+
+
+def test_what_is_no_timeline_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"explain was given 'run.busy'; give what keepbusy.read or keepbusy.load"):
+        explain("run.busy")  # type: ignore[arg-type]
 
 
 # Silence

@@ -56,6 +56,13 @@ def test_a_trace_of_another_profiler_is_named(tmp_path: Path, trace: Any, said: 
         read([path])
 
 
+def test_a_report_of_nsight_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "report1.nsys-rep"
+    path.write_bytes(b"\x01\x02")
+    with pytest.raises(BadInput, match="report of NVIDIA Nsight; record with torch.profiler"):
+        read([path])
+
+
 @pytest.mark.parametrize("given", ["x.json", b"x.json", Path("x.json"), [], (), [3], [None]])
 def test_read_takes_a_list_of_paths(given: Any) -> None:
     with pytest.raises(BadInput, match="list of"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def explain(
     steps are explained as they are, and a note says so: better than to tell nothing.
     """
     what_if = what_if or mend
-    _refuse_nonsense(plain_step, what_if, workers)
+    _refuse_nonsense(timeline, plain_step, what_if, workers)
     if not len(timeline):
         return _without_turns(timeline)
     if loop := another_loop(timeline):
@@ -165,8 +166,10 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
     return tuple(found)
 
 
-def _refuse_nonsense(plain_step: int | None, what_if: Sequence[str], workers: int) -> None:
-    if plain_step is not None and not 1 <= plain_step <= LONGEST_STEP:  # also of no number at all: nan is neither
+def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int) -> None:
+    if not isinstance(timeline, Timeline):
+        raise BadInput(f"explain was given {timeline!r:.80}; give what keepbusy.read or keepbusy.load returns.")
+    if plain_step is not None and not (isinstance(plain_step, Real) and 1 <= plain_step <= LONGEST_STEP):
         raise BadInput(f"plain_step={plain_step!r} is not the time of a step; give nanoseconds, 1 or more.")
     if not isinstance(workers, int) or workers < 1:
         raise BadInput(f"workers={workers!r} is no number of workers; give 1 or more.")

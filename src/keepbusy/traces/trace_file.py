@@ -180,10 +180,12 @@ def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) ->
 
 
 def _refuse_foreign(path: str, block: bytes) -> None:
-    """What is known by its first bytes to be something else."""
+    """What is known by its first bytes, or its name, to be something else."""
     for beginning, kind, advice in _FOREIGN_BEGINNINGS:
         if block.startswith(beginning):
             raise BadInput(f"{path} is {kind}; {advice}.")
+    if path.endswith((".nsys-rep", ".qdrep", ".ncu-rep")):
+        raise BadInput(f"{path} is a report of NVIDIA Nsight; {RECORD}.")
 
 
 def deal(sizes: list[int], processes: int) -> list[list[int]]:
