@@ -59,7 +59,7 @@ def test_a_trace_of_another_profiler_is_named(tmp_path: Path, trace: Any, said: 
 def test_a_report_of_nsight_is_named(tmp_path: Path) -> None:
     path = tmp_path / "report1.nsys-rep"
     path.write_bytes(b"\x01\x02")
-    with pytest.raises(BadInput, match="report of NVIDIA Nsight; record with torch.profiler"):
+    with pytest.raises(BadInput, match=r"report of NVIDIA Nsight; record with torch\.profiler"):
         read([path])
 
 
