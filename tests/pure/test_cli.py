@@ -539,13 +539,13 @@ def test_many_ranks_are_shown_as_the_pattern_they_match(tmp_path: Path, monkeypa
     assert _folded(names) == names
 
 
-@pytest.mark.parametrize("verb", ["run", "check"])
+@pytest.mark.parametrize("verb", ["run", "check", "plan"])
 def test_what_needs_pytorch_says_so(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(f"keepbusy.cli.{verb}.find_spec", lambda name: None)
     (tmp_path / "train.py").touch()
-    code, _, error = ask(capsys, verb, str(tmp_path / "train.py"))
+    code, _, error = ask(capsys, verb, *(["--gpus", "2"] if verb == "plan" else []), str(tmp_path / "train.py"))
     assert code == 2
     assert one_sentence(error) == (
         f"keepbusy: `keepbusy {verb}` needs PyTorch, which {sys.executable} does not have; install it with "

@@ -126,14 +126,14 @@ MOST_FILES = 12
 LINES = {
     "hang": 753,
     "timeline": 2365,
-    "traces": 2449,
+    "traces": 2451,
     "instrument": 1731,
     "recording": 3785,
     "virtual": 8942,
-    "explain": 4391,
+    "explain": 4394,
     "report": 3325,
     "runtime": 5068,
-    "cli": 3390,
+    "cli": 3393,
     "fix": 4455,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keepbusy.cli.console.output import complain
+from keepbusy.cli.console.output import complain, without_pytorch
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.report.words import duration, listing, share
 from keepbusy.timeline.errors import BadInput
@@ -107,6 +108,8 @@ def _count(text: str) -> int:
 def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.virtual.costs.device import read
 
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch("`keepbusy plan`"))
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
