@@ -125,12 +125,12 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 753,
-    "timeline": 2365,
-    "traces": 2451,
+    "timeline": 2369,
+    "traces": 2443,
     "instrument": 1731,
     "recording": 3785,
     "virtual": 8942,
-    "explain": 4394,
+    "explain": 4395,
     "report": 3325,
     "runtime": 5068,
     "cli": 3393,

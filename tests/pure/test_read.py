@@ -30,11 +30,12 @@ def read(tmp_path: Path) -> Read:
 
 
 def assert_same(one: Trace, other: Trace) -> None:
-    for ours, theirs in ((one.events, other.events), (one.memory, other.memory)):
+    tables = ("events", "device_events", "memory")
+    for ours, theirs in ((getattr(one, table), getattr(other, table)) for table in tables):
         for name, column in ours.columns().items():
             np.testing.assert_array_equal(column, getattr(theirs, name), err_msg=name)
     for field in fields(Trace):
-        if field.name not in ("path", "events", "memory"):
+        if field.name not in ("path", *tables):
             assert getattr(one, field.name) == getattr(other, field.name), field.name
 
 
@@ -50,13 +51,13 @@ def test_every_event_of_a_real_trace_is_read_to_the_nanosecond(read: Read) -> No
     assert [trace.names[name] for name in events.name] == [one["name"] for one in said]
     assert events.start.tolist() == [int(one["ts"] * 1000) for one in said]
     assert events.end.tolist() == [int((one["ts"] + one["dur"]) * 1000) for one in said]
-    for name, key in (("correlation", "correlation"), ("sequence", "Sequence number"), ("size", "bytes")):
+    for name, key in (("correlation", "correlation"), ("sequence", "Sequence number")):
         assert getattr(events, name).tolist() == [one.get("args", {}).get(key, NONE) for one in said], name
-    on_device = events.category <= Category.FILL
-    assert events.stream[on_device].tolist() == [
-        one["args"]["stream"] for one in said if "stream" in one.get("args", {})
-    ]
-    assert (events.stream[~on_device] == NONE).all()
+    commands = [(row, one["args"]) for row, one in enumerate(said) if "stream" in one.get("args", {})]
+    assert trace.device_events.event.tolist() == [row for row, _ in commands]
+    assert (events.category[trace.device_events.event] <= Category.FILL).all()
+    assert trace.device_events.stream.tolist() == [args["stream"] for _, args in commands]
+    assert trace.device_events.size.tolist() == [args.get("bytes", NONE) for _, args in commands]
     assert trace.skipped == 0
 
 
@@ -90,36 +91,32 @@ def test_collectives(read: Read, said: dict[str, Any], ranks: tuple[int, ...], p
     host = event(cat="cpu_op", name="record_param_comms", args=NCCL | {"Sequence number": 5})
     trace = read(trace_of(event(name="ncclDevKernel", args=arguments), event(), host))
     assert trace.collectives == (Collective(arguments["Collective name"], 8, 16, "Float", "0", 2, ranks, peer),)
-    assert trace.events.collective.tolist() == [0, NONE, NONE]
-    assert trace.events.sequence.tolist() == [41, NONE, 5]
+    assert trace.device_events.event.tolist() == [0, 1]
+    assert trace.device_events.collective.tolist() == [0, NONE]
+    assert trace.events.sequence.tolist() == [NONE, NONE, 5]
 
 
 def test_sync_rows_say_whom_they_await(read: Read) -> None:
     sync = {"cuda_sync_kind": "Stream Wait Event", "stream": 7, "correlation": 5, "device": 0, "context": 1}
-    wait = {"wait_on_stream": 20, "wait_on_cuda_event_record_corr_id": 77, "wait_on_cuda_event_id": 3}
-    record = {"event_id": 3, "stream": 20, "correlation": 77, "device": 0}
+    wait = {"wait_on_stream": 20, "wait_on_cuda_event_record_corr_id": 77}
+    record = {"stream": 20, "correlation": 77, "device": 0}
     context = {"cuda_sync_kind": "Context Sync", "stream": -1, "correlation": 6, "device": 0, "context": 1}
     rows = [("cuda_sync", sync | wait), ("cuda_event", record), ("cuda_sync", context)]
-    events = read(trace_of(*[event(cat=category, tid=1, args=arguments) for category, arguments in rows])).events
-    assert events.category.tolist() == [Category.SYNC, Category.RECORD, Category.SYNC]
-    assert events.stream.tolist() == [7, 20, NONE]
-    assert events.awaited_stream.tolist() == [20, NONE, NONE]
-    assert events.awaited_record.tolist() == [77, NONE, NONE]
-    assert events.event.tolist() == [3, 3, NONE]
-    assert events.correlation.tolist() == [5, 77, 6]
-
-
-def test_graph_0_is_none(read: Read) -> None:
-    trace = read(trace_of(event(args={"graph id": 0}), event(args={"graph id": 4, "graph node id": 9}), event()))
-    assert trace.events.graph.tolist() == [NONE, 4, NONE]
+    trace = read(trace_of(*[event(cat=category, tid=1, args=arguments) for category, arguments in rows]))
+    assert trace.events.category.tolist() == [Category.SYNC, Category.RECORD, Category.SYNC]
+    assert trace.events.correlation.tolist() == [5, 77, 6]
+    assert trace.device_events.stream.tolist() == [7, 20, NONE]
+    assert trace.device_events.awaited_stream.tolist() == [20, NONE, NONE]
+    assert trace.device_events.awaited_record.tolist() == [77, NONE, NONE]
 
 
 def test_amd_names_streams_by_address_in_its_calls_and_by_row_for_its_kernels(read: Read) -> None:
     call = event(cat="cuda_runtime", name="hipLaunchKernel", pid=5, tid=5, args={"stream": "0x7f", "correlation": 3})
-    events = read(trace_of(call, event(pid=2, tid=1, args={"correlation": 3}))).events
-    assert events.correlation.tolist() == [3, 3]
-    assert events.device.tolist() == [NONE, 2]
-    assert events.stream.tolist() == [NONE, 1]
+    trace = read(trace_of(call, event(pid=2, tid=1, args={"correlation": 3})))
+    assert trace.events.correlation.tolist() == [3, 3]
+    assert trace.device_events.event.tolist() == [1]
+    assert trace.device_events.device.tolist() == [2]
+    assert trace.device_events.stream.tolist() == [1]
 
 
 def test_processes_and_threads_are_numbers_or_texts(read: Read) -> None:

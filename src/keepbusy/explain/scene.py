@@ -64,7 +64,8 @@ class Scene:
         self.copy_of_sync, self.sync_of_copy = self._copy_of_sync(), nowhere
         syncs = np.flatnonzero(self.copy_of_sync != NONE)
         self.sync_of_copy[self.copy_of_sync[syncs][::-1]] = syncs[::-1]
-        self.launch_free, self.path = self._launch_free(), self._path()
+        self.launch_free, self.frames_by_depth = self._launch_free(), self._frames_by_depth()
+        self.path = self._path()
 
     def _last_launch(self) -> Ints:
         """Of each host row, the last launch at or before it on its lane that enqueued a command, or NONE."""
@@ -94,15 +95,11 @@ class Scene:
 
     def outermost(self, frames: Mask) -> Ints:
         """Of each row, the outermost of these frames that encloses it, or NONE."""
-        parent = self.timeline.frames.parent
-        best = np.where(frames, np.arange(len(frames)), NONE)
-        up = parent.astype(np.int64)
-        while (up != NONE).any():  # of each frame, the outermost of these that it is or stands in
-            above = np.where(up == NONE, NONE, best[np.maximum(up, 0)])
-            best = np.where(above != NONE, above, best)
-            up = np.where(up == NONE, NONE, up[np.maximum(up, 0)])
-        frame = self.timeline.spans.frame
-        return np.where(frame == NONE, NONE, best[np.maximum(frame, 0)] if len(best) else NONE)
+        parent, best = self.timeline.frames.parent, np.append(np.where(frames, np.arange(len(frames)), NONE), NONE)
+        for inner in self.frames_by_depth[1:]:  # of each frame, the outermost of these that it is or stands in
+            above = best[parent[inner]]
+            best[inner] = np.where(above != NONE, above, best[inner])
+        return best[self.timeline.spans.frame]
 
     @cached_property
     def frame_of_one_rank(self) -> Ints:
@@ -152,6 +149,16 @@ class Scene:
             free[mine] = np.searchsorted(starts, frames.start[mine]) == np.searchsorted(starts, frames.end[mine])
         return free
 
+    def _frames_by_depth(self) -> list[Ints]:
+        """The frames that stand in no other, those directly within them, and so on."""
+        up = np.append(self.timeline.frames.parent, NONE).astype(np.int64)
+        depth = (up != NONE).astype(np.int64)
+        while (up != NONE).any():  # twice as far up each time
+            depth += depth[up]
+            up = up[up]
+        depth = depth[:-1]
+        return np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth)))[:-1] if len(depth) else []
+
     def _path(self) -> Ints:
         """Of each frame, a number that frames entered along the same path of calls share."""
         frames = self.timeline.frames
@@ -159,14 +166,8 @@ class Scene:
         names = np.array(
             [canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64
         )
-        parent = frames.parent.astype(np.int64)
-        depth, up = np.zeros(len(parent), np.int64), parent.copy()
-        while (up != NONE).any():
-            depth += up != NONE
-            up = np.where(up == NONE, NONE, parent[np.maximum(up, 0)])
-        path = np.zeros(len(frames), np.int64)
-        for level in range(int(depth.max(initial=-1)) + 1):
-            mine = np.flatnonzero(depth == level)
-            above = np.where(parent[mine] == NONE, 0, path[parent[mine]])
+        path = np.zeros(len(frames) + 1, np.int64)  # the last place is for frames that stand in none
+        for mine in self.frames_by_depth:
+            above = path[frames.parent[mine]]
             path[mine] = (above * 1_000_003 + names[frames.name[mine]] + 1) % ((1 << 61) - 1) % (1 << 40)
-        return path
+        return path[:-1]

@@ -13,6 +13,8 @@ Mask = npt.NDArray[np.bool_]
 
 NONE = -1
 """No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+_ONE_VALUE = (0,)
+"""The strides of a column that holds the same number everywhere, and takes no memory for it."""
 
 
 def sorted_once(numbers: Ints) -> Ints:
@@ -26,7 +28,9 @@ class Table:
 
     def __post_init__(self) -> None:
         for one in fields(self):  # type: ignore[arg-type]
-            column = np.ascontiguousarray(getattr(self, one.name), dtype=one.metadata["dtype"])
+            column = np.asarray(getattr(self, one.name), dtype=one.metadata["dtype"])
+            if column.strides != _ONE_VALUE:
+                column = np.ascontiguousarray(column)
             if column.flags.writeable:
                 column = column.view()
                 column.flags.writeable = False
@@ -38,7 +42,7 @@ class Table:
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
 
-    def take(self, rows: npt.NDArray[Any]) -> Self:
+    def take(self, rows: npt.NDArray[Any] | slice) -> Self:
         return type(self)(**{name: column[rows] for name, column in self.columns().items()})
 
     def change(self, **columns: npt.NDArray[Any]) -> Self:
@@ -51,11 +55,11 @@ class Table:
 
     @classmethod
     def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
-        """A table of `length` rows; columns that are not given hold their default."""
+        """A table of `length` rows. Columns that are not given hold their default, once in memory."""
         filled = {}
         for one in fields(cls):  # type: ignore[arg-type]
             value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
-            filled[one.name] = np.full(length, value) if value.ndim == 0 else value
+            filled[one.name] = np.broadcast_to(value, length) if value.ndim == 0 else value
         if columns:
             raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
         return cls(**filled)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +31,20 @@ class Events(Table):
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     correlation: Ints = column(np.int64, NONE)
+    sequence: Ints = column(np.int64, NONE)  # args."Sequence number", of operators
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceEvents(Table):
+    """What the events of a device say besides, which are a fifth of all or fewer; in the order of the file, too."""
+
+    event: Ints = column(np.int32)  # its row among all events
     device: Ints = column(np.int32, NONE)
     stream: Ints = column(np.int64, NONE)
     size: Ints = column(np.int64, NONE)  # args.bytes
-    sequence: Ints = column(np.int64, NONE)  # args."Sequence number"; of a collective its "Seq"
     collective: Ints = column(np.int32, NONE)  # an index into Trace.collectives
-    graph: Ints = column(np.int64, NONE)  # args."graph id", of kernels that a graph launched
     awaited_stream: Ints = column(np.int64, NONE)  # args.wait_on_stream
     awaited_record: Ints = column(np.int64, NONE)  # args.wait_on_cuda_event_record_corr_id
-    event: Ints = column(np.int64, NONE)  # args.wait_on_cuda_event_id; of a RECORD, event_id
 
 
 class Thread(NamedTuple):
@@ -76,6 +81,7 @@ class Trace:
     """Everything that stands beside `traceEvents`: schemaVersion, deviceProperties, distributedInfo, with_stack, …"""
     skipped: int = 0
     """Events that could not be read."""
+    device_events: DeviceEvents = field(default_factory=lambda: DeviceEvents.of(0))
     memory: MemoryUse = field(default_factory=lambda: MemoryUse.of(0))
     """Its lanes are indices into `threads`."""
 
@@ -93,14 +99,12 @@ class Trace:
         return (self.events.category == Category.RUNTIME) | (self.events.category == Category.DRIVER)
 
 
-Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-
-
 def _among(*categories: Category) -> Mask:
     return np.isin(np.arange(len(Category)), categories)
 
 
-_NUMBERS = {name: int(category) for name, category in CATEGORIES.items()}
+_OLD_OPERATOR = len(Category)
+_NUMBERS = {name: int(category) for name, category in CATEGORIES.items()} | {OLD_OPERATOR: _OLD_OPERATOR}
 _ON_DEVICE = _among(Category.KERNEL, Category.COPY, Category.FILL, Category.SYNC, Category.RECORD)
 _CALL = _among(Category.RUNTIME, Category.DRIVER)
 _OPERATOR = _among(Category.OPERATOR)
@@ -146,8 +150,8 @@ class Collector:
         self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
         self.memory: list[MemoryUse] = []
         self._count = 0
-        self._dense: list[Columns] = []
-        self._sparse: list[tuple[Ints, Columns]] = []  # what only the events of these rows can say
+        self._events: list[Events] = []
+        self._device_events: list[DeviceEvents] = []
 
     def __len__(self) -> int:
         return self._count
@@ -166,50 +170,39 @@ class Collector:
             start, end = start[sound], end[sound]
         if complete:
             names, threads = self.names, self.threads
-            name = np.array([names[row.name] for row in complete], np.int32)
-            thread = np.array([threads[row.pid, row.tid] for row in complete], np.int32)
-            self._dense.append({"name": name, "thread": thread, "category": category, "start": start, "end": end})
-            for wanted, columns in ((_OPERATOR, _operators), (_CALL, _calls), (_ON_DEVICE, self._on_device)):
-                rows = np.flatnonzero(wanted[category])
-                if len(rows):
-                    part = columns([complete[row] for row in rows.tolist()], category[rows])
-                    self._sparse.append((rows + self._count, part))
+            on_device = _ON_DEVICE[category]
+            self._events.append(
+                Events(
+                    category=category,
+                    name=np.array([names[row.name] for row in complete], np.int32),
+                    thread=np.array([threads[row.pid, row.tid] for row in complete], np.int32),
+                    start=start,
+                    end=end,
+                    correlation=_said(complete, _CALL[category] | on_device, lambda one: one.correlation),
+                    sequence=_said(complete, _OPERATOR[category], lambda one: one.sequence),
+                )
+            )
+            self._device_events.append(self._on_device(complete, np.flatnonzero(on_device), category))
             self._count += len(complete)
 
-    def events(self) -> Events:
-        """All rows so far. The batches are given up column by column, so that memory holds them once."""
-        types = {name: column.dtype for name, column in Events.of(0).columns().items()}
-        dense = list(self._dense[0]) if self._dense else []
-        columns = {name: np.concatenate([part.pop(name) for part in self._dense]) for name in dense}
-        sparse = dict.fromkeys(name for _, part in self._sparse for name in part)
-        columns |= {name: self._scattered(name, types[name]) for name in sparse}
-        return Events.of(self._count, **columns)
+    def events(self) -> tuple[Events, DeviceEvents]:
+        """All rows so far."""
+        return Events.concatenate(self._events), DeviceEvents.concatenate(self._device_events)
 
-    def _scattered(self, name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        whole = np.full(self._count, NONE, dtype)
-        for rows, part in self._sparse:
-            if name in part:
-                whole[rows] = part.pop(name)
-        return whole
-
-    def _on_device(self, complete: list[Complete], category: Ints) -> Columns:
-        arguments, command = _arguments(complete), category <= Category.FILL
+    def _on_device(self, complete: list[Complete], rows: Ints, category: Ints) -> DeviceEvents:
+        """What these rows of the batch say besides."""
+        complete, category = [complete[row] for row in rows.tolist()], category[rows]
+        arguments, command = [row.args or _NO_ARGUMENTS for row in complete], category <= Category.FILL
         device = _either([one.device for one in arguments], [row.pid for row in complete], command)
-        graph = integers([one.graph for one in arguments])
-        events = [(one.awaited_event, one.recorded_event) for one in arguments]
-        sequence = [one.sequence if one.collective_sequence == NONE else one.collective_sequence for one in arguments]
-        return {
-            "device": np.where(np.abs(device) < 1 << 31, device, NONE),
-            "stream": _either([one.stream for one in arguments], [row.tid for row in complete], command),
-            "correlation": integers([one.correlation for one in arguments]),
-            "size": integers([one.size for one in arguments]),
-            "sequence": integers(sequence),
-            "collective": self._collectives(arguments, category),
-            "graph": np.where(graph == 0, NONE, graph),  # 0 is Kineto's word for a kernel of no graph
-            "awaited_stream": integers([one.awaited_stream for one in arguments]),
-            "awaited_record": integers([one.awaited_record for one in arguments]),
-            "event": integers([recorded if awaited == NONE else awaited for awaited, recorded in events]),
-        }
+        return DeviceEvents(
+            event=self._count + rows,
+            device=np.where(np.abs(device) < 1 << 31, device, NONE),
+            stream=_either([one.stream for one in arguments], [row.tid for row in complete], command),
+            size=integers([one.size for one in arguments]),
+            collective=self._collectives(arguments, category),
+            awaited_stream=integers([one.awaited_stream for one in arguments]),
+            awaited_record=integers([one.awaited_record for one in arguments]),
+        )
 
     def _collectives(self, arguments: list[Arguments], category: Ints) -> Ints:
         kernel = (category == Category.KERNEL).tolist()
@@ -233,24 +226,18 @@ def _memory(rows: list[Instant], threads: ThreadNumbers) -> MemoryUse:
 
 def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
     """The events that say something about who waits for whom, and their categories."""
-    category: Ints = np.array([_NUMBERS.get(row.cat, NONE) for row in complete], np.int64)
-    if any(row.cat == OLD_OPERATOR for row in complete[:1000]):
-        mixed = [row.cat == OLD_OPERATOR and "#" in row.name for row in complete]
-        category = np.where(mixed, Category.ANNOTATION, category)
+    category: Ints = np.array([_NUMBERS.get(row.cat, NONE) for row in complete], np.int8)
+    for row in np.flatnonzero(category == _OLD_OPERATOR).tolist():
+        category[row] = Category.ANNOTATION if "#" in complete[row].name else Category.OPERATOR
     telling = category != NONE
     return (complete, category) if telling.all() else (list(compress(complete, telling)), category[telling])
 
 
-def _operators(complete: list[Complete], _: Ints) -> Columns:
-    return {"sequence": integers([one.sequence for one in _arguments(complete)])}
-
-
-def _calls(complete: list[Complete], _: Ints) -> Columns:
-    return {"correlation": integers([one.correlation for one in _arguments(complete)])}
-
-
-def _arguments(complete: list[Complete]) -> list[Arguments]:
-    return [row.args or _NO_ARGUMENTS for row in complete]
+def _said(complete: list[Complete], telling: Mask, what: Callable[[Arguments], Any]) -> Ints:
+    """What the arguments of these events say, and NONE for the others."""
+    said, rows = np.full(len(complete), NONE, np.int64), np.flatnonzero(telling)
+    said[rows] = integers([what(complete[row].args or _NO_ARGUMENTS) for row in rows.tolist()])
+    return said
 
 
 def _times(complete: list[Complete]) -> tuple[Ints, Ints, Mask]:

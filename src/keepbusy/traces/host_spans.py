@@ -50,34 +50,30 @@ class IssuedSpans:
     def of(spans: Spans, key: Ints | None = None, turn: int = 0) -> IssuedSpans:
         return IssuedSpans(spans, spans.start if key is None else key, np.full(len(spans), turn, np.int64))
 
-    @staticmethod
-    def concatenate(parts: list[IssuedSpans]) -> IssuedSpans:
-        return IssuedSpans(
-            Spans.concatenate([part.spans for part in parts]),
-            np.concatenate([part.key for part in parts]),
-            np.concatenate([part.turn for part in parts]),
-        )
 
-    def in_issue_order(self) -> tuple[Spans, Ints]:
-        """The spans sorted, and where each of them went."""
-        order = np.lexsort((self.turn, self.key))
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        return self.spans.take(order), place
+def in_issue_order(parts: list[IssuedSpans]) -> tuple[Spans, Ints]:
+    """All of them sorted, and where each went. Column by column: spans are the most of what a trace takes of memory."""
+    order = np.lexsort([np.concatenate([getattr(part, name) for part in parts]) for name in ("turn", "key")])
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    tables = [part.spans.columns() for part in parts]
+    return Spans(**{name: np.concatenate([one[name] for one in tables])[order] for name in tables[0]}), place
 
 
-def host_spans(trace: RankTrace) -> IssuedSpans:
+def host_spans(trace: RankTrace) -> list[IssuedSpans]:
     """The calls first and the waits for room in a queue next, each in their own order; the links count on it."""
-    work = [_work_of(trace, thread) for thread in trace.hosts.alive]
-    parts = [*_calls(trace), *_loader(trace), IssuedSpans.of(Spans.concatenate(work))]
-    issued = IssuedSpans.concatenate(parts)
-    spans = issued.spans
-    frame = np.full(len(spans), NONE, np.int64)
+    work = [IssuedSpans.of(_work_of(trace, thread)) for thread in trace.hosts.alive]
+    return [*_calls(trace), *_loader(trace), *work]
+
+
+def within_frames(trace: RankTrace, spans: Spans) -> Spans:
+    """Host spans with the frames that they stand in, and with what recording them cost."""
+    frame = np.full(len(spans), NONE, np.int32)
     for thread, nest in trace.nests.items():
         mine = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
         inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
-        frame[mine] = np.where(inner == NONE, NONE, inner + trace.first_frame[thread])
-    return IssuedSpans(spans.change(frame=frame, recording=_cost_of_recording(trace, spans)), issued.key, issued.turn)
+        frame[mine] = np.where(inner == NONE, NONE, inner + nest.first)
+    return spans.change(frame=frame, recording=_cost_of_recording(trace, spans))
 
 
 def _calls(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans, IssuedSpans]:
@@ -120,7 +116,7 @@ def _loader(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans]:
     """The batches of the loader's workers, and the waits of the loop for them."""
     begin, end = trace.starved.T
     nest, main = trace.nests[trace.hosts.main], trace.hosts.main
-    name = trace.events.name[nest.event[nest.innermost(begin)]] if len(begin) else begin
+    name = nest.name[nest.innermost(begin)] if len(begin) else begin
     made_from = np.append(trace.hosts.alive[main][0, 0], end[:-1])[: len(end)]
     made = Spans.of(len(end), lane=trace.workers_lane, kind=Kind.WORK, name=name, start=made_from, end=end)
     waited = Spans.of(
@@ -137,7 +133,7 @@ def _loader(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans]:
 
 def _work_of(trace: RankTrace, thread: int) -> Spans:
     """What a thread does between its calls, cut at every border that a fix or a reader may ask for."""
-    events, nest = trace.events, trace.nests[thread]
+    nest = trace.nests[thread]
     alive, recorder = trace.hosts.alive[thread], _recorder(trace, thread)
     mine = trace.calls.thread == thread
     elsewhere = [np.stack([trace.calls.start[mine], trace.calls.end[mine]], axis=1)]
@@ -152,7 +148,7 @@ def _work_of(trace: RankTrace, thread: int) -> Spans:
     start, end, middle = cuts[:-1][free], cuts[1:][free], middle[free]
     inner = nest.innermost(middle)
     unrecorded = len(trace.file.names)  # UNRECORDED stands behind the trace's own names
-    names = np.append(events.name[nest.event], unrecorded)
+    names = np.append(nest.name, unrecorded)
     kind = np.where(_inside(middle, recorder), Kind.RECORDING, Kind.WORK)
     return Spans.of(len(start), lane=trace.lane_of_thread[thread], kind=kind, name=names[inner], start=start, end=end)
 
@@ -167,7 +163,7 @@ def _borders(trace: RankTrace, thread: int) -> tuple[Ints, Ints, Ints]:
     start, end = trace.calls.start[calls], trace.calls.end[calls]
     idle = np.searchsorted(start, nest.end) == np.searchsorted(start, nest.start)
     telling = idle & (nest.end - nest.start >= LONG_FRAME)
-    telling |= trace.role[nest.event] & (Role.READS | Role.MOVES | Role.LOADER) != 0
+    telling |= nest.role & (Role.READS | Role.MOVES | Role.LOADER) != 0
     parting = np.concatenate([nest.start[~idle], nest.end[~idle]])
     after = parting - np.append(NEVER, end)[np.searchsorted(end, parting, side="right")]
     before = np.append(start, -NEVER)[np.searchsorted(start, parting)] - parting

@@ -31,11 +31,8 @@ class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
     stream: Any = -1
     size: Any = -1
     sequence: Any = -1
-    graph: Any = 0
     awaited_stream: Any = -1
     awaited_record: Any = -1
-    awaited_event: Any = -1
-    recorded_event: Any = -1
     collective: Any = None
     elements_in: Any = 0
     elements_out: Any = 0
@@ -45,7 +42,6 @@ class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
     ranks: Any = None
     from_rank: Any = -1
     to_rank: Any = -1
-    collective_sequence: Any = -1
 
 
 class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
@@ -196,8 +192,9 @@ class Decoder:
 
     def _sorted(self, rows: list[Any]) -> EventBatch:
         self.read += len(rows)
-        complete: list[Any] = [row for row in rows if type(row) is self._kind]
-        others = [row for row in rows if type(row) is not self._kind]
+        kind = self._kind
+        complete: list[Any] = [row for row in rows if type(row) is kind]
+        others = [row for row in rows if type(row) is not kind]
         memory = [row for row in others if type(row) is Instant and row.is_memory]
         return EventBatch(complete, [row for row in others if type(row) is Naming], memory)
 

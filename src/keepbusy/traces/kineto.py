@@ -12,7 +12,7 @@ from keepbusy.timeline.model import NONE, UNRECORDED, Ints, Kind, MemoryUse, Spa
 from keepbusy.timeline.replay import settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.event_columns import Collective, Trace
-from keepbusy.traces.host_spans import IssuedSpans, host_spans
+from keepbusy.traces.host_spans import IssuedSpans, host_spans, in_issue_order, within_frames
 from keepbusy.traces.kineto_names import ELEMENT_SIZES, NCCL_KERNEL
 from keepbusy.traces.links import links_of
 from keepbusy.traces.rank_trace import RankTrace
@@ -24,16 +24,25 @@ _BITS = re.compile(r"(\d{1,4})")
 
 
 def timeline_of(file: Trace, rank: int = 0) -> Timeline:
+    timeline = settle(_as_traced(file, rank))
+    try:
+        check_times(timeline)
+    except ValueError as error:
+        raise BadInput(f"{file.path} is damaged: it holds {error}; record it again.") from None
+    return timeline
+
+
+def _as_traced(file: Trace, rank: int) -> Timeline:
+    """With the times of the trace. What was looked up for it goes before work and lags are derived from them."""
     trace = RankTrace(file, rank)
     groups = np.array([_group_of(one, rank) for one in file.collectives] + [0], np.int64)  # one more stands for none
     members = [2 if one.peer >= 0 else one.group_size for one in file.collectives]
-    host, device = host_spans(trace), _commands(trace, groups)
-    spans, place = IssuedSpans.concatenate([host, device]).in_issue_order()
+    spans, place = in_issue_order([*host_spans(trace), _commands(trace, groups)])
     timeline = Timeline(
         lanes=trace.lanes,
         names=(*file.names, UNRECORDED),
-        spans=spans,
-        frames=trace.frames.described(file.names),
+        spans=within_frames(trace, spans),
+        frames=trace.frames,
         memory=_memory(trace),
         facts=RunFacts(
             device=device_name(file),
@@ -45,15 +54,10 @@ def timeline_of(file: Trace, rank: int = 0) -> Timeline:
             groups=dict(zip(groups.tolist(), members, strict=False)),
         ),
     )
-    timeline = timeline.change(links=links_of(trace, timeline, place, place[len(host.spans) :]))
+    timeline = timeline.change(links=links_of(trace, timeline, place, place[-len(trace.commands) :]))
     rows = timeline.rows_of(trace.main_lane)
     marks = np.searchsorted(spans.start[rows], trace.marks)
-    timeline = settle(timeline.change(marks=np.unique(rows[marks[marks < len(rows)]])))
-    try:
-        check_times(timeline)
-    except ValueError as error:
-        raise BadInput(f"{file.path} is damaged: it holds {error}; record it again.") from None
-    return timeline
+    return timeline.change(marks=np.unique(rows[marks[marks < len(rows)]]))
 
 
 def _memory(trace: RankTrace) -> MemoryUse:
@@ -66,7 +70,7 @@ def _memory(trace: RankTrace) -> MemoryUse:
 
 def _commands(trace: RankTrace, groups: Ints) -> IssuedSpans:
     events, commands, launch = trace.events, trace.commands, trace.launch
-    collective = events.collective[commands]
+    collective = trace.of_command.collective
     moved = np.array([_bytes_of(one) for one in trace.file.collectives] + [0], np.int64)
     kind = np.array([Kind.KERNEL, Kind.COPY, Kind.FILL])[events.category[commands]]
     meets = (collective != NONE) | trace.file.begins(NCCL_KERNEL)[commands]
@@ -78,7 +82,7 @@ def _commands(trace: RankTrace, groups: Ints) -> IssuedSpans:
         start=events.start[commands],
         end=events.end[commands],
         group=np.where(collective == NONE, NONE, groups[collective]),
-        size=np.where(collective == NONE, np.maximum(events.size[commands], 0), moved[collective]),
+        size=np.where(collective == NONE, np.maximum(trace.of_command.size, 0), moved[collective]),
         direction=trace.direction,
         pinned=trace.pinned,
     )

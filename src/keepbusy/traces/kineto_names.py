@@ -64,11 +64,8 @@ OLD_OPERATOR = "Operator"
 ARGUMENTS = {
     "size": "bytes",
     "sequence": "Sequence number",
-    "graph": "graph id",
     "awaited_stream": "wait_on_stream",
     "awaited_record": "wait_on_cuda_event_record_corr_id",
-    "awaited_event": "wait_on_cuda_event_id",
-    "recorded_event": "event_id",
     "collective": "Collective name",
     "elements_in": "In msg nelems",
     "elements_out": "Out msg nelems",
@@ -77,7 +74,6 @@ ARGUMENTS = {
     "ranks": "Process Group Ranks",
     "from_rank": "Src Rank",
     "to_rank": "Dst Rank",
-    "collective_sequence": "Seq",
 }
 """What we call an argument of an event, and what Kineto does."""
 MEMORY = "[memory]"

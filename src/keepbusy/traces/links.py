@@ -9,7 +9,7 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Timeline
 from keepbusy.timeline.replay import NEVER
-from keepbusy.traces.kineto_names import STREAM_WAIT, Category
+from keepbusy.traces.kineto_names import STREAM_WAIT
 from keepbusy.traces.rank_trace import RankTrace
 
 CLOCK_JITTER = 1_000
@@ -87,19 +87,16 @@ def _stream_waits(trace: RankTrace, streams: Streams, said: NamedWaits) -> list[
 
 def _named_waits(trace: RankTrace, streams: Streams) -> NamedWaits:
     """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
-    events = trace.events
-    rows = np.flatnonzero((events.category == Category.SYNC) & (events.awaited_stream >= 0) & (events.device >= 0))
-    calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(rows) else rows
+    events, syncs = trace.events, trace.syncs.take(np.flatnonzero(trace.syncs.awaited_stream >= 0))
+    calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(syncs) else syncs.event
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
     said: NamedWaits = {}
-    for row in rows.tolist():
-        correlation, record = int(events.correlation[row]), int(events.awaited_record[row])
+    columns = (events.correlation[syncs.event], syncs.device, syncs.stream, syncs.awaited_stream, syncs.awaited_record)
+    for correlation, device, stream, awaited, record in zip(*[one.tolist() for one in columns], strict=True):
         recorded = called.get(record, called.get(correlation))
         if recorded is not None:
-            device = int(events.device[row])
-            source = streams.get((device, int(events.awaited_stream[row])))
-            waiting = streams.get((device, int(events.stream[row])))
-            said[correlation] = (waiting, source.last_before(recorded) if source else NONE)
+            source = streams.get((device, awaited))
+            said[correlation] = (streams.get((device, stream)), source.last_before(recorded) if source else NONE)
     return said
 
 

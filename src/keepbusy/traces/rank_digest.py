@@ -12,7 +12,7 @@ import numpy as np
 from keepbusy.timeline.model import Frames, Kind, Links, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.steps import sample, whole_steps
-from keepbusy.traces.event_columns import Trace
+from keepbusy.traces.event_columns import DeviceEvents, Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
 from keepbusy.traces.trace_facts import ranks_of
@@ -64,8 +64,9 @@ def _outline(file: Trace) -> Trace:
     if isinstance(said, dict):
         facts["distributedInfo"] = {name: said[name] for name in (RANK, WORLD_SIZE) if name in said}
     extent = [int(file.events.start.argmin()), int(file.events.end.argmax())]
-    events = file.events.take(np.array(extent))
-    return replace(file, events=events, names=(), threads=(), collectives=(), memory=MemoryUse.of(0), facts=facts)
+    events, of_device = file.events.take(np.array(extent)), DeviceEvents.of(0)
+    file = replace(file, events=events, device_events=of_device, names=(), threads=(), collectives=())
+    return replace(file, memory=MemoryUse.of(0), facts=facts)
 
 
 def _collectives(timeline: Timeline) -> Timeline:

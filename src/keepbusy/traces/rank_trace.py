@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
-from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Frames, Ints, Kind, Lane, Mask
+from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role
+from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Ints, Kind, Lane, Mask
 from keepbusy.timeline.table import sorted_once
 from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.frames import Nest
+from keepbusy.traces.frames import nested_frames
 from keepbusy.traces.kineto_names import (
     ALLOCATION,
     ALLOCATION_SYNC,
@@ -65,6 +65,9 @@ class RankTrace:
         self.file, self.rank, self.events = file, rank, file.events
         # what ran on the device, and who called
         self.commands = self._commands()
+        said, category = file.device_events, self.events.category[file.device_events.event]
+        self.of_command = said.take(np.searchsorted(said.event, self.commands))  # what each command says of itself
+        self.syncs = said.take(np.flatnonzero((category == Category.SYNC) & (said.device >= 0)))
         self.is_step_mark = (self.events.category == Category.ANNOTATION) & file.begins(*STEP_MARKS)
         self.threads = self._threads()
         self.calls = self._calls()
@@ -72,16 +75,13 @@ class RankTrace:
         # who issues work, and within which frames
         self.hosts = self._hosts()
         self.marks = self._marks()
-        self.nests = {thread: Nest.of(file, thread) for thread in self.hosts.alive}
-        ends = np.cumsum([len(nest.event) for nest in self.nests.values()]).tolist()
-        self.first_frame = dict(zip(self.nests, [0, *ends], strict=False))  # where in `frames` each thread's own begin
-        self.role = roles_of(file.names)[1][self.events.name]  # of each event, what a frame so called does
-        self.starved = self._starved()
         # the lanes: host threads, then streams, then the loader's workers
         others = sorted(thread for thread in self.hosts.alive if thread != self.hosts.main)
         self.lane_of_thread = {thread: lane for lane, thread in enumerate([self.hosts.main, *others])}
         self.main_lane = self.lane_of_thread[self.hosts.main]
-        on = np.stack([self.events.device[self.commands], self.events.stream[self.commands]], axis=1).astype(np.int64)
+        self.frames, self.nests = nested_frames(file, self.lane_of_thread)
+        self.starved = self._starved()
+        on = np.stack([self.of_command.device, self.of_command.stream], axis=1).astype(np.int64)
         streams, which = np.unique(on, axis=0, return_inverse=True)
         self.streams = [(int(device), int(stream)) for device, stream in streams]  # the device and number of each
         self.lane_of_command = which.reshape(-1) + len(self.lane_of_thread)
@@ -94,7 +94,7 @@ class RankTrace:
         self.awaited = self._awaited()
         self.direction, self.pinned = self._direction(), self._pinned()
         self.blocking = self._blocking()
-        self.lanes, self.frames = self._lanes(), self._frames()
+        self.lanes = self._lanes()
 
     def _commands(self) -> Ints:
         """The device's commands in order of start."""
@@ -198,13 +198,12 @@ class RankTrace:
             mine = np.flatnonzero(calls.thread == thread)
             before[mine] = np.maximum.accumulate(np.where(self.launched[mine] != NONE, mine, NONE))
         lane = np.where(before == NONE, NONE, self.launched[np.maximum(before, 0)])
-        rows = np.flatnonzero((events.category == Category.SYNC) & (events.stream >= 0) & (events.device >= 0))
-        if len(rows):
+        syncs = self.syncs.take(np.flatnonzero(self.syncs.stream >= 0))
+        if len(syncs):
             lanes = {pair: index + len(self.lane_of_thread) for index, pair in enumerate(self.streams)}
-            streams = zip(events.device[rows].tolist(), events.stream[rows].tolist(), strict=True)
-            said = dict(
-                zip(events.correlation[rows].tolist(), (lanes.get(pair, NONE) for pair in streams), strict=True)
-            )
+            streams = zip(syncs.device.tolist(), syncs.stream.tolist(), strict=True)
+            correlations = events.correlation[syncs.event].tolist()
+            said = dict(zip(correlations, (lanes.get(pair, NONE) for pair in streams), strict=True))
             said.pop(NONE, None)
             asked = zip(events.correlation[calls.event].tolist(), lane.tolist(), strict=True)
             lane = np.array([said.get(correlation, usual) for correlation, usual in asked], np.int64)
@@ -292,7 +291,7 @@ class RankTrace:
         batch to the next is what they take to make it; so they become a lane whose spans are batches.
         """
         nest, calls = self.nests[self.hosts.main], self.calls.start[self.calls.thread == self.hosts.main]
-        of_workers = self.role[nest.event] & Role.LOADER_WORKERS != 0
+        of_workers = nest.role & Role.LOADER_WORKERS != 0
         mine = np.flatnonzero(of_workers & (nest.end - nest.start > LONGEST_HANDOVER))
         mine = mine[np.searchsorted(calls, nest.end[mine]) == np.searchsorted(calls, nest.start[mine])]
         return np.stack([nest.start[mine], nest.end[mine]], axis=1)
@@ -306,21 +305,3 @@ class RankTrace:
         streams = [Lane(self.rank, device, stream, f"stream {stream}") for device, stream in self.streams]
         workers = [Lane(self.rank, None, NONE, WORKERS)] if len(self.starved) else []
         return (*threads, *streams, *workers)
-
-    def _frames(self) -> Frames:
-        """All nests as one table."""
-        return Frames.concatenate(
-            [
-                Frames.of(
-                    len(nest.event),
-                    lane=self.lane_of_thread[thread],
-                    kind=nest.kind,
-                    name=self.events.name[nest.event],
-                    parent=np.where(nest.parent == NONE, NONE, nest.parent + self.first_frame[thread]),
-                    start=nest.start,
-                    end=nest.end,
-                    sequence=self.events.sequence[nest.event],
-                )
-                for thread, nest in self.nests.items()
-            ]
-        )

@@ -72,7 +72,10 @@ def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = No
             raise answer
         traces[index] = answer
     ordered = [traces[index] for index in range(len(names))]
-    return [replace(trace, events=trace.events.change()) for trace in ordered]  # a copy by pickle is writable
+    # a copy by pickle is writable
+    return [
+        replace(trace, events=trace.events.change(), device_events=trace.device_events.change()) for trace in ordered
+    ]
 
 
 def each_of(
@@ -112,9 +115,11 @@ def _read(path: str, on_progress: OnProgress | None) -> Trace:
         )
     if not len(collector):
         raise _without_events(path, facts, collector.foreign)
+    events, device_events = collector.events()
     return Trace(
         path=path,
-        events=collector.events(),
+        events=events,
+        device_events=device_events,
         memory=MemoryUse.concatenate(collector.memory) if collector.memory else MemoryUse.of(0),
         names=tuple(collector.names),
         threads=collector.threads.table(),
