@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES, PLACES
-from keepbusy.report import as_json, compared
+from keepbusy.report import as_json
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 EXPLAIN, COMPARE = (json.loads((REFERENCE / f"{name}.schema.json").read_text()) for name in ("explain", "compare"))
@@ -35,7 +35,7 @@ def test_a_diagnosis_keeps_to_the_schema(name: str) -> None:
 @pytest.mark.parametrize("before", DIAGNOSES)
 def test_a_comparison_keeps_to_the_schema(before: str, after: str) -> None:
     done = compare(DIAGNOSES[before], DIAGNOSES[after])
-    Draft202012Validator(COMPARE).validate(json.loads(compared.render_json(done)))
+    Draft202012Validator(COMPARE).validate(json.loads(as_json.render_comparison(done)))
 
 
 def test_what_the_scorer_reads_is_there() -> None:

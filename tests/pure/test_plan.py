@@ -36,7 +36,7 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.fix_plan import candidates, plan_of_run, with_loader, without_planned
 from keepbusy.explain.ledger import Story
 from keepbusy.report import as_json, run_report, terminal
-from keepbusy.report.run_report import planned, run_as_json
+from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Lane, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall

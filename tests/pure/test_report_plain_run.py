@@ -15,7 +15,7 @@ from marked_runs import steps
 
 from keepbusy.explain import explain
 from keepbusy.report import as_json, terminal
-from keepbusy.report.whole_run import asides
+from keepbusy.report.run_report import asides
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 

@@ -60,7 +60,7 @@ def _verdicts(text: str) -> tuple[str, ...]:
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain both, and hold them against each other. Ends with exit code 1 where `--fail-on` finds something."""
     from keepbusy.explain.comparison import compare
-    from keepbusy.report import compared
+    from keepbusy.report import as_json, compared
 
     if options.page:
         check_place(options.page)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.page:
         write_comparison(done, options.page, options.before, options.after)
     if options.json:
-        told = compared.render_json(done)
+        told = as_json.render_comparison(done)
     else:
         shape = screen()
         wrap = sys.stdout.isatty()

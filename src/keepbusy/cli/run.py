@@ -299,11 +299,11 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: StandardStreams) -> str:
     """The report, and below it what the run before foretold; as JSON the comparison alone."""
     from keepbusy.explain.comparison import compare
-    from keepbusy.report import compared
+    from keepbusy.report import as_json, compared
 
     done = compare(explained(options.before, None, (), options.workers), after)
     if options.json:
-        return compared.render_json(done)
+        return as_json.render_comparison(done)
     shape = streams.screen
     told = compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal)
     return f"{report}\n\n{told}"

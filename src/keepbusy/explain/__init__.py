@@ -243,8 +243,8 @@ def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
         step = window.facts.reason.step if window.facts.reason else None
         if step is not None and step not in explained_steps:
             many = len(window) > REPLAYABLE
-            why = "has too many spans to be replayed" if many else "was not in it, or not as the marks show it"
-            yield f"A stall was foreseen for step {step}, and a window was open: it {why}."
+            why = "it holds too many spans to be replayed" if many else "no stall came, or not as the marks show it"
+            yield f"A stall was foreseen for step {step}, and a window was open then: {why}."
 
 
 def later_of(timeline: Timeline, workers: int) -> Later | None:

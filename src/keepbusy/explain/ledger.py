@@ -447,13 +447,16 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
         ),
         (
             facts.left_out_steps,
-            f"Of these, {left_out} stalled, as steps do now and then: they are left out here and told beside `rarely`.",
+            f"Recorded {left_out} stalled, as happens now and then: this is left out here, and told beside `rarely`.",
         ),
         (
             scene.steps < steps,
             f"{scene.steps} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest.",
         ),
-        (all_known, f"{given} ranks were kept whole, the latest among them: what follows is of these."),
+        (
+            all_known,
+            f"{given} ranks were kept whole, the latest among them: the step, its causes and the plan are of these.",
+        ),
         (
             some and not all_known,
             f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "

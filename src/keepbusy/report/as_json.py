@@ -1,26 +1,36 @@
-"""A diagnosis as JSON. Times are milliseconds a step; `docs/reference/json.md` describes every field."""
+"""Diagnoses and comparisons as JSON, in the order in which a reader wants it; `docs/reference/json.md` has every field.
+
+Times are milliseconds, of the whole run seconds.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Later, LoopDiagnosis, Rare, Site, Where
-from keepbusy.report import cluster, run_report
+from keepbusy.explain.comparison import Change, Comparison
+from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, Rare, Where
 from keepbusy.report.fix_line import fix_line
-from keepbusy.report.whole_run import called_at, where_of
+from keepbusy.report.run_report import called_at, where_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_facts import Cluster
+from keepbusy.timeline.run_tree import Part
 
 VERSION = 1
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """One JSON object, in the order in which a reader wants it."""
     return json.dumps(as_object(diagnosis), indent=1, allow_nan=False)
 
 
+def render_comparison(comparison: Comparison) -> str:
+    return json.dumps(_comparison(comparison), indent=1, allow_nan=False)
+
+
 def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
+    later = diagnosis.later
     return {
         "version": VERSION,
         "plain_step": milliseconds(diagnosis.plain_step),
@@ -30,29 +40,40 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "ranks": [int(rank) for rank in diagnosis.ranks],
         "device": diagnosis.device,
         "sources": list(diagnosis.sources),
-        "ledger": {place: milliseconds(time) for place, time in diagnosis.ledger.items()},
+        "ledger": _ledger(diagnosis.ledger),
         "waiting": milliseconds(diagnosis.waiting),
         "noise": milliseconds(diagnosis.noise),
         "causes": [_cause(cause) for cause in diagnosis.causes],
-        "harmless": [_harmless(one) for one in diagnosis.harmless],
-        "late": [_late(one) for one in diagnosis.late],
+        "harmless": [
+            {"cause": one.cause, **_spot(one.where), "count": _count(one.count), "why": one.why}
+            for one in diagnosis.harmless
+        ],
+        "late": [
+            {"rank": int(one.rank), "late": milliseconds(one.late), "cause": one.cause, **_spot(one.where)}
+            for one in diagnosis.late
+        ],
         "fixed": list(diagnosis.fixed),
-        "predicted_step": milliseconds(diagnosis.predicted.step),
-        "predicted_low": milliseconds(diagnosis.predicted.low),
-        "predicted_high": milliseconds(diagnosis.predicted.high),
+        **_predicted(diagnosis.predicted),
         "notes": list(diagnosis.notes),
-        "plan": run_report.planned(diagnosis),
-        "run": run_report.run_as_json(diagnosis.run),
-        "loops": [_loop(one) for one in diagnosis.loops],
+        "plan": planned(diagnosis),
+        "run": run_as_json(diagnosis.run),
+        "loops": [
+            {"where": one.place, "turns": one.turns or None, "diagnosis": as_object(one.diagnosis)}
+            for one in diagnosis.loops
+        ],
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
         "rare": [_rare(one) for one in diagnosis.rare],
-        "later": _later(diagnosis.later) if diagnosis.later else None,
-        "cluster": cluster.as_object(diagnosis.cluster) if diagnosis.cluster else None,
+        "later": {
+            "since": later.since,
+            "plain_step": milliseconds(later.diagnosis.plain_step),
+            "ledger": _ledger(later.diagnosis.ledger),
+            "causes": [_cause(cause) for cause in later.diagnosis.causes],
+            "predicted_step": milliseconds(later.diagnosis.predicted.step),
+        }
+        if later
+        else None,
+        "cluster": _cluster(diagnosis.cluster) if diagnosis.cluster else None,
     }
-
-
-def _loop(one: LoopDiagnosis) -> dict[str, Any]:
-    return {"where": one.place, "turns": one.turns or None, "diagnosis": as_object(one.diagnosis)}
 
 
 def milliseconds(time: int) -> float:
@@ -60,39 +81,33 @@ def milliseconds(time: int) -> float:
     return round(int(time) / 1e6, 6)
 
 
-def _cause(cause: Cause) -> dict[str, Any]:
-    return {
-        "cause": cause.cause,
-        "wait": milliseconds(cause.wait),
-        "count": _count(cause.count),
-        **spot(cause.where),
-        "sites": [_site(site) for site in cause.sites],
-        "what": cause.what,
-        "fix": cause.fix,
-        "advice": cause.advice,
-        "remedy": cause.api,
-        "code": fix_line(cause),
-        "predicted_step": milliseconds(cause.predicted.step),
-        "predicted_low": milliseconds(cause.predicted.low),
-        "predicted_high": milliseconds(cause.predicted.high),
-        "same_wait_as": cause.same_wait_as,
-    }
+def _known(time: int) -> float | None:
+    return None if time == NONE else milliseconds(time)
 
 
-def _site(site: Site) -> dict[str, Any]:
-    return {
-        **spot(site.where),
-        "count": _count(site.count),
-        "wait": milliseconds(site.wait),
-    }
+def _seconds(time: int) -> float | None:
+    return None if time == NONE else round(time / 1e9, 6)
 
 
-def spot(where: Where) -> dict[str, Any]:
+def _count(count: float) -> float:
+    return round(float(count), 3)
+
+
+def _ledger(ledger: Mapping[str, int]) -> dict[str, float]:
+    return {place: milliseconds(time) for place, time in ledger.items()}
+
+
+def _predicted(one: Prediction | None) -> dict[str, float | None]:
+    known = (one.step, one.low, one.high) if one else (NONE, NONE, NONE)
+    return dict(zip(("predicted_step", "predicted_low", "predicted_high"), map(_known, known), strict=True))
+
+
+def _spot(where: Where) -> dict[str, Any]:
     """A place as a text, and all that is known of it."""
-    return {"where": str(where), "place": place(where)}
+    return {"where": str(where), "place": _place(where)}
 
 
-def place(where: Where) -> dict[str, Any]:
+def _place(where: Where) -> dict[str, Any]:
     """All that is known of a place; `exact` tells whether the line is the call's own."""
     return {
         "file": where.file,
@@ -105,21 +120,89 @@ def place(where: Where) -> dict[str, Any]:
     }
 
 
-def _harmless(one: Harmless) -> dict[str, Any]:
+def _cause(cause: Cause) -> dict[str, Any]:
     return {
-        "cause": one.cause,
-        **spot(one.where),
-        "count": _count(one.count),
-        "why": one.why,
+        "cause": cause.cause,
+        "wait": milliseconds(cause.wait),
+        "count": _count(cause.count),
+        **_spot(cause.where),
+        "sites": [
+            {**_spot(site.where), "count": _count(site.count), "wait": milliseconds(site.wait)} for site in cause.sites
+        ],
+        "what": cause.what,
+        "fix": cause.fix,
+        "advice": cause.advice,
+        "remedy": cause.api,
+        "code": fix_line(cause),
+        **_predicted(cause.predicted),
+        "same_wait_as": cause.same_wait_as,
     }
 
 
-def _late(one: Late) -> dict[str, Any]:
+def planned(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """The plan: `step` in milliseconds, `run` in seconds, each as it stands after all fixes so far."""
+    rows, saved = list[dict[str, Any]](), 0
+    for one in diagnosis.plan:
+        saved += max(0, one.run_gain)
+        known = diagnosis.run is not None and one.run_gain != NONE
+        run = round(max(0, diagnosis.run.time - saved) / 1e9, 3) if diagnosis.run is not None and known else None
+        rows.append(_fix(one, run))
+    return rows
+
+
+def _fix(one: PlannedFix, run: float | None) -> dict[str, Any]:
     return {
-        "rank": int(one.rank),
-        "late": milliseconds(one.late),
-        "cause": one.cause,
-        **spot(one.where),
+        "fix": one.fix,
+        "where": [str(place) for place in one.where],
+        "causes": list(one.causes),
+        "gain": milliseconds(one.gain),
+        "step": milliseconds(one.predicted.step),
+        "low": milliseconds(one.predicted.low),
+        "high": milliseconds(one.predicted.high),
+        "run": run,
+        "alone": milliseconds(one.alone),
+        "needs": list(one.needs),
+        "instead": list(one.instead),
+        "remedy": one.api,
+        "loop": one.loop,
+        "every": _count(one.every),
+    }
+
+
+def run_as_json(run: Part | None) -> dict[str, Any] | None:
+    """The tree: times in seconds, of a turn in milliseconds."""
+    if run is None:
+        return None
+    return {
+        "kind": run.kind,
+        "where": run.place,
+        "source": run.source,
+        "function": run.function,
+        "began": _seconds(run.began),
+        "time": _seconds(run.time),
+        "busy": _seconds(run.busy),
+        "turns": run.turns or None,
+        "at_least": run.at_least,
+        "turn": _known(run.turn),
+        "low": _known(run.low),
+        "high": _known(run.high),
+        "warm_up": {"turns": run.warm_up, "time": _seconds(run.warm_up_time)},
+        "kinds": [
+            {
+                "count": one.count,
+                "every": one.every,
+                "regular": one.regular,
+                "longer": _known(one.longer),
+                "total": _seconds(one.total),
+                "where": one.place,
+            }
+            for one in run.kinds
+        ],
+        "lines": [
+            {"where": one.place, "time": _seconds(one.time), "idle": _seconds(one.idle), "call": one.call}
+            for one in run.lines
+        ],
+        "parts": [run_as_json(part) for part in run.parts],
     }
 
 
@@ -135,13 +218,13 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
         "warm_up_time": milliseconds(run.warm_up_time),
         "host": _known(run.host),
         "lead": _known(run.lead),
-        "no_lead": round(run.no_lead, 3),
+        "no_lead": _count(run.no_lead),
         "input": milliseconds(run.input),
         "collector": milliseconds(run.collector),
         "requests": _count(run.requests),
         "retries": run.retries,
-        "delayed": round(run.delayed, 3),
-        "stalls": [_rare_stall(stall) for stall in run.stalls],
+        "delayed": _count(run.delayed),
+        "stalls": [_stall(stall) for stall in run.stalls],
         "course": {
             "each": run.course.each,
             "step": [_known(time) for time in run.course.step],
@@ -152,12 +235,12 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
     }
 
 
-def _rare_stall(stall: RareStall) -> dict[str, Any]:
+def _stall(stall: RareStall) -> dict[str, Any]:
     where, caller = where_of(stall), called_at(stall)
     return {
         "what": stall.what,
         "where": str(where) if where.file else "",
-        "place": place(where),
+        "place": _place(where),
         "called_at": str(caller) if caller.file else "",
         "count": stall.count,
         "every": _count(stall.every),
@@ -169,32 +252,98 @@ def _rare_stall(stall: RareStall) -> dict[str, Any]:
 
 def _rare(one: Rare) -> dict[str, Any]:
     return {
-        "stall": _rare_stall(one.stall),
+        "stall": _stall(one.stall),
         "step": one.step,
         "plain_step": milliseconds(one.plain_step),
-        "ledger": {place: milliseconds(time) for place, time in one.ledger.items()},
+        "ledger": _ledger(one.ledger),
         "causes": [_cause(cause) for cause in one.causes],
-        "predicted_step": milliseconds(one.predicted.step),
-        "predicted_low": milliseconds(one.predicted.low),
-        "predicted_high": milliseconds(one.predicted.high),
+        **_predicted(one.predicted),
         "predicted_gain": milliseconds(one.gain_of(one.predicted)),
     }
 
 
-def _later(later: Later) -> dict[str, Any]:
-    now = later.diagnosis
+def _cluster(cluster: Cluster) -> dict[str, Any]:
     return {
-        "since": later.since,
-        "plain_step": milliseconds(now.plain_step),
-        "ledger": {place: milliseconds(time) for place, time in now.ledger.items()},
-        "causes": [_cause(cause) for cause in now.causes],
-        "predicted_step": milliseconds(now.predicted.step),
+        "world": cluster.world,
+        "step": milliseconds(cluster.step),
+        "typical": milliseconds(cluster.typical),
+        "stragglers": [
+            {
+                "host": one.host,
+                "ranks": list(one.ranks),
+                "late": milliseconds(one.late),
+                "cause": "computing" if one.computing else "host_work",
+                "step_without": milliseconds(one.left),
+            }
+            for one in cluster.stragglers
+        ],
+        "ranks": [
+            {
+                "rank": one.rank,
+                "host": one.host,
+                **{name: milliseconds(getattr(one, name)) for name in ("own", "computing", "waits", "behind")},
+                "last": one.last,
+                "kind": one.kind,
+            }
+            for one in cluster.ranks
+        ],
     }
 
 
-def _known(time: int) -> float | None:
-    return None if time == NONE else milliseconds(time)
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    run = comparison.run
+    return {
+        "version": VERSION,
+        "before": _side(comparison.before),
+        "after": _side(comparison.after),
+        "step": _change(comparison.step),
+        "ledger": {name: _change(change) for name, change in comparison.ledger.items()},
+        "causes": [
+            {
+                "cause": one.cause,
+                "verdict": one.verdict,
+                "predicted_gain": _change(one.predicted_gain),
+                "wait": _change(one.wait),
+                **_spot(one.where),
+            }
+            for one in comparison.causes
+        ],
+        **_predicted(comparison.predicted),
+        "notes": list(comparison.notes),
+        "plan": [
+            {
+                "fix": one.fix.fix,
+                "where": [str(where) for where in one.fix.where],
+                "gain": milliseconds(one.fix.gain),
+                "step": milliseconds(one.fix.predicted.step),
+                "made": one.made,
+            }
+            for one in comparison.plan
+        ],
+        "foretold_step": milliseconds(comparison.foretold.step) if comparison.foretold else None,
+        "run": {
+            "before": round(run.before / 1e9, 3),
+            "after": round(run.after / 1e9, 3),
+            "foretold": round(comparison.run_foretold / 1e9, 3),
+        }
+        if run
+        else None,
+    }
 
 
-def _count(count: float) -> float:
-    return round(float(count), 3)
+def _side(side: Diagnosis) -> dict[str, Any]:
+    return {
+        "sources": list(side.sources),
+        "device": side.device,
+        "ranks": [int(rank) for rank in side.ranks],
+        "plain_given": side.plain_given,
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {
+        "before": milliseconds(change.before),
+        "after": milliseconds(change.after),
+        "noise": milliseconds(change.noise),
+        "significant": change.significant,
+    }

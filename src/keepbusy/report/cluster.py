@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import RenderableType
 
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, line
+from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line
 from keepbusy.report.words import duration, share, tame
-from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
+from keepbusy.timeline.run_facts import Cluster, Straggler
 
-PLACE, GAIN = "cyan", "bold green"
 NAMED = 8
 """Stragglers that have a line of their own."""
 UNTOLD = 0.02
@@ -61,7 +59,7 @@ def _of_the_others(cluster: Cluster) -> Iterator[str]:
         name = f"The other {len(others):,}" if late else f"All {len(others):,}"
         yield (
             f"{name} ranks{on_hosts} take {words.span_of(own[0], own[-1], own[-1])} {duration(own[-1]).split()[-1]} "
-            f"a step by themselves, half of all {duration(cluster.typical)} or less."
+            f"a step by themselves, and half of all ranks {duration(cluster.typical)} or less."
         )
     beyond = cluster.step - max(one.own for one in cluster.ranks)
     if beyond > UNTOLD * cluster.step:
@@ -76,31 +74,3 @@ def _different_work(cluster: Cluster) -> Iterator[str]:
         first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}
         each = [f"{count:,} like rank {first[kind]}" for kind, count in kinds.most_common(4)]
         yield f"By their collectives they do {len(kinds)} different things: {words.listing(each)}."
-
-
-def as_object(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "world": cluster.world,
-        "step": _milliseconds(cluster.step),
-        "typical": _milliseconds(cluster.typical),
-        "stragglers": [
-            {
-                "host": one.host,
-                "ranks": list(one.ranks),
-                "late": _milliseconds(one.late),
-                "cause": "computing" if one.computing else "host_work",
-                "step_without": _milliseconds(one.left),
-            }
-            for one in cluster.stragglers
-        ],
-        "ranks": [_rank(one) for one in cluster.ranks],
-    }
-
-
-def _rank(one: RankTimes) -> dict[str, Any]:
-    times = {name: _milliseconds(getattr(one, name)) for name in ("own", "computing", "waits", "behind")}
-    return {"rank": one.rank, "host": one.host, **times, "last": one.last, "kind": one.kind}
-
-
-def _milliseconds(time: int) -> float:
-    return round(int(time) / 1e6, 6)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison, Foretold
-from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
+from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
+from keepbusy.explain.diagnosis import COMPUTING
 from keepbusy.report import words
-from keepbusy.report.as_json import VERSION, milliseconds, spot
 from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, laid_out, line, look
 from keepbusy.report.terminal import bar, rows_of
 from keepbusy.report.words import duration, tame
@@ -140,72 +137,3 @@ def _cause(change: CauseChange) -> Iterator[tuple[str, str]]:
     gain = change.predicted_gain
     yield f" · fixing it gains {words.transition(gain.before, gain.after)} · ", ""
     yield words.spot(change.where), "cyan"
-
-
-def render_json(comparison: Comparison) -> str:
-    """The same as JSON; `docs/reference/json.md` describes every field."""
-    return json.dumps(as_object(comparison), indent=1, allow_nan=False)
-
-
-def as_object(comparison: Comparison) -> dict[str, Any]:
-    predicted = comparison.predicted
-    return {
-        "version": VERSION,
-        "before": _side(comparison.before),
-        "after": _side(comparison.after),
-        "step": _change(comparison.step),
-        "ledger": {name: _change(change) for name, change in comparison.ledger.items()},
-        "causes": [_cause_object(change) for change in comparison.causes],
-        "predicted_step": milliseconds(predicted.step) if predicted else None,
-        "predicted_low": milliseconds(predicted.low) if predicted else None,
-        "predicted_high": milliseconds(predicted.high) if predicted else None,
-        "notes": list(comparison.notes),
-        "plan": [_foretold(one) for one in comparison.plan],
-        "foretold_step": milliseconds(comparison.foretold.step) if comparison.foretold else None,
-        "run": {
-            "before": round(comparison.run.before / 1e9, 3),
-            "after": round(comparison.run.after / 1e9, 3),
-            "foretold": round(comparison.run_foretold / 1e9, 3),
-        }
-        if comparison.run
-        else None,
-    }
-
-
-def _foretold(one: Foretold) -> dict[str, Any]:
-    fix = one.fix
-    return {
-        "fix": fix.fix,
-        "where": [str(where) for where in fix.where],
-        "gain": milliseconds(fix.gain),
-        "step": milliseconds(fix.predicted.step),
-        "made": one.made,
-    }
-
-
-def _side(side: Diagnosis) -> dict[str, Any]:
-    return {
-        "sources": list(side.sources),
-        "device": side.device,
-        "ranks": [int(rank) for rank in side.ranks],
-        "plain_given": side.plain_given,
-    }
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "before": milliseconds(change.before),
-        "after": milliseconds(change.after),
-        "noise": milliseconds(change.noise),
-        "significant": change.significant,
-    }
-
-
-def _cause_object(change: CauseChange) -> dict[str, Any]:
-    return {
-        "cause": change.cause,
-        "verdict": change.verdict,
-        "predicted_gain": _change(change.predicted_gain),
-        "wait": _change(change.wait),
-        **spot(change.where),
-    }

@@ -22,7 +22,7 @@ from keepbusy.explain.diagnosis import (
     Harmless,
     Prediction,
 )
-from keepbusy.report import cluster, run_report, whole_run, words
+from keepbusy.report import cluster, run_report, words
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import (
     FAINT,
@@ -378,9 +378,9 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
 def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """The run as a whole, what is not worth touching, late ranks that no cause has shown, what one should know."""
     shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
-    asides = list(whole_run.asides(diagnosis.plain_runs, diagnosis.rare))
+    asides = list(run_report.asides(diagnosis.plain_runs, diagnosis.rare))
     if diagnosis.later is not None:
-        first, *more = whole_run.of_change(diagnosis, diagnosis.later)
+        first, *more = run_report.of_change(diagnosis, diagnosis.later)
         asides += [("later", first), *(("", one) for one in more)]
     told = _lessons if diagnosis.one_turn else _harmless
     label = "line" if diagnosis.one_turn else "ignore"

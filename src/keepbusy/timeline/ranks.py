@@ -101,8 +101,8 @@ def _difference(loop: Mapping[int, Part]) -> str:
     idle = min(shares, key=lambda rank: shares[rank], default=NONE)
     if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:
         return (
-            f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time, and "
-            f"{_others(shares, idle, '.0f')}%: the others wait for it, or it has less to do."
+            f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time "
+            f"({_others(shares, idle, '.0f')}%): the others wait for it, or it has less to do."
         )
     return ""
 

@@ -11,7 +11,7 @@ from keepbusy import __version__
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, PlannedFix, Rare, Where
 from keepbusy.explain.edit import Edit
-from keepbusy.report import run_report, whole_run, words
+from keepbusy.report import run_report, words
 from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import look
 from keepbusy.report.source import source_of, text_of
@@ -47,7 +47,7 @@ def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
             {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one, run)}
             for rank, one in sorted(diagnosis.plain_runs.items())
         ],
-        "asides": [[label, text(said)] for label, said in whole_run.asides(diagnosis.plain_runs, diagnosis.rare)],
+        "asides": [[label, text(said)] for label, said in run_report.asides(diagnosis.plain_runs, diagnosis.rare)],
         "rare": [_rare(one) for one in diagnosis.rare],
         "sources": sources(diagnosis),
     }
