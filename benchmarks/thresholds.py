@@ -117,6 +117,11 @@ RECORDED = {
     "keepbusy.instrument.loop_tree": (
         Threshold("SHORTEST_PART", 0.0, "A loop of a two-hundredth of the run stands among the lines around it."),
         Threshold("SLOW_TURNS_MATTER", 0.0, "Slow turns that take a fiftieth of their loop are told."),
+        Threshold("LOOP_IS_WORTH", 0.0, "A loop is looked at if the GPU waits in it for a tenth of the run."),
+    ),
+    "keepbusy.instrument.step_loop": (
+        Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),
+        Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of a turn."),
     ),
     "keepbusy.instrument.slow_turns": (
         Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
@@ -151,7 +156,6 @@ RECORDED = {
     "keepbusy.recording.window_plan": (
         Threshold("WINDOWS_SHARE", INFINITE, "Windows hold a run up for a hundredth of it."),
         Threshold("STALL_IS_WORTH", 0.0, "A stall is looked at if it takes a hundredth of the run."),
-        Threshold("LOOP_IS_WORTH", 0.0, "A loop is looked at if the GPU waits in it for a tenth of the run."),
         Threshold("SEEN_ANYWAY_BELOW", 0, "What comes more often than every eighth step the first window sees."),
         Threshold("TURNS_BEFORE", 0, "A stall may come a step early."),
         Threshold("TURNS_AFTER", 0, "A stall may come a step late."),
@@ -182,7 +186,8 @@ BOUNDS = {
         *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
         *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
     ),
-    "keepbusy.instrument.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES"),
+    "keepbusy.instrument.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "RECORDED_AT_MOST"),
+    "keepbusy.instrument.step_loop": (),
     "keepbusy.instrument.slow_turns": (),
     "keepbusy.recording.turn_times": ("COURSE_ROWS",),
     "keepbusy.recording.window": (
@@ -199,7 +204,6 @@ BOUNDS = {
             "THINKING_SHARE",
             "AT_ONCE",
         ),
-        "RECORDED_AT_MOST",
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
     "keepbusy.explain.fix_plan": ("REPLAYED_ROWS",),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from virtual_programs import clock
+from virtual_programs import clock, operator
 
 from keepbusy.instrument.lines import Places
+from keepbusy.timeline.model import FrameKind, Timeline
 from keepbusy.timeline.run_tree import IMPORTS, LINE, LOOP, Part
+from keepbusy.timeline.steps import commands_between, whole_steps
 from keepbusy.virtual.run_loops import RunLoops
 
 COUNTS = sys.version_info >= (3, 12)
@@ -37,13 +40,37 @@ class Program:
             self.clock.end()
         return True
 
+    def annotated(self, name: str, host: int = 100, device: int = 50) -> None:
+        """An operator within something that has a name, as an optimizer's step or a pass backward."""
+        place = self.places.here(sys._getframe(2))
+        self.clock.enter(FrameKind.ANNOTATION, name, place)
+        operator(self.clock, self.stream, device, place=place)
+        self.clock.work(host, "", place)
+        self.clock.leave()
+
+    def backward(self) -> None:
+        self.annotated("backward")
+
+    def step(self) -> None:
+        self.annotated("Optimizer.step#SGD.step")
+
     def run(self, text: str) -> Part:
         self.file.write_text(text, encoding="utf-8")
         try:
-            exec(compile(text, str(self.file), "exec"), {"op": self.op})
+            names = {"op": self.op, "backward": self.backward, "step": self.step}
+            exec(compile(text, str(self.file), "exec"), names)
         finally:
             self.loops.end()
-        return self.loops.tree(self.clock.timeline(), self.places.lines, self.clock.first_thread.lane)
+        return self.tree()
+
+    def told(self, announced: bool = False) -> Timeline:
+        lane = self.clock.first_thread.lane
+        return self.loops.told(self.clock.timeline(), self.places.lines, lane, announced=announced)
+
+    def tree(self) -> Part:
+        run = self.told().facts.run
+        assert run is not None
+        return run
 
 
 @pytest.fixture
@@ -207,5 +234,114 @@ for step in range(3):
 
 def test_the_run_is_told_more_than_once(program: Program) -> None:
     first = program.run("for step in range(5):\n    op(100)\n    op(200, 50)\n")
-    again = program.loops.tree(program.clock.timeline(), program.places.lines, program.clock.first_thread.lane)
+    again = program.tree()
     assert first == again
+
+
+# The steps of a run are the turns of the loop that trains.
+
+
+def steps(program: Program, text: str) -> tuple[str, list[int]]:
+    """The loop whose turns are the steps, and how many commands each has."""
+    program.run(text)
+    told = whole_steps(program.told())
+    return told.facts.loop, commands_between(told, np.append(told.marks, len(told) - 1)).tolist()
+
+
+def test_an_evaluation_after_each_epoch_is_no_part_of_a_step(program: Program) -> None:
+    loop, commands = steps(
+        program,
+        """\
+def evaluate():
+    for batch in range(3):
+        op(100, 400, wait=True)
+        op(100, 400, wait=True)
+for epoch in range(4):
+    for batch in range(6):
+        op(100, 50)
+        backward()
+        step()
+    evaluate()
+op(100)
+""",
+    )
+    assert (loop, commands) == ("train.py:6", [3] * 20)  # nobody knows where the first turn of an epoch begins
+    assert {part.place: part.turns for part in program.tree().within() if part.kind == LOOP} == {
+        "train.py:5": 4,
+        "train.py:6": 24,
+        "train.py:2": 12,
+    }
+    [evaluation] = program.told().further
+    assert evaluation.facts.reason is not None
+    assert (evaluation.facts.reason.why, evaluation.facts.reason.place) == ("loop", "train.py:2")
+    alone = whole_steps(evaluation)
+    assert commands_between(alone, np.append(alone.marks, len(alone) - 1)).tolist() == [2] * len(alone.marks)
+
+
+def test_two_optimizers_of_one_turn_make_one_step(program: Program) -> None:
+    turn = "    op(100, 50)\n    backward()\n    step()\n    backward()\n    step()\n"
+    assert steps(program, f"for batch in range(8):\n{turn}op(9)\n") == ("train.py:1", [5] * 7)
+
+
+@pytest.mark.parametrize("critics", [1, 5])
+def test_a_critics_turns_are_parts_of_a_step(program: Program, critics: int) -> None:
+    text = f"""\
+for batch in range(8):
+    for critic in range({critics}):
+        op(100, 50)
+        backward()
+        step()
+    backward()
+    step()
+op(9)
+"""
+    assert steps(program, text) == ("train.py:1", [3 * critics + 2] * 7)
+
+
+def test_a_loop_that_turns_once_in_each_step_is_none(program: Program) -> None:
+    text = """\
+for batch in range(8):
+    for again in range(1):
+        op(100, 50)
+        backward()
+        step()
+op(9)
+"""
+    assert steps(program, text) == (f"train.py:{1 if COUNTS else 2}", [3] * 7)
+
+
+def test_loops_over_micro_batches_and_over_optimizers_are_parts_of_a_step(program: Program) -> None:
+    text = """\
+for batch in range(8):
+    for micro in range(4):
+        op(100, 50)
+        backward()
+    for optimizer in range(10):
+        step()
+op(9)
+"""
+    assert steps(program, text) == ("train.py:1", [18] * 7)
+
+
+def test_of_two_loops_that_train_in_each_epoch_one_is_looked_at(program: Program) -> None:
+    text = """\
+for epoch in range(3):
+    for labelled in range(20):
+        op(100, 50)
+        backward()
+        step()
+    for unlabelled in range(10):
+        op(100, 50)
+        op(100, 50)
+        backward()
+        step()
+op(9)
+"""
+    assert steps(program, text) == ("train.py:2", [3] * 57)
+    assert [one.facts.reason.place for one in program.told().further if one.facts.reason] == ["train.py:6"]
+
+
+def test_what_the_program_says_of_its_steps_counts_for_more(program: Program) -> None:
+    program.run("for batch in range(8):\n    op(100, 50)\n    backward()\n    step()\n    step()\n")
+    told = program.told(announced=True)
+    assert (told.facts.loop, len(told.marks)) == ("", 16)

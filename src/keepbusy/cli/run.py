@@ -219,13 +219,15 @@ def _plan_without(
     fixes: LiveFixes, options: argparse.Namespace, timeline: Callable[..., Timeline] | None
 ) -> tuple[PlannedFix, ...]:
     """The plan of the program without fixes: of a run before, else of those turns of this one that had none."""
+    from keepbusy.timeline.steps import from_mark
+
     with suppress(BadInput):
         if options.before is not None:
             return explained(options.before, None, (), options.workers).plan
         if timeline is not None and fixes.trial is not None and fixes.result is not None and launch.world() == 1:
             whole, turns = timeline(source=options.script), fixes.result.plain_turns
-            if len(whole.marks) == fixes.trial.turns:
-                return explained(whole.change(marks=whole.marks[turns.start : turns.stop])).plan
+            if 0 <= fixes.trial.turns - len(whole.marks) <= 1:  # after the last turn nothing may have followed
+                return explained(from_mark(whole, turns.start, turns.stop)).plan
     return ()
 
 

@@ -28,7 +28,7 @@ from keepbusy.instrument.loops import (
 )
 from keepbusy.instrument.slow_turns import LookTable, beat_of, slow_kinds, warm_up
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
-from keepbusy.timeline.table import NONE, Ints
+from keepbusy.timeline.table import NONE, Ints, Mask
 
 STRETCHES = 240
 """So many shares tell how busy the GPU was over the run; a pixel or two each where they are drawn."""
@@ -37,6 +37,10 @@ SHORTEST_PART = 0.005
 SLOW_TURNS_MATTER = 0.02
 """Of a loop: what its slow turns take longer."""
 KEPT_LINES, KEPT_KINDS = 8, 3
+LOOP_IS_WORTH = 0.1
+"""Of the run: a loop in which the GPU waits for less is not looked at closely."""
+RECORDED_AT_MOST = 64
+"""Turns of a loop whose turns are short."""
 
 BusyUntil = Callable[[Ints], npt.NDArray[np.float64]]
 """How long the GPU has been at work until each of these moments."""
@@ -51,14 +55,22 @@ def tree_of(looks: Looks, busy_until: BusyUntil | None = None, sources: SourceLo
     return _Tree(looks, busy_until, sources).root()
 
 
+LoopKey = tuple[int, int]
+"""A loop by its code, as looks number it, and its first line."""
+
+
 class BusyLoop(NamedTuple):
     """A loop that could be looked at closely: the jumps that end its turns, and what is known of it so far."""
 
     jumps: frozenset[tuple[int, int]]
+    """None before Python 3.12: then it cannot be followed."""
     place: str
     time: int
     waits: int
     ends: Ints
+    loop: LoopKey = (NONE, 0)
+    anew: Ints = np.zeros(0, np.int64)
+    """When it may have begun from the start."""
 
 
 def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceLoops | None = None) -> list[BusyLoop]:
@@ -66,12 +78,12 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
     tree = _Tree(looks, busy_until, sources)
     found: list[BusyLoop] = []
 
-    def visit(node: _Node) -> list[int]:
+    def visit(node: _Node, above: _Node) -> list[int]:
         """Returns the looks that are no loop's by then: of one that cannot be followed they are those of the loop
         around it."""
         own = [chain for chain, _ in node.chains]
         for child in node.children.values():
-            own += visit(child)
+            own += visit(child, node)
         if node.loop is None:
             return own
         jumps = frozenset(
@@ -79,20 +91,57 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
             for code, target in list(looks.turns)
             if code == node.code and tree.sources.of_jump(looks.codes[code], target) == node.loop
         )
-        if not jumps or jumps & looks.uncounted:
+        ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        if not len(ends) or jumps & looks.uncounted:
             return own
         time, busy = int(tree.time_of[own].sum()), tree._busy(own)
-        ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
         place = tree._written(node.leads_here or Line(node.code, node.loop.first))
-        found.append(BusyLoop(jumps, place, time, time if busy == NONE else max(0, time - busy), ends))
+        waits = time if busy == NONE else max(0, time - busy)
+        anew = tree._begun_anew(node, above)
+        found.append(BusyLoop(jumps, place, time, waits, ends, (node.code, node.loop.first), anew))
         return []
 
     root = _Node()
     for chain, lines in enumerate(looks.known_chains):
         if tree.time_of[chain] > 0:
             tree._place(root, chain, lines)
-    visit(root)
+    visit(root, root)
     return sorted(found, key=lambda one: -one.waits)
+
+
+def turns_of_loops(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:
+    """When the turns of each loop ended."""
+    found: dict[LoopKey, list[Ints]] = {}
+    for (code, target), ends in list(looks.turns.items()):
+        loop = sources.of_jump(looks.codes[code], target)
+        if loop is not None:
+            found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
+    return _passed(looks, sources) | {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
+
+
+def _passed(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:
+    """Where turns cannot be counted: of each loop the line in it that was passed most often."""
+    found: dict[LoopKey, Ints] = {}
+    for line, times in list(looks.passes.items()):
+        around = sources.around(looks.codes[line.code], line.line)
+        loop = (line.code, around[-1].first) if around else None
+        if loop is not None and len(times) > len(found.get(loop, ())):
+            found[loop] = np.array(times[:], np.int64)
+    return found
+
+
+def begun_anew(looks: Looks, turns: Mapping[LoopKey, Ints], loop: LoopKey, around: LoopKey | None) -> Ints:
+    """When a loop may have begun from the start: its function was entered, or the loop around it turned."""
+    times = [np.array(looks.entries.get(loop[0], array("q"))[:], np.int64)]
+    if around is not None and around[0] == loop[0]:
+        times.append(turns.get(around, np.zeros(0, np.int64)))
+    return np.sort(np.concatenate(times))
+
+
+def follows(ends: Ints, anew: Ints) -> Mask:
+    """Of each turn but the first, whether it follows the one before, with nothing in between."""
+    runs = np.searchsorted(anew, ends)
+    return np.asarray(runs[1:] == runs[:-1])
 
 
 @dataclass(eq=False)
@@ -137,7 +186,8 @@ class _Tree:
         np.minimum.at(self.first_of, self.chain, edges[:-1])
         self.sources = sources or SourceLoops(read_source)
         self.staying = self._staying()
-        self.turns = self._turns()
+        turns = turns_of_loops(looks, self.sources)
+        self.turns = {loop: ends for loop, ends in turns.items() if loop[0] in self.staying}
         self.whole = max(1, int(self.weight.sum()))
 
     def _staying(self) -> set[int]:
@@ -153,29 +203,10 @@ class _Tree:
             if code in self.looks.fleeting:
                 continue
             entered = self.looks.entries.get(code)
-            if (longest >= LOOKS_WITHOUT_COUNTS) if entered is None else (within[code] >= stay * (len(entered) + 1)):
+            if code in self.looks.holders:
                 found.add(code)
-        return found
-
-    def _turns(self) -> dict[tuple[int, int], Ints]:
-        """Of each loop, by its code and first line, when its turns ended."""
-        found: dict[tuple[int, int], list[Ints]] = {}
-        for (code, target), ends in list(self.looks.turns.items()):
-            if code not in self.staying:
-                continue
-            loop = self.sources.of_jump(self.looks.codes[code], target)
-            if loop is not None:
-                found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
-        return self._passed() | {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
-
-    def _passed(self) -> dict[tuple[int, int], Ints]:
-        """Where turns cannot be counted: of each loop the line in it that was passed most often."""
-        found: dict[tuple[int, int], Ints] = {}
-        for line, times in list(self.looks.passes.items()):
-            around = self.sources.around(self.looks.codes[line.code], line.line) if line.code in self.staying else ()
-            loop = (line.code, around[-1].first) if around else None
-            if loop is not None and len(times) > len(found.get(loop, ())):
-                found[loop] = np.array(times[:], np.int64)
+            elif (longest >= LOOKS_WITHOUT_COUNTS) if entered is None else (within[code] >= stay * (len(entered) + 1)):
+                found.add(code)
         return found
 
     def root(self) -> Part:
@@ -358,16 +389,13 @@ class _Tree:
         return len(ends) + len(np.unique(np.searchsorted(self._begun_anew(node, above), ends)))
 
     def _begun_anew(self, node: _Node, above: _Node) -> Ints:
-        """When the loop may have begun from the start: its function was entered, or the loop around it turned."""
-        times = [np.array(self.looks.entries.get(node.code, array("q"))[:], np.int64)]
-        if above.loop is not None and above.code == node.code:
-            times.append(self.turns.get((above.code, above.loop.first), np.zeros(0, np.int64)))
-        return np.sort(np.concatenate(times))
+        assert node.loop is not None  # only the root has none
+        around = (above.code, above.loop.first) if above.loop is not None else None
+        return begun_anew(self.looks, self.turns, (node.code, node.loop.first), around)
 
     def _in_a_row(self, node: _Node, above: _Node, ends: Ints) -> Ints:
         """Numbers of turns that follow another one, with nothing in between."""
-        breaks = np.searchsorted(self._begun_anew(node, above), ends)
-        return 1 + np.flatnonzero(breaks[:-1] == breaks[1:])
+        return 1 + np.flatnonzero(follows(ends, self._begun_anew(node, above)))
 
     def _lines_within(self, node: _Node) -> list[tuple[int, Line]]:
         """Of each look in this loop, the line of the loop's own turn that it stood at, whatever loops are within."""

@@ -71,6 +71,8 @@ class Looks:
     """When a code was entered, from when on it was counted; of those that were ever counted."""
     passes: dict[Line, array[int]] = field(default_factory=dict)
     """Before Python 3.12: when a line of a frame that stays was passed at which a step ended or a batch came."""
+    holders: frozenset[int] = frozenset()
+    """Codes that hold loops of the run, whatever they last: that of its steps, those around it and beside it."""
     fleeting: set[int] = field(default_factory=set)
     """Codes that are entered too often for one of their frames to stay, and are counted no further."""
     began: int = 0

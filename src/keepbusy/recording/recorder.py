@@ -217,7 +217,7 @@ class Run:
 
     def _unseen_loops(self) -> list[BusyLoop]:
         found = innermost_loops(self.loops.looks, self._busy_until, self._sources)
-        return [one for one in found if self._is_unseen(one)]
+        return [one for one in found if one.jumps and self._is_unseen(one)]
 
     def _is_unseen(self, one: BusyLoop) -> bool:
         """It did not turn while a window was open, nor did the first one open in it: turns are counted only once a loop

@@ -13,12 +13,12 @@ from typing import Any
 
 from keepbusy.instrument.patches import Function, Patches, left_alone
 from keepbusy.instrument.step import ENDED
+from keepbusy.instrument.step_loop import PATIENCE
 
 # Several optimizers make one step: the round in which each of them has stepped.
 
 GOES_ON, ENDS, BEGINS = 0, 1, 2
 """A round goes on; it ends, and with it a step; or rounds begin anew here, and what lies before was no step."""
-PATIENCE = 8
 
 
 class Rounds:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.loop_tree import BusyLoop
+from keepbusy.instrument.loop_tree import LOOP_IS_WORTH, RECORDED_AT_MOST, BusyLoop
 from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.marks import Marks
@@ -30,7 +30,7 @@ WINDOWS_SHARE, WINDOWS_ALLOWANCE = 0.01, 300_000_000
 else its second loop would never be seen."""
 KEPT_WINDOWS = 6
 """Beside the first one: each goes with the run as a timeline of its own."""
-STALL_IS_WORTH, LOOP_IS_WORTH = 0.01, 0.1
+STALL_IS_WORTH = 0.01
 """Of the run: what takes less is not looked at."""
 SEEN_ANYWAY_BELOW = 8
 """What comes more often is seen by the first window."""
@@ -47,8 +47,6 @@ THINKING_SHARE = 500
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
 AT_ONCE = 0
-RECORDED_AT_MOST = 64
-"""Turns of a loop whose turns are short."""
 TURNS_KNOWN, LONGEST_TURN = 8, 10_000_000_000
 """So many turns of a loop are known before it is looked at, and none takes too long to wait for."""
 

@@ -97,6 +97,8 @@ class RunFacts:
     left_out_time: int = 0
     cluster: Cluster | None = None  # of which only some ranks are kept whole
     first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
+    loop: str = ""  # the one whose turns are the steps, where the run's tree of loops tells: file:line
+    beside: tuple[int, ...] = ()  # of each rank's marks, by number, those that begin no turn: what follows lies beside
 
     @property
     def runs_once(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, Timeline
+from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 
 SAME_PART, OTHER_PART = 0.02, 0.1
@@ -27,6 +27,7 @@ WHOLE_STRETCH = 0.5
 
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
+    timeline = turns_alone(timeline)
     if not len(timeline.marks):
         timeline = _guessed(timeline)
     if timeline.facts.plain_runs:
@@ -44,7 +45,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     def cut_into(stretches: int) -> Timeline:
         return _cut(timeline, count, np.arange(first + (last - first) % stretches, last + 1, stretches))
 
-    length = period(counts[first:last])
+    length = 1 if timeline.facts.loop else period(counts[first:last])
     whole = cut_into(length)
     if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
         return whole
@@ -111,10 +112,38 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     if not len(dropped) or len(took) - len(dropped) < 2:
         return timeline
     left_out = tuple(numbers[step + 1] for step in dropped.tolist())
+    return _without(timeline, dropped).change_facts(
+        left_out_steps=left_out, left_out_time=int(took[dropped].sum())
+    )
+
+
+def _without(timeline: Timeline, dropped: Ints) -> Timeline:
+    """Without these steps, by number, of each rank."""
     marks = np.concatenate([np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks])
     kept = ~np.isin(_step_of_rows(timeline), dropped)
-    timeline = timeline.change_facts(left_out_steps=left_out, left_out_time=int(took[dropped].sum()))
     return timeline.change(marks=np.sort(marks)).keep(kept)
+
+
+def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
+    """Without what lies beside the loop whose turns are marked. `brief`: nor what lies before them and after."""
+    beside = np.array(timeline.facts.beside, np.int64)
+    alone = _without(timeline, beside).change_facts(beside=()) if len(beside) else timeline
+    if not brief:
+        return alone
+    row = np.arange(len(alone))
+    alone = alone.keep((row >= alone.marks[0]) & (row <= alone.marks[-1]))
+    needed, frame = np.zeros(len(alone.frames) + 1, bool), np.unique(alone.spans.frame)
+    while len(frame := frame[frame != NONE]):
+        needed[frame] = True
+        frame = np.unique(alone.frames.parent[frame])
+    return alone.keep_frames(needed[:-1]).change(memory=MemoryUse.of(0))
+
+
+def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeline:
+    """Marked only from this mark of each rank on, and up to another one."""
+    marks = np.concatenate([timeline.marks_of(one)[first:last] for one in timeline.ranks])
+    left = tuple(one - first for one in timeline.facts.beside if first <= one and (last is None or one < last))
+    return timeline.change(marks=np.sort(marks)).change_facts(beside=left)
 
 
 def _work_of_steps(timeline: Timeline) -> npt.NDArray[np.float64]:

@@ -364,7 +364,7 @@ class Machine:
         if self.loops is None or not whole.on_device.any():
             return whole
         lane, wires = self.clock.first_thread.lane, self.clock.wires
-        return whole.change_facts(run=self.loops.tree(whole, self.places.lines, lane, wires))
+        return self.loops.told(whole, self.places.lines, lane, wires, self.clock.announced)
 
     def facts(self) -> dict[str, Any]:
         """As `RunFacts` has them."""

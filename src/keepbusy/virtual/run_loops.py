@@ -10,24 +10,41 @@ import dis
 import sys
 from array import array
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import CodeType
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.loop_tree import BusyUntil, read_source, tree_of
+from keepbusy.instrument.loop_tree import (
+    LOOP_IS_WORTH,
+    RECORDED_AT_MOST,
+    BusyLoop,
+    BusyUntil,
+    LoopKey,
+    follows,
+    innermost_loops,
+    read_source,
+    tree_of,
+    turns_of_loops,
+)
 from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoops, TurnCounters
+from keepbusy.instrument.step_loop import Nest, loop_that_trains
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import LOOP, WindowReason
+from keepbusy.timeline.steps import turns_alone
 
 STAY, STAY_SHARE = 60_000_000, 0.05
 """A function holds loops of the run if it lasts so long each time, as where a run is recorded; of a short run, if it
 lasts so much of it. What is shorter, as a model's loop over its layers, is a part of a turn."""
 TURNS_A_SECOND, TURNS_IN_A_ROW = 1_000_000, 1 << 14
 """A loop that turns more often, so many times in a row, computes in Python, and is counted no further."""
+FEWEST_MARKS = 3
+"""For two whole turns."""
 _BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
 
 Chain = tuple[Line, ...]
@@ -54,15 +71,18 @@ class RunLoops:
         if self._counters is not None:
             self._counters.end()
 
-    def tree(
+    def told(
         self,
         timeline: Timeline,
         lines: Mapping[str, tuple[CodeType, int]],
         lane: int,
         wires: Mapping[int, int] | None = None,
-    ) -> Part:
-        """Of a run so far. `lines`: of the names of frames their code and number; `lane`: the thread that began it;
-        `wires`: of rows of collectives, how long they were on the wire."""
+        announced: bool = False,
+    ) -> Timeline:
+        """A run so far with its tree, its marks at the turns of the loop that trains, and a few turns of other loops.
+
+        `lines`: of the names of frames their code and number; `lane`: the thread that began it; `wires`: of rows of
+        collectives, how long they were on the wire; `announced`: the program says itself where its steps end."""
         visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name))
         times, chains = visits.looks()
         ended, sources = int(timeline.spans.end.max(initial=0)), SourceLoops(read_source)
@@ -80,7 +100,18 @@ class RunLoops:
         looks = replace(
             looks, passes=passes, entries={code: times[1:] for code, times in entries.items()} | looks.entries
         )
-        return tree_of(looks, _busy_until(timeline, wires or {}), sources)
+        turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
+        nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
+        nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns)
+        looks = replace(looks, holders=frozenset(code for code, _ in (*nest, *_beside(nest, nests))))
+        told = timeline.change_facts(run=tree_of(looks, busy, sources))
+        if not nest:
+            return told
+        loops = innermost_loops(looks, busy, sources)
+        trains, worth = [one for one in loops if one.loop == nest[-1]], LOOP_IS_WORTH * sum(one.time for one in loops)
+        further = [_window(told, lane, one) for one in loops if one.loop not in nest and one.waits >= worth]
+        marked = _marked(told, lane, *trains) if trains else told
+        return marked.change(further=tuple(one for one in further if one is not None))
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
         code, line = lines[name]
@@ -103,6 +134,7 @@ class _Visits:
     chain: Ints  # of each, where the program is then: which of `known`
     after: Ints  # the same once it ends
     passing: Mask  # whether another one within begins at once
+    of_frame: Ints  # of each frame, whatever it is, where the program is: which of `known`; the last place of none
     known: list[Chain]
 
     @classmethod
@@ -127,7 +159,8 @@ class _Visits:
         rows = np.flatnonzero(is_line[:-1] & (frames.lane == lane))
         inner, starts = rows + 1, np.append(frames.start, NONE)
         passing = is_line[inner] & (parent[inner] == rows) & (starts[inner] == starts[rows])
-        return cls(frames.start[rows], frames.end[rows], chain[rows], chain[around[rows]], passing, known)
+        of_frame = np.where(is_line, chain, chain[around])
+        return cls(frames.start[rows], frames.end[rows], chain[rows], chain[around[rows]], passing, of_frame, known)
 
     def looks(self) -> tuple[array[int], array[int]]:
         """When the program came to another line, and where it was from then on."""
@@ -140,6 +173,58 @@ class _Visits:
         times, chains = times[order], chains[order]
         kept = np.append(times[1:] != times[:-1], True)[: len(times)]
         return array("q", times[kept].tolist()), array("l", chains[kept].tolist())
+
+
+def _step_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns: Mapping[LoopKey, Ints]) -> Nest:
+    """The loop whose turns are the steps, with those around it."""
+    frames = timeline.frames
+    passes = np.flatnonzero((frames.kind == FrameKind.ANNOTATION) & (frames.role & Role.BACKWARD != 0))
+
+    def counted(frame: Ints) -> Counter[Nest]:
+        found = Counter[Nest]()
+        for chain, count in zip(*np.unique(of_frame[frame], return_counts=True), strict=True):
+            found[nests[chain]] += int(count)
+        return found
+
+    return loop_that_trains(counted(timeline.spans.frame[timeline.marks]), counted(passes), turns)
+
+
+def _beside(nest: Nest, nests: Iterable[Nest]) -> Iterator[LoopKey]:
+    """Loops beside the one that trains, as an evaluation; not those within one turn of it, or of each other."""
+    for one in nests:
+        yield from islice((loop for loop, other in zip(one, nest, strict=False) if loop != other), 1)
+
+
+def _nest(chain: Chain, looks: Looks, sources: SourceLoops, turns: Mapping[LoopKey, Ints]) -> Nest:
+    """The loops around these lines, but for those that turn once in each turn of the one around them."""
+    found, most = list[LoopKey](), 1
+    for line in chain:
+        for loop in sources.around(looks.codes[line.code], line.line):
+            if (count := len(turns.get((line.code, loop.first), ()))) > most:
+                found.append((line.code, loop.first))
+                most = count + 1
+    return tuple(found)
+
+
+def _marked(timeline: Timeline, lane: int, loop: BusyLoop, last: int = 0) -> Timeline:
+    """With a mark where each turn of a loop ends, or of its last ones, as far as there are whole ones. The first turn
+    after the loop has begun lies beside it, for nobody knows where that began."""
+    rows = timeline.rows_of(lane)
+    at = np.searchsorted(timeline.spans.start[rows], loop.ends)
+    kept = np.append(np.diff(at) > 0, True) & (at < len(rows))  # a turn in which nothing happened is none
+    marks, ends = rows[at[kept]][-last:], loop.ends[kept][-last:]
+    beside = np.flatnonzero(~follows(ends, loop.anew))
+    if len(marks) - len(beside) < FEWEST_MARKS:
+        return timeline
+    return timeline.change(marks=marks).change_facts(loop=loop.place, beside=tuple(beside.tolist()))
+
+
+def _window(timeline: Timeline, lane: int, loop: BusyLoop) -> Timeline | None:
+    """A few turns of another loop, as where a run is recorded; None where there are none."""
+    marked = _marked(timeline, lane, loop, RECORDED_AT_MOST)
+    if not marked.facts.loop:
+        return None
+    return turns_alone(marked, brief=True).change_facts(reason=WindowReason(LOOP, place=loop.place), run=None, notes=())
 
 
 def _read_off(

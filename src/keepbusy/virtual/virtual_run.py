@@ -16,7 +16,7 @@ from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.busy_file import load, save
 from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.steps import commands_between
+from keepbusy.timeline.steps import commands_between, from_mark
 from keepbusy.virtual import selftest
 from keepbusy.virtual.clock.script_clocks import NOTE, ScriptClocks
 from keepbusy.virtual.costs.device import read
@@ -105,22 +105,22 @@ def steady(timeline: Timeline) -> Timeline:
 
     A virtual run begins with the program. Its first steps make memory, buckets and states, and no later step does.
     """
-    marks = {rank: timeline.marks_of(rank) for rank in timeline.ranks}
-    if min((len(one) for one in marks.values()), default=0) < 4:
+    marks = [timeline.marks_of(rank) for rank in timeline.ranks]
+    if min(map(len, marks), default=0) < 4:
         return timeline
-    first = max(_first_steady(timeline, one) for one in marks.values())
-    kept = np.sort(np.concatenate([one[first:] for one in marks.values()]))
-    return timeline.change(marks=kept).change_facts(first_steps=first)
+    first = max(_first_steady(timeline, one) for one in marks)
+    return from_mark(timeline, first).change_facts(first_steps=first)
 
 
 def _first_steady(timeline: Timeline, marks: Ints) -> int:
     """How many steps at the beginning launch more or less than later ones, or ask the driver for more memory."""
     before = np.concatenate([[0], np.cumsum(timeline.spans.kind == Kind.ALLOCATE)])
-    launches, allocations = commands_between(timeline, marks), np.diff(before[marks])
+    steps = np.setdiff1d(np.arange(len(marks) - 1), timeline.facts.beside)
+    launches, allocations = commands_between(timeline, marks)[steps], np.diff(before[marks])[steps]
     settling = int(SETTLING * len(launches))
     half = len(launches) - settling
     usual = set(launches[half:].tolist())
     for step in range(settling):
         if launches[step] in usual and allocations[step] <= allocations[half:].max():
-            return step
-    return settling
+            return int(steps[step])
+    return int(steps[settling])

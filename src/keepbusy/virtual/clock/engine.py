@@ -18,7 +18,7 @@ from functools import cache
 from threading import get_ident
 from typing import Any
 
-from keepbusy.timeline.frame_roles import STEP_MARKS
+from keepbusy.timeline.frame_roles import OWN_STEP, PROFILER_STEP, STEP_MARKS
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
@@ -594,6 +594,11 @@ class Clock:
                 "groups": dict(sorted(self._groups.items())),
             }
             return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
+
+    @property
+    def announced(self) -> bool:
+        """Whether the program says itself where its steps end."""
+        return any(len(self._mark_rows[mark]) > 1 for mark in (OWN_STEP, PROFILER_STEP))
 
     def steps(self) -> list[int]:
         """The rows that begin the run's steps.
