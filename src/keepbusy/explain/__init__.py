@@ -150,8 +150,8 @@ def _explained(
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     """Of a run that was recorded from its beginning to its end. One step may be several of those that were marked."""
-    if timeline.facts.loop:
-        return timeline.facts.first_steps + len(timeline.marks_of(timeline.ranks[0]))
+    if timeline.facts.loop and (turns := turns_of(timeline.facts.run, timeline.facts.loop)):
+        return turns
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
     return round(steps * (timeline.facts.first_steps + marked) / (marked - 1)) if marked > steps > 1 else steps
 
