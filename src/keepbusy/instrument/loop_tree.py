@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -203,9 +203,9 @@ class _Tree:
             if code in self.looks.fleeting:
                 continue
             entered = self.looks.entries.get(code)
-            if code in self.looks.holders:
-                found.add(code)
-            elif (longest >= LOOKS_WITHOUT_COUNTS) if entered is None else (within[code] >= stay * (len(entered) + 1)):
+            unentered = longest >= LOOKS_WITHOUT_COUNTS
+            stays = unentered if entered is None else within[code] >= stay * (len(entered) + 1)
+            if stays or code in self.looks.holders:
                 found.add(code)
         return found
 

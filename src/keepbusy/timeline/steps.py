@@ -112,9 +112,7 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     if not len(dropped) or len(took) - len(dropped) < 2:
         return timeline
     left_out = tuple(numbers[step + 1] for step in dropped.tolist())
-    return _without(timeline, dropped).change_facts(
-        left_out_steps=left_out, left_out_time=int(took[dropped].sum())
-    )
+    return _without(timeline, dropped).change_facts(left_out_steps=left_out, left_out_time=int(took[dropped].sum()))
 
 
 def _without(timeline: Timeline, dropped: Ints) -> Timeline:
