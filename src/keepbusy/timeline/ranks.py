@@ -50,8 +50,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         marks.append(one.marks + row)
         memory.append(one.memory.change(lane=one.memory.lane + lane))
         lanes.append(one.lanes)
-    turns = {(len(one.marks), one.facts.beside) for one in timelines}
-    alike = {} if len(turns) == 1 else {"loop": "", "beside": ()}  # else marks are no turns of one loop
+    alike = len({(len(one.marks), one.facts.beside) for one in timelines}) == 1  # else marks are no turns of one loop
     sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
     runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
     loaders = [replace(use, rank=one.ranks[0]) for one in timelines for use in one.facts.loaders]
@@ -74,7 +73,8 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
             groups=groups,
             loaders=tuple(loaders),
             notes=notes,
-            **alike,
+            loop=timelines[0].facts.loop if alike else "",
+            beside=timelines[0].facts.beside if alike else (),
         ),
     )
 

@@ -35,7 +35,8 @@ from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoo
 from keepbusy.instrument.step_loop import Nest, loop_that_trains
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
-from keepbusy.timeline.run_facts import LOOP, WindowReason
+from keepbusy.timeline.run_facts import WindowReason
+from keepbusy.timeline.run_tree import LOOP
 from keepbusy.timeline.steps import turns_alone
 
 STAY, STAY_SHARE = 60_000_000, 0.05
@@ -108,9 +109,9 @@ class RunLoops:
         if not nest:
             return told
         loops = innermost_loops(looks, busy, sources)
-        trains, worth = [one for one in loops if one.loop == nest[-1]], LOOP_IS_WORTH * sum(one.time for one in loops)
+        worth, trains = LOOP_IS_WORTH * sum(one.time for one in loops), {one.loop: one for one in loops}.get(nest[-1])
         further = [_window(told, lane, one) for one in loops if one.loop not in nest and one.waits >= worth]
-        marked = _marked(told, lane, *trains) if trains else told
+        marked = _marked(told, lane, trains) if trains is not None else told
         return marked.change(further=tuple(one for one in further if one is not None))
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
