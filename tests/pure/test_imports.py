@@ -125,15 +125,15 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 753,
-    "timeline": 2369,
+    "timeline": 2401,
     "traces": 2443,
-    "instrument": 1731,
-    "recording": 3785,
-    "virtual": 8942,
-    "explain": 4398,
+    "instrument": 1806,
+    "recording": 3783,
+    "virtual": 9033,
+    "explain": 4400,
     "report": 3269,
     "runtime": 5068,
-    "cli": 3393,
+    "cli": 3395,
     "fix": 4455,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
