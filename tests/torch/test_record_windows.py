@@ -90,6 +90,20 @@ def test_where_turns_cease_to_come_before_it_has_settled_it_leaves_nothing(tmp_p
     assert (window.is_open, window.ticks, list(tmp_path.iterdir())) == (False, [], [])
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_memory_is_noted_where_it_is_asked_for(patient: None, tmp_path: Path, memory: bool) -> None:
+    """What this machine takes of its own, as if it were a device's: the profiler tells of both alike."""
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW, memory=memory))
+    compute(run, range(1, STEPS_BEFORE_WINDOW + WINDOW + 1))
+    run.leave()
+    pretend(run.folder / TRACE)
+    told = (run.folder / TRACE).read_text().replace('"Device Type": 0', '"Device Type": 1')
+    (run.folder / TRACE).write_text(told)
+    held = timeline_in(run.folder, {}).memory
+    size = 4 * 512 * 512
+    assert ({size, -size} <= set(held.size.tolist())) == memory
+
+
 def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:
     """Little is to be closed of it."""
     window = Window(tmp_path)

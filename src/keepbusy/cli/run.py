@@ -87,6 +87,9 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live", action="store_true", help="on a real GPU: show the step, the lead and the worst line while it runs"
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="on a real GPU: note what takes its memory, too; --page draws it"
+    )
 
 
 def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +271,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
 
 
 _HANDED_ON = (
-    "on", "after", "clock", "values", "clocks", "what_if", "workers", "json", "live", "fix", "without", "also", "quiet",
+    "on", "after", "clock", "values", "clocks", "what_if", "workers", "json", "live", "memory", "fix", "without", "also", "quiet",
     "against", "save", "page",
 )  # fmt: skip
 """Flags that each rank is given, too."""

@@ -64,6 +64,7 @@ class RunOptions:
     folder: str = ""  # where each process leaves what it saw, in a folder of its own
     after: int | None = None  # steps before the window opens
     live: bool = False  # whether somebody looks on, so that figures are left a few times a second
+    memory: bool = False  # whether what takes the device's memory is noted, too
 
 
 class Run:
@@ -76,7 +77,7 @@ class Run:
         self.process = os.getpid()
         self.is_going_on = False
         self.notes: list[str] = []
-        self.window = self._first = Window(self.folder, brief=True, closed=self._closed)
+        self.window = self._first = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory)
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self.others = OtherProfilers(self._make_way)
         self.loops = LoopWatch()
@@ -311,7 +312,7 @@ class Run:
     def _add_window(self, occasion: Occasion, brief: bool) -> None:
         folder = self.folder / str(2 + len(self._further))
         folder.mkdir()
-        self.window = Window(folder, occasion.turns, self.clock, brief, self._closed)
+        self.window = Window(folder, occasion.turns, self.clock, brief, self._closed, self.options.memory)
         self.window.usual = int(np.median(np.diff(occasion.loop.ends))) if occasion.loop is not None else 0
         if self._first.was_open:
             self.window.longest = self._first.open_for()
@@ -343,7 +344,7 @@ class Run:
     def _look_afresh(self) -> None:
         """What an earlier profile of this process has left of CUPTI told nothing. It lets go now, and the next window
         finds it new."""
-        window = Window(self.folder, brief=True, closed=self._closed)
+        window = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory)
         window.cost = self._first.cost
         self.window = self._first = window
         self._opened, self._blind = 0, self._steps
@@ -469,14 +470,14 @@ def be_child(**options: Any) -> None:
 class Session:
     """What happens within the `with` block is recorded; afterwards it can be explained, again and again."""
 
-    def __init__(self, after: int | None) -> None:
-        self._after = after
+    def __init__(self, after: int | None, memory: bool = False) -> None:
+        self._options = RunOptions(after=after, memory=memory)
         self._run: Run | None = None
         self._timeline: Timeline | None = None
 
     def __enter__(self) -> Session:
         self._timeline = None
-        self._run = Run(RunOptions(after=self._after))
+        self._run = Run(self._options)
         self._run.begin()
         return self
 

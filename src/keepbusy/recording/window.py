@@ -111,9 +111,10 @@ class Window:
         clock: Callable[[], int] = time.perf_counter_ns,
         brief: bool = False,
         closed: Callable[[], object] | None = None,
+        memory: bool = False,
     ) -> None:
         """`brief`: two whole turns are enough where they take long, as one is like the other. `closed` is called where
-        it has closed within a turn."""
+        it has closed within a turn. `memory`: what is taken of the device's, and given back, is noted, too."""
         self.folder, self.clock = folder, clock
         self.is_brief = brief
         self.usual = 0
@@ -135,7 +136,7 @@ class Window:
         self._log = Log(clock)
         self._ask = Ask(1 << 62, self._is_asked)
         self._follower = follower(self._log, self._ask)
-        self._closed = closed
+        self._closed, self._memory = closed, memory
         self._profile: Any = None
         self._opened = self._thread = self._count = self._worked = self._allocated = 0
 
@@ -148,7 +149,9 @@ class Window:
         self._thread, self._count = threading.get_ident(), count
         self._settling = SETTLING_TURNS if self.usual < SETTLES_WITHIN else 0
         device = "cuda" if torch.cuda.is_available() else None
-        self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True)
+        self._profile = profiler.profile(
+            use_cpu=True, use_device=device, use_kineto=True, profile_memory=self._memory
+        )
         self._profile.__enter__()
         self.is_open = True
         self.no_lines = self._follower.begin()

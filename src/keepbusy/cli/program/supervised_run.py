@@ -134,7 +134,7 @@ def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespa
 
     # its exit handler is registered first, and so runs last
     ending = Ending(lambda: watched.end())  # noqa: PLW0108
-    watched = start(RunOptions(str(folder), options.after, _is_seen(options)))
+    watched = start(RunOptions(str(folder), options.after, _is_seen(options), options.memory))
     code = program()
     if code < 0:
         ending.by(-code)
