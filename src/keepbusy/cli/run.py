@@ -271,8 +271,8 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
 
 
 _HANDED_ON = (
-    "on", "after", "clock", "values", "clocks", "what_if", "workers", "json", "live", "memory", "fix", "without", "also", "quiet",
-    "against", "save", "page",
+    "on", "after", "clock", "values", "clocks", "what_if", "workers", "json", "live", "fix", "without", "also", "quiet",
+    "memory", "against", "save", "page",
 )  # fmt: skip
 """Flags that each rank is given, too."""
 

@@ -149,9 +149,7 @@ class Window:
         self._thread, self._count = threading.get_ident(), count
         self._settling = SETTLING_TURNS if self.usual < SETTLES_WITHIN else 0
         device = "cuda" if torch.cuda.is_available() else None
-        self._profile = profiler.profile(
-            use_cpu=True, use_device=device, use_kineto=True, profile_memory=self._memory
-        )
+        self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True, profile_memory=self._memory)
         self._profile.__enter__()
         self.is_open = True
         self.no_lines = self._follower.begin()
