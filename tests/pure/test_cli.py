@@ -87,6 +87,7 @@ FLAGS = {
         "--quiet": (None, 0, False),
         "--page": ("OUT.html", None, None),
         "--live": (None, 0, False),
+        "--memory": (None, 0, False),
         "-m": (None, 0, False),
         "program": ("SCRIPT", "A...", None),
     },

@@ -128,12 +128,12 @@ LINES = {
     "timeline": 2401,
     "traces": 2443,
     "instrument": 1806,
-    "recording": 3783,
+    "recording": 3786,
     "virtual": 9033,
     "explain": 4400,
     "report": 3269,
     "runtime": 5068,
-    "cli": 3395,
+    "cli": 3398,
     "fix": 4455,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
