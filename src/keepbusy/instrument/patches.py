@@ -34,6 +34,10 @@ class Patches:
         setattr(owner, name, ours)
         self.later(lambda: _put_back(owner, name, ours, own))
 
+    def wrap(self, owner: Any, name: str, around: Function) -> None:
+        """`around` is called instead, with the original before what that would be given."""
+        self.replace(owner, name, lambda original: lambda *args, **kwargs: around(original, *args, **kwargs))
+
     def later(self, undo: Callable[[], object]) -> None:
         """Something else that is to be undone with the rest."""
         self._undo.append(undo)

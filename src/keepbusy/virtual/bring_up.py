@@ -52,7 +52,7 @@ def bring_up(
     if not measured:
         host_side.patch_modelled(_PATCHES)
     MACHINE.calibrate()
-    cuda_api.forget_initialization()
+    cuda_api.Initialization.requested = False
     return MACHINE
 
 

@@ -61,39 +61,29 @@ def patch(patches: Patches) -> None:
         os.set_blocking(end, False)
     _utils.worker._worker_loop = run_worker  # no wrapper: workers that are spawned find it by its name
     loader = dataloader._MultiProcessingDataLoaderIter
-    patches.replace(loader, "_try_put_index", _note_request)
-    patches.replace(loader, "_process_data", _note_batch)
+    patches.wrap(loader, "_try_put_index", _ask)
+    patches.wrap(loader, "_process_data", _give)
 
 
-def _note_request(native: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(self: Any) -> None:
-        batch = self._send_idx
-        native(self)
-        if self._send_idx > batch:
-            _worker(self, self._task_info[batch][0]).ask(batch, MACHINE.clock.now())
-
-    return ask
+def _ask(native: Callable[..., Any], loader: Any) -> None:
+    batch = loader._send_idx
+    native(loader)
+    if loader._send_idx > batch:
+        _worker(loader, loader._task_info[batch][0]).ask(batch, MACHINE.clock.now())
 
 
-def _note_batch(native: Callable[..., Any]) -> Callable[..., Any]:
-    def give(self: Any, data: Any, number: int) -> Any:
-        _read_durations()
-        done = _worker(self, number).done(self._rcvd_idx - 1) if self._in_order else None
-        MACHINE.clock.take_batch(_NEXT_BATCH, done)
-        return native(self, data, number)
-
-    return give
-
-
-def _worker(loader: Any, number: int) -> Worker:
-    return _WORKERS[loader._workers[number].pid]
-
-
-def _read_durations() -> None:
+def _give(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
     with contextlib.suppress(BlockingIOError):
         while rows := os.read(_PIPE[0], 1024 * _DURATION.size):
             for process, batch, duration in _DURATION.iter_unpack(rows):
                 _WORKERS[process].note_duration(batch, duration)
+    done = _worker(loader, number).done(loader._rcvd_idx - 1) if loader._in_order else None
+    MACHINE.clock.take_batch(_NEXT_BATCH, done)
+    return native(loader, data, number)
+
+
+def _worker(loader: Any, number: int) -> Worker:
+    return _WORKERS[loader._workers[number].pid]
 
 
 def run_worker(kind: Any, dataset: Any, asks: Any, gives: Any, *rest: Any) -> None:
@@ -108,9 +98,7 @@ class _Requests:
     """The queue from which a worker takes what it is asked for."""
 
     def __init__(self, queue: Any) -> None:
-        self._queue = queue
-        self.clock = HostTime()
-        self.taken = 0
+        self._queue, self.clock, self.taken = queue, HostTime(), 0
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         asked = self._queue.get(*args, **kwargs)

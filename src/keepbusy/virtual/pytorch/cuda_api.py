@@ -38,25 +38,23 @@ class _SyncDebug:
     mode = _IGNORE
     introduced = False  # whether the program has been told that this is a prototype
 
-    def set(self, mode: int) -> None:
-        if mode not in (_IGNORE, _WARN, _RAISE):
-            raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
-        if not self.introduced:
-            self.introduced = True
-            _warn_program(
-                "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
-            )
-        self.mode = mode
 
-
-_sync_debug = _SyncDebug()
+def _set_sync_debug(mode: int) -> None:
+    if mode not in (_IGNORE, _WARN, _RAISE):
+        raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
+    if not _SyncDebug.introduced:
+        _SyncDebug.introduced = True
+        _warn_program(
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+        )
+    _SyncDebug.mode = mode
 
 
 def announce_sync() -> None:
     """The host will wait for the device; nothing is copied yet."""
-    if _sync_debug.mode != _IGNORE:
+    if _SyncDebug.mode != _IGNORE:
         text = "called a synchronizing CUDA operation"
-        if _sync_debug.mode == _RAISE:
+        if _SyncDebug.mode == _RAISE:
             raise RuntimeError(text)
         _warn_program(text)
 
@@ -260,9 +258,7 @@ def _scatter(
 
 def _scatter_out(tensor: Tensor, out: list[Tensor], dim: int, streams: Any) -> list[Tensor]:
     parts = tensor.split([one.size(dim) for one in out], dim)
-    for target, part in zip(out, parts, strict=True):
-        target.copy_(part, non_blocking=True)
-    return out
+    return [one.copy_(part, non_blocking=True) for one, part in zip(out, parts, strict=True)]
 
 
 def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
@@ -284,9 +280,7 @@ def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
 
 
 def _broadcast_out(tensor: Tensor, out: list[Tensor]) -> list[Tensor]:
-    for one in out:
-        one.copy_(tensor, non_blocking=True)
-    return out
+    return [one.copy_(tensor, non_blocking=True) for one in out]
 
 
 def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
@@ -304,24 +298,20 @@ def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buff
 # Whether the program has touched a device yet: device meshes choose a process's device by its rank, unless it has.
 
 
-class _Initialization:
+class Initialization:
+    """`bring_up` forgets it: what came before was ours."""
+
     requested = False
 
-    def request(self) -> None:
-        self.requested = True
+    @classmethod
+    def request(cls) -> None:
+        cls.requested = True
 
-    def happened(self) -> bool:
+    @classmethod
+    def happened(cls) -> bool:
         """Whether the program has asked for a device, had work done by one or holds memory of one."""
         stats = [MACHINE.memory.stats(device) for device in range(CURRENT.count)]
-        return self.requested or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
-
-
-_initialization = _Initialization()
-
-
-def forget_initialization() -> None:
-    """What came before was ours: as far as the program knows, nobody has touched a device."""
-    _initialization.requested = False
+        return cls.requested or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
 
 
 # `torch.cuda.FloatTensor` and its kin, which older programs call as they would call `torch.FloatTensor`.
@@ -342,15 +332,6 @@ class TensorType(type):
         return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype is cls.dtype
 
 
-def _tensor_types() -> dict[str, TensorType]:
-    """By their names in `torch.cuda`: one for each that `torch` has for the host."""
-    native = {kind.__name__: kind for kind in torch._tensor_classes if kind.__module__ == "torch"}
-    return {
-        name: TensorType(f"torch.cuda.{name}", (), {"dtype": kind.dtype, "on_host": kind})
-        for name, kind in native.items()
-    }
-
-
 # What a driver, its runtime and the allocator would answer.
 
 
@@ -358,19 +339,9 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: value
 
 
-def _current_stream(device: int = -1) -> tuple[int, int, int]:
-    index = CURRENT.index(device)
-    return MACHINE.stream(index), index, DEVICE_TYPE
-
-
-def _default_stream(device: int = -1) -> tuple[int, int, int]:
-    index = CURRENT.index(device)
-    return MACHINE.clock.default_stream(index), index, DEVICE_TYPE
-
-
-def _set_stream(stream_id: int, device_index: int, device_type: int = DEVICE_TYPE) -> None:
-    CURRENT.change(device_index)
-    MACHINE.choose_stream(device_index, stream_id)
+def _numbers(stream: Stream) -> tuple[int, int, int]:
+    """As C++ names a stream."""
+    return stream.lane, stream.device_index, DEVICE_TYPE
 
 
 _native_config = torch._C._show_config()
@@ -428,65 +399,57 @@ def _sleep(cycles: int) -> None:
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    about = MACHINE.device
     if CURRENT.index(device) >= CURRENT.count:
         raise AssertionError("Invalid device id")
-    major, minor = about.capability
+    about, (major, minor) = MACHINE.device, MACHINE.device.capability
     return types.SimpleNamespace(
-        name=about.name,
-        major=major,
-        minor=minor,
-        total_memory=about.memory.size,
-        multi_processor_count=about.multiprocessors,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
-        uuid="0",
-    )
+        name=about.name, major=major, minor=minor, total_memory=about.memory.size,
+        multi_processor_count=about.multiprocessors, max_threads_per_multi_processor=2048, warp_size=32,
+        is_integrated=0, is_multi_gpu_board=0, regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20,
+        gcnArchName="", uuid="0",
+    )  # fmt: skip
 
 
+_NOTHING = (
+    "_cuda_init", "_host_emptyCache", "_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool",
+    "_cuda_resetPeakHostMemoryStats", "_cuda_resetAccumulatedHostMemoryStats", "_cuda_record_memory_history",
+    "_cuda_record_memory_history_legacy", "_cuda_ipc_collect", "_accelerator_emptyHostCache",
+)  # fmt: skip
+"""In `torch._C`, what has nothing to do here, or was done where a capture ended."""
 _NATIVE: dict[str, Callable[..., Any]] = {
-    "_show_config": _show_config,
-    "_cuda_init": _constant(None),
+    **dict.fromkeys(_NOTHING, _constant(None)),
+    "_cuda_hasPrimaryContext": _constant(True),
+    "_cuda_canDeviceAccessPeer": _constant(True),
+    "_accelerator_isAllocatorInitialized": _constant(True),
     "_cuda_isInBadFork": _constant(False),
+    "_cuda_isHistoryEnabled": _constant(False),
+    "_cuda_getCurrentBlasHandle": _constant(0),
+    "_cuda_getCurrentRawStream": _constant(0),
+    "_show_config": _show_config,
     "_cuda_getDeviceCount": lambda: CURRENT.count,
     "_cuda_getDevice": lambda: CURRENT.device,
     "_cuda_setDevice": _set_device,
     "_cuda_exchangeDevice": CURRENT.change,
     "_cuda_maybeExchangeDevice": CURRENT.change,
-    "_cuda_hasPrimaryContext": _constant(True),
-    "_cuda_canDeviceAccessPeer": _constant(True),
     "_cuda_synchronize": synchronize,
-    "_cuda_getCurrentStream": _current_stream,
-    "_cuda_getDefaultStream": _default_stream,
-    "_cuda_getCurrentRawStream": _constant(0),
-    "_cuda_setStream": _set_stream,
+    "_cuda_getCurrentStream": lambda device=-1: _numbers(current_stream(device)),
+    "_cuda_getDefaultStream": lambda device=-1: _numbers(default_stream(device)),
+    "_cuda_setStream": lambda stream_id, device_index, device_type=None: set_stream(
+        Stream._of(device_index, stream_id)
+    ),
     "_graph_pool_handle": graph_pool_handle,
-    "_host_emptyCache": _constant(None),
     "_cuda_isCurrentStreamCapturing": lambda: current_stream().is_capturing(),
-    "_cuda_getCurrentBlasHandle": _constant(0),
-    "_cuda_clearCublasWorkspaces": _constant(None),
     "_cuda_getCompiledVersion": _compiled_version,
     "_cuda_getArchFlags": _architecture,
-    "_cuda_set_sync_debug_mode": _sync_debug.set,
-    "_cuda_get_sync_debug_mode": lambda: _sync_debug.mode,
-    "_cuda_endAllocateToPool": _constant(None),  # the end of a capture has told the allocator
-    "_cuda_releasePool": _constant(None),
+    "_cuda_set_sync_debug_mode": _set_sync_debug,
+    "_cuda_get_sync_debug_mode": lambda: _SyncDebug.mode,
     "_cuda_sleep": _sleep,
     "_cuda_emptyCache": _empty_cache,
     "_cuda_memoryStats": _memory_stats,
     "_cuda_resetPeakMemoryStats": _reset_peak,
     "_cuda_resetAccumulatedMemoryStats": _reset_accumulated,
     "_cuda_hostMemoryStats": _constant({}),
-    "_cuda_resetPeakHostMemoryStats": _constant(None),
-    "_cuda_resetAccumulatedHostMemoryStats": _constant(None),
     "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
     "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
     "_cuda_memorySnapshot": lambda *_: {
@@ -495,15 +458,9 @@ _NATIVE: dict[str, Callable[..., Any]] = {
         "allocator_settings": {},
         "external_annotations": [],
     },
-    "_cuda_record_memory_history": _constant(None),
-    "_cuda_record_memory_history_legacy": _constant(None),
-    "_cuda_isHistoryEnabled": _constant(False),
-    "_cuda_ipc_collect": _constant(None),
     "_nccl_version": _constant(2 << 32 | 27 << 16 | 3),
     "_nccl_version_suffix": _constant(b""),
-    "_accelerator_isAllocatorInitialized": _constant(True),
     "_accelerator_emptyCache": _empty_cache,
-    "_accelerator_emptyHostCache": _constant(None),
     "_accelerator_getDeviceStats": _memory_stats,
     "_accelerator_resetPeakStats": _reset_peak,
     "_accelerator_resetAccumulatedStats": _reset_accumulated,
@@ -527,10 +484,10 @@ _NATIVE: dict[str, Callable[..., Any]] = {
 }
 """In `torch._C`."""
 _PYTHON: dict[str, Callable[..., Any]] = {
-    "init": _initialization.request,
-    "_lazy_init": _initialization.request,
+    "init": Initialization.request,
+    "_lazy_init": Initialization.request,
     "_lazy_call": lambda does, **_: does(),
-    "is_initialized": _initialization.happened,
+    "is_initialized": Initialization.happened,
     "_is_compiled": _constant(True),
     "_exchange_device": CURRENT.change,
     "_maybe_exchange_device": CURRENT.change,
@@ -573,8 +530,9 @@ def patch() -> None:
     ):
         setattr(module, name, _function_named(name, _constant(value)))
 
-    for name, kind in _tensor_types().items():
-        setattr(cuda, name, kind)
+    for kind in [one for one in torch._tensor_classes if one.__module__ == "torch"]:
+        about = {"dtype": kind.dtype, "on_host": kind}
+        setattr(cuda, kind.__name__, TensorType(f"torch.cuda.{kind.__name__}", (), about))
     torch.version.cuda = CUDA_VERSION
     cuda.default_generators = DEFAULTS.all()
     torch.Generator = GeneratorOfAnyDevice

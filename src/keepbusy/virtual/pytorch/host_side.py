@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from threading import current_thread, local, main_thread
 from typing import Any
 
@@ -42,21 +43,21 @@ _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
 def patch(patches: Patches) -> None:
     torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
     for name in _FACTORIES:
-        patches.replace(torch, name, _pinning_factory(f"aten::{name}"))
+        patches.wrap(torch, name, partial(_make, f"aten::{name}"))
     for name in _FILLS:
-        patches.replace(Tensor, name, _recorded_on_host(f"aten::{name}"))
-    patches.replace(Tensor, "pin_memory", lambda _native: _pin_memory)
-    patches.replace(Tensor, "is_pinned", lambda _native: lambda tensor, device=None: host_memory.is_pinned(tensor))
+        patches.wrap(Tensor, name, partial(_fill, f"aten::{name}"))
+    patches.wrap(Tensor, "pin_memory", _pin_memory)
+    patches.wrap(Tensor, "is_pinned", lambda _native, tensor, device=None: host_memory.is_pinned(tensor))
     for name in ("new", "new_tensor"):
-        patches.replace(Tensor, name, _made_on_its_device)
-    patches.replace(Tensor, "record_stream", lambda _native: _record_stream)
-    patches.replace(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
-    patches.replace(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
-    patches.replace(torch.nn.Module, "__call__", _outermost_forward)
+        patches.wrap(Tensor, name, _make_on_its_device)
+    patches.wrap(Tensor, "record_stream", lambda _native, tensor, s: MACHINE.record_stream(tensor, s.lane))
+    patches.wrap(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
+    patches.wrap(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
+    patches.wrap(torch.nn.Module, "__call__", _call_module)
     for module in (torch.autograd.graph, torch.autograd):
-        patches.replace(module, "_engine_run_backward", _backward_in_calling_thread)
-    patches.replace(torch, "compile", lambda _native: _compile)
-    patches.replace(torch.nn.Module, "compile", lambda _native: _compile_module)
+        patches.wrap(module, "_engine_run_backward", _run_backward)
+    patches.wrap(torch, "compile", _compile)
+    patches.wrap(torch.nn.Module, "compile", _compile_module)
     step.ENDED.append(_mark_step)
 
 
@@ -83,101 +84,72 @@ class HostOperator:
             MACHINE.clock.leave()
 
 
-def _pinning_factory(name: str) -> Callable[..., Any]:
+# What stands around functions of PyTorch's, which come first among the arguments.
+
+
+def _make(name: str, native: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
     """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
-
-    def replace(native: Callable[..., Any]) -> Callable[..., Any]:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            pins = kwargs.pop("pin_memory", False)
-            with HostOperator(name):
-                made = native(*args, **kwargs)
-            return host_memory.pin(made) if pins else made
-
-        return make
-
-    return replace
+    with HostOperator(name):
+        made = native(*args, **kwargs)
+    return host_memory.pin(made) if pin_memory else made
 
 
-def _made_on_its_device(native: Callable[..., Any]) -> Callable[..., Any]:
+def _fill(name: str, native: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if tensor.is_cuda:
+        return native(tensor, *args, **kwargs)
+    with HostOperator(name):
+        return native(tensor, *args, **kwargs)
+
+
+def _make_on_its_device(native: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """C++ would enter the tensor's device, of which our guard knows nothing."""
-
-    def make(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not tensor.is_cuda:
-            return native(tensor, *args, **kwargs)
-        before = CURRENT.change(tensor.get_device())
-        try:
-            return native(tensor, *args, **kwargs)
-        finally:
-            CURRENT.change(before)
-
-    return make
+    before = CURRENT.change(tensor.get_device())  # which changes nothing for one of the host
+    try:
+        return native(tensor, *args, **kwargs)
+    finally:
+        CURRENT.change(before)
 
 
-def _recorded_on_host(name: str) -> Callable[..., Any]:
-    def replace(native: Callable[..., Any]) -> Callable[..., Any]:
-        def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.is_cuda:
-                return native(tensor, *args, **kwargs)
-            with HostOperator(name):
-                return native(tensor, *args, **kwargs)
-
-        return fill
-
-    return replace
-
-
-def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+def _pin_memory(_native: Callable[..., Any], tensor: Tensor, device: Any = None) -> Tensor:
     with HostOperator("aten::pin_memory"):
         return host_memory.pinned_copy(tensor)
-
-
-def _record_stream(tensor: Tensor, stream: Any) -> None:
-    MACHINE.record_stream(tensor, stream.lane)
 
 
 # Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these.
 
 
-def _enter_annotation(native: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(self: Any) -> Any:
-        MACHINE.enter(FrameKind.ANNOTATION, self.name)
-        if self.name.startswith(_LOADER):
-            # input is late where the loop asks for it, whatever the loader does then
-            MACHINE.clock.work(1, place=MACHINE.place())
-        if self.name.startswith(_LOADER_WITH_WORKERS):
-            MACHINE.clock.await_batch()
-        return native(self)
-
-    return enter
+def _enter_annotation(native: Callable[..., Any], annotation: Any) -> Any:
+    MACHINE.enter(FrameKind.ANNOTATION, annotation.name)
+    if annotation.name.startswith(_LOADER):
+        # input is late where the loop asks for it, whatever the loader does then
+        MACHINE.clock.work(1, place=MACHINE.place())
+    if annotation.name.startswith(_LOADER_WITH_WORKERS):
+        MACHINE.clock.await_batch()
+    return native(annotation)
 
 
-def _leave_annotation(native: Callable[..., Any]) -> Callable[..., Any]:
-    def leave(self: Any, *error: Any) -> Any:
-        if self.name.startswith(_LOADER_WITH_WORKERS):
-            MACHINE.clock.take_batch(self.name)
-        MACHINE.clock.leave()
-        return native(self, *error)
-
-    return leave
+def _leave_annotation(native: Callable[..., Any], annotation: Any, *error: Any) -> Any:
+    if annotation.name.startswith(_LOADER_WITH_WORKERS):
+        MACHINE.clock.take_batch(annotation.name)
+    MACHINE.clock.leave()
+    return native(annotation, *error)
 
 
-def _outermost_forward(native: Callable[..., Any]) -> Callable[..., Any]:
+_inside = local()
+
+
+def _call_module(native: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """The outermost module's forward passes mark the steps of a program without an optimizer."""
-    inside = local()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        MACHINE.clock.spend(MACHINE.device.host.module)
-        if getattr(inside, "module", False) or not in_training_thread():
-            return native(self, *args, **kwargs)
-        inside.module = True
-        MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
-        try:
-            return native(self, *args, **kwargs)
-        finally:
-            MACHINE.clock.leave()
-            inside.module = False
-
-    return call
+    MACHINE.clock.spend(MACHINE.device.host.module)
+    if getattr(_inside, "module", False) or not in_training_thread():
+        return native(module, *args, **kwargs)
+    _inside.module = True
+    MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(module).__name__}")
+    try:
+        return native(module, *args, **kwargs)
+    finally:
+        MACHINE.clock.leave()
+        _inside.module = False
 
 
 def _mark_step() -> None:
@@ -186,38 +158,27 @@ def _mark_step() -> None:
     MACHINE.clock.leave()
 
 
-def _backward_in_calling_thread(native: Callable[..., Any]) -> Callable[..., Any]:
-    """Its order is then always the same, and the user's line is on the stack."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
-        MACHINE.clock.spend(MACHINE.device.host.backward_pass)
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                return native(*args, **kwargs)
-        finally:
-            MACHINE.clock.leave()
-
-    return run
+def _run_backward(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the calling thread: its order is then always the same, and the user's line is on the stack."""
+    MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
+    MACHINE.clock.spend(MACHINE.device.host.backward_pass)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            return native(*args, **kwargs)
+    finally:
+        MACHINE.clock.leave()
 
 
-# `torch.compile`: the program runs as it is written, and the report says so.
-
-
-def _note_compile() -> None:
-    """Once a process, and in the report."""
+def _compile(_native: Callable[..., Any], model: Any = None, *_args: Any, **_options: Any) -> Any:
+    """`torch.compile`: the program runs as it is written, and says so once a process, and in the report."""
     if not MACHINE.compiled_eagerly:
         MACHINE.compiled_eagerly = True
         sys.stderr.write("keepbusy: torch.compile runs eagerly on the virtual GPU; its timing is that of eager code.\n")
-
-
-def _compile(model: Any = None, **_options: Any) -> Any:
-    _note_compile()
     return (lambda function: function) if model is None else model
 
 
-def _compile_module(_module: torch.nn.Module, *_args: Any, **_options: Any) -> None:
-    _note_compile()
+def _compile_module(*given: Any, **options: Any) -> None:
+    _compile(*given, **options)
 
 
 # With a modelled clock: how long operators on the host's own tensors take, and sleeping.
@@ -227,7 +188,6 @@ _SHORTEST_ROW = 20_000
 _INITIALISES = ("uniform_", "normal_", "kaiming_uniform_", "constant_")
 """What `torch.nn.init` does to a parameter of a program of which nothing is computed."""
 _NO_OPERATORS = ("__get__", "__set__", "backward")
-_SHUFFLES = ("randperm",)
 _DRAWS = ("rand", "normal", "uniform", "bernoulli", "exponential", "dropout", "poisson", "log_normal")
 _SORTS = ("sort", "argsort", "topk", "unique", "median", "quantile", "kthvalue", "multinomial")
 _BY_ELEMENT = (
@@ -240,17 +200,14 @@ _BY_ELEMENT = (
 def patch_modelled(patches: Patches) -> None:
     """In the thread that calls it, until the end."""
     HostOperatorCosts().__enter__()
-    patches.replace(time, "sleep", _recorded_sleep)
+    patches.wrap(time, "sleep", _sleep)
 
 
-def _recorded_sleep(native: Callable[..., Any]) -> Callable[..., Any]:
-    def sleep(seconds: Any) -> None:
-        native(seconds)
-        if in_training_thread():
-            with HostOperator("sleep"):
-                MACHINE.clock.work(round(seconds * 1e9))
-
-    return sleep
+def _sleep(native: Callable[..., Any], seconds: Any) -> None:
+    native(seconds)
+    if in_training_thread():
+        with HostOperator("sleep"):
+            MACHINE.clock.work(round(seconds * 1e9))
 
 
 class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
@@ -260,17 +217,13 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        given = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
-        unread = name in _INITIALISES and _goes_without_values(given)
-        made = given if unread else func(*args, **(kwargs or {}))
+        given: Any = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
+        # a large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes
+        unread = name in _INITIALISES and not VALUES.real and type(given) is Parameter and not given.is_cuda
+        made = given if unread and given.nbytes > CARRIED_SIZE else func(*args, **(kwargs or {}))
         if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
             _price(name, args, made)
         return made
-
-
-def _goes_without_values(given: Any) -> bool:
-    """A large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes."""
-    return not VALUES.real and type(given) is Parameter and not given.is_cuda and given.nbytes > CARRIED_SIZE
 
 
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
@@ -299,21 +252,13 @@ def _is_of_host(tensor: Tensor) -> bool:
 
 def time_of(device: Device, name: str, taken: list[Tensor], given: list[Tensor]) -> int:
     """Nanoseconds for an operator that made `given` from `taken`: a view, and memory that nobody fills, are free."""
-    called, costs = device.host.view, device.host_tensors
-    if name.startswith("empty") or _is_view(taken, given[0]):
+    called, costs, tensors = device.host.view, device.host_tensors, (*taken, *given)
+    address = given[0].untyped_storage().data_ptr()
+    is_view = any(given[0] is not one and one.untyped_storage().data_ptr() == address for one in taken)
+    if name.startswith("empty") or is_view:
         return called
-    tensors = (*taken, *given)
-    for names, each in (
-        (_SHUFFLES, costs.shuffle),
-        (_SORTS, costs.sort),
-        (_DRAWS, costs.draw),
-        (_BY_ELEMENT, costs.each),
-    ):
+    rates = {("randperm",): costs.shuffle, _SORTS: costs.sort, _DRAWS: costs.draw, _BY_ELEMENT: costs.each}
+    for names, each in rates.items():
         if name.startswith(names):
             return called + round(max(one.numel() for one in tensors) * each)
     return called + round(sum(one.numel() * one.element_size() for one in tensors) / costs.streaming)
-
-
-def _is_view(taken: list[Tensor], given: Tensor) -> bool:
-    address = given.untyped_storage().data_ptr()
-    return any(given is not one and one.untyped_storage().data_ptr() == address for one in taken)

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any
 
@@ -42,17 +42,7 @@ def at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int]
     move: Callable[[], object] = partial(exchange, does, map_tensors(lambda one: lasting(one.detach()), tensors))
     if MACHINE.recording is not None:
         move = MACHINE.recording.after_steps_so_far(move)
-
-    def move_and_meet(mine: int) -> int:
-        move()
-        return meet(mine)
-
-    return move_and_meet
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Apart from autograd."""
-    return to_host(tensor.detach()) if tensor.is_cuda else tensor.detach()
+    return lambda mine: (move(), meet(mine))[1]
 
 
 # What a collective leaves in the program's hands until somebody waits for it.
@@ -77,11 +67,7 @@ class Handle(Work):
         _hold_up(self.device, self.moment)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
+    synchronize = block_current_stream = wait  # type: ignore[assignment]
 
     def is_completed(self) -> bool:
         return self.moment is None or MACHINE.clock.query(self.moment)
@@ -136,16 +122,12 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             MACHINE.rank = rank
             MACHINE.clock.await_others("init_process_group", self._last_arrival)
         self._streams: dict[tuple[int, int], int] = {}
-        self._on_hosts: int | None = None
 
-    @property
+    @cached_property
     def _hosts(self) -> int:
         """On how many hosts its ranks are."""
-        if self._on_hosts is None:
-            known = dist.distributed_c10d._world.pg_group_ranks.get(self)
-            of_host = MACHINE.device.wire.devices
-            self._on_hosts = len({rank // of_host for rank in known}) if known else -(-self.members // of_host)
-        return self._on_hosts
+        known, of_host = dist.distributed_c10d._world.pg_group_ranks.get(self), MACHINE.device.wire.devices
+        return len({rank // of_host for rank in known}) if known else -(-self.members // of_host)
 
     def size(self) -> int:
         return self.members
@@ -173,10 +155,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def _stream(self, device: int, peer: int = -1) -> int:
         """As in NCCL, messages to each peer have a stream of their own."""
-        stream = self._streams.get((device, peer))
-        if stream is None:
-            stream = self._streams[device, peer] = MACHINE.clock.new_stream(device)
-        return stream
+        if (device, peer) not in self._streams:
+            self._streams[device, peer] = MACHINE.clock.new_stream(device)
+        return self._streams[device, peer]
 
     # what every collective does
 
@@ -203,7 +184,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
                 meet = at_replay(does, tensors, meet)
             else:
-                exchange(does, map_tensors(_on_host, tensors))
+                exchange(does, map_tensors(lambda one: to_host(one.detach()) if one.is_cuda else one.detach(), tensors))
                 map_tensors(VALUES.keep, tensors[0])
             if device < 0:
                 return Handle(result)
@@ -272,8 +253,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("all_gather", [output], [output, given], gather)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
-        handles = [self.all_gather_single(out, mine) for out, mine in zip(outputs, inputs, strict=True)]
-        return handles[-1]
+        return list(map(self.all_gather_single, outputs, inputs))[-1]
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         def scatter(out: Any, parts: Any) -> None:
@@ -287,8 +267,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self.reduce_scatter([output], [list(given.view(self.members, -1).unbind())], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
-        handles = [self.reduce_scatter_single(out, whole, opts) for out, whole in zip(outputs, inputs, strict=True)]
-        return handles[-1]
+        return [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
@@ -464,16 +443,14 @@ OURS = "keepbusy"
 def patch() -> None:
     dist.Backend.register_backend(OURS, VirtualGroup, devices=["cuda", "cpu"])
     native = dist.distributed_c10d
-    replace_everywhere(
-        native,
-        {
-            "init_process_group": _init(native.init_process_group),
-            "new_group": _new_group(native.new_group),
-            "destroy_process_group": _destroy(native.destroy_process_group),
-            "get_backend": _get_backend(native.get_backend),
-            "is_nccl_available": lambda: True,
-        },
-    )
+    around: dict[str, Callable[..., Any]] = {
+        "init_process_group": _init_process_group,
+        "new_group": _new_group,
+        "destroy_process_group": _destroy_process_group,
+        "get_backend": _get_backend,
+    }
+    ours: dict[str, Callable[..., Any]] = {name: partial(does, getattr(native, name)) for name, does in around.items()}
+    replace_everywhere(native, {**ours, "is_nccl_available": lambda: True})
     atexit.register(_see_messages_off)
     os.register_at_fork(after_in_child=_posted.clear)
     # DDP's logger reads native CUDA timers
@@ -484,40 +461,28 @@ def patch() -> None:
 def _ours(backend: Any) -> Any:
     """`nccl`, alone or for the devices of a longer name, is ours; everything else stays."""
     named = str(backend).lower() if backend is not None else OURS
-    if named in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl", OURS):
-        return OURS
-    return backend
+    return OURS if named in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl", OURS) else backend
 
 
-def _init(native: Callable[..., Any]) -> Callable[..., Any]:
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)  # it would start native NCCL early
-        if MACHINE.alike > 1:
-            kwargs |= {"rank": 0, "world_size": MACHINE.alike, "store": dist.HashStore(), "init_method": None}
-        return native(_ours(backend), *args, **kwargs)
-
-    return init_process_group
+def _init_process_group(native: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("device_id", None)  # it would start native NCCL early
+    if MACHINE.alike > 1:
+        kwargs |= {"rank": 0, "world_size": MACHINE.alike, "store": dist.HashStore(), "init_method": None}
+    return native(_ours(backend), *args, **kwargs)
 
 
-def _new_group(native: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        return native(ranks, timeout, backend if backend is None else _ours(backend), *args, **kwargs)
-
-    return new_group
-
-
-def _destroy(native: Callable[..., Any]) -> Callable[..., Any]:
-    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        _see_messages_off()
-        native(*args, **kwargs)
-
-    return destroy_process_group
+def _new_group(
+    native: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    kwargs.pop("device_id", None)
+    return native(ranks, timeout, backend if backend is None else _ours(backend), *args, **kwargs)
 
 
-def _get_backend(native: Callable[..., Any]) -> Callable[..., Any]:
-    def get_backend(group: Any = None) -> Any:
-        found = native(group)
-        return "nccl" if found == OURS else found
+def _destroy_process_group(native: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _see_messages_off()
+    native(*args, **kwargs)
 
-    return get_backend
+
+def _get_backend(native: Callable[..., Any], group: Any = None) -> Any:
+    found = native(group)
+    return "nccl" if found == OURS else found
