@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
@@ -296,7 +297,7 @@ class Machine:
             memory = _DeviceMemory(tensor, self._release)
             memory.block, memory.address = block, storage.data_ptr()
             memory.layout = tensor.shape, tensor.stride(), tensor.dtype
-            memory.return_to_graph = None if recording is None else recording.returns(tensor)
+            memory.return_to_graph = None if recording is None else partial(recording.arena.give_back, storage)
             before = self._memory.get(memory.address)
             if before is not None:
                 self._shadowed[id(before)] = before

@@ -6,7 +6,6 @@ import warnings
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -69,9 +68,8 @@ class Recording:
         self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # what was written into, and what it held
         # by the address of what is behind it: the dispatcher makes a new Python object on its way
         self._states = {one._cdata: (one, state_of(one)) for one in generators}
-        self._replayed_states: dict[
-            tuple[int, bytes], Tensor
-        ] = {}  # by the state in the capture, the state in this replay
+        # by the state in the capture, the state in this replay
+        self._replayed_states: dict[tuple[int, bytes], Tensor] = {}
 
     # during the capture
 
@@ -79,17 +77,14 @@ class Recording:
         """A new result, moved to the graph's own memory."""
         if 0 in tensor.stride():
             tensor = tensor.contiguous()
-        storage = self.arena.take(_reach(tensor))
+        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = self.arena.take((last + 1) * tensor.element_size() if tensor.numel() else 0)
         kept = _over(storage, 0, tensor)
         kept.copy_(tensor)
         self._results.append((tensor, kept))
         self._kept.append(kept)
         self._addresses.add(storage.data_ptr())
         return kept
-
-    def returns(self, kept: Tensor) -> Callable[[], None]:
-        """What gives its memory back."""
-        return partial(self.arena.give_back, kept.untyped_storage())
 
     def about_to_write(self, *tensors: Tensor) -> None:
         """Remember what they hold, unless it is of this capture's making."""
@@ -103,7 +98,13 @@ class Recording:
         kept = {id(tensor): place for tensor, place in self._results}
         targets = [kept.get(id(one)) for one in _flat(out)]
         self._results.clear()
-        self._steps.append(partial(_again, compute, targets) if any(one is not None for one in targets) else compute)
+
+        def again() -> None:
+            for target, found in zip(targets, _flat(compute()), strict=True):
+                if target is not None:
+                    target.copy_(found)
+
+        self._steps.append(again if any(one is not None for one in targets) else compute)
 
     def run(self, does: Callable[[], object], *written: Tensor) -> None:
         """Do something now, and at each replay."""
@@ -165,17 +166,13 @@ class Recording:
 
     def _play(self, until: int) -> None:
         steps, self._played = self._steps[self._played : until], until
-        with torch.inference_mode(False), torch.no_grad(), _unseen(), _outside_autocast(), _outside_functions():
+        c = torch._C  # the program's own modes see nothing of what happens on the device
+        with (
+            torch.inference_mode(False), torch.no_grad(),
+            c._DisableTorchDispatch(), c._DisableAutocast(), c.DisableTorchFunction(),
+        ):  # fmt: skip
             for step in steps:
                 step()
-
-
-# the program's own modes see nothing of what happens on the device
-_unseen, _outside_autocast, _outside_functions = (
-    torch._C._DisableTorchDispatch,
-    torch._C._DisableAutocast,
-    torch._C.DisableTorchFunction,
-)
 
 
 def lasting(tensor: Tensor) -> Tensor:
@@ -194,42 +191,11 @@ def _over(storage: Any, offset: int, like: Tensor) -> Tensor:
         return _aten.set_.source_Storage_storage_offset(made, storage, offset, like.shape, like.stride())
 
 
-def _reach(tensor: Tensor) -> int:
-    """Bytes from its first element to its last."""
-    if not tensor.numel():
-        return 0
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def _again(compute: Callable[[], Any], targets: list[Tensor | None]) -> None:
-    for target, found in zip(targets, _flat(compute()), strict=True):
-        if target is not None:
-            target.copy_(found)
-
-
 def _flat(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, value)
     return found
 
-
-_MODES = ("global", "thread_local", "relaxed")
-# PyTorch's own words
-_OWNS_A_GRAPH = "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
-_UNKNOWN_MODE = "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got "
-_DEFAULT_STREAM = (
-    "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on the "
-    "default stream.)"
-)
-_EMPTY = (
-    "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."
-)
-_REPLAYED_WITHIN = (
-    "Cannot prepare for replay during capturing stage. during CUDA graph capture. If you need this call to be "
-    "captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
-)
-_NOT_KEPT = "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with keep_graph=true"
 
 _private_pools, _handles = count(1), count(1)
 _arenas: WeakValueDictionary[PoolId, Arena] = WeakValueDictionary()
@@ -239,6 +205,13 @@ _dumping: list[bool] = []
 def graph_pool_handle() -> PoolId:
     """A name for memory that several graphs share."""
     return 0, next(_handles)
+
+
+def _missing(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: Any) -> NoReturn:
+        raise NotImplementedError(f"keepbusy's virtual GPU has no {what}.")
+
+    return refuse
 
 
 class CUDAGraph:
@@ -267,42 +240,39 @@ class CUDAGraph:
     ) -> None:
         self._device, self._stream = CURRENT.device, MACHINE.stream(CURRENT.device)
         if self._ready:
-            raise RuntimeError(_OWNS_A_GRAPH)
-        if capture_error_mode not in _MODES:
-            raise RuntimeError(_UNKNOWN_MODE + capture_error_mode)
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
+            raise RuntimeError(
+                f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {capture_error_mode}"
+            )
         if self._stream == MACHINE.clock.default_stream(self._device):
-            raise RuntimeError(_DEFAULT_STREAM)
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them "
+                "on the default stream.)"
+            )
         MACHINE.clock.capture(self._stream, capture_error_mode)
-        self._begin(pool)
-        if check_input_liveness:
-            from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker
-
-            self._tracker = _CUDAGraphInputLivenessTracker()
-            self._tracker.start()
-
-    def _begin(self, pool: PoolId | None) -> None:
         self._pool = pool if pool and any(pool) else (next(_private_pools), 0)
         MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
             arena = _arenas.setdefault(self._pool, Arena())
             MACHINE.recording = Recording(arena, [DEFAULTS(self._device), *self._generators])
         self._recording = MACHINE.recording
+        if check_input_liveness:
+            from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker
+
+            self._tracker = _CUDAGraphInputLivenessTracker()
+            self._tracker.start()
 
     def capture_end(self) -> None:
+        """Whatever comes of the capture, it is over."""
         if self._tracker is not None:
             self._tracker.stop()
         if MACHINE.stream(CURRENT.device) != self._stream:
             raise RuntimeError("Capture must end on the same stream it began on.")
-        self._graph = self._ended(self._stream)
-        if not self._graph.nodes:
-            warnings.warn(_EMPTY, stacklevel=2)
-        if not self._keep_graph:
-            self._instantiate(self._graph)
-
-    def _ended(self, stream: int) -> Graph:
-        """Whatever comes of the capture, it is over."""
         try:
-            return MACHINE.clock.end_capture(stream)
+            self._graph = MACHINE.clock.end_capture(self._stream)
         except RuntimeError:
             MACHINE.memory.forget(self._device, self._pool)
             raise
@@ -311,6 +281,14 @@ class CUDAGraph:
             MACHINE.recording = None
             if self._recording is not None:
                 self._recording.end()
+        if not self._graph.nodes:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+                "device or stream.",
+                stacklevel=2,
+            )
+        if not self._keep_graph:
+            self._instantiate(self._graph)
 
     # what came of it
 
@@ -330,34 +308,32 @@ class CUDAGraph:
         MACHINE.clock.instantiate(graph)
 
     def replay(self) -> None:
+        recording = self._recording
         graph = self._captured("Called CUDAGraph::replay without a preceding successful capture.")
         if MACHINE.clock.capturing(MACHINE.stream(self._device)):
-            raise RuntimeError(_REPLAYED_WITHIN)
+            raise RuntimeError(
+                "Cannot prepare for replay during capturing stage. during CUDA graph capture. If you need this call to "
+                "be captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+            )
         if self._tracker is not None:
             self._tracker.check_alive(self.pool())
         if not self._ready:
             self._instantiate(graph)
         with DeviceCall("cudaGraphLaunch"):
-            self._replay(graph)
-
-    def _replay(self, graph: Graph) -> None:
-        recording = self._recording
-        if recording is not None:
-            recording.begin()
-        MACHINE.clock.replay(graph, MACHINE.stream(self._device))
-        if recording is not None:
-            recording.finish()
+            if recording is not None:
+                recording.begin()
+            MACHINE.clock.replay(graph, MACHINE.stream(self._device))
+            if recording is not None:
+                recording.finish()
 
     def reset(self) -> None:
         if self._graph is not None:
             MACHINE.memory.forget(self._device, self._pool)
-        self._graph = None
-        self._recording = self._tracker = None
+        self._graph = self._recording = self._tracker = None
         self._ready = False
         self._generators.clear()
 
-    def __del__(self) -> None:
-        self.reset()
+    __del__ = reset
 
     def pool(self) -> PoolId:
         self._captured("Called CUDAGraph::pool() without a preceding successful capture.")
@@ -379,24 +355,14 @@ class CUDAGraph:
 
     def raw_cuda_graph(self) -> NoReturn:
         if not self._keep_graph:
-            raise RuntimeError(_NOT_KEPT)
-        raise _missing("cudaGraph_t behind a CUDAGraph")
+            raise RuntimeError(
+                "You cannot access the raw cudaGraph_t instance unless CUDAGraph was initialized with keep_graph=true"
+            )
+        self.get_graph_data()
 
-    def raw_cuda_graph_exec(self) -> NoReturn:
-        raise _missing("cudaGraphExec_t behind a CUDAGraph")
-
-    def get_graph_data(self) -> NoReturn:
-        raise _missing("cudaGraph_t behind a CUDAGraph")
-
-    def begin_capture_to_if_node(self, scalar_cuda_pred_tensor: Any) -> NoReturn:
-        raise _missing("conditional nodes in CUDA graphs")
-
-    def end_capture_to_conditional_node(self) -> NoReturn:
-        raise _missing("conditional nodes in CUDA graphs")
-
-
-def _missing(what: str) -> NotImplementedError:
-    return NotImplementedError(f"keepbusy's virtual GPU has no {what}.")
+    get_graph_data = _missing("cudaGraph_t behind a CUDAGraph")
+    raw_cuda_graph_exec = _missing("cudaGraphExec_t behind a CUDAGraph")
+    begin_capture_to_if_node = end_capture_to_conditional_node = _missing("conditional nodes in CUDA graphs")
 
 
 class AcceleratorGraph(CUDAGraph):

@@ -50,11 +50,6 @@ class Values:
         if self.kept:
             self.kept.discard(tensor.untyped_storage().data_ptr())
 
-    def moved(self, source: Tensor, target: Tensor) -> None:
-        """`target` is a new tensor of the device, made of `source`."""
-        if self.carried(source):
-            self.keep(target)
-
     def carried(self, source: Tensor) -> bool:
         """Whether values go along with a tensor that moves."""
         return self.real or (source.nbytes <= CARRIED_SIZE and self.known(source))
@@ -98,7 +93,7 @@ def computed(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, 
     if found is _OUTLINES:
         if len(_OUTLINES) > _MAX_OUTLINES:
             _OUTLINES.clear()
-        found = _OUTLINES[key] = _outlines(call, short, map_tensors(_outline_on_device, args), _outline_kwargs(kwargs))
+        found = _OUTLINES[key] = _outlines(call, short, *map(_outlined, (args, kwargs)))
     return map_tensors(reserved, found)
 
 
@@ -119,13 +114,11 @@ def _with_layout(result: Tensor, given: Any) -> Tensor:
     return result.contiguous(memory_format=last)
 
 
-def _outline_on_device(tensor: Tensor) -> Tensor:
+def _outlined(given: Any) -> Any:
     """A number in a tensor of the host may stand beside outlines of any device."""
-    return outline(tensor) if tensor.is_cuda or tensor.dim() else tensor
-
-
-def _outline_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: map_tensors(_outline_on_device, one) for name, one in kwargs.items()}
+    if isinstance(given, dict):
+        return {name: _outlined(one) for name, one in given.items()}
+    return map_tensors(lambda one: outline(one) if one.is_cuda or one.dim() else one, given)
 
 
 def _shape_key(value: Any) -> Any:
@@ -139,29 +132,23 @@ def _shape_key(value: Any) -> Any:
     return type(value), value
 
 
-def _half(count: int) -> int:
-    return max(1, count // 2)
-
-
 def _without_masks(value: Any) -> Any:
     """Indices with a mask among them: as many places as half of the mask."""
     if not isinstance(value, list):
         return value
     found: list[Any] = []
     for one in value:
-        if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8):
-            found += [_outline((_half(one.numel()),)) for _ in range(one.dim())]
-        else:
-            found.append(one)
+        is_mask = isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
+        found += [_outline((_half(one.numel()),)) for _ in range(one.dim())] if is_mask else [one]
     return found
+
+
+def _half(count: int) -> int:
+    return max(1, count // 2)
 
 
 def _outline(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
     return _aten.empty.memory_format(shape, dtype=dtype, device=META)
-
-
-def _nonzero(tensor: Tensor) -> Tensor:
-    return _outline((_half(tensor.numel()), tensor.dim()))
 
 
 def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
@@ -174,20 +161,18 @@ def _unique(tensor: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor
     return _outline((count,), tensor.dtype), _outline(tuple(tensor.shape)), _outline((count,))
 
 
-def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-    return _outline((output_size if output_size is not None else repeats.numel(),))
-
-
 def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     return _outline((max(1, minlength),), torch.int64 if weights is None else torch.float64)
 
 
 _INDEXING = ("index", "_unsafe_index")
 _BY_VALUES: dict[str, Callable[..., Any]] = {
-    "nonzero": _nonzero,
+    "nonzero": lambda one: _outline((_half(one.numel()), one.dim())),
     "masked_select": _masked_select,
     "_unique2": _unique,
-    "repeat_interleave": _repeat_interleave,
+    "repeat_interleave": lambda one, *, output_size=None: _outline(
+        (one.numel() if output_size is None else output_size,)
+    ),
     "bincount": _bincount,
     "equal": lambda *_args: False,
 }

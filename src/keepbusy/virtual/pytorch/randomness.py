@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -24,13 +24,7 @@ _STEP = 4
 
 
 class _State:
-    __slots__ = ("offset", "seed")
-
-    def __init__(self) -> None:
-        self.seed = self.offset = 0
-
-    def restart(self, seed: int) -> None:
-        self.seed, self.offset = seed % _WORD, 0
+    seed = offset = 0
 
 
 _STATES: dict[int, _State] = {}
@@ -57,14 +51,6 @@ def put_state(generator: Any, packed: Tensor) -> None:
         raise RuntimeError("RNG state is wrong size")
     whole = bytes(packed.tolist())
     state.seed, state.offset = (int.from_bytes(part, "little") for part in (whole[:8], whole[8:]))
-
-
-def _seed_next_draw(generator: Any) -> None:
-    """What it draws follows from its seed and its offset, which moves on."""
-    state = _STATES.get(generator._cdata)
-    if state is not None:
-        HostGenerator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
-        state.offset += _STEP
 
 
 def _mixed(number: int) -> int:
@@ -103,9 +89,10 @@ class DeviceGenerator(HostGenerator):
         return self
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
+        state = _STATES[self._cdata]
         if not self._captures():
-            _STATES[self._cdata].restart(seed)
-        elif seed != self.initial_seed():
+            state.seed, state.offset = seed % _WORD, 0
+        elif seed != state.seed:
             raise RuntimeError(
                 "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
                 "as the original seed."
@@ -115,8 +102,7 @@ class DeviceGenerator(HostGenerator):
     def seed(self) -> int:
         if self._captures():
             raise RuntimeError("Cannot call CUDAGeneratorImpl::seed during CUDA graph capture.")
-        _STATES[self._cdata].restart(int(super().seed()))
-        return self.initial_seed()
+        return self.manual_seed(int(super().seed())).initial_seed()
 
     def get_state(self) -> torch.Tensor:
         state, recording = state_of(self), MACHINE.records(self._index)
@@ -132,17 +118,15 @@ class DeviceGenerator(HostGenerator):
             put_state(self, state)
         return self
 
-    def graphsafe_get_state(self) -> Any:
-        raise NotImplementedError(_NOT_GRAPHSAFE)
+    def graphsafe_get_state(self, *_state: Any) -> NoReturn:
+        raise NotImplementedError(
+            "keepbusy's virtual GPU has no graph-safe random states; use get_state and set_state instead."
+        )
 
-    def graphsafe_set_state(self, state: Any) -> Any:
-        raise NotImplementedError(_NOT_GRAPHSAFE)
+    graphsafe_set_state = graphsafe_get_state  # type: ignore[assignment]
 
     def _captures(self) -> bool:
         return MACHINE.clock.capturing(MACHINE.stream(self._index))
-
-
-_NOT_GRAPHSAFE = "keepbusy's virtual GPU has no graph-safe random states; use get_state and set_state instead."
 
 
 def generator_of(device: int) -> DeviceGenerator:
@@ -197,10 +181,14 @@ DEFAULTS = Defaults()
 def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
     """Call an operator that draws, with the device's generator unless one was given."""
     given = next((one for one in (*args, *kwargs.values()) if isinstance(one, HostGenerator)), None)
-    generator, recording = given or DEFAULTS(device), MACHINE.records(device)
+    generator: Any = given or DEFAULTS(device)
+    recording = MACHINE.records(device)
     if recording is not None:
         recording.draws_from(generator)
-    _seed_next_draw(generator)
+    state = _STATES.get(generator._cdata)
+    if state is not None:  # what it draws follows from its seed and its offset, which moves on
+        HostGenerator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
+        state.offset += _STEP
     if given is not None:
         return call(*args, **kwargs)
     if takes_generator:

@@ -35,13 +35,8 @@ def to_host(tensor: Tensor) -> Tensor:
     return _from_capsule(capsule)
 
 
-def to_host_as_seen(tensor: Tensor) -> Tensor:
-    """As `to_host`, with conjugate and negative bits kept: for copies, which those keys let through."""
-    return as_seen(to_host(tensor), tensor)
-
-
 def as_seen(host: Tensor, tensor: Tensor) -> Tensor:
-    """A host tensor with the conjugate and negative bits of another."""
+    """A host tensor with the conjugate and negative bits of another: for copies, which those keys let through."""
     if tensor.is_conj():
         host = torch._conj(host)
     return torch._neg_view(host) if tensor.is_neg() else host

@@ -17,7 +17,7 @@ from keepbusy.virtual.pytorch import cuda_api
 from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, adopt
 from keepbusy.virtual.pytorch.outlines import VALUES, computed, zeroed
-from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host, to_host_as_seen
+from keepbusy.virtual.pytorch.tensors import CPU, as_seen, to_host
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
@@ -27,24 +27,23 @@ _TO_DEVICE, _TO_HOST = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
     with DeviceCall("aten::copy_"):
-        if target.is_cuda != source.is_cuda:
-            _ask(target, source, non_blocking)
+        size = target.numel() * source.element_size()  # casts happen on the device: the smaller type never grows before
+        if not source.is_cuda:
+            _ask(target.get_device(), source, non_blocking)
+        elif not target.is_cuda:
+            _ask(source.get_device(), target, non_blocking)
         _write(target, source)
-        if target.is_cuda and source.is_cuda:
-            _copied_on_device(target, source)
-        elif target.is_cuda:
-            _copied_in(target.get_device(), _carried(source, target), source, non_blocking)
-        else:
+        if not target.is_cuda:
             is_pinned = host_memory.is_pinned(target)
-            size = _carried(source, target)
             MACHINE.copy(source.get_device(), size, _TO_HOST, pinned=is_pinned, non_blocking=is_pinned and non_blocking)
+        else:
+            _send(target, source, size, non_blocking)
         return target
 
 
-def _ask(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def _ask(device: int, host: Tensor, non_blocking: bool) -> None:
     """Before anything is written: whether the program may copy so between host and device."""
-    device, host = (source, target) if source.is_cuda else (target, source)
-    MACHINE.needs_pinned(device.get_device(), host_memory.is_pinned(host))
+    MACHINE.needs_pinned(device, host_memory.is_pinned(host))
     if not non_blocking:
         cuda_api.announce_sync()
 
@@ -67,24 +66,18 @@ def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
     """As a host tensor, and as one that lasts where a graph will use it again."""
     if not tensor.is_cuda:
         return tensor
-    return to_host_as_seen(tensor) if recording is None else as_seen(lasting(tensor), tensor)
+    return as_seen(to_host(tensor) if recording is None else lasting(tensor), tensor)
 
 
-def _carried(source: Tensor, target: Tensor) -> int:
-    """Bytes on the bus: casts happen on the device, so the smaller type never grows before it."""
-    return int(target.numel() * source.element_size())
-
-
-def _copied_on_device(target: Tensor, source: Tensor) -> None:
-    one, other = source.get_device(), target.get_device()
-    if one == other:
-        MACHINE.launch(one, "copy_", [source], [target])
+def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool) -> None:
+    """To a device, from wherever."""
+    device = target.get_device()
+    if not source.is_cuda:
+        MACHINE.copy(device, size, _TO_DEVICE, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
+    elif source.get_device() == device:
+        MACHINE.launch(device, "copy_", [source], [target])
     else:
-        MACHINE.clock.copy_to_peer(MACHINE.stream(one), MACHINE.stream(other), target.nbytes)
-
-
-def _copied_in(device: int, size: int, source: Tensor, non_blocking: bool) -> None:
-    MACHINE.copy(device, size, _TO_DEVICE, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
+        MACHINE.clock.copy_to_peer(MACHINE.stream(source.get_device()), MACHINE.stream(device), target.nbytes)
 
 
 _copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
@@ -120,36 +113,22 @@ def to_copy(
             raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
         where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
         if not tensor.is_cuda:
-            MACHINE.needs_pinned(where, host_memory.is_pinned(tensor))
-            if not non_blocking:
-                cuda_api.announce_sync()
-        cast = _caster(tensor, dtype, memory_format, MACHINE.records(where))
+            _ask(where, tensor, non_blocking)
+        # what makes the values in new host memory, in the type and layout asked for
+        options = {"dtype": dtype, "memory_format": memory_format}
+        if VALUES.carried(tensor):
+            cast = partial(_cast, _seen(tensor, MACHINE.records(where)), **options)
+        else:
+            cast = partial(computed, _cast, "_to_copy", (tensor,), options)
         if tensor.is_cuda and device is not None and device.type != "cuda":
             return _taken_home(tensor, cast, device, non_blocking)
-        target = where if device is None or device.index is None else device.index
-        return _placed(tensor, cast, target, non_blocking)
-
-
-def _caster(
-    tensor: Tensor, dtype: torch.dtype | None, memory_format: torch.memory_format | None, recording: Recording | None
-) -> Callable[[], Tensor]:
-    """What makes the values in new host memory, in the type and layout asked for."""
-    if VALUES.carried(tensor):
-        return partial(_cast, _seen(tensor, recording), dtype=dtype, memory_format=memory_format)
-    return lambda: computed(_cast, "_to_copy", (tensor,), {"dtype": dtype, "memory_format": memory_format})
-
-
-def _placed(tensor: Tensor, cast: Callable[[], Tensor], device: int, non_blocking: bool) -> Tensor:
-    """On a device, from the host or from another device."""
-    host = cast()
-    result = MACHINE.place_on(host, device)
-    VALUES.moved(tensor, result)
-    if tensor.is_cuda:
-        _copied_on_device(result, tensor)
-    else:
-        _copied_in(device, host.numel() * tensor.element_size(), tensor, non_blocking)
-    _repeat(tensor.get_device() if tensor.is_cuda else device, cast, host)
-    return result
+        target, host = where if device is None or device.index is None else device.index, cast()
+        result = MACHINE.place_on(host, target)
+        if VALUES.carried(tensor):
+            VALUES.keep(result)
+        _send(result, tensor, host.numel() * tensor.element_size(), non_blocking)
+        _repeat(where if tensor.is_cuda else target, cast, host)
+        return result
 
 
 def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
@@ -222,31 +201,26 @@ def efficient_zeros(size: Any, *, device: torch.device | None = None, **options:
 
 def resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
     """Within its storage where there is room, else in a new one that begins with the old values."""
-    shape = _new(size, tensor.dtype, "meta")
+    shape = _aten.empty.memory_format(size, dtype=tensor.dtype, device="meta")
     room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if shape.nbytes <= room:
         _aten.set_.source_Storage_storage_offset(
             tensor, tensor.untyped_storage(), tensor.storage_offset(), list(size), list(shape.stride())
         )
         return tensor
-    device = tensor.get_device()
+    device, dtype = tensor.get_device(), tensor.dtype
     old = _seen(tensor, MACHINE.records(device)) if VALUES.real else None
-    grow = partial(_grown, old, size, tensor.dtype)
+
+    def grow() -> Tensor:
+        grown = _aten.empty.memory_format(size, dtype=dtype, device="cpu")
+        if old is not None:
+            grown.view(-1)[: old.numel()] = old.reshape(-1)
+        return grown
+
     grown = grow()
     adopt(tensor, MACHINE.place_on(grown, device))
     _repeat(device, grow, grown)
     return tensor
-
-
-def _grown(old: Tensor | None, size: Any, dtype: torch.dtype) -> Tensor:
-    grown = _new(size, dtype, "cpu")
-    if old is not None:
-        grown.view(-1)[: old.numel()] = old.reshape(-1)
-    return grown
-
-
-def _new(size: Any, dtype: torch.dtype, device: str) -> Tensor:
-    return _aten.empty.memory_format(size, dtype=dtype, device=device)
 
 
 SPECIAL = {
@@ -258,9 +232,9 @@ SPECIAL = {
     "empty_strided": empty_strided,
     "_efficientzerotensor": efficient_zeros,
     "resize_": resize_,
-    "_use_cudnn_ctc_loss": lambda *_args, **_kwargs: False,
-    "_use_cudnn_ctc_loss.Tensor": lambda *_args, **_kwargs: False,
-    "_use_miopen_ctc_loss": lambda *_args, **_kwargs: False,
-    "_use_miopen_ctc_loss.Tensor": lambda *_args, **_kwargs: False,
     "record_stream": lambda *_args: None,
+    **dict.fromkeys(
+        ("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"),
+        lambda *_args, **_kwargs: False,
+    ),
 }
