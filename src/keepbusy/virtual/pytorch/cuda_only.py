@@ -5,7 +5,7 @@ What is not in this table and has no kernel for the host is refused by name, see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,17 +95,9 @@ def _batch_norm_elemt(
     return (normal if bias is None else normal + _over_channels(bias, tensor)).to(tensor.dtype)
 
 
-def _batch_norm_gather_stats(
-    tensor: Tensor,
-    means: Tensor,
-    scales: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    epsilon: float,
-    counts: Tensor | int,
-) -> tuple[Tensor, Tensor]:
+def _batch_norm_gather_stats(tensor: Tensor, means: Tensor, scales: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
     """Of all ranks: a row of `means` and `scales` for each, made of so many values."""
+    running_mean, running_var, momentum, epsilon, counts = about
     each = counts.to(means.dtype).view(-1, 1) if isinstance(counts, Tensor) else _aten.full_like.default(means, counts)
     total = each.expand_as(means).sum(0)
     mean = (means * each).sum(0) / total
@@ -118,15 +110,9 @@ def _batch_norm_gather_stats(
 
 
 def _batch_norm_backward_reduce(
-    gradient: Tensor,
-    tensor: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    _weight: Tensor | None,
-    needs_input: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    gradient: Tensor, tensor: Tensor, mean: Tensor, scale: Tensor, _weight: Tensor | None, *needs: bool
 ) -> tuple[Tensor | None, ...]:
+    needs_input, needs_weight, needs_bias = needs
     total = gradient.float().sum(_all_but_channels(tensor))
     with_input = (gradient * (tensor - _over_channels(mean, tensor))).float().sum(_all_but_channels(tensor))
     sums = (total, with_input) if needs_input else (None, None)
@@ -134,15 +120,9 @@ def _batch_norm_backward_reduce(
 
 
 def _batch_norm_backward_elemt(
-    gradient: Tensor,
-    tensor: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    total: Tensor,
-    with_input: Tensor,
-    counts: Tensor,
+    gradient: Tensor, tensor: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, *sums: Tensor
 ) -> Tensor:
+    total, with_input, counts = sums
     count = counts.sum()
     centred = tensor - _over_channels(mean, tensor)
     slope = _over_channels(with_input / count * scale * scale, tensor)
@@ -171,80 +151,41 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
 
 
 def _widening(softmax: Any) -> Callable[..., Tensor]:
-    def compute(tensor: Tensor, dim: int, half_to_float: bool) -> Tensor:
-        return softmax(tensor.float() if half_to_float else tensor, dim, False)
-
-    return compute
+    return lambda tensor, dim, half_to_float: softmax(tensor.float() if half_to_float else tensor, dim, False)
 
 
 def _narrowing(backward: Any) -> Callable[..., Tensor]:
-    def compute(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        return backward(gradient, output, dim, gradient.dtype).to(dtype)
-
-    return compute
+    return lambda gradient, output, dim, dtype: backward(gradient, output, dim, gradient.dtype).to(dtype)
 
 
 # Products in sixteen bits whose result has thirty-two, and convolutions under cuDNN's own names.
 
 
-def _wide_product(product: Any) -> Callable[..., Tensor]:
-    def compute(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-        return product(one.to(dtype), other.to(dtype))
-
-    return compute
+def _wide(product: Any) -> Callable[..., Tensor]:
+    """Its last argument is the type."""
+    return lambda *given, **factors: product(*[one.to(given[-1]) for one in given[:-1]], **factors)
 
 
-def _wide_sum(product: Any) -> Callable[..., Tensor]:
-    def compute(bias: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype, **factors: Any) -> Tensor:
-        return product(bias.to(dtype), one.to(dtype), other.to(dtype), **factors)
-
-    return compute
-
-
-def _convolved(
-    tensor: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
-) -> Tensor:
+def _convolved(tensor: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, *rest: Any) -> Tensor:
+    dilation, groups = rest
     return _aten.convolution.default(tensor, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
 
 
-def _cudnn_convolution(
-    tensor: Tensor, weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *_settings: bool
-) -> Tensor:
-    return _convolved(tensor, weight, None, stride, padding, dilation, groups)
+def _cudnn_convolution(tensor: Tensor, weight: Tensor, padding: Any, stride: Any, *rest: Any) -> Tensor:
+    return _convolved(tensor, weight, None, stride, padding, *rest[:2])
 
 
-def _cudnn_convolution_transpose(
-    tensor: Tensor,
-    weight: Tensor,
-    padding: Any,
-    output_padding: Sequence[int],
-    stride: Any,
-    dilation: Any,
-    groups: int,
-    *_settings: bool,
-) -> Tensor:
-    return _aten.convolution.default(tensor, weight, None, stride, padding, dilation, True, output_padding, groups)
+def _cudnn_convolution_transpose(tensor: Tensor, weight: Tensor, padding: Any, out: Any, *rest: Any) -> Tensor:
+    stride, dilation, groups = rest[:3]
+    return _aten.convolution.default(tensor, weight, None, stride, padding, dilation, True, out, groups)
 
 
-def _convolution_add_relu(
-    tensor: Tensor,
-    weight: Tensor,
-    addend: Tensor,
-    alpha: float | None,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-) -> Tensor:
-    out = _convolved(tensor, weight, bias, stride, padding, dilation, groups)
-    return (out + addend * (1 if alpha is None else alpha)).relu()
+def _convolution_add_relu(tensor: Tensor, weight: Tensor, addend: Tensor, alpha: float | None, *rest: Any) -> Tensor:
+    return (_convolved(tensor, weight, *rest) + addend * (1 if alpha is None else alpha)).relu()
 
 
-def _depthwise_convolution(
-    tensor: Tensor, weight: Tensor, _size: Any, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
-) -> Tensor:
-    return _convolved(tensor, weight, bias, stride, padding, dilation, tensor.shape[1])
+def _depthwise_convolution(tensor: Tensor, weight: Tensor, _size: Any, *rest: Any) -> Tensor:
+    return _convolved(tensor, weight, *rest, tensor.shape[1])
 
 
 ON_HOST: dict[str, Callable[..., Any]] = {
@@ -264,10 +205,10 @@ ON_HOST: dict[str, Callable[..., Any]] = {
     "_log_softmax": _widening(_aten._log_softmax.default),
     "_softmax_backward_data": _narrowing(_aten._softmax_backward_data.default),
     "_log_softmax_backward_data": _narrowing(_aten._log_softmax_backward_data.default),
-    "mm.dtype": _wide_product(_aten.mm.default),
-    "bmm.dtype": _wide_product(_aten.bmm.default),
-    "addmm.dtype": _wide_sum(_aten.addmm.default),
-    "baddbmm.dtype": _wide_sum(_aten.baddbmm.default),
+    "mm.dtype": _wide(_aten.mm.default),
+    "bmm.dtype": _wide(_aten.bmm.default),
+    "addmm.dtype": _wide(_aten.addmm.default),
+    "baddbmm.dtype": _wide(_aten.baddbmm.default),
     "cudnn_convolution": _cudnn_convolution,
     "cudnn_convolution_transpose": _cudnn_convolution_transpose,
     "cudnn_convolution_relu": lambda *args: _convolved(*args).relu(),
