@@ -17,9 +17,8 @@ from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_t
 from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
 from keepbusy.report import terminal, words
 from keepbusy.report.exports import csv_table, perfetto
-from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import LOOKS
-from keepbusy.report.source import source_of
+from keepbusy.report.source import fix_line, source_of
 
 WIDTHS = (40, 60, 80, 100, 140)
 
@@ -341,6 +340,7 @@ def main(model, device):
         weights = make().to(device)
         pinned = torch.rand(8).pin_memory().to(device)
         there = torch.rand(8, device="cpu").to(device)
+        halves = (torch.randint(9, (8,)) / 2).to(torch.float16).cuda()
 """
 
 
@@ -360,7 +360,9 @@ def main(model, device):
             "loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=min(4 * 2, os.cpu_count()), "
             "persistent_workers=True)  # line 4; num_workers is 2 there",
         ),
-        (18, "torch.randn", "as general as ever", "as general as ever"),
+        (17, "torch.randn", "as general as ever", "as general as ever"),
+        (18, "torch.randn", "", "torch.rand(8, device=device)"),
+        (20, "torch.randn", "", 'torch.randint(9, (8,), device="cuda")'),
         (19, "torch.randn", "", "torch.rand(8, device=device)"),
         (11, "keepbusy.readback", "as general as ever", "as general as ever"),
         (9, "torch.cuda.Event", "as general as ever", "as general as ever"),
@@ -369,7 +371,8 @@ def main(model, device):
 def test_a_remedy_speaks_the_programs_own_words(program: Path, line: int, api: str, remedy: str, written: str) -> None:
     program.write_text(LOOPS)
     where = Where("train.py", line, "main", exact=True)
-    cause = replace(COPY, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),))
+    name = "made_on_host" if api == "torch.randn" else COPY.cause
+    cause = replace(COPY, cause=name, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),))
     assert fix_line(cause).startswith(written)
 
 

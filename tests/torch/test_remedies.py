@@ -48,3 +48,8 @@ def test_a_plan_says_it_in_words(remedy: Remedy) -> None:
 
 def test_every_cause_that_can_be_fixed_has_a_remedy() -> None:
     assert set(REMEDIES) == set(FINDERS)
+
+
+def test_what_makes_tensors_takes_a_device() -> None:
+    for name in remedies._MAKERS:
+        assert "device" in (resolve(f"torch.{name}").__doc__ or ""), name

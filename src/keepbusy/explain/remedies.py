@@ -135,80 +135,60 @@ SYNCS = (
         ),
     ),
 )
-
-
 MORE_WORKERS = Remedy(
     "prepare_in_workers",
     "Give the loader four times the workers, as far as there are cores, and let them fetch further ahead.",
     "DataLoader(..., num_workers=min(4 * today, os.cpu_count()), prefetch_factor=4, persistent_workers=True)",
     "torch.utils.data.DataLoader",
 )
-
-
 COMPILED_AMONG_RANKS = Remedy(
     "capture_graph",
     "Compile the model: fewer launches, and those between collectives replayed as graphs.",
     'torch.compile(model, mode="reduce-overhead")  # and fused=True for the optimizer',
     "torch.compile",
 )
-
-
 COMPILED = Remedy(
     "compile",
     "Compile the model: fewer launches. The step as a whole cannot be captured as it is, for {why}.",
     "model = torch.compile(model)  # and fused=True for the optimizer",
     "torch.compile",
 )
-
-
 SEND_ONCE = Remedy(
     "send_once",
     "Accumulate the gradients of all micro-batches, and let them travel with the last one.",
     "for micro in keepbusy.accumulate(model, loader, count=4): ...  # if micro.last: optimizer.step()",
     "keepbusy.accumulate",
 )
-
-
 AVERAGE_ONCE = Remedy(
     "average_once",
     "Add up the gradients of all micro-batches, and average them over the ranks once, after the last one.",
     "if last_micro_batch: average(gradients)  # in place of once for each",
     "torch.distributed.all_reduce",
 )
-
-
 SEND_TENSORS = Remedy(
     "send_tensors",
     "Python objects travel pickled, as two collectives that Python waits for: send a tensor, and read it now and then.",
     "dist.all_reduce(sums)  # a tensor; or let every rank draw the same by a common seed",
     "torch.distributed.all_reduce",
 )
-
-
 LATE_LOADER = Remedy(
     "prepare_in_workers",
     "Only this rank waits for its loader, and the others wait for it: more workers there, or the same data for all.",
     "DataLoader(..., num_workers=min(4 * today, os.cpu_count()), persistent_workers=True)",
     "torch.utils.data.DataLoader",
 )
-
-
 ONE_FOR_ALL = Remedy(
     "share_among_ranks",
     "This rank alone does it, and the others wait: do it less often, or give each rank a share of it.",
     "if step % 100 == 0: ...  # or a share on every rank, and dist.all_reduce(result)",
     "torch.distributed.all_reduce",
 )
-
-
 CHECKPOINT = Remedy(
     "save_later",
     "Let a thread write the checkpoint while the training goes on.",
     "keepbusy.save_later(state, path)  # in place of torch.save",
     "keepbusy.save_later",
 )
-
-
 COPY_BACK_LATER = Remedy(
     "copy_back_later",
     "Let it travel beside the computation, and use it a step later; or compute on the GPU.",
@@ -227,8 +207,6 @@ SCALER = Remedy(
     "torch.optim.AdamW(model.parameters(), fused=True)  # or bfloat16, which needs no scaler",
     "torch.optim.AdamW",
 )
-
-
 PINNED = Remedy(
     "pin_memory",
     "Make it in pinned memory, and copy it with non_blocking=True: then Python goes on while it travels.",
@@ -283,8 +261,12 @@ MORE_PIECES = Remedy(
     "Schedule1F1B(stage, n_microbatches={pieces})  # torch.distributed.pipelining",
     "torch.distributed.pipelining.Schedule1F1B",
 )
-
-
+ON_THE_GPU = Remedy(
+    "compute_on_gpu",
+    "The GPU has nothing to do while the host is here: compute this on the GPU, or where nothing waits for it.",
+    "",
+    "",
+)
 FUSED = Remedy(
     "fuse_optimizer",
     "The optimizer updates one parameter after the other: fused, or with foreach=True, a few launches do.",
@@ -323,14 +305,6 @@ def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
     choose = CHOICES.get(finding.cause)
     remedy = (choose(Seen(scene, finding, where)) if choose else None) or REMEDIES[finding.cause]
     return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
-
-
-ON_THE_GPU = Remedy(
-    "compute_on_gpu",
-    "The GPU has nothing to do while the host is here: compute this on the GPU, or where nothing waits for it.",
-    "",
-    "",
-)
 
 
 def _of_a_late_rank(seen: Seen) -> Remedy | None:
@@ -407,10 +381,24 @@ def _writes(seen: Seen) -> bool:
     return "serialization" in seen.where.library
 
 
+_MAKERS = {"arange", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randperm", "zeros"}
+"""What makes a tensor of nothing but its arguments, and takes a device, as `torch.randn` does."""
+
+
+def _of_a_maker(seen: Seen) -> Remedy | None:
+    timeline, usual = seen.scene.timeline, REMEDIES["made_on_host"]
+    frame = seen.scene.outermost(seen.scene.frames_with(Role.MAKES))[np.isin(seen.finding.culprit, seen.rows)]
+    made = {timeline.names[name].rpartition("::")[2] for name in timeline.frames.name[frame[frame != NONE]].tolist()}
+    if len(made) != 1 or (name := made.pop()) not in _MAKERS:
+        return None
+    return usual._replace(code=usual.code.replace("torch.randn(shape", f"torch.{name}(..."), api=f"torch.{name}")
+
+
 CHOICES: dict[str, Callable[[Seen], Remedy | None]] = {
     "peer_late": _of_a_late_rank,
     "launch_bound": _of_launches,
     "exposed_collective": _of_a_collective,
+    "made_on_host": _of_a_maker,
     "input_late": lambda seen: MORE_WORKERS if "_MultiProcessing" in seen.where.operator else None,
     "blocking_copy": _of_a_blocking_copy,
     "copy_not_overlapped": lambda seen: BESIDE if seen.scene.timeline.facts.runs_once else None,

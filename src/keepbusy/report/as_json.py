@@ -11,8 +11,8 @@ from typing import Any
 
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, Rare, Where
-from keepbusy.report.fix_line import fix_line
 from keepbusy.report.run_report import called_at, where_of
+from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import Cluster

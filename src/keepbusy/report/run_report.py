@@ -11,9 +11,8 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Cause, Diagnosis, Late, Later, PlannedFix, Rare, Where
 from keepbusy.report import words
-from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line, link_to, look
-from keepbusy.report.source import source_of
+from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE

@@ -23,7 +23,6 @@ from keepbusy.explain.diagnosis import (
     Prediction,
 )
 from keepbusy.report import cluster, run_report, words
-from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import (
     FAINT,
     GAIN,
@@ -38,7 +37,7 @@ from keepbusy.report.paper import (
     look,
     unbroken,
 )
-from keepbusy.report.source import source_of
+from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import duration, share, tame
 
 _WORK_OF_THE_DEVICE = {"copying", "computing", "collective"}

@@ -12,9 +12,8 @@ from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, PlannedFix, Rare, Where
 from keepbusy.explain.edit import Edit
 from keepbusy.report import run_report, words
-from keepbusy.report.fix_line import fix_line
 from keepbusy.report.paper import look
-from keepbusy.report.source import source_of, text_of
+from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import tame
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun
