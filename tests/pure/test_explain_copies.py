@@ -122,14 +122,22 @@ def test_a_copy_within_the_device_computes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "operator", ["aten::randn", "aten::zeros", "aten::arange", "aten::normal_", "aten::bernoulli_"]
+    ("operator", "line"),
+    [
+        ("aten::randn", "torch.randn(shape, "),
+        ("aten::zeros", "torch.zeros(..., "),
+        ("aten::arange", "torch.arange(..., "),
+        ("aten::normal_", "torch.randn(shape, "),
+        ("aten::bernoulli_", "torch.randn(shape, "),
+    ],
 )
-def test_a_tensor_made_on_the_host_need_not_be_copied(operator: str) -> None:
+def test_a_tensor_made_on_the_host_need_not_be_copied(operator: str, line: str) -> None:
     """6 ms to make it, 2 ms to copy it, 4 ms of kernels: made on the device, only the kernels are left."""
     found = told(lambda run: run.work(6_000, at=[operator]).copy(16 * MB, 2_000, at=TO).launch([1_000] * 4))
     assert found.plain_step == near(6_000 + 2_000)
     assert names(found)[0] == "made_on_host"
     assert cause(found, "made_on_host").predicted.step == near(4_000)
+    assert cause(found, "made_on_host").remedy.startswith(f'{line}device="cuda")')
     assert cause(found, "blocking_copy").predicted.step == near(6_000)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from keepbusy.hang import plain_pickle
 from keepbusy.hang.collective_log import CallSite, CollectiveCall, CollectiveLog, Operand
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import open_input
+from keepbusy.timeline.files import opened
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
 
 LARGEST = 512 << 20
@@ -31,7 +31,7 @@ Entry: TypeAlias = Mapping[str, Any]
 
 def is_dump(path: Path) -> bool:
     """By how the file begins; a trace of the profiler begins otherwise."""
-    with open_input(path) as file:
+    with opened(path, "a trace or a dump") as file:
         head = file.read(256)
     return head.startswith(plain_pickle.MAGIC) or bool(_JSON.match(head))
 
@@ -53,7 +53,7 @@ def _read(path: Path, known: dict[Any, Any]) -> CollectiveLog:
     found = _RANK.search(path.name)
     if not found:
         raise BadInput(f"{path} does not say whose it is; its name must end in the rank, as in nccl_trace_rank_0.")
-    with open_input(path) as file:
+    with opened(path, "a dump of PyTorch's flight recorder") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise BadInput(f"{path} has more than {LARGEST >> 20} MB, which no flight recorder writes.")

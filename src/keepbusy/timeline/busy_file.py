@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import open_input, replacing
+from keepbusy.timeline.files import opened, replacing
 from keepbusy.timeline.model import (
     EVERY_LANE,
     LARGEST_RANK,
@@ -90,17 +90,9 @@ def save(timeline: Timeline, path: str | Path) -> None:
 
 def load(path: str | Path) -> Timeline:
     """What `save` wrote; raises `BadInput` for anything else."""
-    try:
-        with open_input(Path(path)) as file:
-            content = file.read(len(_MAGIC))
-            content += file.read() if content == _MAGIC else b""
-    except BadInput:
-        raise
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist; give a .busy file that keepbusy saved.") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"{path} cannot be read ({reason}); give a .busy file that keepbusy saved.") from None
+    with opened(path, "a .busy file that keepbusy saved") as file:
+        content = file.read(len(_MAGIC))
+        content += file.read() if content == _MAGIC else b""
     return from_bytes(content, str(path))
 
 

@@ -23,8 +23,25 @@ PATIENCE = 10
 """Seconds in which somebody must begin to write into a pipe that we are to read."""
 
 
-def open_input(path: Path) -> IO[bytes]:
-    """For reading; a pipe only if somebody writes into it, as `<(zcat …)` does."""
+@contextmanager
+def opened(path: str | Path, wanted: str) -> Iterator[IO[bytes]]:
+    """For reading. Where it is not there or cannot be read, a person is told to give what is `wanted`."""
+    try:
+        with _open(Path(path)) as file:
+            yield file
+    except BadInput:
+        raise
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; give {wanted}.") from None
+    except IsADirectoryError:
+        raise BadInput(f"{path} is a directory; give {wanted} within it.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be read ({reason}); give {wanted}.") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    """A pipe only if somebody writes into it, as `<(zcat …)` does."""
     if not stat.S_ISFIFO(path.stat().st_mode):
         return path.open("rb")
     pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeAlias, TypeVar, cast
 from isal import igzip, isal_zlib
 
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import open_input
+from keepbusy.timeline.files import opened
 from keepbusy.timeline.model import MemoryUse
 from keepbusy.traces.event_columns import Collector, Trace
 from keepbusy.traces.json_events import RECORD, Batches
@@ -146,20 +146,11 @@ def _without_events(path: str, facts: dict[str, Any], kinds: set[tuple[str, str]
 
 def blocks(path: str, on_progress: OnProgress | None = None) -> Iterator[bytes]:
     """What the file says, whether it is compressed or not and whatever its name claims."""
-    try:
-        with open_input(Path(path)) as file:
+    with opened(path, "a trace of PyTorch's profiler") as file:
+        try:
             yield from _decompressed(path, file, on_progress)
-    except BadInput:
-        raise
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist; give the path of a PyTorch profiler trace.") from None
-    except IsADirectoryError:
-        raise BadInput(f"{path} is a directory, not a trace; name the traces in it, as in {path}/*.json.gz.") from None
-    except _DAMAGE as error:
-        raise BadInput(f"{path} is a damaged gzip file ({error}); export or copy the trace again.") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"{path} cannot be read ({reason}); give the path of a readable trace.") from None
+        except _DAMAGE as error:
+            raise BadInput(f"{path} is a damaged gzip file ({error}); export or copy the trace again.") from None
 
 
 def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) -> Iterator[bytes]:
