@@ -129,7 +129,7 @@ LINES = {
     "traces": 2434,
     "instrument": 1810,
     "recording": 3786,
-    "virtual": 8739,
+    "virtual": 8595,
     "explain": 4388,
     "report": 3243,
     "runtime": 5068,

@@ -11,7 +11,9 @@ import ctypes
 import mmap
 import platform
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,13 @@ def slots(classes: Sequence[tuple[str, str]]) -> dict[str, int]:
     return {method: slot for slot, method in enumerate(found)}
 
 
+_NO_CODE = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/|//[^\n]*|#ifdef USE_ROCM.*?#endif|\[\[.*?\]\]', re.DOTALL)
+
+
 def _virtual_methods(header: Path, name: str) -> Iterator[str]:
     if not header.exists():
         raise Mismatch(f"this PyTorch comes without {header.name}")
-    source = _without_comments(header.read_text(encoding="utf-8"))
+    source = _NO_CODE.sub("", header.read_text(encoding="utf-8"))
     begin = re.search(
         rf"(?:struct|class)\s+(?:\w+_API\s+)?{name}\b(?:\s*final)?\s*(?::\s*(?:public\s+)?[\w:]+\s*)?{{", source
     )
@@ -68,14 +73,6 @@ def _virtual_methods(header: Path, name: str) -> Iterator[str]:
         method = re.search(r"(~?\w+)\s*\(", statement)
         if method and re.search(r"\b(virtual|override)\b", statement):
             yield method[1]
-
-
-def _without_comments(source: str) -> str:
-    source = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
-    source = re.sub(r"//[^\n]*", "", source)
-    source = re.sub(r'"(?:\\.|[^"\\])*"', '""', source)
-    source = re.sub(r"#ifdef USE_ROCM.*?#endif", "", source, flags=re.DOTALL)
-    return re.sub(r"\[\[.*?\]\]", "", source)
 
 
 def _top_level(source: str, begin: int) -> str:
@@ -132,16 +129,6 @@ def library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def function(shared: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
-    """A C++ function that takes nothing and returns a pointer."""
-    try:
-        found = shared[name]
-    except AttributeError:
-        raise Mismatch(f"no symbol {name}") from None
-    found.restype = ctypes.c_void_p
-    return found
-
-
 def address_of(shared: ctypes.CDLL, name: str) -> int:
     try:
         return ctypes.addressof(ctypes.c_char.in_dll(shared, name))
@@ -149,19 +136,25 @@ def address_of(shared: ctypes.CDLL, name: str) -> int:
         raise Mismatch(f"no symbol {name}") from None
 
 
-def code_slots(vtable: int, most: int = 128) -> int:
-    """How many leading slots point to code: no vtable is longer than that."""
-    executable = [_bounds(line) for line in Path("/proc/self/maps").read_text().splitlines() if "x" in line.split()[1]]
-    for slot in range(most):
-        target = ctypes.c_void_p.from_address(vtable + POINTER * slot).value or 0
-        if not any(low <= target < high for low, high in executable):
-            return slot
-    return most
+def result_of(shared: ctypes.CDLL, name: str) -> Any:
+    """The address that a C++ function returns which takes nothing."""
+    return ctypes.CFUNCTYPE(ctypes.c_void_p)(address_of(shared, name))()
 
 
-def _bounds(line: str) -> tuple[int, int]:
-    low, _, high = line.split(maxsplit=1)[0].partition("-")
-    return int(low, 16), int(high, 16)
+def code_slots(vtable: int) -> int:
+    """How many leading slots point to code, up to 128: no vtable is longer than that."""
+    targets = (ctypes.c_void_p.from_address(vtable + POINTER * slot).value or 0 for slot in range(128))
+    executable = list(_areas("x"))
+    return sum(1 for _ in takewhile(lambda it: any(low <= it < high for low, high in executable), targets))
+
+
+def _areas(permission: str) -> Iterator[tuple[int, int]]:
+    """Of this process's memory, what it has this permission for."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, permissions, *_ = line.split()
+        if permission in permissions:
+            low, _, high = bounds.partition("-")
+            yield int(low, 16), int(high, 16)
 
 
 # A copy of a C++ vtable in which single methods are ours.
@@ -180,11 +173,8 @@ class Vtable:
         source = (ctypes.c_char * (POINTER * words)).from_address(address - POINTER * PREAMBLE)
         self._words = (ctypes.c_void_p * words).from_buffer_copy(source)
         self._slots = slots
+        self.address = ctypes.addressof(self._words) + POINTER * PREAMBLE
         _ALIVE.append(self._words)
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._words) + POINTER * PREAMBLE
 
     def put(self, method: str, result: Any, arguments: Sequence[Any], does: Callable[..., Any]) -> None:
         """Replace one method, where this version has it. `does` is called without `this`."""
@@ -198,10 +188,8 @@ class Vtable:
         It calls no Python, which is quicker, and safe while an exception is on its way.
         """
         code = {
-            "x86_64": b"\xb8" + value.to_bytes(4, "little") + b"\x31\xd2\xc3",
-            "aarch64": b"".join(
-                word.to_bytes(4, "little") for word in (0x52800000 | value << 5, 0xD2800001, 0xD65F03C0)
-            ),
+            "x86_64": b"\xb8" + struct.pack("<I", value) + b"\x31\xd2\xc3",
+            "aarch64": struct.pack("<3I", 0x52800000 | value << 5, 0xD2800001, 0xD65F03C0),
         }.get(platform.machine())
         if code is None:
             raise Mismatch(f"the virtual GPU does not know processors of the kind {platform.machine()}")
@@ -220,15 +208,6 @@ class Vtable:
             raise Mismatch(f"no method {', '.join(missing)}")
 
 
-def first_word(address: int) -> ctypes.c_void_p:
-    """The first word of an object: the address of its vtable, to be read and written."""
-    return ctypes.c_void_p.from_address(address)
-
-
-def keep_alive(thing: Any) -> None:
-    _ALIVE.append(thing)
-
-
 # The CUDA hooks: how PyTorch's device-independent half asks whether CUDA is there.
 #
 # The object may be the interface itself (a CPU build) or the real hooks (a CUDA build). Both have no
@@ -236,7 +215,7 @@ def keep_alive(thing: Any) -> None:
 # reachable through it, and what we do not answer says that it is not there.
 
 
-def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> Callable[[], None]:
+def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], object]) -> Callable[[], None]:
     """Let C++ believe in CUDA; returns what takes it back.
 
     `is_pinned` is asked with an address; `pins` hears that native code is about to take pinned memory.
@@ -249,41 +228,28 @@ def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], None]) ->
         raise Mismatch(f"the CUDA hooks have {size // POINTER - PREAMBLE} slots, their header says {len(methods)}")
     vtable = Vtable(interface + POINTER * PREAMBLE, methods)
     vtable.need("hasCUDA", "hasPrimaryContext", "init", "deviceCount", "isPinnedPtr", "getPinnedMemoryAllocator")
-    _fill(vtable, is_pinned, pins)
-    hooks = first_word(function(shared, "_ZN2at6detail12getCUDAHooksEv")())
-    before = hooks.value
-    hooks.value = vtable.address
-
-    def undo() -> None:
-        hooks.value = before
-
-    return undo
-
-
-def _fill(vtable: Vtable, is_pinned: Callable[[int], bool], pins: Callable[[], None]) -> None:
+    allocator = result_of(library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")
     flag, byte, pointer = ctypes.c_bool, ctypes.c_int8, ctypes.c_void_p
     for method in ("isBuilt", "isAvailable", "hasCUDA", "hasPrimaryContext"):
         vtable.put_constant(method, True)
-    vtable.put("init", None, (), lambda: None)
     for method in ("deviceCount", "getNumGPUs"):
         vtable.put_constant(method, CURRENT.count)
-    vtable.put("setCurrentDevice", None, (byte,), lambda device: CURRENT.change(device) and None)
-    for method in ("getCurrentDevice", "current_device"):
-        vtable.put(method, byte, (), lambda: CURRENT.device)
-    for method in ("exchangeDevice", "maybeExchangeDevice"):
-        vtable.put(method, byte, (byte,), CURRENT.change)
-    vtable.put("isPinnedPtr", flag, (pointer,), lambda address: is_pinned(address or 0))
-    allocator = function(library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")()
-
-    def pinned_allocator() -> Any:
-        pins()
-        return allocator
-
-    vtable.put("getPinnedMemoryAllocator", pointer, (), pinned_allocator)
-    vtable.put("getCUDADeviceAllocator", pointer, (), lambda: allocator)
-    for method in ("versionCuDNN", "versionRuntimeCuDNN"):
-        vtable.put(method, ctypes.c_long, (), lambda: CUDNN_VERSION)
-    vtable.put("deviceSynchronize", None, (byte,), lambda _device: None)
+    for names, result, arguments, does in (
+        ("init", None, (), lambda: None),
+        ("setCurrentDevice", None, (byte,), lambda device: CURRENT.change(device) and None),
+        ("getCurrentDevice current_device", byte, (), lambda: CURRENT.device),
+        ("exchangeDevice maybeExchangeDevice", byte, (byte,), CURRENT.change),
+        ("isPinnedPtr", flag, (pointer,), lambda address: is_pinned(address or 0)),
+        ("getPinnedMemoryAllocator", pointer, (), lambda: pins() or allocator),
+        ("getCUDADeviceAllocator", pointer, (), lambda: allocator),
+        ("versionCuDNN versionRuntimeCuDNN", ctypes.c_long, (), lambda: CUDNN_VERSION),
+        ("deviceSynchronize", None, (byte,), lambda _device: None),
+    ):
+        for method in names.split():
+            vtable.put(method, result, arguments, does)
+    hooks = ctypes.c_void_p.from_address(result_of(shared, "_ZN2at6detail12getCUDAHooksEv"))
+    before, hooks.value = hooks.value, vtable.address
+    return lambda: setattr(hooks, "value", before)
 
 
 # The device guard: how C++ learns the current device, and enters the device and the stream of what it is about to do.
@@ -298,11 +264,15 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 def replace_guard() -> Callable[[], None]:
     """Put our guard into CUDA's place; returns what makes it harmless again."""
-    registry = _registry()
+    shared = library("libc10.so")
+    size = symbol_size(address_of(shared, _REGISTRY)) or 0
+    if size < POINTER * (_META_TYPE + 1):
+        raise Mismatch("the registry of device guards has another shape")
+    registry = (ctypes.c_void_p * (size // POINTER)).in_dll(shared, _REGISTRY)
     meta = registry[_META_TYPE]
     if not meta:
         raise Mismatch("there is no device guard for Meta tensors")
-    vtable = Vtable(first_word(meta).value or 0, slots(GUARD))
+    vtable = Vtable(ctypes.c_void_p.from_address(meta).value or 0, slots(GUARD))
     vtable.need("type", "getDevice", "deviceCount", "getStream")
     vtable.put_constant("type", DEVICE_TYPE)
     vtable.put_constant("deviceCount", CURRENT.count)
@@ -311,21 +281,10 @@ def replace_guard() -> Callable[[], None]:
     for method in ("getStream", "getDefaultStream", "exchangeStream"):
         vtable.put_constant(method, DEVICE_TYPE)  # {{CUDA, 0}, 0}
     ours = ctypes.c_void_p(vtable.address)
-    keep_alive(ours)
+    _ALIVE.append(ours)
     registry[DEVICE_TYPE] = ctypes.addressof(ours)
-
-    def undo() -> None:
-        registry[DEVICE_TYPE] = meta  # late C++ destructors must not find a Python that is gone
-
-    return undo
-
-
-def _registry() -> ctypes.Array[ctypes.c_void_p]:
-    shared = library("libc10.so")
-    size = symbol_size(address_of(shared, _REGISTRY)) or 0
-    if size < POINTER * (_META_TYPE + 1):
-        raise Mismatch("the registry of device guards has another shape")
-    return (ctypes.c_void_p * (size // POINTER)).in_dll(shared, _REGISTRY)
+    # late C++ destructors must not find a Python that is gone
+    return lambda: registry.__setitem__(DEVICE_TYPE, meta)
 
 
 # DDP times its backward pass with a timer that it finds in a registry by the device's type. On a CUDA build that is one
@@ -375,5 +334,4 @@ def hide_native_timer() -> None:
 
 def _is_mapped(address: int, size: int) -> bool:
     """Whether this process may read there."""
-    areas = (_bounds(line) for line in Path("/proc/self/maps").read_text().splitlines() if " r" in line)
-    return any(low <= address and address + size <= high for low, high in areas)
+    return any(low <= address and address + size <= high for low, high in _areas("r"))

@@ -8,34 +8,23 @@ from typing import Any
 import torch
 
 
-class _Thread(threading.local):
-    device: int = 0
+class Current(threading.local):
+    """The current device of the calling thread."""
 
-
-class Current:
-    """The current device of the calling thread, and how many there are."""
-
-    def __init__(self) -> None:
-        self.count = 1
-        self._thread = _Thread()
-
-    @property
-    def device(self) -> int:
-        return self._thread.device
+    count = 1  # of all devices; the same in every thread
+    device = 0
 
     def change(self, device: int) -> int:
         """Make `device` current and return the one before; a negative one changes nothing."""
-        before = self._thread.device
+        before = self.device
         if device >= 0:
-            self._thread.device = self._known(device)
+            self.device = self._known(device)
         return before
 
     def index(self, device: torch.device | int | str | None) -> int:
         """The number that PyTorch means by `device`: none, or one without a number, is the current one."""
-        if device is None:
-            return self._thread.device
-        number = device if isinstance(device, int) else torch.device(device).index
-        return self._thread.device if number is None or number < 0 else self._known(number)
+        number = device if device is None or isinstance(device, int) else torch.device(device).index
+        return self.device if number is None or number < 0 else self._known(number)
 
     def _known(self, device: int) -> int:
         if device >= self.count:

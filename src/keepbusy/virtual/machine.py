@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from threading import get_ident
 from time import perf_counter_ns
@@ -24,7 +24,7 @@ from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTim
 from keepbusy.virtual.clock.onlooker import Onlooker
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
-from keepbusy.virtual.current_device import ACCELERATOR_ERROR, CURRENT
+from keepbusy.virtual.current_device import ACCELERATOR_ERROR, Current
 from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
 from keepbusy.virtual.memory.host_memory import Pages
 from keepbusy.virtual.pytorch.outlines import VALUES
@@ -41,17 +41,6 @@ _NATIVE_CALL, _NATIVE_RELEASE = 3_000, 500
 """What it takes to call an operator from Python where nothing of ours is in the way, launch apart; to free a tensor."""
 _BATCHES, _CALLS, _PASSES = 6, 50, 4
 _FOREVER = 1 << 62
-_NO_ARGUMENTS: Mapping[str, Any] = {}
-
-
-class _DtypeNames(dict[torch.dtype, str]):
-    """`float32` for `torch.float32`: what costs are kept by."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        return self.setdefault(dtype, str(dtype).removeprefix("torch."))
-
-
-_DTYPE_NAMES = _DtypeNames()
 
 
 def _accelerator_error(text: str, code: int) -> Exception:
@@ -59,6 +48,12 @@ def _accelerator_error(text: str, code: int) -> Exception:
     error = ACCELERATOR_ERROR(text)
     error.error_code = code
     return error
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`: what costs are kept by."""
+    return str(dtype).removeprefix("torch.")
 
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -98,7 +93,7 @@ class Machine:
         self.notes: list[str] | None = []  # what the report must say; None, as in tests: a failure is raised instead
 
     def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
-        CURRENT.count = devices
+        Current.count = devices
         self.device = device
         self._options = (device, rank, devices, measured)
         self._call_overhead = self._release_overhead = self._calls = 0
@@ -210,29 +205,13 @@ class Machine:
             self.clock.attribute(self._busy_lines[stretch], _FOREVER)
 
     def kernels(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+        self, name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor], arguments: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[str, int]]:
         """What a GPU would run for an operator. `arguments`: those that its cost depends on."""
-        names = _DTYPE_NAMES
-        return self.costs.kernels(
-            name,
-            tuple([(one.shape, names[one.dtype], one.stride()) for one in inputs]),
-            tuple([(one.shape, names[one.dtype], one.stride()) for one in outputs]),
-            arguments,
-        )
+        given, made = ([(one.shape, _name(one.dtype), one.stride()) for one in some] for some in (inputs, outputs))
+        return self.costs.kernels(name, tuple(given), tuple(made), arguments)
 
-    def launch(
-        self,
-        device: int,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
-    ) -> None:
+    def launch(self, device: int, name: str, inputs: Any, outputs: Any, arguments: Mapping[str, Any]) -> None:
         """Launch it, within an operator that has begun."""
         self.clock.launch(self.stream(device), self.kernels(name, inputs, outputs, arguments))
 
@@ -241,11 +220,6 @@ class Machine:
     ) -> None:
         """Between host and device. `fresh`: bytes of host memory that nobody has touched yet."""
         self.clock.copy(self.stream(device), direction, size, pinned, non_blocking, fresh)
-
-    def wait_for_result(self, device: int, name: str) -> None:
-        """The host must learn something that only the device knows: a small copy home, and a wait for it."""
-        with DeviceCall(name):
-            self.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
 
     def look_at_clock(self) -> tuple[int, bool]:
         """The program reads its clock: the time of the calling thread, and whether the clock knows that thread.

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keepbusy.timeline.errors import BadInput
 
@@ -82,9 +82,8 @@ def version(root: Path) -> str:
 def _cached(place: Path, now: float) -> Verdict | None:
     try:
         verdict = Verdict(**json.loads(place.read_text(encoding="utf-8")))
-        if verdict.good or (0 <= now - verdict.when < DAY and verdict.environment == _environment()):
-            return verdict
-        return None
+        fresh = 0 <= now - verdict.when < DAY and verdict.environment == _environment()
+        return verdict if verdict.good or fresh else None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -150,31 +149,31 @@ def try_out() -> Verdict:
 
 
 def main(pipe: int) -> None:
+    import torch
+
     faulthandler.enable()
     for stage in (_layout, _bring_up, _values, _autograd, _modules, _graphs, _pinned, _natives):
-        stage()
+        stage(torch)
         os.write(pipe, f"{stage.__name__[1:]}\n".encode())
     gc.collect()
     os.write(pipe, b"done\n")
 
 
-def _layout() -> None:
+def _layout(_torch: Any) -> None:
     from keepbusy.virtual.cpp_hooks import GUARD, HOOKS, slots, timer_keys
 
     _must(len(slots(HOOKS)) > 20 and len(slots(GUARD)) > 10, "the headers declare too little")
     timer_keys()  # raises where the map of DDP's timers is laid out otherwise
 
 
-def _bring_up() -> None:
+def _bring_up(_torch: Any) -> None:
     from keepbusy.virtual.bring_up import bring_up
     from keepbusy.virtual.costs.device import read
 
     bring_up(read("h200"), devices=8, measured=False)
 
 
-def _values() -> None:
-    import torch
-
+def _values(torch: Any) -> None:
     for index in (0, 1, 7):  # each replaced method must answer with the right value, not just answer
         with torch.cuda.device(index):
             made = torch.arange(6.0, device="cuda").reshape(2, 3)
@@ -184,9 +183,7 @@ def _values() -> None:
     _must(torch._C._get_accelerator().type == "cuda", "the accelerator is not CUDA")
 
 
-def _autograd() -> None:
-    import torch
-
+def _autograd(torch: Any) -> None:
     for index in (0, 3):
         weight = torch.ones(3, 4, device=f"cuda:{index}", requires_grad=True)
         (torch.ones(2, 3, device=weight.device) @ weight).relu().sum().backward()
@@ -205,17 +202,13 @@ def _autograd() -> None:
     _must(product.dtype is torch.bfloat16, "autocast does nothing")
 
 
-def _modules() -> None:
-    import torch
-
+def _modules(torch: Any) -> None:
     recurrent = torch.nn.LSTM(4, 4).cuda()
     recurrent(torch.ones(2, 1, 4, device="cuda"))[0].sum().backward()
     _must(recurrent.weight_ih_l0.grad is not None, "a recurrent network has no gradient")
 
 
-def _graphs() -> None:
-    import torch
-
+def _graphs(torch: Any) -> None:
     x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x += 1
@@ -227,16 +220,12 @@ def _graphs() -> None:
     _must(x.sum().item() == 9 and drawn.tolist() != first, "a replay computes nothing new")
 
 
-def _pinned() -> None:
-    import torch
-
+def _pinned(torch: Any) -> None:
     _must(torch.ones(3).pin_memory().is_pinned() and not torch.ones(3).is_pinned(), "pinned memory is not told apart")
 
 
-def _natives() -> None:
+def _natives(torch: Any) -> None:
     """On a CUDA build, no native kernel may be left where a program could reach it."""
-    import torch
-
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     dumps = {name: torch._C._dispatch_dump(name) for name in names if name.startswith("aten::")}
     left = [name for name, dump in dumps.items() if re.search(r"^CUDA:.*RegisterCUDA", dump, re.MULTILINE)]

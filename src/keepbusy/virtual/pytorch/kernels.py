@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepbusy.timeline.model import NONE
+from keepbusy.timeline.model import NONE, Direction
 from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.outlines import META, VALUES, computed
@@ -52,7 +52,7 @@ class Signature:
     """Of one overload what its schema says, read once: where tensors stand, what it writes, and what it returns."""
 
     __slots__ = (
-        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "may_wait", "name", "returned", "shapes",
+        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "name", "returned", "shapes",
         "short", "takes_host_tensors", "tensors", "writes", "written",
     )  # fmt: skip
 
@@ -67,14 +67,19 @@ class Signature:
         self.writes = tuple(
             (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
         )
-        self.returned = tuple(_written_argument(schema, one) for one in schema.returns)
+        written = [(one.alias_info.before_set, at, one.name) for at, one in enumerate(schema.arguments) if _writes(one)]
+        self.returned = tuple(
+            next(
+                ((at, name) for names, at, name in written if _writes(one) and names == one.alias_info.before_set), None
+            )
+            for one in schema.returns
+        )
         """Of each result, by place and name, the argument that it is; None for one that is new."""
         self.takes_host_tensors = short in _TAKE_HOST_TENSORS or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
         known = {name: at for at, name in enumerate(self.arguments)}
         self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
-        self.may_wait = short in _WAITING or short in _INDEXING
         self.shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
         """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in _DRAW_NOTHING
@@ -115,15 +120,6 @@ def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
-    if not _writes(result):
-        return None
-    for at, argument in enumerate(schema.arguments):
-        if _writes(argument) and argument.alias_info.before_set == result.alias_info.before_set:
-            return at, argument.name
-    return None
-
-
 def overload_named(name: str) -> torch._ops.OpOverload | None:
     """By its full name, `aten::add.Tensor`; None where this version lacks it."""
     base, _, variant = name.removeprefix("aten::").partition(".")
@@ -161,10 +157,9 @@ class Operands:
         if device < 0:
             self.with_host_tensor = self.with_host_tensor or tensor.dim() > 0
             return tensor.clone() if self.recorded else tensor  # a captured kernel takes the host's numbers along
-        if device != self.device:
-            if self.device >= 0 and not self.signature.takes_host_tensors:
-                raise _on_two_devices(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
-            self.device = device
+        if self.device not in (-1, device) and not self.signature.takes_host_tensors:
+            raise _on_two_devices(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
+        self.device = device
         if tensor.layout is torch.sparse_coo:
             if not VALUES.real:
                 raise NotImplementedError("Sparse tensors are nothing without their values: run without --values none.")
@@ -178,14 +173,12 @@ class Operands:
 
     def check(self) -> int:
         """The device of the call; refuses what a GPU would refuse."""
-        if self.device < 0:
-            return CURRENT.device
-        if self.with_host_tensor:
+        if self.with_host_tensor and self.device >= 0:
             if self.inputs and not self.signature.takes_host_tensors:
                 raise _on_two_devices(self.signature.name, f"cuda:{self.device}", "cpu")
             if self.signature.short in _INDEXING:
                 MACHINE.needs_pinned(self.device, is_pinned=False)
-        return self.device
+        return CURRENT.index(self.device)
 
 
 def _on_two_devices(name: str, one: str, other: str) -> RuntimeError:
@@ -235,10 +228,9 @@ class Kernel:
         packet = overload._overloadpacket
         has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
         self.scalar = packet.Scalar._op if has_scalar else None
-        signature = self.signature
-        self.is_plain = dense and not signature.may_wait
-        self.is_product = law_of(signature.short).depends_on_precision
-        self.shapes = tuple(signature.shapes.values())
+        self.is_plain = dense and self.signature.short not in (*_WAITING, *_INDEXING)
+        self.is_product = law_of(self.signature.short).depends_on_precision
+        self.shapes = tuple(self.signature.shapes.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host, place = MACHINE.pause_at()
@@ -258,8 +250,12 @@ class Kernel:
         """
         key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
         device, host_args = self._read(args, key)
-        if device < 0 or (kwargs and not self._read_options(kwargs, key)):
+        if device < 0:
             return _NOTHING_DONE
+        for name, option in kwargs.items():
+            if type(option) not in _PLAIN:
+                return _NOTHING_DONE
+            key += (name, option if self.signature.shapes[name] else type(option))
         signature, by_call = self.signature, MACHINE.costs.by_call
         known = tuple(key)
         call, kernels = by_call.get(known) or (self.on_host or self._chosen(args), None)
@@ -310,15 +306,6 @@ class Kernel:
                 return _NOT_PLAIN
         return device, host_args
 
-    def _read_options(self, kwargs: dict[str, Any], key: list[Any]) -> bool:
-        """The same of the arguments by name: whether the call is a plain one."""
-        shapes = self.signature.shapes
-        for name, one in kwargs.items():
-            if type(one) not in _PLAIN:
-                return False
-            key += (name, one if shapes[name] else type(one))
-        return True
-
     def _check_types(self, inputs: list[Tensor]) -> None:
         """Refuses what CUDA has no kernel for, as CUDA does."""
         kernel = _OF_FLOATS_ALONE.get(self.signature.short.rstrip("_"))
@@ -354,7 +341,8 @@ class Kernel:
             MACHINE.clock.spend(MACHINE.device.host.lists(len(operands.inputs)))
         MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)
         if waits:
-            MACHINE.wait_for_result(device, waits)
+            with DeviceCall(waits):  # the host learns what only the device knows: a small copy home, and a wait for it
+                MACHINE.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
         result = self._on_device(device, out, args, kwargs)
         if recording is not None:
             recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
@@ -501,15 +489,11 @@ def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs
 # Integers and the like: what CUDA computes of them and the host does not, and what the host computes and CUDA does not.
 
 
-def _sum_of_numbers(tensor: Tensor, *dims: Any, **options: Any) -> Tensor:
-    return torch.where(tensor.isnan(), 0, tensor).sum(*dims or (None,), **options)
-
-
 _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
     "histc": lambda tensor, *bins: tensor.double().histc(*bins).to(tensor.dtype),
     "abs": lambda truths: truths.clone(),
     "trace": lambda truths: truths.long().trace(),
-    "nansum": _sum_of_numbers,
+    "nansum": lambda tensor, *dims, **options: torch.where(tensor.isnan(), 0, tensor).sum(*dims or (None,), **options),
 }
 _OF_FLOATS_ALONE = {
     "mm": "addmm_cuda", "addmm": "addmm_cuda", "addbmm": "addmm_cuda", "bmm": "baddbmm_cuda", "baddbmm": "baddbmm_cuda",

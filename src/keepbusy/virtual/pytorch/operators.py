@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,22 +41,17 @@ _KEPT_TOGETHER = (
     "repeat_interleave.Tensor",
 )  # fmt: skip
 """PyTorch would take them apart, or choose by what the device's libraries can do."""
-_LAYOUTS = {
-    "SparseCsrCUDA": "compressed sparse",
-    "NestedTensorCUDA": "nested",
-    "QuantizedCUDA": "quantized",
-}
+_LAYOUTS = {"SparseCsrCUDA": "compressed sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
 """By dispatch key, what is refused altogether."""
 _LAYOUT_PREFIXES = {
     "_nested": "nested",
     "quantize": "quantized",
-    "_sparse_c": "compressed sparse",
+    "_sparse_c": "compressed sparse",  # but for those of COO
     "_sparse_b": "compressed sparse",
     "_sparse_semi": "semi-structured sparse",
     "_to_sparse_": "compressed sparse",
     "to_sparse_": "compressed sparse",
 }
-_COO_PREFIX = "_sparse_coo"
 
 _LIBRARIES: list[Any] = []
 """Their registrations last as long as they do."""
@@ -72,7 +68,8 @@ def register() -> None:
         for name, kernel in whole_operators().items():
             aten.impl(name, kernel, "AutogradCUDA")
             aten.impl(name, kernel, "CUDA")
-        everything.fallback(_KernelsOnDemand(), "CUDA")
+        on_demand = cache(_kernel)  # of operators that other packages register
+        everything.fallback(lambda overload, *args, **kwargs: on_demand(overload)(*args, **kwargs), "CUDA")
         # on a CUDA build other layouts have native kernels, which must never be reached
         sparse = _sparse_kernels()
         for name in {*_registered("SparseCUDA"), *sparse}:
@@ -87,19 +84,14 @@ def register() -> None:
 def refuse_triton(patches: Patches) -> None:
     """Triton imports and defines kernels as on a machine with a GPU; to launch one is refused by its name."""
 
-    def refused(_native: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(kernel: Any, *_args: Any, **_kwargs: Any) -> Any:
-            name = getattr(getattr(kernel, "base_fn", kernel), "__name__", "one")  # of a tuned one, the function within
-            raise NotImplementedError(f"keepbusy's virtual GPU runs no kernels written in Triton ({name}).")
-
-        return refuse
+    def refuse(_native: Callable[..., Any], kernel: Any, *_args: Any, **_kwargs: Any) -> Any:
+        name = getattr(getattr(kernel, "base_fn", kernel), "__name__", "one")  # of a tuned one, the function within
+        raise NotImplementedError(f"keepbusy's virtual GPU runs no kernels written in Triton ({name}).")
 
     def patch() -> None:
         module = sys.modules["triton.runtime.jit"]
-        patches.replace(module.JITFunction, "run", refused)
-        patches.replace(
-            module.KernelInterface, "__getitem__", refused
-        )  # kernel[grid](…): tuned ones ask a driver first
+        patches.wrap(module.JITFunction, "run", refuse)
+        patches.wrap(module.KernelInterface, "__getitem__", refuse)  # kernel[grid](…): tuned ones ask a driver first
 
     when_imported("triton.runtime.jit", patch)
 
@@ -125,19 +117,16 @@ def _dense_kernels() -> dict[str, Callable[..., Any]]:
             found[name] = SPECIAL[name]  # type: ignore[assignment]
         elif name in _VIEWS or name in _MADE_OF_OTHERS:
             found[name] = _native(overload, HOST_KEYS)
-        elif name in computed and not _returns_view(overload):
-            found[name] = _kernel(overload)
+        elif name in computed:
+            aliases = [one.alias_info for one in overload._schema.returns if one.alias_info is not None]
+            if all(one.is_write for one in aliases):  # else it returns a view
+                found[name] = _kernel(overload)
     return found
 
 
 def _layout_named(name: str) -> str | None:
-    if name.startswith(_COO_PREFIX):
-        return None
-    return next((layout for prefix, layout in _LAYOUT_PREFIXES.items() if name.startswith(prefix)), None)
-
-
-def _returns_view(overload: torch._ops.OpOverload) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in overload._schema.returns)
+    named = [layout for prefix, layout in _LAYOUT_PREFIXES.items() if name.startswith(prefix)]
+    return named[0] if named and not name.startswith("_sparse_coo") else None
 
 
 def _sparse_kernels() -> dict[str, Callable[..., Any]]:
@@ -173,19 +162,6 @@ def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     return Kernel(overload, on_host)
 
 
-class _KernelsOnDemand:
-    """For whatever has no kernel of its own: operators that other packages register."""
-
-    def __init__(self) -> None:
-        self._kernels: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-
-    def __call__(self, overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-        kernel = self._kernels.get(overload)
-        if kernel is None:
-            kernel = self._kernels[overload] = _kernel(overload)
-        return kernel(*args, **kwargs)
-
-
 def _refusal(sentence: str) -> Callable[..., Any]:
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError(sentence)
@@ -199,7 +175,4 @@ def _refusal_of_layout(layout: str, name: str) -> Callable[..., Any]:
 
 
 def _refuse_any(layout: str) -> Callable[..., Any]:
-    def refuse(overload: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> Any:
-        _refusal_of_layout(layout, overload._schema.name)()
-
-    return refuse
+    return lambda overload, *_args, **_kwargs: _refusal_of_layout(layout, overload._schema.name)()

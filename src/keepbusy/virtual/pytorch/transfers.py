@@ -75,7 +75,7 @@ def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool) -> None
     if not source.is_cuda:
         MACHINE.copy(device, size, _TO_DEVICE, pinned=host_memory.is_pinned(source), non_blocking=non_blocking)
     elif source.get_device() == device:
-        MACHINE.launch(device, "copy_", [source], [target])
+        MACHINE.launch(device, "copy_", [source], [target], {})
     else:
         MACHINE.clock.copy_to_peer(MACHINE.stream(source.get_device()), MACHINE.stream(device), target.nbytes)
 

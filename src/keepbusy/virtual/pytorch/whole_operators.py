@@ -24,11 +24,9 @@ from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
 _aten = torch.ops.aten
 _TAKEN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
           "rnn_relu.data", "rms_norm")  # fmt: skip
-_DROPOUT = ("dropout_p", "dropout")
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+_NO_HOOKS = (lambda tensor: tensor,) * 2
 
 
 class _Run:
@@ -40,20 +38,14 @@ class _Run:
         waiting = iter(self.leaves)
         self.args, self.kwargs = _placed(args, waiting), {name: _placed(one, waiting) for name, one in kwargs.items()}
         self.parts: list[Tensor] = []
-        self.draws = any(self._argument(name) for name in _DROPOUT)
-
-    def _argument(self, name: str) -> Any:
-        known = self.kernel.signature.arguments
-        at = known.index(name) if name in known else len(self.args)
-        return self.args[at] if at < len(self.args) else self.kwargs.get(name)
+        given = dict(zip(kernel.signature.arguments, self.args, strict=False)) | self.kwargs
+        self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
 
     def forward(self) -> list[Tensor]:
         # a checkpoint would throw away what the parts save, and compute the operator anew for each of them
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*_NO_HOOKS):
             if self.draws:
-                out = randomness.draw(
-                    self.kernel.native, self.device, list(self.args), self.kwargs, takes_generator=False
-                )
+                out = randomness.draw(self.kernel.native, self.device, list(self.args), self.kwargs, False)
             else:
                 out = self.kernel.native(*self.args, **self.kwargs)
         self.parts = list(out) if isinstance(out, list | tuple) else [out]
@@ -61,13 +53,14 @@ class _Run:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         needed = [one for one in self.leaves if one.requires_grad]
-        known = [
-            (part, one)
-            for part, one in zip(self.parts, gradients, strict=True)
-            if one is not None and part.requires_grad
-        ]
+        known = self.reached(gradients)
         ends, given = [part for part, _ in known], [one for _, one in known]
         return list(torch.autograd.grad(ends, needed, given, allow_unused=True, retain_graph=True))
+
+    def reached(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """The parts that a gradient has come for, and that pass it on."""
+        both = zip(self.parts, gradients, strict=True)
+        return [(part, one) for part, one in both if one is not None and part.requires_grad]
 
     def seen(self, tensor: Tensor) -> Tensor:
         if not VALUES.real:
@@ -81,7 +74,8 @@ class _Run:
 
     def results(self, compute: Callable[[], Any], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What was found, on the device, and computed again by each replay of a graph that is captured now."""
-        made = [None if one is None else _placed_on(one, self.device) for one in found]
+        hosts = [one if one is None or VALUES.real else reserved(one) for one in found]
+        made = [None if one is None else MACHINE.place_on(one, self.device) for one in hosts]
         if (recording := MACHINE.records(self.device)) is not None:
             recording.repeat(compute, found)
         return made
@@ -106,14 +100,9 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
         with DeviceCall(f"{run.kernel.signature.name}_backward"):
             seen = [None if one is None else run.seen(one) for one in gradients]
             found = run.backward(seen)
-            known = [g for part, g in zip(run.parts, seen, strict=True) if g is not None and part.requires_grad]
-            run.launch("_backward", [*run.leaves, *known], found)
+            run.launch("_backward", [*run.leaves, *(one for _, one in run.reached(seen))], found)
             results = iter(run.results(partial(run.backward, seen), found))
             return None, None, None, *[next(results) if one.requires_grad else None for one in run.leaves]
-
-
-def _placed_on(tensor: Tensor, device: int) -> Tensor:
-    return MACHINE.place_on(tensor if VALUES.real else reserved(tensor), device)
 
 
 def _placed(value: Any, waiting: Iterator[Tensor]) -> Any:
