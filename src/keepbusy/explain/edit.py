@@ -5,9 +5,10 @@ Who looks for a cause writes one down, and for each row that it changes the row 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,41 +45,33 @@ class Edit:
 
     @staticmethod
     def nothing(timeline: Timeline) -> Edit:
-        count = len(timeline)
-        no = np.zeros(count, bool)
-        return Edit(
-            no.copy(), no.copy(), np.full(count, UNLIMITED), np.zeros(count, np.int64), no.copy(), np.ones(count)
-        )
+        return Edit(**{name: np.full(len(timeline), no) for name, (no, _) in _COLUMNS.items()})
+
+    def __or__(self, other: Edit) -> Edit:
+        return Edit(**{name: join(getattr(self, name), getattr(other, name)) for name, (_, join) in _COLUMNS.items()})
+
+    def only(self, rows: Mask) -> Edit:
+        """The same for these rows; nothing happens to the others."""
+        return Edit(**{name: np.where(rows, getattr(self, name), no) for name, (no, _) in _COLUMNS.items()})
+
+    @property
+    def touched(self) -> Mask:
+        return np.logical_or.reduce([getattr(self, name) != no for name, (no, _) in _COLUMNS.items()])
 
     def saves(self, work: Ints) -> Ints:
         """What each row that stays would lose."""
         return np.maximum(work - np.minimum(work, self.work) * self.scale, 0).astype(np.int64)
 
-    def __or__(self, other: Edit) -> Edit:
-        return Edit(
-            self.drop_wait | other.drop_wait,
-            self.drop | other.drop,
-            np.minimum(self.work, other.work),
-            np.maximum(self.lane, other.lane),
-            self.capture | other.capture,
-            self.scale * other.scale,
-        )
 
-    def only(self, rows: Mask) -> Edit:
-        """The same for these rows; nothing happens to the others."""
-        return Edit(
-            self.drop_wait & rows,
-            self.drop & rows,
-            np.where(rows, self.work, UNLIMITED),
-            np.where(rows, self.lane, SideLane.STAY),
-            self.capture & rows,
-            np.where(rows, self.scale, 1.0),
-        )
-
-    @property
-    def touched(self) -> Mask:
-        moved = self.lane != SideLane.STAY
-        return self.drop_wait | self.drop | (self.work < UNLIMITED) | moved | self.capture | (self.scale != 1)
+_COLUMNS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
+    "drop_wait": (False, np.logical_or),
+    "drop": (False, np.logical_or),
+    "work": (UNLIMITED, np.minimum),
+    "lane": (int(SideLane.STAY), np.maximum),
+    "capture": (False, np.logical_or),
+    "scale": (1.0, np.multiply),
+}
+"""Of each column what stands where nothing happens, and how two edits of one row are one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +104,6 @@ class Draft:
     def __init__(self, cause: str, timeline: Timeline) -> None:
         self.cause, self.edit = cause, Edit.nothing(timeline)
         self.culprit = np.full(len(timeline), NONE, np.int64)
-
-    def blame(self, rows: Ints, culprit: Ints | int) -> None:
-        self.culprit[rows] = culprit
 
     def finding(self, count: int | None = None) -> Finding:
         """`count` where it is not the number of rows to blame."""

@@ -186,7 +186,7 @@ def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
     remedy = PIECES_TOGETHER if pipeline.pieces_after == pipeline.pieces else MORE_PIECES
     remedy = remedy._replace(code=remedy.code.format(pieces=pipeline.pieces_after))
     messages = scene.launch[is_message(scene)]
-    receives = messages[scene.within(scene.frames_with(Role.RECEIVES))[messages]]
+    receives = messages[scene.within(Role.RECEIVES)[messages]]
     places = by_place(scene, receives if len(receives) else messages)
     edit, share = without_messages(scene), 1.0 - pipeline.stays
     reason = SMALLER_PIECES if remedy.api == MORE_PIECES.api else ""
@@ -198,7 +198,7 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
     rounds = list(rounds_of(scene))
     expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
     places = by_place(scene, expected.rows)
-    table = scene.within(scene.frames_with(Role.TABLE))
+    table = scene.within(Role.TABLE)
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
     of_tables = [place for place in places if any(table[one.first].any() for one in there[place])]
     for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):

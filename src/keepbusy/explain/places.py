@@ -22,7 +22,7 @@ def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
 
     Of a row within `frame`, the place of that frame.
     """
-    chain = list(_frames_around(timeline, row) if frame == NONE else _ancestors(timeline, frame))
+    chain = list(_frames_around(timeline, row) if frame == NONE else timeline.frames.around(frame))
     operator = _operator(timeline, row, chain) if frame == NONE else ""
     user, library = _user_frame(timeline, chain)
     if user is not None:
@@ -32,7 +32,7 @@ def where(timeline: Timeline, row: int, frame: int = NONE) -> Where:
 
 def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
     """From the inside out. On the backward thread it goes on where the forward part was called, else at the caller."""
-    chain = list(_ancestors(timeline, int(timeline.spans.frame[row])))
+    chain = list(timeline.frames.around(int(timeline.spans.frame[row])))
     yield from chain
     lane = timeline.spans.lane[row]
     main = int(timeline.spans.lane[timeline.marks_of(timeline.lanes[lane].rank)[0]])
@@ -41,19 +41,13 @@ def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
         yield from forward or _open_at(timeline, main, int(timeline.spans.start[row]))
 
 
-def _ancestors(timeline: Timeline, frame: int) -> Iterator[int]:
-    while frame != NONE:
-        yield frame
-        frame = int(timeline.frames.parent[frame])
-
-
 def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
     """The frames around the forward operator that left this backward one to be done."""
     frames = timeline.frames
     if frames.sequence[frame] < 0:
         return []
     mine = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
-    return list(_ancestors(timeline, int(np.flatnonzero(mine)[-1]))) if mine.any() else []
+    return list(timeline.frames.around(int(np.flatnonzero(mine)[-1]))) if mine.any() else []
 
 
 def _open_at(timeline: Timeline, lane: int, time: int) -> Iterator[int]:
@@ -114,7 +108,7 @@ def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
 
 def _outermost(timeline: Timeline, row: int) -> int:
     """The outermost operator or annotation around a row."""
-    chain = _ancestors(timeline, int(timeline.spans.frame[row]))
+    chain = timeline.frames.around(int(timeline.spans.frame[row]))
     kind, python = timeline.frames.kind, int(FrameKind.PYTHON)
     return next((frame for frame in reversed([*chain]) if kind[frame] != python), NONE)
 

@@ -361,7 +361,7 @@ def _of_a_collective(seen: Seen) -> Remedy | None:
     of_gradients = scene.hands_over_gradients[rows].any()
     if seen.finding.edit.drop[rows].any():
         return SEND_ONCE if of_gradients else AVERAGE_ONCE
-    if scene.within(scene.frames_with(Role.SHARDS))[rows].any():
+    if scene.within(Role.SHARDS)[rows].any():
         return SHARDED
     if of_gradients:
         return IN_BUCKETS
@@ -372,7 +372,7 @@ def _before_the_gradients(scene: Scene, row: int) -> bool:
     """Whether a backward pass is still to come in its step, or to be finished; so it is also where there is none."""
     timeline = scene.timeline
     mine = timeline.rank_of_rows == timeline.rank_of_rows[row]
-    backward = mine & scene.within(scene.frames_with(Role.BACKWARD))
+    backward = mine & scene.within(Role.BACKWARD)
     marks = np.append(timeline.marks[mine[timeline.marks]], len(timeline))
     return bool(backward[row : marks[np.searchsorted(marks, row, side="right")]].any()) or not backward.any()
 

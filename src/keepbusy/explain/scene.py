@@ -89,9 +89,9 @@ class Scene:
         """Which frames do one of these things."""
         return self.timeline.frames.role & role != 0
 
-    def within(self, frames: Mask) -> Mask:
-        """Which rows stand in one of these frames, at any depth."""
-        return self.outermost(frames) != NONE
+    def within(self, role: Role) -> Mask:
+        """Which rows stand in frames that do one of these things, at any depth."""
+        return self.outermost(self.frames_with(role)) != NONE
 
     def outermost(self, frames: Mask) -> Ints:
         """Of each row, the outermost of these frames that encloses it, or NONE."""
@@ -115,7 +115,7 @@ class Scene:
     def hands_over_gradients(self) -> Mask:
         """Which rows stand where gradients are done; of a whole pass all that no Python is called for, as by DDP."""
         frames = self.timeline.frames
-        result = self.within(self.frames_with(Role.GRADIENTS))
+        result = self.within(Role.GRADIENTS)
         whole_pass = self.frames_with(Role.BACKWARD) & (frames.kind == FrameKind.ANNOTATION)
         around = self.outermost(whole_pass)
         inner = self.innermost_line
@@ -126,8 +126,8 @@ class Scene:
     @cached_property
     def fills_buckets(self) -> Mask:
         """Which rows scale gradients that are done, or copy them to where they travel from."""
-        done = self.within(self.frames_with(Role.GRADIENTS))
-        return done & self.within(self.frames_with(Role.SCALES | Role.MOVES))
+        done = self.within(Role.GRADIENTS)
+        return done & self.within(Role.SCALES | Role.MOVES)
 
     @cached_property
     def innermost_line(self) -> Ints:

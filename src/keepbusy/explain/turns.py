@@ -184,15 +184,11 @@ def _of_forward(timeline: Timeline, rows: Ints, user: Ints, line: Mask) -> Ints:
     forward = numbered[np.isin(frames.lane[numbered], list(mains.values()))]
     forward = forward[np.argsort(frames.sequence[forward], kind="stable")]
     known = dict(zip(frames.sequence[forward].tolist(), forward.tolist(), strict=True))  # of several, the last one
-    parents, found = frames.parent.tolist(), user.copy()
+    found = user.copy()
     for place in np.flatnonzero(user == NONE).tolist():
-        frame = int(rows[place])
-        while frame != NONE and int(frames.sequence[frame]) not in known:
-            frame = parents[frame]
-        frame = known[int(frames.sequence[frame])] if frame != NONE else NONE
-        while frame != NONE and not line[frame]:
-            frame = parents[frame]
-        found[place] = frame
+        numbers = (int(frames.sequence[one]) for one in frames.around(int(rows[place])))
+        operator = next((known[number] for number in numbers if number in known), NONE)
+        found[place] = next((one for one in frames.around(operator) if line[one]), NONE)
     return found
 
 

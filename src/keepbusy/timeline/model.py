@@ -14,7 +14,7 @@ have arrived there too. So a replay is one pass from top to bottom.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -142,6 +142,19 @@ class Frames(Table):
         """With `owner` and `role` as the names tell them."""
         owner, role = roles_of(names)
         return self.change(owner=owner[self.name], role=role[self.name])
+
+    def around(self, frame: int) -> Iterator[int]:
+        """This frame and those that enclose it, from the inside out."""
+        while frame != NONE:
+            yield frame
+            frame = int(self.parent[frame])
+
+    def outwards(self, frame: Ints) -> Iterator[Ints]:
+        """The same of many at once: these frames, then the ones around each, as long as any has one."""
+        parent = np.append(self.parent, NONE)
+        while (frame != NONE).any():
+            yield frame
+            frame = parent[frame]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,9 @@ def find_input(scene: Scene) -> Finding:
     batches = np.flatnonzero(scene.by_workers)
     draft.edit.work[batches] = spans.work[batches] // TIMES_AS_MANY
     waits = np.flatnonzero(scene.is_loader_wait)  # a batch of the workers is waited for by the loop's next wait
-    draft.blame(batches, waits[np.minimum(np.searchsorted(waits, batches), len(waits) - 1)] if len(waits) else batches)
+    draft.culprit[batches] = (
+        waits[np.minimum(np.searchsorted(waits, batches), len(waits) - 1)] if len(waits) else batches
+    )
     frame = loader_frame(scene)
     rows = np.flatnonzero((frame != NONE) & (spans.kind == Kind.WORK))
     # a loader that has workers only takes what they prepared
@@ -43,7 +45,7 @@ def find_input(scene: Scene) -> Finding:
     draft.edit.lane[rows[~stays]] = SideLane.WORKERS
     handover = HANDOVER if len(rows) and rule("handover") else 0
     draft.edit.work[rows] = np.maximum(np.where(stays, handover, 0), spans.work[rows] // scene.workers)
-    draft.blame(rows, first_of_frame)
+    draft.culprit[rows] = first_of_frame
     return draft.finding()
 
 
@@ -61,7 +63,7 @@ def find_made(scene: Scene) -> Finding:
             launch, sync = int(scene.launch[copy]), int(scene.sync_of_copy[copy])
             leaves = np.array([*made, launch, copy, *([sync] if sync != NONE else [])], np.int64)
             draft.edit.drop[leaves] = True
-            draft.blame(leaves, launch)
+            draft.culprit[leaves] = launch
     return draft.finding()
 
 
@@ -83,10 +85,9 @@ def _making(scene: Scene, launch: int) -> Ints:
 
 def _role_of_operator(scene: Scene, row: int) -> int:
     """Of the innermost operator around a row."""
-    frames, frame = scene.timeline.frames, int(scene.timeline.spans.frame[row])
-    while frame != NONE and frames.kind[frame] != FrameKind.OPERATOR:
-        frame = int(frames.parent[frame])
-    return int(frames.role[frame]) if frame != NONE else 0
+    frames = scene.timeline.frames
+    around = frames.around(int(scene.timeline.spans.frame[row]))
+    return next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), 0)
 
 
 def find_work(scene: Scene) -> Finding:
@@ -94,7 +95,7 @@ def find_work(scene: Scene) -> Finding:
     draft = Draft("host_work", scene.timeline)
     rows = np.flatnonzero(heavy(scene))
     draft.edit.drop[rows] = True
-    draft.blame(rows, rows)
+    draft.culprit[rows] = rows
     return draft.finding()
 
 
@@ -137,8 +138,8 @@ def _outermost_call(scene: Scene) -> Ints:
     framework = scene.frames_with(Role.OPTIMIZER | Role.BACKWARD | Role.MODULE)
     framework |= timeline.frames.owner == Owner.TORCH
     quiet = scene.launch_free & ~framework & (timeline.frames.kind != FrameKind.ANNOTATION)
-    inside = scene.within(framework & ~scene.launch_free)
-    within_step = scene.within(scene.frames_with(Role.OPTIMIZER))
+    inside = scene.outermost(framework & ~scene.launch_free) != NONE
+    within_step = scene.within(Role.OPTIMIZER)
     found = scene.outermost(quiet)
     is_operator = np.append(timeline.frames.kind, FrameKind.ANNOTATION)[found] == FrameKind.OPERATOR
     return np.where(within_step | (inside & ~is_operator), NONE, found)
@@ -149,15 +150,15 @@ def find_launches(scene: Scene) -> Finding:
     draft, spans = Draft("launch_bound", scene.timeline), scene.timeline.spans
     host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
     captured = host & ~heavy(scene) & ~scene.by_workers & (loader_frame(scene) == NONE)
-    rows = np.flatnonzero(captured & ~scene.within(scene.frames_with(Role.OBJECTS)))  # no graph pickles
+    rows = np.flatnonzero(captured & ~scene.within(Role.OBJECTS))  # no graph pickles
     draft.edit.work[rows] = 0
-    draft.blame(rows, scene.last_launch[rows])
+    draft.culprit[rows] = scene.last_launch[rows]
     # of a graph's launch there are many commands: those are captured already
     commands = np.flatnonzero(scene.launch != NONE)
     launches = scene.launch[commands]
     commands = commands[np.bincount(launches)[launches] == 1]
     draft.edit.capture[commands] = True
-    draft.blame(commands, scene.launch[commands])
+    draft.culprit[commands] = scene.launch[commands]
     return draft.finding()
 
 
@@ -166,5 +167,5 @@ def find_allocations(scene: Scene) -> Finding:
     draft = Draft("allocator", scene.timeline)
     rows = np.flatnonzero(scene.timeline.spans.kind == Kind.ALLOCATE)
     draft.edit.drop[rows] = True
-    draft.blame(rows, rows)
+    draft.culprit[rows] = rows
     return draft.finding()

@@ -33,10 +33,10 @@ def find_exposed(scene: Scene) -> Finding:
     early, all_of_them = _sent_early(scene, travels)
     for launch, rows in early.items():
         draft.edit.drop[rows] = True
-        draft.blame(rows, launch)
+        draft.culprit[rows] = launch
     rows = np.flatnonzero(travels & ~all_of_them)
     draft.edit.lane[rows] = SideLane.WIRE
-    draft.blame(rows, np.where(scene.launch[rows] == NONE, rows, scene.launch[rows]))
+    draft.culprit[rows] = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
     return draft.finding()
 
 
@@ -106,8 +106,8 @@ class BackwardPass:
 def accumulated(scene: Scene) -> Iterator[list[BackwardPass]]:
     """Backward passes in a row, whose gradients the optimizer uses together; two or more."""
     timeline, rank = scene.timeline, scene.timeline.rank_of_rows
-    optimizer = scene.within(scene.frames_with(Role.OPTIMIZER))
-    backward = scene.within(scene.frames_with(Role.BACKWARD))
+    optimizer = scene.within(Role.OPTIMIZER)
+    backward = scene.within(Role.BACKWARD)
     launches = (scene.command != NONE) | optimizer
     for one in timeline.ranks:
         rows = np.flatnonzero(launches & (rank == one))
@@ -144,7 +144,7 @@ def without_messages(scene: Scene) -> Edit:
 
 def is_message(scene: Scene) -> Mask:
     """Which commands go from one rank to one other: sent or received alone, or as a micro-batch comes and goes."""
-    alone, of_a_piece = (np.append(scene.within(scene.frames_with(role)), False) for role in (Role.MESSAGE, Role.PIECE))
+    alone, of_a_piece = (np.append(scene.within(role), False) for role in (Role.MESSAGE, Role.PIECE))
     known = alone[scene.launch] | (of_a_piece[scene.launch] & _is_paired(scene))
     return (scene.timeline.spans.kind == Kind.COLLECTIVE) & known
 
@@ -311,14 +311,14 @@ def _cut_to_peers(scene: Scene, draft: Draft, stretches: Stretches) -> None:
             taken = np.minimum(work[rows], np.maximum(excess[rank, place] - longer, 0)).astype(np.int64)
             cut = taken > 0
             draft.edit.work[rows[cut]] = (work[rows] - taken)[cut]
-            draft.blame(rows[cut], rows[cut])
+            draft.culprit[rows[cut]] = rows[cut]
             # syncs that only the late rank makes go with what it does there
             syncs = np.flatnonzero(stretches.of_sync == at)
             everywhere = [(stretches.of_sync == (one * places + place) * steps + step).sum() for one in range(ranks)]
             if len(syncs) > np.median(everywhere) and rule("syncs_of_the_late"):
                 draft.edit.drop_wait[syncs] = True
                 draft.edit.work[syncs] = 0
-                draft.blame(syncs, syncs)
+                draft.culprit[syncs] = syncs
 
 
 def _share_device_work(scene: Scene, draft: Draft) -> None:
@@ -334,8 +334,8 @@ def _share_device_work(scene: Scene, draft: Draft) -> None:
     draft.edit.scale[rows] = fair.ravel()[stretch[rows]]
     is_late = late[stretch[rows] // spent.shape[1]]
     culprit = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
-    draft.blame(rows[is_late], culprit[is_late])
-    draft.blame(rows[~is_late], int(culprit[is_late][0]))  # they change along with the late one's
+    draft.culprit[rows[is_late]] = culprit[is_late]
+    draft.culprit[rows[~is_late]] = int(culprit[is_late][0])  # they change along with the late one's
 
 
 def device_work(scene: Scene) -> tuple[Floats, Ints]:

@@ -48,7 +48,7 @@ def as_one(scene: Scene, rounds: Sequence[CallRounds], stays: float) -> Finding:
         draft.edit.drop[leaves] = draft.edit.drop[leaving] = True
         draft.edit.scale[commands] = 1.0 + stays * done
         launch = one.first[scene.command[one.first] != NONE][0]
-        draft.blame(np.concatenate([leaves, leaving, commands]), int(launch))
+        draft.culprit[np.concatenate([leaves, leaving, commands])] = int(launch)
     return draft.finding()
 
 
@@ -96,7 +96,7 @@ def _frames_of_rounds(scene: Scene) -> Iterator[_Frames]:
     groups, taken = _grouped(which.ravel(), calls.shape[1]), np.zeros(len(frames), bool)
     for index in np.argsort(frames.start[calls[0]], kind="stable").tolist():
         call, mine = int(calls[0, index]), known[groups[index]]
-        if len(mine) >= FEWEST_ROUNDS and not _stands_in(scene, call, taken):
+        if len(mine) >= FEWEST_ROUNDS and not any(taken[one] for one in frames.around(call)):
             found = _of_call(scene, call, mine, launching)
             if found is not None:
                 taken[mine] = True
@@ -126,11 +126,8 @@ def _launching(scene: Scene) -> Ints:
     """Of each frame, how many commands are launched within it, at any depth."""
     frames = scene.timeline.frames
     count = np.zeros(len(frames) + 1, np.int64)
-    frame = scene.timeline.spans.frame[scene.command != NONE].astype(np.int64)
-    parent = np.append(frames.parent, NONE)
-    while (frame != NONE).any():
+    for frame in frames.outwards(scene.timeline.spans.frame[scene.command != NONE]):
         np.add.at(count, frame, 1)
-        frame = parent[frame]
     return count[:-1]
 
 
@@ -139,13 +136,9 @@ def _dependent(scene: Scene) -> Mask:
     frames = scene.timeline.frames
     result = np.zeros(len(frames) + 1, bool)
     meets = scene.launch[scene.timeline.spans.kind == Kind.COLLECTIVE]
-    frame = np.concatenate(
-        [np.flatnonzero(scene.frames_with(Role.LAYER)), scene.timeline.spans.frame[meets[meets != NONE]]]
-    ).astype(np.int64)
-    parent = np.append(frames.parent, NONE)
-    while (frame != NONE).any():
+    layers = np.flatnonzero(scene.frames_with(Role.LAYER))
+    for frame in frames.outwards(np.concatenate([layers, scene.timeline.spans.frame[meets[meets != NONE]]])):
         result[frame] = True
-        frame = parent[frame]
     return result[:-1] | scene.frames_with(Role.BACKWARD)
 
 
@@ -154,12 +147,3 @@ def _turn(scene: Scene, frames: Ints) -> Ints:
     timeline, about = scene.timeline, scene.timeline.frames
     begun = np.sort(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
     return np.searchsorted(begun, about.start[frames], side="right")
-
-
-def _stands_in(scene: Scene, frame: int, taken: Mask) -> bool:
-    parent = scene.timeline.frames.parent
-    while frame != NONE:
-        if taken[frame]:
-            return True
-        frame = int(parent[frame])
-    return False

@@ -26,14 +26,14 @@ def find_reads(scene: Scene) -> Finding:
     syncs = np.flatnonzero(scene.is_sync & ~of_large_copy(scene))
     draft.edit.drop_wait[syncs] = True
     draft.edit.work[syncs] = COST_OF_A_SYNC
-    draft.blame(syncs, syncs)
-    frame = reading_frame(scene)
+    draft.culprit[syncs] = syncs
+    frame = scene.outermost(scene.frames_with(Role.READS))
     inside = np.flatnonzero((frame != NONE) & ~scene.timeline.on_device)
     culprit = _sync_of_frame(frame, syncs)[frame[inside]]
     inside, culprit = inside[culprit != NONE], culprit[culprit != NONE]
     if len(inside) and rule("reader_leaves"):
         draft.edit.work[inside] = 0
-        draft.blame(inside, culprit)
+        draft.culprit[inside] = culprit
     _send_no_objects(scene, draft, syncs)
     _read_together(scene, draft, frame, syncs)
     return draft.finding(count=len(syncs))
@@ -46,10 +46,10 @@ def _send_no_objects(scene: Scene, draft: Draft, syncs: Ints) -> None:
     first = _sync_of_frame(call, syncs)[call[inside]]
     inside, first = inside[first != NONE], first[first != NONE]
     draft.edit.drop[inside] = True
-    draft.blame(inside, first)
+    draft.culprit[inside] = first
     commands = np.flatnonzero((scene.launch != NONE) & draft.edit.drop[scene.launch])
     draft.edit.drop[commands] = True
-    draft.blame(commands, draft.culprit[scene.launch[commands]])
+    draft.culprit[commands] = draft.culprit[scene.launch[commands]]
 
 
 def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
@@ -69,7 +69,7 @@ def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None
             rows = np.arange(reads[first] + 1, reads[last])
             rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < WORK_BETWEEN)]
             draft.edit.work[rows] = 0
-            draft.blame(rows, reads[first])
+            draft.culprit[rows] = reads[first]
 
 
 def of_large_copy(scene: Scene) -> Mask:
@@ -78,11 +78,6 @@ def of_large_copy(scene: Scene) -> Mask:
     known = copy != NONE
     inbound = spans.direction[copy] == Direction.HOST_TO_DEVICE
     return known & (inbound | (spans.size[copy] > STAGED_BYTES))
-
-
-def reading_frame(scene: Scene) -> Ints:
-    """Of each row, the outermost reading operator around it, or NONE."""
-    return scene.outermost(scene.frames_with(Role.READS))
 
 
 def _sync_of_frame(frame: Ints, syncs: Ints) -> Ints:
@@ -101,11 +96,11 @@ def find_blocking(scene: Scene) -> Finding:
     if len(copies):
         pinned = (spans.size[copies] / pinned_bandwidth(scene.timeline) + SETUP).astype(np.int64)
         draft.edit.work[copies] = np.minimum(spans.work[copies], pinned)
-    draft.blame(copies, scene.sync_of_copy[copies])
+    draft.culprit[copies] = scene.sync_of_copy[copies]
     syncs = np.flatnonzero(np.isin(scene.copy_of_sync, copies))  # the call itself may wait, and a sync after it
     draft.edit.drop_wait[syncs] = True
     draft.edit.work[syncs] = 0
-    draft.blame(syncs, scene.sync_of_copy[scene.copy_of_sync[syncs]])
+    draft.culprit[syncs] = scene.sync_of_copy[scene.copy_of_sync[syncs]]
     return draft.finding()
 
 
@@ -123,7 +118,7 @@ def find_in_line(scene: Scene) -> Finding:
     inbound = (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES)
     copies = np.flatnonzero(scene.is_copy & inbound & (scene.sync_of_copy == NONE) & (scene.launch != NONE))
     draft.edit.lane[copies] = SideLane.FETCH
-    draft.blame(copies, scene.launch[copies])
+    draft.culprit[copies] = scene.launch[copies]
     return draft.finding()
 
 
