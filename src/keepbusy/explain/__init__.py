@@ -183,28 +183,31 @@ def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequen
 
 
 def another_loop(timeline: Timeline) -> Part | None:
-    """The loop that was recorded, where most steps of the run were taken in another one; else None.
-
-    A loop was seen if a line of its own function, from its first line on, was on the stack.
-    """
-    run, frames = timeline.facts.run, timeline.frames
+    """The loop that was recorded, where most steps of the run were taken in another one; else None."""
+    run, latest = timeline.facts.run, _latest_lines(timeline)
     steps = max((one.steps + one.warm_up for one in timeline.facts.plain_runs.values()), default=0)
-    lines = frames.name[(frames.kind == FrameKind.LINE) & (frames.owner == Owner.USER)]
-    if run is None or not steps or not len(lines):
+    if run is None or not steps:
         return None
-    stood = [known for name in np.unique(lines).tolist() if (known := source_line(timeline.names[name]))]
-    latest: dict[tuple[str, str], int] = {}
-    for file, line, function in stood:
-        latest[file, function] = max(line, latest.get((file, function), 0))
-    seen, unseen = list[Part](), list[Part]()
-    for part in run.within():
-        where, _, begins = part.place.rpartition(":")
-        if part.kind == LOOP and part.turns > 1 and begins.isdecimal():
-            (seen if latest.get((where, part.function), NONE) >= int(begins) else unseen).append(part)
-    if not seen or not any(2 * part.turns > steps >= part.turns for part in unseen):
-        return None
-    often = max(seen, key=lambda part: part.turns)
-    return often if 2 * often.turns < steps else None
+
+    def was_seen(loop: Part) -> bool:
+        """A line of its function, from its first line on, was on the stack."""
+        where = Where.of(loop.place)
+        return latest.get((where.file, loop.function), NONE) >= where.line
+
+    loops = [part for part in run.within() if part.kind == LOOP and part.turns > 1]
+    often = max(filter(was_seen, loops), key=lambda part: part.turns, default=None)
+    most = any(2 * part.turns > steps >= part.turns for part in loops if not was_seen(part))
+    return often if often and most and 2 * often.turns < steps else None
+
+
+def _latest_lines(timeline: Timeline) -> dict[tuple[str, str], int]:
+    """Of each of the user's files and functions that were on the stack, the last line of it."""
+    frames, latest = timeline.frames, dict[tuple[str, str], int]()
+    for name in np.unique(frames.name[(frames.kind == FrameKind.LINE) & (frames.owner == Owner.USER)]).tolist():
+        if known := source_line(timeline.names[name]):
+            file, line, function = known
+            latest[file, function] = max(line, latest.get((file, function), 0))
+    return latest
 
 
 # further windows of the run

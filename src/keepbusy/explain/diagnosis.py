@@ -51,6 +51,12 @@ class Where:
     around: str = ""  # without stacks: the annotation or operator around it and its neighbours
     library: str = ""  # the library's frame, when the call stands inside one
 
+    @staticmethod
+    def of(place: str) -> Where:
+        """Of `train.py:31`, as the run's tree names places; of other words just these."""
+        file, _, line = place.rpartition(":")
+        return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
+
     def __str__(self) -> str:
         if self.file:
             return f"{self.file}:{self.line}"

@@ -480,21 +480,25 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     if use is None or told.run is None or use.in_worker == NONE or (told.steps and not use.workers):
         return tuple(known)  # what the program prepares itself was seen in its steps, if any were recorded
     rest = [one for one in known if one.fix != MORE_WORKERS.fix]
-    # else the steps of this plan are others than those that it feeds
-    feeds = 2 * use.batches >= told.steps_of_run > 0 and not told.loop_turns
     # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
-    least, shorter = (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if feeds else (1, 0)
+    least, shorter = (
+        (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if _feeds_steps(use, told) else (1, 0)
+    )
     enough = use.enough_for(shorter, least)
     saved = min(use.saved_with(enough, least), _largest_gain(told))
     held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
 
-    def fed_by(workers: int, fixes: Iterable[PlannedFix]) -> Iterable[PlannedFix]:
-        return _no_faster_than(fixes, use.pace(workers), told) if feeds else fixes
-
     if enough == use.workers or (saved < NOISE * told.run.time and not held_up):
-        return tuple(fed_by(use.workers, known))
+        return tuple(_no_faster_than(known, use, use.workers, told))
     edit = next((one.edit for one in plan if one.fix == MORE_WORKERS.fix), None)
-    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed_by(enough, rest)
+    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *_no_faster_than(
+        rest, use, enough, told
+    )
+
+
+def _feeds_steps(use: LoaderUse, told: Diagnosis) -> bool:
+    """Else the steps of this plan are others than those that take the loader's batches."""
+    return 2 * use.batches >= told.steps_of_run > 0 and not told.loop_turns
 
 
 def _largest_gain(told: Diagnosis) -> int:
@@ -522,10 +526,11 @@ def _of_all_steps(one: PlannedFix, steps: int, most: int) -> PlannedFix:
     )
 
 
-def _no_faster_than(plan: Iterable[PlannedFix], pace: float, told: Diagnosis) -> Iterator[PlannedFix]:
-    """What of each fix remains where a batch comes only every so often."""
+def _no_faster_than(fixes: Iterable[PlannedFix], use: LoaderUse, workers: int, told: Diagnosis) -> Iterator[PlannedFix]:
+    """What of each fix of the steps remains where a batch comes only as often as so many workers prepare one."""
+    pace = use.pace(workers) if _feeds_steps(use, told) else 0.0
     before, least = told.plain_step, min(round(pace), told.plain_step)
-    for one in plan:
+    for one in fixes:
         foretold = one.predicted
         after = max(min(before, foretold.step), least)
         if after <= foretold.step:
@@ -546,7 +551,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
     return _row(
         MORE_WORKERS._replace(fix=f"num_workers={enough}", code=code),
-        [_where(use.place)] if use.place else [],
+        [Where.of(use.place)] if use.place else [],
         ("input_late",),
         saved // batches,
         Prediction(turn, turn, turn),
@@ -652,11 +657,6 @@ def _seen_at(stall: RareStall, told: Diagnosis) -> list[str]:
     return [*map(_place, stall.lines[-1:]), *same]
 
 
-def _where(place: str) -> Where:
-    file, _, line = place.rpartition(":")
-    return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
-
-
 def _place(name: str) -> str:
     """`train.py:264` of a line's name."""
     known = source_line(name)
@@ -673,7 +673,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     return (
         _row(
             remedy,
-            [_where(_place_of(stall, told))],
+            [Where.of(_place_of(stall, told))],
             ("peer_late" if ranks > 1 else "host_work",),
             gain,
             Prediction(after, after, told.plain_step + stall.time),
@@ -717,7 +717,7 @@ def _of_line(part: Part) -> Plan:
     return (
         _row(
             ON_THE_GPU,
-            [_where(part.place)],
+            [Where.of(part.place)],
             ("host_work",),
             part.waits,
             Prediction(after, after, part.time),

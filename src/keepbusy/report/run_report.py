@@ -81,7 +81,7 @@ def _rows(table: Table, part: Part, run: Part, depth: int, width: int) -> None:
     turns = f"×{part.turns:,}{'+' if part.at_least else ''}" if part.turns and part.kind == LOOP else ""
     place = Text.assemble("  " * depth, (_place(part), PLACE), "  ", tame(_heading(part), max(12, width // 3)))
     table.add_row(place, turns, duration(part.time, run.time), _about(part))
-    for more in _sentences(part):
+    for more in _sentences(part) if part.kind == LOOP else ():
         table.add_row("", "", "", Text(more, FAINT))
     for inner in part.parts:
         if inner.time >= WORTH_A_LINE * run.time:
@@ -106,8 +106,6 @@ def _about(part: Part) -> str:
 
 def _sentences(part: Part) -> Iterator[str]:
     """What is out of the ordinary in a loop: turns that take longer, the first ones, a line where the GPU is idle."""
-    if part.kind != LOOP:
-        return
     for slow in part.kinds:
         if slow.total > (WORTH_A_LINE if slow.regular else 0.1) * part.time:
             where = f", at {_short(slow.place)}" if slow.place else ""

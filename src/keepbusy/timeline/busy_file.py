@@ -234,10 +234,6 @@ def _check(timeline: Timeline) -> None:
     lanes, names = len(timeline.lanes), len(timeline.names)
     if lanes > _SPARE_LANES + len(spans):
         raise ValueError(f"{lanes} lanes of {len(spans)} spans")
-    if not all(0 <= lane.rank < LARGEST_RANK and (lane.device or 0) >> 31 == 0 for lane in timeline.lanes):
-        raise ValueError("a rank or a device that does not exist")
-    if not all(isinstance(name, str) for name in timeline.names):
-        raise ValueError("a name that is no text")
     for what, numbers, low, high in (
         ("lane", spans.lane, 0, lanes),
         ("name", spans.name, 0, names),
@@ -260,12 +256,16 @@ def _check(timeline: Timeline) -> None:
     ):
         if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
             raise ValueError(f"a {what} that does not exist")
-    if not np.isin(spans.kind, list(Kind)).all():
-        raise ValueError("a kind of span that does not exist")
-    if not timeline.on_device[links.target[links.kind == LinkKind.LAUNCH]].all():
-        raise ValueError("a launch of what is no command")
-    if not ((frames.parent >= NONE) & (frames.parent < np.arange(len(frames)))).all():
-        raise ValueError("a frame that stands before its parent")
+    for what, sound in {
+        "a rank that does not exist": [0 <= lane.rank < LARGEST_RANK for lane in timeline.lanes],
+        "a device that does not exist": [(lane.device or 0) >> 31 == 0 for lane in timeline.lanes],
+        "a name that is no text": [isinstance(name, str) for name in timeline.names],
+        "a kind of span that does not exist": np.isin(spans.kind, list(Kind)),
+        "a launch of what is no command": timeline.on_device[links.target[links.kind == LinkKind.LAUNCH]],
+        "a frame that stands before its parent": (frames.parent >= NONE) & (frames.parent < np.arange(len(frames))),
+    }.items():
+        if not np.all(sound):
+            raise ValueError(what)
     check_times(timeline)
 
 

@@ -33,7 +33,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     if timeline.facts.plain_runs:
         timeline = _begun_together(timeline)
     count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
-    if count < 3 and (turn := _only_turn(timeline, count)) is not None:
+    if (turn := _only_turn(timeline, count)) is not None:
         return turn
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
@@ -49,18 +49,22 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     whole = cut_into(length)
     if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
         return whole
+    several = _marks_a_step(whole, plain_step, (last - first) // 2)
+    return cut_into(several).change_facts(marks_a_step=several) if several > 1 else whole
+
+
+def _marks_a_step(whole: Timeline, plain_step: int, most: int) -> int:
+    """As a plain step tells that is several times as long as what is between two marks; else one."""
     ratio = plain_step / max(1.0, pace(sample(whole)))
-    several = min((last - first) // 2, round(ratio))
-    if several < 2 or abs(ratio - several) >= 0.2 * several:
-        return whole
-    return cut_into(several).change_facts(marks_a_step=several)
+    several = min(most, round(ratio))
+    return several if abs(ratio - several) < 0.2 * several else 1
 
 
 def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
     """A run with fewer than two steps as the one turn that it is; None where that is not known of it."""
     facts = timeline.facts
     known = facts.virtual or facts.one_turn or (count == 2 and facts.plain_runs)
-    if not known or not timeline.on_device.any():
+    if count > 2 or not known or not timeline.on_device.any():
         return None
     turn = one_turn(timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1])))
     return turn if turn.on_device.any() else None
