@@ -396,6 +396,59 @@ def test_leaving_ends_the_threads(how: str) -> None:
     assert threading.active_count() == before
 
 
+class Columns(Dataset):
+    """Samples of many small tensors, with a large one, a text, and what moves itself."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        small = {f"column {number}": torch.full((3, 2 + number % 2), 100.0 * index + number) for number in range(20)}
+        small |= {f"count {number}": torch.tensor(index + number) for number in range(10)}
+        return small | {
+            "large": torch.full((1 << 18,), index),
+            "name": f"sample {index}",
+            "graph": Graph(torch.ones(2)),
+        }
+
+
+def untouched(sample: Any) -> Any:
+    return sample
+
+
+def first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"persistent_workers": True}])
+def test_small_tensors_are_joined_in_the_workers(options: dict[str, Any]) -> None:
+    loader = DataLoader(Columns(), num_workers=2, collate_fn=first, **options)
+    batches = keepbusy.prefetch(loader)
+    for _ in range(2):
+        for index, batch in enumerate(batches):
+            expected = Columns()[index]
+            assert list(batch) == list(expected)
+            assert batch.pop("name") == expected.pop("name")
+            assert batch.pop("graph").double.sum() == 4
+            assert expected.pop("graph").name == "graph"
+            for name, tensor in expected.items():
+                assert batch[name].is_cuda
+                assert batch[name].dtype == tensor.dtype
+                assert torch.equal(batch[name].cpu(), tensor)
+        assert index == 5
+    assert loader.collate_fn is first  # others get what they are used to
+    assert isinstance(next(iter(loader)), dict)
+
+
+def test_from_a_worker_small_tensors_come_as_one(machine: Any) -> None:
+    loader = DataLoader([{f"column {number}": torch.ones(2) for number in range(64)}], num_workers=1)
+    with Watched(machine) as watched:
+        (batch,) = keepbusy.prefetch(loader)
+    assert sum(tensor.sum() for tensor in batch.values()) == 128
+    assert len({tensor.untyped_storage().data_ptr() for tensor in batch.values()}) == 1
+    assert watched.sizes(watched.copies()) == [64 * 512]
+
+
 def test_leaving_ends_the_workers() -> None:
     for _ in keepbusy.prefetch(DataLoader(torch.arange(100), batch_size=2, num_workers=2)):
         assert multiprocessing.active_children()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import keepbusy
-from keepbusy.runtime.prefetch.batch_transfer import ALIGNMENT, DIRECT_COPY_BYTES, layout_of, pieces
+from keepbusy.runtime.prefetch.packed_layout import ALIGNMENT, DIRECT_COPY_BYTES, layout_of, pieces
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (

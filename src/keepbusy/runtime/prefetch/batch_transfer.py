@@ -8,28 +8,21 @@ memory was taken.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
 from threading import current_thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself, packable
+from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself
 from keepbusy.runtime.prefetch.nonpackable_moves import NonpackableMoves
 from keepbusy.runtime.prefetch.overlap import CopyEvents
+from keepbusy.runtime.prefetch.packed_layout import Layout, layout_of, packable, pieces
 
-ALIGNMENT = 512
-"""Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
-DIRECT_COPY_BYTES = 256 << 10
-"""From this size on a pinned tensor is copied from where it is. Measured on an H200: a copy of its own keeps the bus
-two thirds busy at this size, a fifth at 64 KB; packing costs the host twice as much as issuing that copy."""
 PACKING_THREADS = 4
 """If there are many tensors; a large one PyTorch copies with all of its own threads."""
 _TENSORS_PER_THREAD = 32
@@ -40,106 +33,6 @@ _UNTHREADED_BYTES = 256 << 10
 _THREAD_NAME = "keepbusy.prefetch"
 
 Transform = Callable[[Any], Any]
-_TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
-"""Type, shape, and stride unless the tensor is contiguous."""
-_View = tuple[tuple[int, ...], tuple[int, ...]] | None
-"""Shape and stride; None of a tensor with one dimension."""
-
-
-class PackedStretch(NamedTuple):
-    """Tensors of one type that stand one after the other."""
-
-    dtype: torch.dtype
-    begin: int  # bytes
-    end: int
-    sizes: list[int]  # in elements: a tensor, the gap after it, and so on; or the tensors, if there are no gaps
-    views: list[_View]
-
-
-class Layout(NamedTuple):
-    """Where all tensors of a batch stand: first those that travel together, then those that travel alone."""
-
-    stretches: list[PackedStretch]
-    order: list[int]  # which tensor stands first, which one second, and so on
-    together: int  # how many travel together
-    packed: int  # bytes up to the end of those
-    pageable: int  # bytes of those that are large enough to travel alone, and only not pinned
-    size: int  # bytes in all
-
-
-def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    """The same object for batches of the same kind."""
-    kinds = tuple([(one.dtype, one.shape, None if one.is_contiguous() else one.stride()) for one in tensors])
-    large, layouts = _layouts_of(kinds)
-    pinned = tuple([index for index in large if tensors[index].is_pinned()])
-    if pinned not in layouts:
-        layouts[pinned] = _new_layout(kinds, large, pinned)
-    return layouts[pinned]
-
-
-def pieces(memory: Tensor, layout: Layout) -> list[Tensor]:
-    """The tensors that stand there, in the order in which they stand. The memory may end where the packed ones end.
-
-    None is a view of another in autograd's eyes: writing into one must not look like a change of its neighbours.
-    """
-    found: list[Tensor] = []
-    for dtype, begin, end, sizes, views in layout.stretches:
-        if end <= memory.numel():
-            rows = torch.unsafe_split_with_sizes(memory[begin:end].view(dtype), sizes)[:: len(sizes) // len(views)]
-            found += [row if view is None else row.as_strided(*view) for row, view in zip(rows, views, strict=True)]
-    return found
-
-
-@lru_cache(maxsize=64)
-def _layouts_of(kinds: tuple[_TensorKind, ...]) -> tuple[list[int], dict[tuple[int, ...], Layout]]:
-    """Which tensors are large enough to travel alone, and the layouts there were, by those that did."""
-    large = [
-        index
-        for index, kind in enumerate(kinds)
-        if _bytes_of(kind) >= DIRECT_COPY_BYTES and _stride_on_device(kind) == kind[2]
-    ]
-    return large, {}
-
-
-def _bytes_of(kind: _TensorKind) -> int:
-    return math.prod(kind[1]) * kind[0].itemsize
-
-
-def _stride_on_device(kind: _TensorKind) -> tuple[int, ...] | None:
-    """As `Tensor.to` would lay it out: channels last stay so, gaps are closed. None if that is contiguous."""
-    dtype, shape, stride = kind
-    if stride is None:
-        return None
-    dense = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
-    return None if dense.is_contiguous() else tuple(dense.stride())
-
-
-def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[int, ...]) -> Layout:
-    def neighbourhood(index: int) -> tuple[bool, str]:
-        return index in alone, str(kinds[index][0])
-
-    order = sorted(range(len(kinds)), key=neighbourhood)
-    stretches: list[PackedStretch] = []
-    packed = size = 0
-    for (travels_alone, _), group in groupby(order, neighbourhood):
-        stretches.append(_new_stretch([kinds[index] for index in group], size))
-        size = stretches[-1].end
-        packed = packed if travels_alone else size
-    pageable = sum(_bytes_of(kinds[index]) for index in large if index not in alone)
-    return Layout(stretches, order, len(kinds) - len(alone), packed, pageable, size)
-
-
-def _new_stretch(kinds: list[_TensorKind], begin: int) -> PackedStretch:
-    dtype, sizes, end = kinds[0][0], [], begin
-    views: list[_View] = []
-    for kind in kinds:
-        shape, aligned = kind[1], -(-_bytes_of(kind) // ALIGNMENT) * ALIGNMENT
-        count = math.prod(shape)
-        sizes += [count, aligned // dtype.itemsize - count]
-        end += aligned
-        stride = _stride_on_device(kind) or tuple(torch.empty(shape, device="meta").stride())
-        views.append(None if len(shape) == 1 else (shape, stride))
-    return PackedStretch(dtype, begin, end, sizes if any(sizes[1::2]) else sizes[::2], views)
 
 
 class PinnedBuffer:
@@ -275,7 +168,7 @@ class BatchTransfer:
             copied = timed_event(self._copy_stream)
             buffer.hold(alone, copied)
             if others or self._then is not None:
-                batch, made = self._finish(tree, leaves, others, targets, loop_stream)
+                batch, made = self._finish(tree, leaves, others, memory, loop_stream)
                 ready = timed_event(self._copy_stream)
             else:
                 batch, ready = tree.close(iter(leaves), self._bring), copied
@@ -283,7 +176,7 @@ class BatchTransfer:
         return DeviceBatch(batch, [memory, *made], loop_stream, events)
 
     def _finish(
-        self, tree: BatchTree, leaves: list[Any], others: list[int], targets: list[Tensor], loop_stream: Any
+        self, tree: BatchTree, leaves: list[Any], others: list[int], memory: Tensor, loop_stream: Any
     ) -> tuple[Any, list[Tensor]]:
         """What cannot be packed moves itself, and `then` is called: the batch, and the tensors that this made."""
         moves = NonpackableMoves(self.device, self._copy_stream, loop_stream)
@@ -293,7 +186,7 @@ class BatchTransfer:
         batch = tree.close(iter(leaves), self._bring)
         if self._then is not None:
             batch = self._then(batch)
-            moves.add_tensors_of(batch, targets)
+            moves.add_tensors_of(batch, memory)
         return batch, moves.made
 
     def _bring(self, value: Any) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
+
+from keepbusy.runtime.prefetch.joined_batch import JoinedBatch
 
 ToDevice = Callable[[Any], Any]
 
@@ -19,7 +20,7 @@ class BatchTree:
     """The `leaves` of a batch. Each is a tensor, something that moves itself, or of no concern to us."""
 
     def __init__(self, batch: Any) -> None:
-        nodes, self._spec = tree_flatten(batch, is_leaf=_has_to)
+        nodes, self._spec = tree_flatten(batch, is_leaf=has_to)
         self._size = len(nodes)
         opened = {place: _opened(node) for place, node in enumerate(nodes) if node.__class__ is not Tensor}
         self._inner = {place: inner for place, inner in opened.items() if inner is not None}
@@ -44,37 +45,26 @@ class BatchTree:
         return tree_unflatten(nodes, self._spec)
 
 
-def packable(leaves: Sequence[Any]) -> list[int]:
-    """Which of them are tensors of the host that are nothing but their bytes. In one loop: there may be hundreds."""
-    strided = torch.strided
-    return [
-        place
-        for place, leaf in enumerate(leaves)
-        if leaf.__class__ is Tensor
-        and leaf.is_cpu
-        and leaf.layout is strided
-        and not leaf.requires_grad
-        and not leaf.is_quantized
-    ]
-
-
 def moves_itself(value: Any) -> bool:
     """Whether it has a `to` of its own, and PyTorch does not know how to open it."""
-    return _has_to(value) and value.__class__ not in SUPPORTED_NODES
+    return has_to(value) and value.__class__ not in SUPPORTED_NODES
 
 
-def _has_to(value: Any) -> bool:
+def has_to(value: Any) -> bool:
+    """Whether it is no plain tensor and has a `to` of its own."""
     return value.__class__ is not Tensor and hasattr(value.__class__, "to")
 
 
 def _opened(node: Any) -> tuple[BatchTree, Callable[[list[Any], ToDevice], Any]] | None:
     """What a node holds that PyTorch's trees end at, and how to make another that holds other things."""
-    if _has_to(node):
+    if has_to(node):
         if node.__class__ not in SUPPORTED_NODES:
             return None
         # PyTorch opens it, and it keeps its device in mind, as a TensorDict does
         children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
         return BatchTree(children), lambda parts, to_device: to_device(tree_unflatten(parts, spec))
+    if isinstance(node, JoinedBatch):
+        return BatchTree([node.joined, *node.others]), lambda parts, _: node.opened(*parts)
     if isinstance(node, dict):
         return BatchTree(list(node.values())), lambda parts, _: _copy_with(node, dict.__setitem__, node, parts)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself, packable
+from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself
+from keepbusy.runtime.prefetch.packed_layout import packable
 
 
 class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
@@ -28,12 +28,11 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
         with self:
             return value.to(self._device)
 
-    def add_tensors_of(self, batch: Any, known: Iterable[Tensor]) -> None:
-        """To `made`, all in the batch that is not known already."""
-        known_ids = set(map(id, known))
+    def add_tensors_of(self, batch: Any, known: Tensor) -> None:
+        """To `made`, all in the batch that does not lie in this memory."""
         for leaf in BatchTree(batch).leaves:
             if isinstance(leaf, Tensor):
-                self.made += [leaf] if leaf.is_cuda and id(leaf) not in known_ids else []
+                self.made += [leaf] if leaf.is_cuda and not _lies_in(leaf, known) else []
             elif moves_itself(leaf):
                 self.move(leaf)  # it is there already: it only shows its tensors
 
@@ -51,3 +50,7 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
             self._copy_stream.wait_stream(self._loop_stream)
         self.made += [one for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_cuda]
         return made
+
+
+def _lies_in(tensor: Tensor, memory: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata

@@ -13,6 +13,7 @@ import torch
 from keepbusy.runtime.prefetch.batch_transfer import BatchTransfer, DeviceBatch, PackedBatch, Transform, timed_event
 from keepbusy.runtime.prefetch.loader_cursor import LoaderCursor, Position
 from keepbusy.runtime.prefetch.overlap import Handover, Overlap, PrefetchReport
+from keepbusy.runtime.prefetch.packing_collate import with_packing_workers
 
 
 def prefetch(loader: Any, depth: int = 2, device: Any = None, then: Transform | None = None) -> Prefetch:
@@ -43,12 +44,17 @@ class Prefetch:
         self._overlap = Overlap(depth)
         self._copy_streams: dict[torch.device, Any] = {}
         self._cursor = LoaderCursor(loader)
+        self._packing: Any = None  # what is iterated in its place on a device
         self._resume: Position | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self._cursor, self._resume = LoaderCursor(self._loader, self._resume), None
+        resume, self._resume = self._resume, None
         if not torch.cuda.is_available():
+            self._cursor = LoaderCursor(self._loader, resume)
             return PlainIterator(self._cursor, self._then)
+        if not getattr(self._packing, "persistent_workers", False):
+            self._packing = with_packing_workers(self._loader)
+        self._cursor = LoaderCursor(self._packing, resume)
         device = self._device
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,147 @@
+"""How the tensors of a batch stand in one piece of memory, and which of them can stand there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+"""Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
+DIRECT_COPY_BYTES = 256 << 10
+"""From this size on a pinned tensor is copied from where it is. Measured on an H200: a copy of its own keeps the bus
+two thirds busy at this size, a fifth at 64 KB; packing costs the host twice as much as issuing that copy."""
+_STRETCH = 4
+"""More tensors than these whose rows are alike are cut out by one call of their own, each in its shape."""
+
+_TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
+"""Type, shape, and stride unless the tensor is contiguous."""
+_View = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Shape and stride; None of a tensor that is cut out in its shape."""
+
+
+class PackedStretch(NamedTuple):
+    """Tensors of one type that stand one after the other; of many that share what stands in a row, its shape."""
+
+    dtype: torch.dtype
+    row: tuple[int, ...]
+    begin: int  # bytes
+    end: int
+    sizes: list[int]  # in rows: a tensor, the gap after it, and so on; or the tensors, if there are no gaps
+    views: list[_View]
+
+
+class Layout(NamedTuple):
+    """Where all tensors of a batch stand: first those that travel together, then those that travel alone."""
+
+    stretches: list[PackedStretch]
+    order: list[int]  # which tensor stands first, which one second, and so on
+    together: int  # how many travel together
+    packed: int  # bytes up to the end of those
+    pageable: int  # bytes of those that are large enough to travel alone, and only not pinned
+    size: int  # bytes in all
+
+
+def packable(leaves: Sequence[Any]) -> list[int]:
+    """Which of them are tensors of the host that are nothing but their bytes. In one loop: there may be hundreds."""
+    strided = torch.strided
+    return [
+        place
+        for place, leaf in enumerate(leaves)
+        if leaf.__class__ is Tensor
+        and leaf.is_cpu
+        and leaf.layout is strided
+        and not leaf.requires_grad
+        and not leaf.is_quantized
+    ]
+
+
+def layout_of(tensors: Sequence[Tensor]) -> Layout:
+    """The same object for batches of the same kind."""
+    kinds = tuple([(one.dtype, one.shape, None if one.is_contiguous() else one.stride()) for one in tensors])
+    large, layouts = _layouts_of(kinds)
+    pinned = tuple([index for index in large if tensors[index].is_pinned()])
+    if pinned not in layouts:
+        layouts[pinned] = _new_layout(kinds, large, pinned)
+    return layouts[pinned]
+
+
+def pieces(memory: Tensor, layout: Layout) -> list[Tensor]:
+    """The tensors that stand there, in the order in which they stand. The memory may end where the packed ones end.
+
+    None is a view of another in autograd's eyes: writing into one must not look like a change of its neighbours.
+    """
+    found: list[Tensor] = []
+    for dtype, row, begin, end, sizes, views in layout.stretches:
+        if end <= memory.numel():
+            rows = memory[begin:end].view(dtype).view(-1, *row)
+            cut = torch.unsafe_split_with_sizes(rows, sizes)[:: len(sizes) // len(views)]
+            found += [one if view is None else one.as_strided(*view) for one, view in zip(cut, views, strict=True)]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _layouts_of(kinds: tuple[_TensorKind, ...]) -> tuple[list[int], dict[tuple[int, ...], Layout]]:
+    """Which tensors are large enough to travel alone, and the layouts there were, by those that did."""
+    large = [
+        index
+        for index, kind in enumerate(kinds)
+        if _bytes_of(kind) >= DIRECT_COPY_BYTES and _stride_on_device(kind) == kind[2]
+    ]
+    return large, {}
+
+
+def _bytes_of(kind: _TensorKind) -> int:
+    return math.prod(kind[1]) * kind[0].itemsize
+
+
+def _stride_on_device(kind: _TensorKind) -> tuple[int, ...] | None:
+    """As `Tensor.to` would lay it out: channels last stay so, gaps are closed. None if that is contiguous."""
+    dtype, shape, stride = kind
+    if stride is None:
+        return None
+    dense = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+    return None if dense.is_contiguous() else tuple(dense.stride())
+
+
+def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[int, ...]) -> Layout:
+    rows = Counter((kind[0], kind[1][1:]) for kind in kinds)
+
+    def neighbourhood(index: int) -> tuple[bool, str, tuple[int, ...]]:
+        dtype, shape, stride = kinds[index]
+        row = shape[1:] if len(shape) > 1 and stride is None and rows[dtype, shape[1:]] > _STRETCH else ()
+        return (
+            index in alone,
+            str(dtype),
+            row if math.prod(row) and not ALIGNMENT % (math.prod(row) * dtype.itemsize) else (),
+        )
+
+    order = sorted(range(len(kinds)), key=neighbourhood)
+    stretches: list[PackedStretch] = []
+    packed = size = 0
+    for (travels_alone, _, row), group in groupby(order, neighbourhood):
+        stretches.append(_new_stretch([kinds[index] for index in group], row, size))
+        size = stretches[-1].end
+        packed = packed if travels_alone else size
+    pageable = sum(_bytes_of(kinds[index]) for index in large if index not in alone)
+    return Layout(stretches, order, len(kinds) - len(alone), packed, pageable, size)
+
+
+def _new_stretch(kinds: list[_TensorKind], row: tuple[int, ...], begin: int) -> PackedStretch:
+    dtype, sizes, end = kinds[0][0], [], begin
+    row_bytes = math.prod(row) * dtype.itemsize
+    views: list[_View] = []
+    for kind in kinds:
+        shape, aligned = kind[1], -(-_bytes_of(kind) // ALIGNMENT) * ALIGNMENT
+        count = _bytes_of(kind) // row_bytes
+        sizes += [count, aligned // row_bytes - count]
+        end += aligned
+        stride = _stride_on_device(kind) or tuple(torch.empty(shape, device="meta").stride())
+        views.append(None if row or len(shape) == 1 else (shape, stride))
+    return PackedStretch(dtype, row, begin, end, sizes if any(sizes[1::2]) else sizes[::2], views)

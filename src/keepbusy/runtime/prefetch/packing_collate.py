@@ -1,0 +1,60 @@
+"""Small tensors joined where the batch is made: in the loader's workers, into one piece of shared memory.
+
+Of five hundred tensors that a worker sends one by one, each comes by a file of its own, is pinned alone, and is taken
+from and put into its batch in Python. Joined they are one tensor on all that way, until they are cut out on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+
+from keepbusy.runtime.prefetch.batch_tree import has_to
+from keepbusy.runtime.prefetch.joined_batch import JoinedBatch
+from keepbusy.runtime.prefetch.packed_layout import DIRECT_COPY_BYTES, layout_of, packable, pieces
+
+FEWEST = 8
+"""Of fewer small tensors nothing is gained."""
+
+
+def with_packing_workers(loader: Any) -> Any:
+    """The loader, or one just like it whose workers join small tensors.
+
+    The user's own stays as it is: what it gives to others is what its `collate_fn` makes.
+    """
+    if type(loader) is not DataLoader or not loader.num_workers or loader._iterator is not None:
+        return loader
+    packing = copy.copy(loader)
+    packing.collate_fn = PackingCollate(loader.collate_fn)
+    return packing
+
+
+class PackingCollate:
+    """A `collate_fn` whose batches are packed, where they hold enough small tensors."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate(samples)
+        nodes, structure = tree_flatten(batch, is_leaf=has_to)
+        places = [place for place in packable(nodes) if nodes[place].nbytes < DIRECT_COPY_BYTES]
+        if len(places) < FEWEST:
+            return batch
+        layout = layout_of([nodes[place] for place in places])
+        places = [places[index] for index in layout.order]
+        others = sorted(set(range(len(nodes))).difference(places))
+        try:
+            numbered = tree_unflatten(range(len(nodes)), structure)
+            form = pickle.dumps((numbered, (*places, *others), layout))
+        except Exception:  # a kind of tree that takes nothing but tensors
+            return batch
+        joined = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(layout.packed))
+        torch._foreach_copy_(pieces(joined, layout), [nodes[place] for place in places])
+        return JoinedBatch(form, joined, [nodes[place] for place in others])
