@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8595,
     "explain": 4357,
     "report": 3241,
-    "runtime": 5068,
+    "runtime": 5207,
     "cli": 3398,
     "fix": 4455,
 }

@@ -1,0 +1,318 @@
+"""What the runtime still costs over what the machine can do, part by part. Needs a GPU, and three minutes.
+
+    PYTHONPATH=src python benchmarks/runtime/bounds.py                     # writes bounds.json to $OUT
+    PYTHONPATH=src python benchmarks/runtime/bounds.py --only readback features
+    STALLBENCH_SMALL=1 keepbusy run benchmarks/runtime/bounds.py           # whether it runs; its times mean nothing
+
+- `features`: batches of 50, 500 and 5,000 small tensors at a copy/compute ratio of 0.5, from ready batches in the
+  loop's own process and from workers, which join them for `keepbusy` and do not for `keepbusy, unjoined`.
+- `images`: 77 MB of pageable memory a batch, at ratios of 1.0 and 1.5; and how fast threads fill pinned memory with it,
+  alone and while the device copies from there.
+- `readback`: microseconds of the host, of a call and of each thing that it does.
+- `save_later`: 0.76 GB after the third of 25 steps. Of each step how much longer it took than without a checkpoint.
+
+Bounds and controls stand in the same rounds as what is measured; figures are medians, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefetch import WARM_UP, Ready, Work, copy_time, non_blocking, step_time
+from rounds import show, take_turns, write
+from torch.utils.data import DataLoader
+
+import keepbusy
+from keepbusy.runtime import pinned_pages, scalar_readback
+from keepbusy.runtime.prefetch import prefetch_iterator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
+from models import SMALL, size
+
+STEPS, AHEAD = size(30, 3), 40
+WORKERS = size(8, 1)
+MEGABYTE = 1 << 20
+
+
+def features(count: int) -> list[Any]:
+    """27 MB in 500 columns of ids and values; fewer or more columns hold as much each."""
+    rows = size(8192, 64)
+    column = (lambda: torch.randint(0, 99, (rows,)), lambda: torch.randn(rows), lambda: torch.randn(rows, 2))
+    return [{f"feature {index}": column[index % 3]() for index in range(count)} for _ in range(2)]
+
+
+def first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def loader(batches: list[Any], **options: Any) -> DataLoader:
+    return DataLoader(Ready(batches, WARM_UP + STEPS + AHEAD), collate_fn=first, **options)
+
+
+def unjoined(batches: DataLoader) -> Iterator[Any]:
+    """As it was before workers joined what they send."""
+    joining, prefetch_iterator.with_packing_workers = prefetch_iterator.with_packing_workers, lambda one: one
+    try:
+        yield from keepbusy.prefetch(batches)
+    finally:
+        prefetch_iterator.with_packing_workers = joining
+
+
+def milliseconds_a_step(batches: Any, work: Work) -> float:
+    return step_time(batches, work, STEPS) * 1e3
+
+
+def measure_features(found: dict[str, Any]) -> None:
+    work = Work(SMALL)
+    for count in (size(50, 12), size(500, 24), size(5000, 48)):
+        made = features(count)
+        pinned = [{name: one.pin_memory() for name, one in batch.items()} for batch in made]
+        resident = [{name: one.cuda() for name, one in batch.items()} for batch in made]
+        work.lasting(2 * copy_time(made[0]))
+        ways: dict[str, Callable[[], float]] = {
+            "copy in one piece": lambda made=made: copy_time(made[0]) * 1e3,
+            "compute alone": lambda here=resident: milliseconds_a_step(loader(here), work),
+            "pinned, non_blocking": lambda pinned=pinned: milliseconds_a_step(non_blocking(loader(pinned)), work),
+            "keepbusy": lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work),
+            "keepbusy, pinned": lambda pinned=pinned: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
+        }
+        if count < size(
+            5000, 48
+        ):  # a worker sends each tensor by a file of its own; thousands of files are more than most allow
+            ways |= {
+                f"{WORKERS} workers, {name}{', pin_memory' if pin else ''}": lambda made=made, way=way, pin=pin: (
+                    milliseconds_a_step(way(loader(made, num_workers=WORKERS, pin_memory=pin)), work)
+                )
+                for name, way in {"keepbusy": keepbusy.prefetch, "keepbusy, unjoined": unjoined}.items()
+                for pin in (False, True)
+            }
+        else:
+            ways["2 workers, keepbusy"] = lambda made=made: milliseconds_a_step(
+                keepbusy.prefetch(loader(made, num_workers=2)), work
+            )
+        rows = take_turns(ways, 3)
+        show(f"features, {count} tensors, copy/compute 0.5: milliseconds a step", rows, "compute alone")
+        found[f"features {count}"] = rows
+
+
+def measure_images(found: dict[str, Any]) -> None:
+    batches = [(torch.randn(size(128, 2), 3, 224, 224), torch.zeros(8, dtype=torch.int64)) for _ in range(3)]
+    pinned = [tuple(one.pin_memory() for one in batch) for batch in batches]
+    resident = [tuple(one.cuda() for one in batch) for batch in batches]
+    work = Work(SMALL)
+    for ratio in (1.0, 1.5):
+        work.lasting(copy_time(batches[0]) / ratio)
+        rows = take_turns(
+            {
+                "copy in one piece": lambda: copy_time(batches[0]) * 1e3,
+                "compute alone": lambda: milliseconds_a_step(loader(resident), work),
+                "keepbusy, pinned": lambda: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
+                "keepbusy, pageable": lambda: milliseconds_a_step(keepbusy.prefetch(loader(batches)), work),
+            },
+            5,
+        )
+        show(f"images of 77 MB, copy/compute {ratio}: milliseconds a step", rows, "copy in one piece")
+        found[f"images {ratio}"] = rows
+    found["host copies"] = host_copies(batches[0][0], pinned[0][0])
+
+
+def host_copies(source: torch.Tensor, target: torch.Tensor) -> dict[str, list[float]]:
+    """Into pinned memory, by PyTorch's threads and by plain ones; alone, and while the device reads pinned memory."""
+    threads, size = ThreadPoolExecutor(16), source.nbytes
+    device, side = torch.empty_like(source, device="cuda"), torch.cuda.Stream()
+    also = torch.empty_like(target).pin_memory()
+
+    def plain(count: int, piece: int) -> None:
+        def some(first: int) -> None:
+            for begin in range(first * piece, size, count * piece):
+                length = min(piece, size - begin)
+                ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, length)
+
+        for one in [threads.submit(some, first) for first in range(count)]:
+            one.result()
+
+    def timed(copy: Callable[[], Any], beside: bool) -> float:
+        if beside:
+            with torch.cuda.stream(side):
+                for _ in range(12):
+                    device.copy_(also, non_blocking=True)
+        begin = time.perf_counter()
+        for _ in range(4):
+            copy()
+        spent = (time.perf_counter() - begin) / 4 * 1e3
+        torch.cuda.synchronize()
+        return spent
+
+    ways: dict[str, Callable[[], Any]] = {
+        "copy_ in this thread": lambda: target.copy_(source),
+        "copy_ in another thread": lambda: threads.submit(target.copy_, source).result(),
+        "foreach_copy_ elsewhere": lambda: threads.submit(torch._foreach_copy_, [target], [source]).result(),
+    }
+    for count in (1, 2, 4, 8, 16):
+        ways[f"memmove, {count} threads"] = lambda count=count: plain(count, -(-size // count))
+    for count in (4, 8):
+        ways[f"memmove, {count} threads, 2 MB"] = lambda count=count: plain(count, 2 * MEGABYTE)
+        ways[f"memmove, {count} threads, 512 kB"] = lambda count=count: plain(count, MEGABYTE // 2)
+    rows = take_turns(
+        {
+            f"{name}{', device reading' if beside else ''}": lambda copy=copy, beside=beside: timed(copy, beside)
+            for name, copy in ways.items()
+            for beside in (False, True)
+        },
+        3,
+    )
+    show("77 MB from pageable to pinned memory: milliseconds", rows, "copy_ in this thread")
+    return rows
+
+
+def measure_readback(found: dict[str, Any]) -> None:
+    loss, running = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    slot, event = pinned_pages.take(loss.device), torch.cuda.Event()
+    stream, double = torch.cuda.current_stream(), slot.double(0)
+    same, half = torch.zeros((), device="cuda"), loss.requires_grad_(False)
+    event.record()
+
+    def microseconds(call: Callable[[], Any], count: int = 300) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        spent = (time.perf_counter() - begin) / count * 1e6
+        torch.cuda.synchronize()
+        return spent
+
+    parts: dict[str, Callable[[], Any]] = {
+        "loss.item()": loss.item,
+        "readback(loss)": lambda: keepbusy.readback(loss),
+        "readback of four": lambda: keepbusy.readback([loss, loss, loss, loss]),
+        "a kernel: running += loss": lambda: running.add_(loss),
+        "a kernel: loss as double, home": lambda: double.copy_(loss),
+        "a kernel: torch.add, home": lambda: torch.add(loss, 0, out=double),
+        "a copy on the device": lambda: same.copy_(half),
+        "event.record(stream)": lambda: event.record(stream),
+        "event.query()": event.query,
+        "a new Event": torch.cuda.Event,
+        "is capturing": torch.cuda.is_current_stream_capturing,
+        "current stream, ours": lambda: scalar_readback._current_stream(loss.device),
+        "slot.on_host.tolist()": slot.on_host.tolist,
+        "nothing at all": lambda: None,
+    }
+    rows = take_turns({name: lambda call=call: microseconds(call) for name, call in parts.items()}, 7)
+    print("\nreadback, microseconds of the host a call while the device is idle")
+    for name, times in rows.items():
+        print(f"  {name:34} {statistics.median(times):7.2f}   {min(times):7.2f} to {max(times):7.2f}")
+    found["readback, microseconds"] = rows
+
+
+def measure_save_later(found: dict[str, Any]) -> None:
+    import save_later as saving
+
+    training, folder = saving.Training(), Path(tempfile.mkdtemp(dir="/dev/shm"))
+    state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+    flat = torch.empty(int(training.gigabytes() * 1e9), dtype=torch.uint8, device="cuda")
+    home = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+
+    class SetAside(saving.Save):
+        """What the device must do at least: a copy of as many bytes."""
+
+        def save(self, _: dict[str, Any]) -> None:
+            self.copy = flat.clone()
+
+    class BroughtHome(SetAside):
+        """And bring it home, into memory that is there."""
+
+        def save(self, state: dict[str, Any]) -> None:
+            super().save(state)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                home.copy_(self.copy, non_blocking=True)
+
+    class Unwritten(saving.Later):
+        """Everything but the file."""
+
+        def save(self, state: dict[str, Any]) -> None:
+            writing, keepbusy_save._write_file = keepbusy_save._write_file, lambda *_: None
+            try:
+                super().save(state)
+                self.saving.wait()
+            finally:
+                keepbusy_save._write_file = writing
+
+    keepbusy_save = import_module("keepbusy.runtime.save_later")
+    ways = {
+        "no checkpoint": saving.Save(folder),
+        "set aside alone": SetAside(folder),
+        "and brought home": BroughtHome(folder),
+        "save_later": saving.Later(folder),
+        "save_later, waited for": Unwritten(folder),
+        "save_later, no room": saving.LaterWithoutRoom(folder),
+    }
+    del state
+    try:
+        steps: dict[str, list[list[float]]] = {name: [] for name in ways}
+        rows = take_turns(
+            {name: lambda name=name, way=way: timed_steps(training, way, steps[name]) for name, way in ways.items()}, 5
+        )
+    finally:
+        shutil.rmtree(folder)
+    show(f"25 steps, {training.gigabytes():.2f} GB saved after the third: milliseconds in all", rows, "no checkpoint")
+    usual = [statistics.median(one) for one in zip(*steps["no checkpoint"][1:], strict=True)]
+    print("\nof each step, milliseconds over the same step without a checkpoint (medians); and of the call")
+    for name, way in ways.items():
+        over = [
+            statistics.median(one) - base for one, base in zip(zip(*steps[name][1:], strict=True), usual, strict=True)
+        ]
+        calls = statistics.median(way.calls[1:])
+        print(f"  {name:26} {' '.join(f'{one:5.1f}' for one in over)}   call {calls:.1f}")
+    found["save_later"] = {"in all": rows, "steps": steps, "calls": {name: way.calls for name, way in ways.items()}}
+
+
+def timed_steps(training: Any, way: Any, steps: list[list[float]]) -> float:
+    """One run; `steps` gets how long the device took from the end of each step to that of the next."""
+    marks: list[torch.cuda.Event] = []
+
+    def before_update() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    way.before_update = before_update
+    spent = training.run(way)
+    steps.append([one.elapsed_time(other) for one, other in pairwise(marks)])
+    return spent
+
+
+MEASURES = {
+    "readback": measure_readback,
+    "save_later": measure_save_later,
+    "images": measure_images,
+    "features": measure_features,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
+    found: dict[str, Any] = {}
+    for name in parser.parse_args().only:
+        begin = time.perf_counter()
+        MEASURES[name](found)
+        print(f"({name}: {time.perf_counter() - begin:.0f} s)", flush=True)
+        write("bounds", found)
+
+
+if __name__ == "__main__":
+    main()
