@@ -131,7 +131,7 @@ LINES = {
     "recording": 3786,
     "virtual": 8595,
     "explain": 4357,
-    "report": 3241,
+    "report": 3251,
     "runtime": 5207,
     "cli": 3398,
     "fix": 4455,

@@ -8,6 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+from perfetto_reader import imported
+
 from keepbusy.explain import explain
 from keepbusy.report.exports import perfetto
 from keepbusy.timeline.busy_file import load
@@ -59,3 +62,19 @@ def test_each_fix_has_a_thread_with_what_it_changes() -> None:
     changed = slices_of("fix 1: read the value later")
     assert len(changed) >= 5
     assert all(before["ts"] + before["dur"] <= after["ts"] for before, after in pairwise(changed))
+
+
+@pytest.mark.parametrize(
+    "name", ["live/item_every_step", "live/copy_in_line", "with_stack/healthy_resnet.stalled", "third/rank0_accuracy"]
+)
+def test_perfettos_own_rules_drop_nothing(name: str) -> None:
+    """Each slice is kept; each arrow leads from within the slice that it leaves to the start of its target."""
+    timeline = load(RECORDING.parents[1] / f"{name}.busy")
+    written = json.loads("".join(perfetto.parts(timeline, explain(timeline, turns=True))))["traceEvents"]
+    read = imported(written)
+    assert not read.faults
+    assert len(read.slices) == sum(one["ph"] == "X" for one in written)
+    assert len(read.arrows) == sum(one["ph"] == "s" for one in written) > 100
+    for arrow in read.arrows:
+        assert arrow.source.start <= arrow.left < max(arrow.source.end, arrow.source.start + 1)
+        assert arrow.target.start == arrow.reached

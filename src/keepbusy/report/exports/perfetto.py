@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from math import inf, nextafter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,8 +127,16 @@ def _ends(timeline: Timeline) -> Ints:
     return ends
 
 
+def _micro(time: int) -> float:
+    """Microseconds such that a reader who multiplies and cuts off, as Perfetto does, has the same nanosecond again: one
+    that is missing lets a slice reach over the end of the one around it, and Perfetto drops it."""
+    told = time / 1e3
+    return told if int(told * 1e3) == time else nextafter(told, inf)
+
+
 def _slice(rank: int, thread: int, name: str, start: int, end: int, **more: Any) -> Event:
-    return {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": start / 1e3, "dur": (end - start) / 1e3, **more}
+    times = {"ts": _micro(start), "dur": _micro(end - start)}
+    return {"ph": "X", "pid": rank, "tid": thread, "name": name, **times, **more}
 
 
 def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
@@ -139,13 +148,13 @@ def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
     columns = (links.kind, spans.lane[links.source], leaves, spans.lane[links.target], start[links.target])
     for number, (kind, source, left, target, reached) in enumerate(_rows(*(column[ahead] for column in columns))):
         name = {"cat": "link", "name": LinkKind(kind).name.lower(), "id": number}
-        yield {"ph": "s", "pid": timeline.lanes[source].rank, "tid": _thread(source), "ts": left / 1e3, **name}
+        yield {"ph": "s", "pid": timeline.lanes[source].rank, "tid": _thread(source), "ts": _micro(left), **name}
         yield {
             "ph": "f",
             "bp": "e",
             "pid": timeline.lanes[target].rank,
             "tid": _thread(target),
-            "ts": reached / 1e3,
+            "ts": _micro(reached),
             **name,
         }
 
@@ -157,7 +166,8 @@ def _memory(timeline: Timeline, origin: int) -> Iterator[Event]:
         memory.lane, memory.device, memory.time - origin, memory.allocated, memory.reserved
     ):
         held = {"allocated": allocated, "reserved": reserved}
-        yield {"ph": "C", "pid": timeline.lanes[lane].rank, "name": f"memory {device}", "ts": time / 1e3, "args": held}
+        rank, name = timeline.lanes[lane].rank, f"memory {device}"
+        yield {"ph": "C", "pid": rank, "name": name, "ts": _micro(time), "args": held}
 
 
 def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[Event]:
@@ -181,7 +191,7 @@ def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[Event]:
 
 
 def _end_of_flow(phase: str, rank: int, thread: int, time: int, **more: Any) -> Event:
-    return {"ph": phase, "pid": rank, "tid": thread, "ts": time / 1e3, **more}
+    return {"ph": phase, "pid": rank, "tid": thread, "ts": _micro(time), **more}
 
 
 def _plan(told: Diagnosis, turns: Turns, thread: int, origin: int) -> Iterator[Event]:
