@@ -155,6 +155,36 @@ def test_a_loop_that_turns_once_in_each_turn_is_none(train: Watched) -> None:
     assert (loop.place, loop.turns, loop.time) == ("train.py:3", 10, 1_000 * MS)
 
 
+def test_a_loop_that_was_counted_and_never_went_back_is_none(train: Watched, tmp_path: Path) -> None:
+    """As one that waits for a worker's batch, and looks again only if there was none."""
+    text = "def get():\n    while True:\n        return wait()\n"
+    train.program(tmp_path / "site-packages" / "lib" / "queue.py", text)
+    for _ in range(10):
+        train.at(80, ("train", STEP), ("queue.get", 3)).at(20, ("train", LOG))
+    train.turned("train", 4, steady(0, 10, 100)).turned("train", 3, [1_000])
+    run = held_together(tree_of(train.looks))
+    assert [(one.place, one.function) for one in run.within() if one.kind == LOOP] == [
+        ("train.py:4", "<module>"),
+        ("train.py:5", "lib/queue.py:2 in get"),  # before Python 3.12 nobody knows
+    ]
+    train.looks.entries[train.numbers["queue.get"]] = array("q")
+    run = held_together(tree_of(train.looks))
+    [loop] = [one for one in run.within() if one.kind == LOOP]
+    assert [(line.place, line.time) for line in loop.lines] == [("train.py:5", 800 * MS), ("train.py:6", 200 * MS)]
+
+
+def test_a_generator_turns_with_the_loop_that_asks_it(train: Watched, tmp_path: Path) -> None:
+    """Two loops ask it, and in neither does it turn more than once."""
+    train.program(tmp_path / "fetch.py", "def batches(loader):\n    for batch in loader:\n        yield batch\n")
+    for line in (STEP, POLL):
+        for _ in range(10):
+            train.at(20, ("train", line - 1), ("fetch.batches", 2)).at(80, ("train", line))
+    train.turned("train", 4, steady(0, 10, 100)).turned("train", 8, steady(1_000, 10, 100))
+    train.turned("fetch.batches", 2, [turn - 80 for turn in steady(0, 20, 100)][1:])
+    run = held_together(tree_of(train.looks))
+    assert [one.place for one in run.within() if one.kind == LOOP] == ["train.py:4", "train.py:8"]
+
+
 def test_a_short_loop_stands_among_the_lines(train: Watched) -> None:
     """A two-hundredth part of the run is not worth a part of its own."""
     train.at(10_000, ("train", 2)).at(40, ("train", POLL))

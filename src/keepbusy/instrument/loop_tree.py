@@ -255,18 +255,25 @@ class _Tree:
         for key, child in list(node.children.items()):
             self._fold(child)
             time = sum(self.time_of[chain] for chain in child.all_chains())
-            turns = self.turns.get(key)
-            once = turns is not None and len(turns) <= self._most_turns_of_one(node)
-            if time < SHORTEST_PART * self.whole or once:
+            if time < SHORTEST_PART * self.whole or self._turns_once(key, node):
                 del node.children[key]
                 node.chains += child.chains
                 for inner, grandchild in child.children.items():
                     node.children.setdefault(inner, grandchild)
 
-    def _most_turns_of_one(self, above: _Node) -> int:
-        """So many turns a loop has that turns once in each turn of the loop around it: it is no loop to speak of."""
+    def _turns_once(self, loop: LoopKey, above: _Node) -> bool:
+        """Whether a loop turns but once in each turn of the loop around it: it is no loop to speak of.
+
+        So does one that tries again until it has something, and a generator that the loop around it asks for batches.
+        """
+        ends = self.turns.get(loop)
+        if ends is None:  # of a loop that is counted: it never went back
+            return loop[0] in self.looks.entries
         around = self.turns.get((above.code, above.loop.first)) if above.loop is not None else None
-        return 1 if around is None else len(around) + 1
+        if around is None or len(ends) <= len(around) + 1:
+            return len(ends) <= (1 if around is None else len(around) + 1)
+        within = np.diff(np.searchsorted(ends, around))
+        return bool(within.any()) and float(np.median(within[within > 0])) <= 1
 
     def _beside(self, root: _Node) -> list[Part]:
         """What the run does beside its loops, line by line; importing and waking the GPU under their own names."""

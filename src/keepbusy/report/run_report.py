@@ -97,8 +97,8 @@ def _heading(part: Part) -> str:
 def _about(part: Part) -> str:
     found = []
     if part.kind == LOOP and part.turn != NONE:
-        among = f" ({words.span_of(part.low, part.high, part.turn)})" if part.low != NONE else ""
-        found.append(f"{duration(part.turn)} a turn{among}")
+        among = f" ({words.span_of(part.low, part.high, part.usual)})" if part.low != NONE else ""
+        found.append(f"{duration(part.usual)} a turn{among}")
     if part.busy != NONE:
         found.append(f"GPU at work {share(part.busy, part.time)}")
     return ", ".join(found)

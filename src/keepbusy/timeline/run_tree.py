@@ -73,6 +73,12 @@ class Part:
     def waits(self) -> int:
         return NONE if self.busy == NONE else max(0, self.time - self.busy)
 
+    @property
+    def usual(self) -> int:
+        """What a turn takes on average once the loop is warm, but for turns that take longer without any rule."""
+        longer = self.warm_up_time + sum(one.total for one in self.kinds if not one.regular)
+        return NONE if self.turn == NONE else max(self.low, self.turn - longer // max(1, self.turns))
+
     def within(self) -> Iterator[Part]:
         """This part and all that it contains."""
         yield self
