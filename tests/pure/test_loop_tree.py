@@ -11,7 +11,10 @@ from watched import MS, Watched, codes_of
 
 from keepbusy.instrument.loop_tree import innermost_loops, tree_of
 from keepbusy.instrument.loops import Line
+from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare
+from keepbusy.recording.marks import Marks
+from keepbusy.recording.step_detector import ENDS
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
 
@@ -398,3 +401,55 @@ def test_what_a_loop_that_is_counted_no_further_waits_is_its_outer_loops(train: 
     train.looks.uncounted.update(loop for loop, ends in train.looks.turns.items() if len(ends) == 20)
     [outer] = innermost_loops(train.looks, half)
     assert (outer.time, outer.waits) == (2_400 * MS, 1_200 * MS)
+
+
+# Which steps are turns of the loop that trains.
+
+ROLLOUTS = """\
+for iteration in range(3):
+    for move in range(20):
+        act(move)
+    for epoch in range(2):
+        for batch in range(4):
+            optimizer.step()
+"""
+
+
+def test_what_another_loop_does_between_two_steps_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 ms; before the first of eight, rollouts take 200 ms."""
+    monkeypatch.chdir(tmp_path)
+    run, marks = Watched().program(tmp_path / "ppo.py", ROLLOUTS), Marks()
+    moves, batches, epochs = list[float](), list[float](), list[float]()
+    for _ in range(3):
+        moves += steady(run.now, 20, 10)
+        run.at(200, ("ppo", 3))
+        for _ in range(2):
+            for end in steady(run.now, 4, 10):
+                marks.table.add(round((end - 1) * MS), ENDS, marks.pauses)
+                batches.append(end)
+            run.at(40, ("ppo", 6))
+            epochs.append(run.now)
+    run.turned("ppo", 2, moves).turned("ppo", 5, batches).turned("ppo", 4, epochs).turned("ppo", 1, epochs[1::2])
+    loops = innermost_loops(run.looks, None)
+    around = [(run.numbers["ppo"], line) for line in (1, 4, 5)]
+    trains = turned_by(np.array(marks.table.host), around, loops)
+    assert trains is not None
+    assert (trains.place, [one.place for one in beside(trains, loops)]) == ("ppo.py:5", ["ppo.py:2"])
+    assert marks.steps().took.max() == 210 * MS
+    marks.others = [one.ends for one in beside(trains, loops)]
+    assert set(marks.steps().took.tolist()) == {10 * MS}
+    assert marks.beside() == {9, 17}
+
+
+def test_marks_within_a_loop_over_optimizers_are_those_of_the_loop_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Watched().program(
+        tmp_path / "gan.py", "for batch in loader:\n    for one in optimizers:\n        one.step()\n"
+    )
+    run.at(1_000, ("gan", 3)).turned("gan", 1, steady(0, 10, 100)).turned("gan", 2, steady(0, 20, 50))
+    marks = np.array([round(end * MS) - 1 for end in steady(0, 10, 100)])
+    found = turned_by(marks, [(run.numbers["gan"], line) for line in (1, 2)], innermost_loops(run.looks, None))
+    assert found is not None
+    assert found.place == "gan.py:1"

@@ -739,5 +739,5 @@ def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) ->
 
 
 def turns_of(run: Part | None, place: str) -> int:
-    """How often a loop of the run turned; 0 where nobody counted."""
-    return next((part.turns for part in run.within() if part.place == place), 0) if run else 0
+    """How often a loop of the run turned, the innermost of those at a line; 0 where nobody counted."""
+    return max((part.turns for part in run.within() if part.place == place), default=0) if run else 0

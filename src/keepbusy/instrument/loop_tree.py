@@ -68,7 +68,8 @@ class BusyLoop(NamedTuple):
     time: int
     waits: int
     ends: Ints
-    loop: LoopKey = (NONE, 0)
+    nest: tuple[LoopKey, ...] = ()
+    """The loops around it, from the outside in, and itself."""
     anew: Ints = np.zeros(0, np.int64)
     """When it may have begun from the start."""
 
@@ -78,12 +79,12 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
     tree = _Tree(looks, busy_until, sources)
     found: list[BusyLoop] = []
 
-    def visit(node: _Node, above: _Node) -> list[int]:
+    def visit(node: _Node, above: _Node, nest: tuple[LoopKey, ...]) -> list[int]:
         """Returns the looks that are no loop's by then: of one that cannot be followed they are those of the loop
         around it."""
         own = [chain for chain, _ in node.chains]
-        for child in node.children.values():
-            own += visit(child, node)
+        for key, child in node.children.items():
+            own += visit(child, node, (*nest, key))
         if node.loop is None:
             return own
         jumps = frozenset(
@@ -98,14 +99,14 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
         place = tree._written(node.leads_here or Line(node.code, node.loop.first))
         waits = time if busy == NONE else max(0, time - busy)
         anew = tree._begun_anew(node, above)
-        found.append(BusyLoop(jumps, place, time, waits, ends, (node.code, node.loop.first), anew))
+        found.append(BusyLoop(jumps, place, time, waits, ends, nest, anew))
         return []
 
     root = _Node()
     for chain, lines in enumerate(looks.known_chains):
         if tree.time_of[chain] > 0:
             tree._place(root, chain, lines)
-    visit(root, root)
+    visit(root, root, ())
     return sorted(found, key=lambda one: -one.waits)
 
 

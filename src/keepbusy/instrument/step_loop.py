@@ -7,9 +7,11 @@ of one turn are one step, and what lies between two runs of the loop, as an eval
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from keepbusy.instrument.loop_tree import LoopKey
+import numpy as np
+
+from keepbusy.instrument.loop_tree import BusyLoop, LoopKey
 from keepbusy.timeline.table import Ints
 
 PATIENCE = 8
@@ -43,3 +45,20 @@ def loop_that_trains(marks: Mapping[Nest, int], passes: Mapping[Nest, int], turn
 
 def _held(passes: Mapping[Nest, int], loop: Nest) -> int:
     return sum(count for nest, count in passes.items() if nest[: len(loop)] == loop)
+
+
+def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop]) -> BusyLoop | None:
+    """The innermost of the loops around a mark, where it turns once from mark to mark as long as it turns; else the
+    next one that always does. Only of loops whose turns were counted."""
+    known = {one.nest[-1]: one for one in loops if one.jumps}
+    for number, loop in enumerate(loop for loop in reversed(around) if loop in known):
+        turns = np.diff(np.searchsorted(known[loop].ends, marks))
+        if turns.any() and np.median(turns if number else turns[turns > 0]) == 1:
+            return known[loop]
+    return None
+
+
+def beside(trains: BusyLoop, loops: Sequence[BusyLoop]) -> Iterator[BusyLoop]:
+    """Loops that stand neither around the one that trains nor anywhere within its turns."""
+    parts = {loop for one in loops if trains.nest[-1] in one.nest for loop in one.nest}
+    return (one for one in loops if one.nest[-1] not in parts and one.nest[-1] not in trains.nest)

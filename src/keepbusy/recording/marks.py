@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds
 from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step, steady
-from keepbusy.timeline.model import NONE, Ints
+from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
 
 # The lead: how far the host is ahead of the device at each mark, from two clocks that know nothing of each other.
@@ -300,6 +300,8 @@ class Marks:
         self.fault = ""
         self.table = MarkTable()
         self.pauses = Pauses(clock)
+        self.others: Sequence[Ints] = ()
+        """Of loops beside the one that trains, when their turns ended: what lies between two marks there is no step."""
         self._live = FiguresFile(live) if live is not None else None
         self._on_step, self._clock, self._device = on_step, clock, device
         self._ends = StepEnds(self._ended)
@@ -349,7 +351,19 @@ class Marks:
 
     def steps(self, last: int = 0) -> Steps:
         """Whole steps so far, or between so many marks at the end."""
-        return steps_of(self.table, self._on_device, last)
+        found = steps_of(self.table, self._on_device, last)
+        return found.take(~self._is_beside(found)) if self.others else found
+
+    def beside(self) -> set[int]:
+        """Numbers of what lies between two marks and is no step."""
+        found = steps_of(self.table, self._on_device)
+        return set((found.mark[self._is_beside(found)] + 1).tolist())
+
+    def _is_beside(self, found: Steps) -> Mask:
+        turned = np.zeros(len(found), bool)
+        for ends in self.others:
+            turned |= np.searchsorted(ends, found.ended) > np.searchsorted(ends, found.ended - found.host)
+        return turned
 
     def are_steady(self, count: int = STEADY_STEPS) -> bool:
         """Whether the last plain steps are alike."""

@@ -117,6 +117,8 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
 def _facts_of_window(left: Mapping[str, Any], trace: Trace) -> dict[str, Any]:
     has_lines = bool((trace.events.category == Category.LINE).any())
     told = {"stacks": has_lines, "recorded": tuple(tick[0] for tick in left.get("ticks", ()))}
+    loop = left.get("about", {}).get("place") or left.get("loop", "")
+    told |= {"loop": loop, "beside": tuple(left.get("beside", ()))}
     if left.get("cut"):
         told |= {"one_turn": True, "recorded": None}
     known = left.get("plain_step") and not left.get("part")

@@ -24,6 +24,7 @@ from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
 from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
@@ -90,6 +91,7 @@ class Run:
         self._further: list[tuple[Occasion, Window]] = []
         self._open_spans: list[tuple[int, int]] = []  # from when to when each window was open
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
+        self._loop = ""  # whose turns the steps are: its place
         self._followed: Occasion | None = None  # whose loop's turns are told now
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._blind = 0  # the step at which the first window had seen nothing of the GPU
@@ -217,8 +219,7 @@ class Run:
         return self._followed is None and self._rank_and_world()[1] == 1
 
     def _unseen_loops(self) -> list[BusyLoop]:
-        found = innermost_loops(self.loops.looks, self._busy_until, self._sources)
-        return [one for one in found if one.jumps and self._is_unseen(one)]
+        return [one for one in self._know_loops() if one.jumps and self._is_unseen(one)]
 
     def _is_unseen(self, one: BusyLoop) -> bool:
         """It did not turn while a window was open, nor did the first one open in it: turns are counted only once a loop
@@ -230,8 +231,20 @@ class Run:
         jumps = ((self.loops.looks.codes[code], target) for code, target in one.jumps)
         return not any(code is within and self._sources.of_jump(code, target) in loops for code, target in jumps)
 
+    def _know_loops(self) -> list[BusyLoop]:
+        """All that turn; and which of them the steps are turns of, and which turn beside it."""
+        loops = innermost_loops(self.loops.looks, self._busy_until, self._sources)
+        numbers = {id(code): number for number, code in enumerate(self.loops.looks.codes)}
+        lines = [(code, line) for code, line in reversed(self._stepped_at) if id(code) in numbers]
+        around = [(numbers[id(code)], loop.first) for code, line in lines for loop in self._sources.around(code, line)]
+        trains = turned_by(np.array(self.marks.table.host[:], np.int64), around, loops)
+        if trains is not None:
+            self._loop, self.marks.others = trains.place, [one.ends for one in beside(trains, loops)]
+        return loops
+
     def _know_marks(self) -> None:
         if self._steps:
+            self._know_loops()
             self._marks_facts = self.marks.run(step_looks(self.loops.looks)).as_fact()
 
     # in the program's own thread
@@ -401,6 +414,7 @@ class Run:
                 if self._plan.still_holds(one) and (one.why == SCRIPT or not window.is_cut)
             ],
             "held_up": self._spent(),
+            "loop": self._loop,
             "marks": self._marks_facts,
             "after": self._after,
             "notes": [*self.notes, *self._notes_of_looks()],
@@ -411,7 +425,9 @@ class Run:
     def _about(self, window: Window) -> dict[str, Any]:
         loop = next((one.loop for one, its in self._further if its is window), None)
         plain = self._plain_step(window) if loop is None else int(np.median(np.diff(loop.ends)))
+        no_step = self.marks.beside() if loop is None and window.ticks else set()
         return {
+            "beside": [row for row, tick in enumerate(window.ticks[1:]) if tick.number in no_step],
             "ticks": window.ticks,
             "cut": window.is_cut,
             "part": window.is_part,

@@ -129,7 +129,8 @@ def _without(timeline: Timeline, dropped: Ints) -> Timeline:
 def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
     """Without what lies beside the loop whose turns are marked. `brief`: nor what lies before them and after."""
     beside = np.array(timeline.facts.beside, np.int64)
-    alone = _without(timeline, beside).change_facts(beside=()) if len(beside) else timeline
+    fewest = min((len(timeline.marks_of(one)) for one in timeline.ranks), default=0) - len(beside)
+    alone = _without(timeline, beside).change_facts(beside=()) if len(beside) and fewest > 2 else timeline
     if not brief:
         return alone
     row = np.arange(len(alone))

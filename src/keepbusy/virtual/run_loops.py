@@ -109,8 +109,11 @@ class RunLoops:
         if not nest:
             return told
         loops = innermost_loops(looks, busy, sources)
-        worth, trains = LOOP_IS_WORTH * sum(one.time for one in loops), {one.loop: one for one in loops}.get(nest[-1])
-        further = [_window(told, lane, one) for one in loops if one.loop not in nest and one.waits >= worth]
+        worth, trains = (
+            LOOP_IS_WORTH * sum(one.time for one in loops),
+            {one.nest[-1]: one for one in loops}.get(nest[-1]),
+        )
+        further = [_window(told, lane, one) for one in loops if one.nest[-1] not in nest and one.waits >= worth]
         marked = _marked(told, lane, trains) if trains is not None else told
         return marked.change(further=tuple(one for one in further if one is not None))
 
