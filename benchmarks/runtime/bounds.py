@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import SMALL, size
 
 STEPS, AHEAD = size(30, 3), 40
+FIRST = size(60, 6)
 WORKERS = size(8, 1)
 MEGABYTE = 1 << 20
 
@@ -59,7 +60,7 @@ def first(samples: list[Any]) -> Any:
 
 
 def loader(batches: list[Any], **options: Any) -> DataLoader:
-    return DataLoader(Ready(batches, WARM_UP + STEPS + AHEAD), collate_fn=first, **options)
+    return DataLoader(Ready(batches, FIRST + WARM_UP + STEPS + AHEAD), collate_fn=first, **options)
 
 
 def unjoined(batches: DataLoader) -> Iterator[Any]:
@@ -71,7 +72,11 @@ def unjoined(batches: DataLoader) -> Iterator[Any]:
         prefetch_iterator.with_packing_workers = joining
 
 
-def milliseconds_a_step(batches: Any, work: Work) -> float:
+def milliseconds_a_step(batches: Any, work: Work, before: int = 0) -> float:
+    """After so many steps more to warm up: workers have sent batches ahead, and fill their first buffers."""
+    batches = iter(batches)
+    for batch in islice(batches, before):
+        work(batch)
     return step_time(batches, work, STEPS) * 1e3
 
 
@@ -94,14 +99,14 @@ def measure_features(found: dict[str, Any]) -> None:
         ):  # a worker sends each tensor by a file of its own; thousands of files are more than most allow
             ways |= {
                 f"{WORKERS} workers, {name}{', pin_memory' if pin else ''}": lambda made=made, way=way, pin=pin: (
-                    milliseconds_a_step(way(loader(made, num_workers=WORKERS, pin_memory=pin)), work)
+                    milliseconds_a_step(way(loader(made, num_workers=WORKERS, pin_memory=pin)), work, FIRST)
                 )
                 for name, way in {"keepbusy": keepbusy.prefetch, "keepbusy, unjoined": unjoined}.items()
                 for pin in (False, True)
             }
         else:
             ways["2 workers, keepbusy"] = lambda made=made: milliseconds_a_step(
-                keepbusy.prefetch(loader(made, num_workers=2)), work
+                keepbusy.prefetch(loader(made, num_workers=2)), work, FIRST // 2
             )
         rows = take_turns(ways, 3)
         show(f"features, {count} tensors, copy/compute 0.5: milliseconds a step", rows, "compute alone")

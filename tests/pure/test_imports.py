@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8598,
     "explain": 4357,
     "report": 3251,
-    "runtime": 5207,
+    "runtime": 5309,
     "cli": 3398,
     "fix": 4455,
 }

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
 
 import keepbusy
 from keepbusy.runtime.prefetch.packed_layout import ALIGNMENT, DIRECT_COPY_BYTES, layout_of, pieces
+from keepbusy.runtime.prefetch.shared_buffers import BUFFERS, WorkerBuffers, give_back
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (
@@ -128,3 +130,50 @@ def test_a_tree_without_tensors_stays_what_it_is() -> None:
     (got,) = keepbusy.prefetch([batch])
     assert got == batch
     assert tree_leaves(got)[0] == 1
+
+
+# buffers of workers
+
+
+def test_a_worker_fills_a_buffer_again_once_it_is_given_back() -> None:
+    buffers = WorkerBuffers()
+    first, second = buffers.take(1000), buffers.take(1000)
+    first.fill_(1)
+    assert second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    give_back(first.untyped_storage())
+    again, larger = buffers.take(900), buffers.take(5000)
+    assert again.data_ptr() == first.data_ptr()
+    assert (len(again), len(larger)) == (900, 5000)
+    assert (second.is_shared(), larger.is_shared()) == (True, True)
+
+
+def test_buffers_that_nobody_gives_back_are_not_kept_for_ever() -> None:
+    buffers = WorkerBuffers()
+    taken = [buffers.take(600) for _ in range(3 * BUFFERS)]
+    assert len({one.data_ptr() for one in taken}) == 3 * BUFFERS
+    assert len(buffers) == BUFFERS
+
+
+def columns(number: int) -> dict[str, Tensor]:
+    return {f"column {place}": torch.full((400 + place,), 100 * number + place) for place in range(300)}
+
+
+class Numbered(Dataset):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return columns(number)
+
+
+def test_no_buffer_is_filled_while_its_batch_may_be_read() -> None:
+    """Sixty batches of a megabyte, from two workers that have eight buffers each; some are kept for long."""
+    batches = iter(keepbusy.prefetch(DataLoader(Numbered(), batch_size=None, num_workers=2), depth=3))
+    kept = []
+    for number, batch in enumerate(batches):
+        kept += [(number, batch)] if number % 5 == 0 else []
+        for name, expected in columns(number).items():
+            assert torch.equal(batch[name].cpu(), expected)
+    assert len(kept) == 12
+    for number, batch in kept:
+        assert all(torch.equal(batch[name].cpu(), expected) for name, expected in columns(number).items())

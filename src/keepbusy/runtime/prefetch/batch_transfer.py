@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself
+from keepbusy.runtime.prefetch.joined_batch import JoinedBatch
 from keepbusy.runtime.prefetch.nonpackable_moves import NonpackableMoves
 from keepbusy.runtime.prefetch.overlap import CopyEvents
-from keepbusy.runtime.prefetch.packed_layout import Layout, layout_of, packable, pieces
+from keepbusy.runtime.prefetch.packed_layout import DIRECT_COPY_BYTES, Layout, layout_of, packable, pieces
+from keepbusy.runtime.prefetch.shared_buffers import ReceivedBuffers
 
 PACKING_THREADS = 4
 """If there are many tensors; a large one PyTorch copies with all of its own threads."""
@@ -118,12 +120,15 @@ class BatchTransfer:
         # one for each batch ahead, one for the loop's, and one for that which is being packed
         self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
         self._threads = ThreadPoolExecutor(PACKING_THREADS, _THREAD_NAME)
+        self._received = ReceivedBuffers(device)
 
     def pack(self, batch: Any) -> PackedBatch:
         """Take it apart and begin to pack it. The host waits for pinned memory if it is too far ahead of the device."""
         self._buffers.rotate()
         buffer = self._buffers[0]
         buffer.release()
+        if isinstance(batch, JoinedBatch) and batch.joined.nbytes >= DIRECT_COPY_BYTES:
+            self._received.pin(batch.joined)
         tree = BatchTree(batch)
         leaves = tree.leaves
         as_bytes = packable(leaves)
@@ -147,6 +152,7 @@ class BatchTransfer:
         """End the threads. PyTorch keeps pinned memory until the copies out of it are done."""
         self._threads.shutdown(wait=not current_thread().name.startswith(_THREAD_NAME), cancel_futures=True)
         self._buffers.clear()
+        self._received.close(self._copy_stream)
 
     def _send(self, packed: PackedBatch, pinned: Tensor, memory: Tensor, loop_stream: Any) -> DeviceBatch:
         tree, as_bytes, others, layout, buffer = packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from keepbusy.runtime.prefetch.packed_layout import Layout, pieces
+from keepbusy.runtime.prefetch.shared_buffers import give_back
 
 
 class JoinedBatch:
@@ -20,9 +22,15 @@ class JoinedBatch:
     def __init__(self, form: bytes, joined: Tensor, others: list[Any]) -> None:
         self.form, self.joined, self.others = form, joined, others
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """It has come. The worker may fill its buffer again once the tensor in it is let go, however that happens."""
+        self.__dict__.update(state)
+        weakref.finalize(self.joined, give_back, self.joined.untyped_storage()).atexit = False
+
     def pin_memory(self) -> JoinedBatch:
-        """As the loader does for what it knows."""
-        return JoinedBatch(self.form, self.joined.pin_memory(), pin_memory(self.others))
+        """As a loader does with what it knows; the buffer is pinned already, or once it is copied from."""
+        self.others = pin_memory(self.others)
+        return self
 
     def opened(self, joined: Tensor, *others: Any) -> Any:
         """The batch as it was, of the same bytes elsewhere."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from keepbusy.runtime.prefetch.batch_tree import has_to
 from keepbusy.runtime.prefetch.joined_batch import JoinedBatch
 from keepbusy.runtime.prefetch.packed_layout import DIRECT_COPY_BYTES, layout_of, packable, pieces
+from keepbusy.runtime.prefetch.shared_buffers import WorkerBuffers
 
 FEWEST = 8
 """Of fewer small tensors nothing is gained."""
@@ -39,7 +40,7 @@ class PackingCollate:
     """A `collate_fn` whose batches are packed, where they hold enough small tensors."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
+        self._collate, self._buffers = collate, WorkerBuffers()
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
@@ -55,6 +56,6 @@ class PackingCollate:
             form = pickle.dumps((numbered, (*places, *others), layout))
         except Exception:  # a kind of tree that takes nothing but tensors
             return batch
-        joined = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(layout.packed))
+        joined = self._buffers.take(layout.packed)
         torch._foreach_copy_(pieces(joined, layout), [nodes[place] for place in places])
         return JoinedBatch(form, joined, [nodes[place] for place in others])
