@@ -10,7 +10,7 @@ from strategies import loops
 
 from keepbusy.explain import explain
 from keepbusy.explain.plain import plain_run
-from keepbusy.timeline.model import NONE, Kind, Timeline
+from keepbusy.timeline.model import NONE, FrameKind, Frames, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge, where_ranks_differ
 from keepbusy.timeline.replay import pace, replay, settle
@@ -120,6 +120,32 @@ def test_each_rank_keeps_what_marks_told_of_it() -> None:
 def test_one_rank_is_left_as_it_is() -> None:
     timeline = alone(steps_of_two().timeline(), 1)
     assert merge([timeline]) is timeline
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_the_profilers_numbers_tell_which_steps_of_hosts_with_other_clocks_are_one(numbered: bool) -> None:
+    """The second rank's window begins a step later. Its clock is a second behind and its steps are alike."""
+    whole = steps_of_two().timeline()
+    ones = [alone(whole, 0, steps=slice(0, 5)), alone(whole, 1, clock=SECOND, steps=slice(1, 6))]
+    merged = merge([with_numbers(one, first) if numbered else one for first, one in enumerate(ones)])
+    assert_sound(merged)
+    assert parts_of(merged) == [[0, 1]] * (6 if numbered else 8)
+
+
+def with_numbers(timeline: Timeline, first: int) -> Timeline:
+    """As the profiler names its steps."""
+    marks = np.unique(timeline.marks)
+    begins, steps = timeline.spans.start[marks], len(marks)
+    frames = Frames.of(
+        steps,
+        lane=timeline.spans.lane[marks],
+        kind=np.full(steps, FrameKind.ANNOTATION),
+        name=np.arange(steps) + len(timeline.names),
+        start=begins,
+        end=np.append(begins[1:], timeline.spans.end.max()),
+    )
+    names = (*timeline.names, *(f"ProfilerStep#{first + step}" for step in range(steps)))
+    return timeline.change(names=names, frames=frames)
 
 
 def test_three_ranks_whose_names_and_lanes_differ() -> None:

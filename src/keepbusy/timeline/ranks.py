@@ -8,7 +8,20 @@ from statistics import median
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, Links, Meetings, MemoryUse, Spans, Timeline
+from keepbusy.timeline.frame_roles import PROFILER_STEP
+from keepbusy.timeline.model import (
+    NONE,
+    Frames,
+    Ints,
+    Kind,
+    Lane,
+    LinkKind,
+    Links,
+    Meetings,
+    MemoryUse,
+    Spans,
+    Timeline,
+)
 from keepbusy.timeline.replay import last_arrival, settle
 from keepbusy.timeline.run_tree import Part
 
@@ -134,7 +147,7 @@ def _shift_frames(frames: Frames, names: Ints, frame: int, lane: int) -> Frames:
 
 def _match(timeline: Timeline) -> Timeline:
     """The k-th collective of a group on one rank is the k-th on the others, once their windows are aligned."""
-    spans, rank = timeline.spans, timeline.rank_of_rows
+    spans, rank, step = timeline.spans, timeline.rank_of_rows, _profiled_step(timeline)
     meeting = np.full(len(timeline), NONE, np.int64)
     tables: list[Meetings] = []
     groups = timeline.facts.groups
@@ -143,7 +156,7 @@ def _match(timeline: Timeline) -> Timeline:
     for group in np.unique(group_of).tolist():
         mine = parts[group_of == group]
         ranks = np.unique(rank[mine])
-        table = _aligned(timeline, [mine[rank[mine] == one] for one in ranks.tolist()])
+        table = _aligned(timeline, step, [mine[rank[mine] == one] for one in ranks.tolist()])
         together = table[(table != NONE).sum(axis=1) > 1]
         first = np.array([row[row != NONE][0] for row in together], np.int64)
         number = sum(map(len, tables)) + np.arange(len(together))
@@ -159,9 +172,29 @@ def _match(timeline: Timeline) -> Timeline:
     return timeline.change(spans=spans.change(meeting=meeting), meetings=meetings)
 
 
-def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
+def _profiled_step(timeline: Timeline) -> Ints:
+    """Of each command the number of the profiler's step in which it was launched, or NONE."""
+    frames, links, found = timeline.frames, timeline.links, np.full(len(timeline), NONE, np.int64)
+    numbers = np.array([_number(name) for name in timeline.names], np.int64)[frames.name]
+    lanes = np.array([lane.rank for lane in timeline.lanes], np.int64)
+    launches = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
+    launched, rank = timeline.spans.start[launches.source], timeline.rank_of_rows[launches.source]
+    for one in timeline.ranks:
+        steps = np.flatnonzero((numbers != NONE) & (lanes[frames.lane] == one))
+        steps, mine = steps[np.argsort(frames.start[steps], kind="stable")], np.flatnonzero(rank == one)
+        begun = np.searchsorted(frames.start[steps], launched[mine], side="right") - 1
+        found[launches.target[mine]] = np.where(begun == NONE, NONE, np.append(numbers[steps], NONE)[begun])
+    return found
+
+
+def _number(name: str) -> int:
+    number = name.removeprefix(PROFILER_STEP)
+    return int(number) if number != name and number.isdecimal() and len(number) < 18 else NONE
+
+
+def _aligned(timeline: Timeline, step: Ints, columns: list[Ints]) -> Ints:
     """A row a collective, a column a rank: rows of its parts, NONE where a window does not reach."""
-    shifts = [0, *(_best_shift(timeline, columns[0], other) for other in columns[1:])]
+    shifts = [0, *(_best_shift(timeline, step, columns[0], other) for other in columns[1:])]
     low = min(-shift for shift in shifts)
     high = max(len(column) - shift for column, shift in zip(columns, shifts, strict=True))
     table = np.full((high - low, len(columns)), NONE, np.int64)
@@ -170,11 +203,11 @@ def _aligned(timeline: Timeline, columns: list[Ints]) -> Ints:
     return table
 
 
-def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
+def _best_shift(timeline: Timeline, step: Ints, base: Ints, other: Ints) -> int:
     """How many collectives earlier the other's window begins: same sizes in the same order, ending together.
 
-    Steps are alike, so several shifts may fit equally well. Ranks of one host share a clock, so
-    then the one under which they leave at the same time is right.
+    Steps are alike, so several shifts may fit equally well. Then the one is right under which the profiler numbered
+    their steps alike; and, since ranks of one host share a clock, under which they leave at the same time.
     """
     spans, fits = timeline.spans, []
     for shift in sorted(range(-min(MOST_SHIFT, len(base) - 1), min(MOST_SHIFT, len(other) - 1) + 1), key=abs):
@@ -186,12 +219,14 @@ def _best_shift(timeline: Timeline, base: Ints, other: Ints) -> int:
         apart = spans.end[its] - spans.end[mine]
         offset = int(np.median(apart))
         spread = float(np.median(np.abs(apart - offset)))
-        fits.append((_possible(timeline, mine, its, offset), spread, min(abs(offset), OTHER_CLOCK), shift))
+        of_others = round(float((step[mine] != step[its]).mean()))  # 1 where most were numbered otherwise
+        order = (of_others, min(abs(offset), OTHER_CLOCK), abs(shift))
+        fits.append((_possible(timeline, mine, its, offset), spread, order, shift))
     # the root of a broadcast may be gone before its peers come; where that is so of all shifts it tells nothing
     fits = [fit for fit in fits if fit[0]] or fits
     near = 2 * min((spread for _, spread, _, _ in fits), default=0.0) + SKEW
-    alike = [(offset, abs(shift), shift) for _, spread, offset, shift in fits if spread <= near]
-    return min(alike, default=(0, 0, 0))[2]
+    alike = [(order, shift) for _, spread, order, shift in fits if spread <= near]
+    return min(alike)[1] if alike else 0
 
 
 def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
