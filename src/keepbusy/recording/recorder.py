@@ -39,7 +39,7 @@ from keepbusy.timeline.run_tree import Part
 
 FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
 """What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""
-STEPS_BEFORE_WINDOW, LATEST_BEGIN = 8, 16
+STEPS_BEFORE_WINDOW, STEPS_DDP_TIMES, LATEST_BEGIN = 8, 11, 16
 """Steps before the window opens: memory, kernels and states are made in the first ones. A run whose steps are not alike
 by the latter is looked at as it is."""
 ALIKE_STEPS = 5
@@ -371,7 +371,10 @@ class Run:
 
     @property
     def _after(self) -> int:
-        return STEPS_BEFORE_WINDOW if self.options.after is None else self.options.after
+        """DDP waits for the device in its first ten steps, to read its own timers; no other step is like these."""
+        several = self._rank_and_world()[1] > 1
+        usual = STEPS_DDP_TIMES if several else STEPS_BEFORE_WINDOW
+        return usual if self.options.after is None else self.options.after
 
     def _make_way(self) -> None:
         """For the program's own profiler: CUPTI would else let go in the middle of what that one records."""

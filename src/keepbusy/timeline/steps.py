@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.frame_roles import DDP_FORWARD, EVENT_WAIT
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 
@@ -87,6 +88,26 @@ def one_turn(timeline: Timeline) -> Timeline:
     for mark in marks.tolist():
         kept |= (rank == rank[mark]) & (row >= mark)
     return timeline.change(marks=np.sort(marks)).keep(kept).change_facts(one_turn=True)
+
+
+def without_timer_reads(timeline: Timeline) -> Timeline:
+    """Without the waits in which DDP reads its own timers.
+
+    PyTorch makes them in a model's first ten iterations, and in every hundredth from then on, so a window at the
+    beginning of a run shows a host that waits for the device where every other step lets it run ahead.
+    """
+    spans, names = timeline.spans, timeline.names
+    in_ddp = np.append(np.array([name == DDP_FORWARD for name in names], bool)[timeline.frames.name], False)
+    by_event = np.array([name.startswith(EVENT_WAIT) for name in names], bool)
+    reads = (spans.kind == Kind.SYNC) & by_event[spans.name] & in_ddp[spans.frame]
+    if not reads.any():
+        return timeline
+    links, note = timeline.links, "DDP waits for the GPU to read its own timers in its first ten steps: left out here."
+    kind, awaits = (np.where(reads, value, column) for value, column in ((Kind.WORK, spans.kind), (NONE, spans.awaits)))
+    return timeline.change(
+        spans=spans.change(kind=kind.astype(spans.kind.dtype), awaits=awaits.astype(spans.awaits.dtype)),
+        links=links.take(np.flatnonzero(~(reads[links.target] & (links.kind == LinkKind.ORDER)))),
+    ).change_facts(notes=(*timeline.facts.notes, note))
 
 
 def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
