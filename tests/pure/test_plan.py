@@ -193,7 +193,7 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
     chosen = [
         one.edit
         for one in candidates(story.scene, story.found)
-        if (one.fix, [str(place) for place in one.where]) in named or one.named in needed
+        if (one.remedy.name, [str(place) for place in one.where]) in named or one.named in needed
     ]
     assert len(chosen) >= len(plan)
     if plan:

@@ -6,12 +6,12 @@ together, so sets of fixes are replayed, not only single ones; and only what gai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, combinations
 from operator import or_
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -86,7 +86,6 @@ WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 class Candidate:
     """A remedy at the lines that it changes, and exactly what it changes there."""
 
-    fix: str
     remedy: Remedy
     where: tuple[Where, ...]
     causes: tuple[str, ...]
@@ -98,7 +97,7 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        return named(self.fix, self.where)
+        return named(self.remedy.name, self.where)
 
     @property
     def is_uncertain(self) -> bool:
@@ -109,7 +108,7 @@ class Candidate:
     @property
     def captures(self) -> bool:
         """Whether launches are captured as a graph, between which nothing may wait."""
-        return self.fix == "graph"
+        return self.remedy.name == "graph"
 
     @property
     def generality(self) -> int:
@@ -142,22 +141,18 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     for cause, finding in found.items():
         for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
-            same = named.setdefault(one.fix, [])
-            if same and (one.fix in ONE_FIX or one.causes[0] in WHOLE_LOOP):
+            same = named.setdefault(one.remedy.name, [])
+            if same and (one.remedy.name in ONE_FIX or one.causes[0] in WHOLE_LOOP):
                 same[0] = same[0].joined(one)
             else:
                 same.append(one)
-    if not as_it_is:
-        _join_rounds(named, scene)
-    return [*(one for same in named.values() for one in _few(same)), *_of_pipeline(scene)]
-
-
-def _join_rounds(named: dict[str, list[Candidate]], scene: Scene) -> None:
-    """The same fix at the same place is one, whichever way it was found."""
-    for one in _of_rounds(scene):
-        same = named.setdefault(one.fix, [])
+    for one in () if as_it_is else _of_rounds(scene):  # the same fix at the same place is one, however it was found
+        same = named.setdefault(one.remedy.name, [])
         beside = next((other for other in same if other.named == one.named), None)
         same[:] = [other for other in same if other is not beside] + [beside.joined(one) if beside else one]
+    for same in named.values():  # not more than a few of one remedy; the last of them takes in the rest
+        same[PLACES_APART:] = [reduce(Candidate.joined, rest)] if (rest := same[PLACES_APART:]) else []
+    return [*chain(*named.values()), *_of_pipeline(scene)]
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
@@ -175,7 +170,7 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
             share = COMPILED_AWAY if remedy.api == COMPILED.api else 1.0
-            yield Candidate(remedy.name, remedy, tuple(places), (cause,), edit, middle, share)
+            yield Candidate(remedy, tuple(places), (cause,), edit, middle, share)
 
 
 def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
@@ -190,7 +185,7 @@ def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
     places = by_place(scene, receives if len(receives) else messages)
     edit, share = without_messages(scene), 1.0 - pipeline.stays
     reason = SMALLER_PIECES if remedy.api == MORE_PIECES.api else ""
-    yield Candidate(remedy.name, remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
+    yield Candidate(remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
 
 
 def _of_rounds(scene: Scene) -> Iterator[Candidate]:
@@ -210,7 +205,7 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         if remedy is ALL_AT_ONCE:  # parameters and tables do not need each other; of others only their author knows
             edit = limits[1]  # so nothing is expected beyond what launching them takes
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
-        yield Candidate(remedy.name, remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
+        yield Candidate(remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
 
 
 def _as_one_call(place: Where, is_table: bool) -> Remedy:
@@ -258,10 +253,7 @@ def _time_at(scene: Scene, finding: Finding, rows: Ints) -> int:
     return int((spans.end[mine] - spans.start[mine]).sum())
 
 
-def _few(same: Sequence[Candidate]) -> list[Candidate]:
-    """Of one remedy not more than a few; the last of them takes in the rest."""
-    kept = list(same[:PLACES_APART])
-    return [*kept, reduce(Candidate.joined, same[PLACES_APART:])] if len(same) > PLACES_APART else kept
+Fixes: TypeAlias = frozenset[Candidate]
 
 
 @dataclass(eq=False)
@@ -272,73 +264,68 @@ class Search:
     nothing: Edit
     candidates: list[Candidate]
     uncertain: bool = False  # whether to look also at what gains something in some programs only
-    _whole: dict[frozenset[int], int] = field(default_factory=dict)
+    _whole: dict[Fixes, int] = field(default_factory=dict)
     _left: int = 0
-
-    def may_take(self, index: int) -> bool:
-        return self.uncertain or not self.candidates[index].is_uncertain
 
     @staticmethod
     def of(forecast: Forecast, timeline: Timeline, found: Sequence[Candidate]) -> Search:
         each = max(1, min(MOST_ROWS, 12 * len(timeline)))
         search = Search(forecast, Edit.nothing(timeline), list(found), _left=max(24, REPLAYED_ROWS // each))
-        alone = [(search.gain(frozenset([index])), -index) for index in range(len(found))]
-        kept = sorted(-index for _, index in sorted(alone, reverse=True)[:CANDIDATES])
-        search.candidates = [found[index] for index in kept]
-        search._whole = {frozenset([place]): search._whole[frozenset([index])] for place, index in enumerate(kept)}
+        best = sorted(found, key=lambda one: -search.gain(frozenset([one])))[:CANDIDATES]
+        search.candidates = search.in_order(best)
         return search
 
-    def edit(self, chosen: frozenset[int]) -> Edit:
-        edits = [self.candidates[index].edit for index in sorted(chosen)]
+    def in_order(self, fixes: Collection[Candidate]) -> list[Candidate]:
+        return [one for one in self.candidates if one in fixes]
+
+    def joined(self, edits: Sequence[Edit]) -> Edit:
         return edits[0] if len(edits) == 1 else reduce(or_, edits, self.nothing)
 
-    def gain(self, chosen: frozenset[int]) -> int:
+    def gain(self, fixes: Fixes) -> int:
         """What is expected: of what an edit gains on top of the others, the share that its fix gives."""
-        part = next((index for index in sorted(chosen) if self.candidates[index].share < 1), None)
+        part = next((one for one in self.in_order(fixes) if one.share < 1), None)
         if part is None:
-            return self._at_best(chosen)
-        others = chosen - {part}
-        more = self.candidates[part].share * (self._at_best(chosen) - self._at_best(others))
-        return self.gain(others) + max(0, round(more))
+            return self._at_best(fixes)
+        others = fixes - {part}
+        return self.gain(others) + max(0, round(part.share * (self._at_best(fixes) - self._at_best(others))))
 
-    def _at_best(self, chosen: frozenset[int]) -> int:
-        if not chosen:
+    def _at_best(self, fixes: Fixes) -> int:
+        if not fixes:
             return 0
-        if chosen not in self._whole:
+        if fixes not in self._whole:
             self._left -= 1
-            self._whole[chosen] = self.forecast.gain(self.edit(chosen))
-        return self._whole[chosen]
+            self._whole[fixes] = self.forecast.gain(self.joined([one.edit for one in self.in_order(fixes)]))
+        return self._whole[fixes]
 
-    def predict(self, chosen: frozenset[int]) -> Prediction:
+    def predict(self, fixes: Fixes) -> Prediction:
         """From all that the edits give to what they give without those that may give nothing."""
-        best, plain = self.forecast.predict(self.edit(chosen)), self.forecast.plain.step
-        best = reduce(Prediction.widened, map(self.forecast.predict, self._bounds(chosen)), best)
-        sure = frozenset(index for index in chosen if not self.candidates[index].is_uncertain)
-        step = plain - self.gain(chosen)
-        high = self.predict(sure).high if sure != chosen else min(plain, step + best.high - best.step)
+        ordered, plain = self.in_order(fixes), self.forecast.plain.step
+        edits = [self.joined([one.edit for one in ordered])]
+        if any(one.bounds for one in ordered):  # at best and at worst
+            edits += [self.joined([one.bound(end) for one in ordered]) for end in range(2)]
+        best, *others = map(self.forecast.predict, edits)
+        best = replace(best, low=min(one.low for one in (best, *others)), high=max(one.high for one in (best, *others)))
+        sure = frozenset(one for one in fixes if not one.is_uncertain)
+        step = plain - self.gain(fixes)
+        high = self.predict(sure).high if sure != fixes else min(plain, step + best.high - best.step)
         return Prediction(step, min(best.low, step), max(step, high))
 
-    def _bounds(self, chosen: frozenset[int]) -> Iterator[Edit]:
-        """At best and at worst, if that is another question for one of them."""
-        for end in range(2) if any(self.candidates[index].bounds for index in chosen) else ():
-            yield reduce(or_, [self.candidates[index].bound(end) for index in sorted(chosen)])
-
-    def best_set(self, done: frozenset[int]) -> frozenset[int]:
+    def best_set(self, done: Fixes) -> Fixes:
         """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise.
 
         Small sets are tried from below. From above, all that makes no difference leaves: more may stand behind one
         another than can be tried in all combinations.
         """
         noise, before = self.forecast.noise, self.gain(done)
-        rest = [index for index in range(len(self.candidates)) if index not in done and self.may_take(index)]
-        everything = self.gain(done | set(rest)) - before
+        rest = [one for one in self.candidates if one not in done and (self.uncertain or not one.is_uncertain)]
+        everything = self.gain(done.union(rest)) - before
         if everything <= noise:
             return frozenset()
-        gained: dict[frozenset[int], int] = {}
-        worth: dict[frozenset[int], int] = {}
-        alone = [frozenset([index]) for index in rest]
+        gained: dict[Fixes, int] = {}
+        worth: dict[Fixes, int] = {}
+        alone = [frozenset([one]) for one in rest]
         for some in chain(alone, self._larger_sets(rest, done, worth, everything)):
-            whole = self.with_what_it_needs(some, done)
+            whole = self._with_what_it_needs(some, done)
             gained[whole] = self.gain(done | whole) - before
             worth[whole] = gained[whole] - noise * len(whole)
         best = max(worth, key=lambda some: worth[some])
@@ -346,104 +333,94 @@ class Search:
             some
             for some in worth
             if worth[some] >= AS_GOOD * worth[best]
-            or (self._generality(some) < self._generality(best) and gained[some] >= AS_GOOD * gained[best])
+            or (_generality(some) < _generality(best) and gained[some] >= AS_GOOD * gained[best])
         ]
         good = [some for some in good if worth[some] > 0]
-        return min(good, key=lambda some: (self._generality(some), -worth[some]), default=frozenset())
+        return min(good, key=lambda some: (_generality(some), -worth[some]), default=frozenset())
 
-    def _needed_of(self, rest: Sequence[int], done: frozenset[int]) -> frozenset[int]:
+    def _needed_of(self, rest: Sequence[Candidate], done: Fixes) -> Fixes:
         """All that is left, but for one after the other that makes no difference to the others; general ones first."""
         kept = frozenset(rest)
-        for index in sorted(rest, key=lambda one: (-self.candidates[one].generality, self.gain(frozenset([one])))):
-            if self.gain(done | kept) - self.gain(done | kept - {index}) <= self.forecast.noise:
-                kept -= {index}
+        for one in sorted(rest, key=lambda one: (-one.generality, self.gain(frozenset([one])))):
+            if self.gain(done | kept) - self.gain(done | kept - {one}) <= self.forecast.noise:
+                kept -= {one}
         return kept
 
     def _larger_sets(
-        self, rest: Sequence[int], done: frozenset[int], worth: Mapping[frozenset[int], int], everything: int
-    ) -> Iterator[frozenset[int]]:
+        self, rest: Sequence[Candidate], done: Fixes, worth: Mapping[Fixes, int], everything: int
+    ) -> Iterator[Fixes]:
         """The one from above, then of two and three, as long as they could be worth more than what `worth` holds."""
         noise, before = self.forecast.noise, self.gain(done)
         for size in range(2, LARGEST_SET + 1):
             best = max(worth.values(), default=0)
             if best + noise * size >= everything:  # nothing larger could be worth more, only be less general
-                rest = [index for index in rest if not self.candidates[index].generality]
-                special = max((worth[some] for some in worth if not self._generality(some)), default=0)
-                if not special < AS_GOOD * best <= self.gain(done | set(rest)) - before:
+                rest = [one for one in rest if not one.generality]
+                special = max((worth[some] for some in worth if not _generality(some)), default=0)
+                if not special < AS_GOOD * best <= self.gain(done.union(rest)) - before:
                     return
             if size == 2:
                 yield self._needed_of(rest, done)
             yield from (frozenset(some) for some in combinations(rest, size) if self._left > 0)
 
-    def _generality(self, some: frozenset[int]) -> int:
-        return max((self.candidates[index].generality for index in some), default=0)
-
-    def waits_for_others(self, index: int, chosen: frozenset[int]) -> bool:
-        """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
-        return self.candidates[index].captures and any(self.candidates[other].in_the_middle for other in chosen)
-
-    def with_what_it_needs(self, some: frozenset[int], done: frozenset[int]) -> frozenset[int]:
+    def _with_what_it_needs(self, some: Fixes, done: Fixes) -> Fixes:
         """Launches are captured together only where nothing waits between them, so these waits go first."""
-        if not any(self.candidates[index].captures for index in some):
+        if not any(one.captures for one in some):
             return some
-        return some | {index for index, one in enumerate(self.candidates) if one.in_the_middle and index not in done}
+        return some.union(one for one in self.candidates if one.in_the_middle and one not in done)
+
+    def planned(self, one: Candidate, done: Fixes, gain: int, together: Fixes) -> PlannedFix:
+        """With what belongs to it: of a capture the waits that go before it, else what it gains nothing without."""
+        alone, noise = self.gain(frozenset([one])), self.forecast.noise
+        partners = self.in_order(together - {one})
+        needs = [other for other in partners if other.in_the_middle] if one.captures else partners
+        return _row(
+            one.remedy,
+            one.where,
+            one.causes,
+            max(0, gain),
+            self.predict(done),
+            alone=alone,
+            needs=tuple(other.named for other in needs) if one.captures or alone <= noise else (),
+            instead=tuple(self._instead(one, done)),
+            edit=one.edit if one.share == 1 else None,
+            reason=one.reason,
+        )
+
+    def _instead(self, one: Candidate, done: Fixes) -> Iterator[str]:
+        """Other fixes of the same wait: either of the two, not both."""
+        mine, noise = self.gain(frozenset([one])), self.forecast.noise
+        for other in self.candidates if mine > noise else ():
+            as_good = other not in done and self.gain(frozenset([other])) >= AS_GOOD * mine
+            if as_good and self.gain(frozenset([one, other])) - mine <= noise:
+                yield other.named
+
+
+def _generality(some: Fixes) -> int:
+    return max((one.generality for one in some), default=0)
+
+
+def _waits_for_others(one: Candidate, fixes: Fixes) -> bool:
+    """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
+    return one.captures and any(other.in_the_middle for other in fixes)
 
 
 def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
     """Fixes in the order in which to do them."""
     search = Search.of(forecast, scene.timeline, candidates(scene, found))
-    done, plan = frozenset[int](), list[PlannedFix]()
+    done, plan = Fixes(), list[PlannedFix]()
     while len(plan) < CANDIDATES:
         chosen = search.best_set(done)
         if not chosen and search.uncertain:
             break
         search.uncertain = search.uncertain or not chosen
-        order = sorted(chosen, key=lambda index: (search.waits_for_others(index, chosen), -search.gain(done | {index})))
-        for index in order:
-            before, done = search.gain(done), done | {index}
+        order = search.in_order(chosen)
+        order.sort(key=lambda one: (_waits_for_others(one, chosen), -search.gain(done | {one})))
+        for one in order:
+            before, done = search.gain(done), done | {one}
             gained = search.gain(done) - before
-            if gained > forecast.noise or not any(search.waits_for_others(other, chosen) for other in chosen):
-                plan.append(_planned(search, index, done, gained, chosen if len(chosen) > 1 else ()))
+            if gained > forecast.noise or not any(_waits_for_others(other, chosen) for other in chosen):
+                plan.append(search.planned(one, done, gained, chosen))
     return tuple(plan)
-
-
-def _planned(
-    search: Search, index: int, done: frozenset[int], gain: int, together: Sequence[int] | frozenset[int]
-) -> PlannedFix:
-    one = search.candidates[index]
-    partners = [search.candidates[other] for other in sorted(together) if other != index]
-    alone = search.gain(frozenset([index]))
-    return _row(
-        one.remedy,
-        one.where,
-        one.causes,
-        max(0, gain),
-        search.predict(done),
-        alone=alone,
-        needs=_needed(search, index, partners, alone),
-        instead=tuple(_instead(search, index, done)),
-        edit=one.edit if one.share == 1 else None,
-        reason=one.reason,
-    )
-
-
-def _needed(search: Search, index: int, partners: Sequence[Candidate], alone: int) -> tuple[str, ...]:
-    """Of a capture the waits that have to go before it; of a fix that gains nothing alone the others of its set."""
-    if search.candidates[index].captures:
-        return tuple(one.named for one in partners if one.in_the_middle)
-    return tuple(one.named for one in partners) if alone <= search.forecast.noise else ()
-
-
-def _instead(search: Search, index: int, done: frozenset[int]) -> Iterator[str]:
-    """Other fixes of the same wait: either of the two, not both."""
-    mine, noise = search.gain(frozenset([index])), search.forecast.noise
-    if mine <= noise:
-        return
-    for other, candidate in enumerate(search.candidates):
-        if other not in done and search.gain(frozenset([other])) >= AS_GOOD * mine:
-            both = search.gain(frozenset([index, other]))
-            if both - mine <= noise:
-                yield candidate.named
 
 
 # the whole run: what saves it most comes first, and the fixes of one loop stay together, as they build on each other
