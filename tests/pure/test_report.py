@@ -222,6 +222,21 @@ def test_shares(part: int, said: str) -> None:
     assert words.share(part, 1000) == said
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (1.2, "every step"),
+        (2, "every second step"),
+        (12, "every 12th step"),
+        (21.9, "every 22nd step"),
+        (111, "every 111th step"),
+        (101, "every 101st step"),
+    ],
+)
+def test_how_often_in_words(number: float, said: str) -> None:
+    assert words.every(number, "step") == said
+
+
 @pytest.mark.parametrize(("number", "said"), [(1, "1"), (12.04, "12"), (0.25, "0.2"), (1.5, "1.5")])
 def test_counts(number: float, said: str) -> None:
     assert words.count(number) == said

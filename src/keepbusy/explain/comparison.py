@@ -72,7 +72,9 @@ class Comparison:
 
 def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
     """Hold the run after against the run before."""
-    noise = _noise(before, after)
+    # of a difference: the noises of both, which are independent
+    least = _LEAST_NOISE * max(before.plain_step, after.plain_step)
+    noise = round(max(hypot(before.noise, after.noise), least))
     ledger = {
         place: Change(before.ledger.get(place, 0), after.ledger.get(place, 0), noise)
         for place in PLACES
@@ -118,12 +120,6 @@ def _by_what_was_made(before: Diagnosis, made: Sequence[PlannedFix]) -> Predicti
     step = before.plain_step - (mine[0].alone if len(mine) == 1 else sum(one.gain for one in mine))
     last = mine[-1].predicted
     return Prediction(step, step - (last.step - last.low), step + (last.high - last.step))
-
-
-def _noise(before: Diagnosis, after: Diagnosis) -> int:
-    """Of a difference: the noises of both, which are independent."""
-    least = _LEAST_NOISE * max(before.plain_step, after.plain_step)
-    return round(max(hypot(before.noise, after.noise), least))
 
 
 def _causes(before: Diagnosis, after: Diagnosis, ledger: Mapping[str, Change], noise: int) -> tuple[CauseChange, ...]:

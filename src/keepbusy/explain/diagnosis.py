@@ -80,9 +80,6 @@ class Prediction:
     low: int
     high: int
 
-    def widened(self, other: Prediction) -> Prediction:
-        return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
-
 
 @dataclass(frozen=True)
 class Cause:

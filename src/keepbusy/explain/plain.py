@@ -84,13 +84,17 @@ def waits_for_absent_peers(timeline: Timeline) -> Floats:
 def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
     timeline = timeline if plain_step is None else even_hosts(_with_ready_batches(timeline, plain_step))
-    recorded = pace(timeline)
+    recorded, name = pace(timeline), timeline.facts.named
     if recorded < 1:
-        raise BadInput(_damaged(timeline))
+        raise BadInput(f"{name} shows steps in which no time passes, so its times are damaged; record it again.")
     if plain_step is None:
         return Plain(timeline, round(recorded), 1.0, 0.0)
     if plain_step > LUCKIEST_RECORDING * recorded:
-        raise BadInput(_too_long(timeline, plain_step, recorded))
+        raise BadInput(
+            f"{name} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
+            f"{recorded / 1e6:.3g} ms, and recording makes no run faster; give --plain-step in milliseconds, "
+            "measured on the same program."
+        )
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
     if factor == LARGEST_COST and rule("slower_host"):
         speed = _sought(lambda speed: pace(deflate(timeline, LARGEST_COST, speed)), SLOWEST_HOST, 1.0, plain_step)
@@ -98,7 +102,11 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     deflated = deflate(timeline, factor, speed)
     reached = max(1.0, pace(deflated))
     if plain_step < UNREACHABLE * reached:
-        raise BadInput(_unreachable(timeline, plain_step, reached))
+        raise BadInput(
+            f"{name} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of recording its "
+            f"work takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on the same "
+            "program."
+        )
     return Plain(deflated, plain_step, plain_step / reached, factor)
 
 
@@ -218,25 +226,3 @@ def _sought(step_at: Callable[[float], float], low: float, high: float, wanted: 
             low, below = middle, miss
             above, stayed = (above / 2, -1) if stayed == -1 else (above, -1)
     return middle
-
-
-def _damaged(timeline: Timeline) -> str:
-    source = timeline.facts.source or "the recording"
-    return f"{source} shows steps in which no time passes, so its times are damaged; record it again."
-
-
-def _too_long(timeline: Timeline, plain_step: int, recorded: float) -> str:
-    source = timeline.facts.source or "the recording"
-    return (
-        f"{source} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
-        f"{recorded / 1e6:.3g} ms, and recording makes no run faster; give --plain-step in milliseconds, "
-        "measured on the same program."
-    )
-
-
-def _unreachable(timeline: Timeline, plain_step: int, reached: float) -> str:
-    source = timeline.facts.source or "the recording"
-    return (
-        f"{source} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of recording its work "
-        f"takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on the same program."
-    )

@@ -116,13 +116,9 @@ def _ledger(ledger: Mapping[str, Change], whole: int) -> RenderableType:
         table.add_row(
             look(name).name,
             *(duration(time, whole) for time in (change.before, change.after)),
-            Text(said or _weight_of(change), style),
+            Text(said or ("new" if change.significant else "within noise"), style),
         )
     return table
-
-
-def _weight_of(change: Change) -> str:
-    return "new" if change.significant else "within noise"
 
 
 def _causes(comparison: Comparison) -> Iterator[RenderableType]:

@@ -123,13 +123,8 @@ def _sentences(part: Part) -> Iterator[str]:
 def _how_often(slow: SlowTurns) -> str:
     """`every second turn takes`, `3 turns take`."""
     if slow.regular and slow.every >= 1.5:
-        return f"every {_ordinal(round(slow.every))} turn takes"
+        return f"{words.every(slow.every, 'turn')} takes"
     return "one turn takes" if slow.count == 1 else f"{slow.count} turns take"
-
-
-def _ordinal(number: int) -> str:
-    named = {1: "", 2: "second", 3: "third", 4: "fourth", 5: "fifth"}
-    return named.get(number) or f"{number}th"
 
 
 def _short(place: str) -> str:
@@ -217,9 +212,7 @@ def turns_meant(one: PlannedFix) -> str:
     """Of which turns the fix speaks."""
     if one.loop:
         return f"a turn of the loop at {_short(one.loop)}"
-    if one.every:
-        return f"every {_ordinal(round(one.every))} step".replace("  ", " ")
-    return "a step"
+    return words.every(one.every, "step") if one.every else "a step"
 
 
 def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -248,7 +241,8 @@ def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[Rare] = ()) -> Iter
     left = list(looked_at)
     for rank, stall in _rare(runs):
         yield "rarely", _stall(stall, rank if len(runs) > 1 else NONE)
-        mine = next((rare for rare in left if _is_of(rare, stall)), None)
+        every = round(stall.every)
+        mine = next((one for one in left if round(one.stall.every) == every and stall.comes_in(one.step)), None)
         if mine is not None:
             left.remove(mine)
             yield from (("", sentence) for sentence in of_stall(mine))
@@ -320,10 +314,6 @@ def _comes_with(stall: RareStall, other: RareStall) -> bool:
     return other.punctual and as_often and not stall.what and other.comes_in(stall.last)
 
 
-def _is_of(rare: Rare, stall: RareStall) -> bool:
-    return round(rare.stall.every) == round(stall.every) and stall.comes_in(rare.step)
-
-
 def _stall(stall: RareStall, rank: int) -> str:
     where = where_of(stall)
     source = source_of(where) if where.file else None
@@ -349,7 +339,8 @@ def _when(stall: RareStall) -> str:
 def of_stall(rare: Rare) -> Iterator[str]:
     """Why such a step takes long, and what fixing it gains a step, averaged over those between that do not stall."""
     if not rare.causes:
-        yield _no_cause(rare)
+        busy = share(rare.ledger.get(COMPUTING, 0), rare.plain_step)
+        yield f"In step {rare.step}, which was looked at, the GPU computes for {busy} of it: no fix gains much there."
     for number, cause in enumerate(rare.causes[:CAUSES_SHOWN]):
         before, after = rare.plain_step, cause.predicted.step
         fixed = f"fixed, such a step takes {words.transition(before, after)}"
@@ -357,11 +348,6 @@ def of_stall(rare: Rare) -> Iterator[str]:
         code = fix_line(cause)
         if code and code not in [fix_line(one) for one in rare.causes[:number]]:
             yield f"fix: {code}"
-
-
-def _no_cause(rare: Rare) -> str:
-    busy = share(rare.ledger.get(COMPUTING, 0), rare.plain_step)
-    return f"In step {rare.step}, which was looked at, the GPU computes for {busy} of it: no fix gains much there."
 
 
 def _cause(cause: Cause) -> str:

@@ -58,6 +58,14 @@ def count(number: float) -> str:
     return f"{number:.0f}" if number >= 9.95 or abs(number - round(number)) < 0.05 else f"{number:.1f}"
 
 
+def every(number: float, what: str) -> str:
+    """`every step`, `every second step`, `every 21st step`."""
+    whole = round(number)
+    ending = "th" if whole % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(whole % 10, "th")
+    which = {1: "", 2: "second ", 3: "third ", 4: "fourth ", 5: "fifth "}.get(whole, f"{whole}{ending} ")
+    return f"every {which}{what}"
+
+
 def listing(parts: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
@@ -74,9 +82,12 @@ def tame(text: str, limit: int = 0) -> str:
 
 def spot(where: Where, limit: int = 60) -> str:
     """A place, never more exactly than it is known: `train.py:31`, or `about train.py:14 in main`."""
-    if not where.file:
-        return _whole_parts(tame(str(where)), limit)
-    place = _from_the_end(tame(str(where)), limit)
+    place = tame(str(where))
+    if not where.file:  # `aten::item, after aten::mm`, without the last parts where there is no room for them
+        while len(place) > limit and ", " in place:
+            place = place.rpartition(", ")[0]
+        return cut(place, limit)
+    place = place if len(place) <= limit else f"…{place[len(place) - limit + 1 :]}"
     if where.exact:
         return place
     return f"about {place}" + (f" in {tame(where.function, 40)}" if where.function else "")
@@ -88,20 +99,9 @@ def at(where: Where, limit: int = 60) -> str:
     return f" {place}" if place.startswith(("about ", "in ", "between ", "after ", "before ")) else f" at {place}"
 
 
-def _whole_parts(text: str, limit: int) -> str:
-    """`aten::item, after aten::mm, before aten::relu`, without the last parts where there is no room for them."""
-    while len(text) > limit and ", " in text:
-        text = text.rpartition(", ")[0]
-    return cut(text, limit)
-
-
 def cut(text: str, limit: int) -> str:
     """What is too long loses its end."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
-
-
-def _from_the_end(path: str, limit: int) -> str:
-    return path if len(path) <= limit else f"…{path[len(path) - limit + 1 :]}"
 
 
 _FIXES = {

@@ -101,6 +101,11 @@ class RunFacts:
     beside: tuple[int, ...] = ()  # of each rank's marks, by number, those that begin no turn: what follows lies beside
 
     @property
+    def named(self) -> str:
+        """As a complaint calls what was recorded."""
+        return self.source or "the recording"
+
+    @property
     def runs_once(self) -> bool:
         """Whether it is a script that is one turn, and not the one turn of a loop that was recorded."""
         return self.one_turn and not any(run.steps for run in self.plain_runs.values())

@@ -38,8 +38,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
         return turn
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
-        source = timeline.facts.source or "the recording"
-        raise BadInput(f"{source} shows fewer than two whole steps; record at least three.")
+        raise BadInput(f"{timeline.facts.named} shows fewer than two whole steps; record at least three.")
     full = np.flatnonzero(counts > WHOLE_STRETCH * np.median(counts))
     first, last = int(full[0]), int(full[-1]) + 1
 
