@@ -20,11 +20,15 @@ class BatchTree:
     """The `leaves` of a batch. Each is a tensor, something that moves itself, or of no concern to us."""
 
     def __init__(self, batch: Any) -> None:
+        self._keys = list(batch) if batch.__class__ is dict and set(map(type, batch.values())) == {Tensor} else None
+        if self._keys is not None:  # PyTorch's own trees take ten times as long for it
+            self.leaves: list[Any] = list(batch.values())
+            return
         nodes, self._spec = tree_flatten(batch, is_leaf=has_to)
         self._size = len(nodes)
         opened = {place: _opened(node) for place, node in enumerate(nodes) if node.__class__ is not Tensor}
         self._inner = {place: inner for place, inner in opened.items() if inner is not None}
-        self.leaves: list[Any] = nodes
+        self.leaves = nodes
         if self._inner:
             parts = [
                 self._inner[place][0].leaves if place in self._inner else [node] for place, node in enumerate(nodes)
@@ -33,6 +37,8 @@ class BatchTree:
 
     def close(self, leaves: Iterator[Any], to_device: ToDevice) -> Any:
         """The batch again, of other leaves. What keeps its device in mind learns the new one at the end."""
+        if self._keys is not None:
+            return dict(zip(self._keys, leaves, strict=False))
         if not self._inner:
             return tree_unflatten(list(islice(leaves, self._size)), self._spec)
         nodes = []

@@ -35,14 +35,22 @@ class JoinedBatch:
     def opened(self, joined: Tensor, *others: Any) -> Any:
         """The batch as it was, of the same bytes elsewhere."""
         structure, places, layout = _form_of(self.form)
-        nodes: list[Any] = [None] * structure.num_leaves
+        nodes: list[Any] = [None] * len(places)
         for place, node in zip(places, chain(pieces(joined, layout), others), strict=True):
             nodes[place] = node
-        return tree_unflatten(nodes, structure)
+        return (
+            dict(zip(structure, nodes, strict=True))
+            if isinstance(structure, list)
+            else tree_unflatten(nodes, structure)
+        )
 
 
 @lru_cache(maxsize=64)
 def _form_of(form: bytes) -> tuple[Any, tuple[int, ...], Layout]:
-    """Its tree, where in it the leaves stand, and the layout: batches of the same kind say it by the same bytes."""
+    """Its tree, or the names of a plain dict; where in it the leaves stand; and their layout.
+
+    Batches of the same kind say it by the same bytes.
+    """
     numbered, places, layout = pickle.loads(form)
-    return tree_flatten(numbered)[1], places, layout
+    plain = numbered.__class__ is dict and set(map(type, numbered.values())) == {int}
+    return list(numbered) if plain else tree_flatten(numbered)[1], places, layout
