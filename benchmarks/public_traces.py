@@ -103,7 +103,7 @@ def summary(told: dict[str, Any]) -> str:
     }
     most = max(waits, key=lambda name: waits[name], default="")
     share = 100 * told["waiting"] / told["plain_step"]
-    return f"{told['steps']} steps of {told['plain_step']:.3g} ms, {share:.0f}% waiting" + (
+    return f"{told['steps']} step{'s' * (told['steps'] != 1)} of {told['plain_step']:.3g} ms, {share:.0f}% waiting" + (
         f": {most}" if share >= 1 else ""
     )
 

@@ -9,7 +9,9 @@ import pytest
 from handwritten import call, command
 from traces import trace_of
 
+from keepbusy.explain import explain
 from keepbusy.timeline.errors import BadInput
+from keepbusy.traces import read
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.trace_facts import ranks_of
@@ -111,3 +113,20 @@ def test_the_link_is_known_by_the_capability_of_the_device(tmp_path: Path, devic
     path = tmp_path / "a.json"
     path.write_bytes(trace_of(call("cudaLaunchKernel", 0, 5, 1), command(10, 9, 1), deviceProperties=devices))
     assert timeline_of(read_trace(path)).facts.pinned_bandwidth == bandwidth
+
+
+def test_a_trace_of_one_call_is_one_step(tmp_path: Path) -> None:
+    """Three kernels, each launched 100 µs after the one before it has ended."""
+    rows = [
+        row
+        for number in range(3)
+        for row in (call("cudaLaunchKernel", 120 * number, 5, number), command(120 * number + 10, 10, number))
+    ]
+    path = tmp_path / "call.json"
+    path.write_bytes(trace_of(*rows))
+    told = explain(read([path]))
+    assert told.steps == 1
+    assert told.plain_step == 260_000
+    assert told.ledger["computing"] == 30_000
+    assert told.ledger["launch_bound"] >= 0.8 * 200_000
+    assert [note for note in told.notes if "nothing that comes again" in note]

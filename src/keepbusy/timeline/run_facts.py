@@ -92,6 +92,7 @@ class RunFacts:
     reason: WindowReason | None = None  # of a further window
     notes: tuple[str, ...] = ()  # what the recorder has to say itself
     one_turn: bool = False  # a script without steps, which is explained whole
+    traced: bool = False  # by a profiler, for whatever its user wanted: perhaps a single call
     marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
     left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
     left_out_time: int = 0
@@ -107,8 +108,8 @@ class RunFacts:
 
     @property
     def runs_once(self) -> bool:
-        """Whether it is a script that is one turn, and not the one turn of a loop that was recorded."""
-        return self.one_turn and not any(run.steps for run in self.plain_runs.values())
+        """Whether it is a script that is one turn, and not the one turn of a loop, or one call, that was recorded."""
+        return self.one_turn and not self.traced and not any(run.steps for run in self.plain_runs.values())
 
     def as_json(self) -> dict[str, Any]:
         """Only what differs from what is assumed of every run."""

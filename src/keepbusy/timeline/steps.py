@@ -22,6 +22,10 @@ RARE_STEP = 1.25
 """A rare step takes half as long again as others; recorded, the others may have lost more to it."""
 NOISE_OF_A_SCRIPT = 0.03
 """Of a script: to wait for less is noise."""
+ONE_CALL = (
+    "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
+    "with whatever happens only the first time."
+)
 WHOLE_STRETCH = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
@@ -63,10 +67,12 @@ def _marks_a_step(whole: Timeline, plain_step: int, most: int) -> int:
 def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
     """A run with fewer than two steps as the one turn that it is; None where that is not known of it."""
     facts = timeline.facts
-    known = facts.virtual or facts.one_turn or (count == 2 and facts.plain_runs)
+    known = facts.virtual or facts.one_turn or facts.traced or (count == 2 and facts.plain_runs)
     if count > 2 or not known or not timeline.on_device.any():
         return None
     turn = one_turn(timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1])))
+    if facts.traced:
+        turn = turn.change_facts(notes=(*facts.notes, ONE_CALL))
     return turn if turn.on_device.any() else None
 
 

@@ -44,4 +44,4 @@ def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] |
     for rank, trace in sorted(zip(ranks, traces, strict=True), key=lambda pair: pair[0]):
         say("finding what released what", READ + (1 - READ) * len(timelines) / len(traces))
         timelines.append(timeline_of(trace, rank))
-    return merge(timelines)
+    return merge(timelines).change_facts(traced=True)
