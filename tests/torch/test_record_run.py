@@ -399,6 +399,19 @@ print(folder.exists(), run.explain().plain_step == said.plain_step)
 """
 
 
+def test_a_session_without_steps_tells_its_tree_as_a_run_does(tmp_path: Path, warm_python: WarmPython) -> None:
+    source = """\
+import keepbusy, torch
+with keepbusy.record() as run:
+    torch.ones(8).sum()
+print(keepbusy.render(run.explain()))
+"""
+    done = warm_python.python("-c", source, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The run took " in done.stdout
+    assert "this session took no step" in " ".join(done.stdout.split())
+
+
 def test_a_stretch_of_a_program_is_recorded_from_within(tmp_path: Path, warm_python: WarmPython) -> None:
     source = SESSION.replace("HERE", repr(str(HERE))).replace("LOOP", repr(LONG))
     done = warm_python.python("-c", source, cwd=tmp_path)

@@ -141,11 +141,14 @@ class Run:
     def _busy_until(self) -> BusyUntil | None:
         return self.share.busy_until if self.share else None
 
-    def timeline(self, **facts: Any) -> Timeline:
-        """The run so far."""
-        from keepbusy.recording.recorded_run import timeline_in
+    def timeline(self, source: str) -> Timeline:
+        """The run so far; its tree alone where no turn was recorded, with the reason."""
+        from keepbusy.recording.recorded_run import timeline_in, without_turns
 
-        return timeline_in(self.folder, facts)
+        try:
+            return timeline_in(self.folder, {"source": source})
+        except BadInput as why:
+            return without_turns(self.folder, {"source": source, "notes": (str(why),)})
 
     # in the thread beside the program
 

@@ -169,7 +169,7 @@ def render(
 
 _SAID_OF_A_SCRIPT = (
     (" · 1 step", " · the whole script"),
-    ("A step takes", "The script takes"),
+    ("A step takes", "From its first launch on, the script takes"),
     ("of the step", "of the script"),
     ("the step up", "the script up"),
     ("the step is", "the script is"),
