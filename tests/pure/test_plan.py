@@ -662,3 +662,24 @@ def test_without_the_whole_run_a_step_stands_for_it() -> None:
 
 def test_an_empty_plan_saves_nothing_of_any_run() -> None:
     assert "it saves nothing" in run_report.of_a_long_run(HEALTHY, 10)
+
+
+def test_a_fix_in_a_trainers_loop_is_told_as_its_setting() -> None:
+    """The user's one line leads there: the plan says where in the library, and what to set."""
+    step, here = (
+        Prediction(60 * MS, 59 * MS, 61 * MS),
+        Where("lora.py", 141, library="transformers/trainer.py:1847 in run"),
+    )
+    rows = (
+        PlannedFix("prepare_in_workers", (here,), ("input_late",), 9 * MS, step, 9 * MS, 1),
+        PlannedFix("move_off_the_loop", (here,), ("host_work",), 5 * MS, step, 5 * MS, 1),
+    )
+    held = Part(LOOP, place="lora.py:141", function="transformers/trainer.py:1805 in run", time=1_000 * MS, turns=100)
+    told = replace(HEALTHY, plan=rows, run=Part(RUN, time=2_000 * MS, parts=(held,)))
+    first, second = plan_of_run(told, ())
+    assert first.code == "TrainingArguments(dataloader_num_workers=4, dataloader_persistent_workers=True)"
+    assert (second.code, second.reason) == ("", "")  # of this the trainer has no setting
+    text = " ".join(terminal.render(replace(told, plan=(first, second))).split())
+    assert f"in transformers/trainer.py:1847 in run The trainer sets it: {first.code} 2 " in text
+    elsewhere = replace(told, run=Part(RUN, time=2_000 * MS, parts=(replace(held, function="main"),)))
+    assert plan_of_run(elsewhere, ()) == rows

@@ -45,6 +45,7 @@ from keepbusy.explain.remedies import (
     REMEDIES,
     Remedy,
     remedy_for,
+    setting_of,
 )
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Role, source_line
@@ -433,7 +434,15 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
     parts += [_of_loop(one) for one in told.loops]
     parts += [_of_line(one) for one in _idle_lines(told)]
-    return tuple(fix for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
+    return tuple(_set(fix, told) for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
+
+
+def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
+    """As a setting of the trainer that holds the loop, where the fix is one."""
+    places = {str(place) for place in fix.where}
+    loops = [part for part in (told.run.within() if told.run else ()) if part.kind == LOOP and part.place in places]
+    setting = setting_of(fix.causes, [part.function for part in loops])
+    return replace(fix, code=setting, reason=f"{fix.reason} The trainer sets it: {setting}".strip()) if setting else fix
 
 
 def _row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -32,6 +32,25 @@ class Remedy(NamedTuple):
     def name(self) -> str:
         """As users know it: by our own verb where there is one."""
         return self.api.removeprefix("keepbusy.") if self.api.startswith("keepbusy.") else self.fix
+
+
+_OF_LIGHTNING = {"host_sync": "Trainer(log_every_n_steps=50), and self.log(..., prog_bar=False)"}
+TRAINER_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "transformers/trainer.py": {
+        "input_late": "TrainingArguments(dataloader_num_workers=4, dataloader_persistent_workers=True)",
+        "host_sync": "TrainingArguments(logging_nan_inf_filter=False, logging_steps=100)",
+        "launch_bound": "TrainingArguments(torch_compile=True)",
+    },
+    "lightning/pytorch/": _OF_LIGHTNING,
+    "pytorch_lightning/": _OF_LIGHTNING,
+}
+"""By the trainer that holds the loop and by cause: who calls one has no line of that loop to change."""
+
+
+def setting_of(causes: Sequence[str], holders: Sequence[str]) -> str:
+    """What the fix of these causes is called by the trainer among those that hold a loop; nothing where it has none."""
+    known = [settings for trainer, settings in TRAINER_SETTINGS.items() for one in holders if one.startswith(trainer)]
+    return next((settings[cause] for settings in known for cause in causes if cause in settings), "")
 
 
 REMEDIES = {

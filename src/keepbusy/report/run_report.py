@@ -152,6 +152,9 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
 
 def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) -> Iterator[str]:
     """Why a fix is in the plan, and with which others it goes, unless it `waits` for the last of them to tell."""
+    library = next((place.library for place in one.where), "")
+    if library and not library.startswith("torch/"):
+        yield tame(f"in {library}")
     if one.reason:
         yield tame(one.reason)
     for late in one.late:
