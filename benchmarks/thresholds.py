@@ -166,6 +166,7 @@ RECORDED = {
     ),
     "keepbusy.recording.recorder": (
         Threshold("STEPS_BEFORE_WINDOW", 0, "The window opens after eight steps."),
+        Threshold("STEPS_DDP_TIMES", 0, "Of several ranks it opens after eleven: DDP times itself in the first ten."),
         Threshold("LATEST_BEGIN", 8, "Steps that are not alike by the sixteenth are looked at as they are."),
         Threshold("ALIKE_STEPS", 3, "Five steps in a row must be alike."),
     ),

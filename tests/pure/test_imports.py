@@ -130,7 +130,7 @@ LINES = {
     "instrument": 1837,
     "recording": 3824,
     "virtual": 8598,
-    "explain": 4342,
+    "explain": 4332,
     "report": 3236,
     "runtime": 5323,
     "cli": 3398,

@@ -186,7 +186,7 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
             body(run)
 
     timeline = loop(within, 8, device=H200)
-    story = Story.of(sample(whole_steps(ordinary_steps(timeline), None)), None, 8, ())
+    story = Story.of(sample(whole_steps(ordinary_steps(timeline), None)), None, 8)
     plan = explained(timeline).plan
     named = [(one.fix, places(one)) for one in plan]
     needed = [need for one in plan for need in one.needs if " at " in need]

@@ -12,7 +12,7 @@ import numpy as np
 
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Later, LoopDiagnosis, Prediction, Rare, Where
-from keepbusy.explain.fix_plan import plan_of, plan_of_run, turns_of, without_planned
+from keepbusy.explain.fix_plan import plan_of, plan_of_run, without_planned
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded
 from keepbusy.explain.remedies import CHECKPOINT
@@ -120,10 +120,10 @@ def _explained(
     whole = whole_steps(ordinary_steps(timeline), plain_step)
     window = sample(whole)
     say("replaying the plain run", 0.2)
-    story = Story.of(window, plain_step, workers, what_if)
+    story = Story.of(window, plain_step, workers)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    ordinary = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual)
+    ordinary = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual, what_if)
     say("searching for the plan", 0.7)
     run = timeline.facts.run
     ordinary = replace(
@@ -150,7 +150,7 @@ def _explained(
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     """Of a run that was recorded from its beginning to its end. One step may be several of those that were marked."""
-    if timeline.facts.loop and (turns := turns_of(timeline.facts.run, timeline.facts.loop)):
+    if timeline.facts.loop and (turns := _turns_at(timeline.facts.run, timeline.facts.loop)):
         return turns
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
     return round(steps * (timeline.facts.first_steps + marked) / (marked - 1)) if marked > steps > 1 else steps
@@ -164,8 +164,13 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
             continue
         place = one.facts.reason.place
         with suppress(BadInput):
-            found.append(LoopDiagnosis(place, turns_of(run, place), explain(one, workers=workers, turns=drawn)))
+            found.append(LoopDiagnosis(place, _turns_at(run, place), explain(one, workers=workers, turns=drawn)))
     return tuple(found)
+
+
+def _turns_at(run: Part | None, place: str) -> int:
+    """How often a loop of the run turned, the innermost of those at a line; 0 where nobody counted."""
+    return max((part.turns for part in run.within() if part.place == place), default=0) if run else 0
 
 
 def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int) -> None:

@@ -36,6 +36,8 @@ CAUSES = (
 )
 UNFIXABLE = ("pipeline_bubble", "unknown")
 """Causes that no edit of a timeline takes away."""
+RESIDUAL = ("launch_bound", "host_work")
+"""Causes that every program has a little of, and whose fix takes nearly every wait away: others are more particular."""
 PLACES = (COMPUTING, COPYING, WIRE, *CAUSES)
 
 

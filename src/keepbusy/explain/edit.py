@@ -5,9 +5,11 @@ Who looks for a cause writes one down, and for each row that it changes the row 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import reduce
+from operator import or_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,6 +48,11 @@ class Edit:
     @staticmethod
     def nothing(timeline: Timeline) -> Edit:
         return Edit(**{name: np.full(len(timeline), no) for name, (no, _) in _COLUMNS.items()})
+
+    @staticmethod
+    def of(edits: Sequence[Edit], timeline: Timeline) -> Edit:
+        """All of these as one."""
+        return edits[0] if len(edits) == 1 else reduce(or_, edits, Edit.nothing(timeline))
 
     def __or__(self, other: Edit) -> Edit:
         return Edit(**{name: join(getattr(self, name), getattr(other, name)) for name, (_, join) in _COLUMNS.items()})

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, combinations
-from operator import or_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,7 +48,7 @@ from keepbusy.explain.remedies import (
 )
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Role, source_line
-from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
+from keepbusy.timeline.model import NONE, Ints, Kind
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
 from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part
@@ -262,25 +261,21 @@ class Search:
     """Sets of fixes, replayed; each set once, and in all no more than some seconds."""
 
     forecast: Forecast
-    nothing: Edit
     candidates: list[Candidate]
     uncertain: bool = False  # whether to look also at what gains something in some programs only
     _whole: dict[Fixes, int] = field(default_factory=dict)
     _left: int = 0
 
     @staticmethod
-    def of(forecast: Forecast, timeline: Timeline, found: Sequence[Candidate]) -> Search:
-        each = max(1, min(MOST_ROWS, 12 * len(timeline)))
-        search = Search(forecast, Edit.nothing(timeline), list(found), _left=max(24, REPLAYED_ROWS // each))
+    def of(forecast: Forecast, found: Sequence[Candidate]) -> Search:
+        each = max(1, min(MOST_ROWS, 12 * len(forecast.plain.timeline)))
+        search = Search(forecast, list(found), _left=max(24, REPLAYED_ROWS // each))
         best = sorted(found, key=lambda one: -search.gain(frozenset([one])))[:CANDIDATES]
         search.candidates = search.in_order(best)
         return search
 
     def in_order(self, fixes: Collection[Candidate]) -> list[Candidate]:
         return [one for one in self.candidates if one in fixes]
-
-    def joined(self, edits: Sequence[Edit]) -> Edit:
-        return edits[0] if len(edits) == 1 else reduce(or_, edits, self.nothing)
 
     def gain(self, fixes: Fixes) -> int:
         """What is expected: of what an edit gains on top of the others, the share that its fix gives."""
@@ -295,20 +290,22 @@ class Search:
             return 0
         if fixes not in self._whole:
             self._left -= 1
-            self._whole[fixes] = self.forecast.gain(self.joined([one.edit for one in self.in_order(fixes)]))
+            self._whole[fixes] = self.forecast.gain(
+                Edit.of([one.edit for one in self.in_order(fixes)], self.forecast.plain.timeline)
+            )
         return self._whole[fixes]
 
     def predict(self, fixes: Fixes) -> Prediction:
         """From all that the edits give to what they give without those that may give nothing."""
-        ordered, plain = self.in_order(fixes), self.forecast.plain.step
-        edits = [self.joined([one.edit for one in ordered])]
+        ordered, plain = self.in_order(fixes), self.forecast.plain
+        edits = [Edit.of([one.edit for one in ordered], plain.timeline)]
         if any(one.bounds for one in ordered):  # at best and at worst
-            edits += [self.joined([one.bound(end) for one in ordered]) for end in range(2)]
+            edits += [Edit.of([one.bound(end) for one in ordered], plain.timeline) for end in range(2)]
         best, *others = map(self.forecast.predict, edits)
         best = replace(best, low=min(one.low for one in (best, *others)), high=max(one.high for one in (best, *others)))
         sure = frozenset(one for one in fixes if not one.is_uncertain)
-        step = plain - self.gain(fixes)
-        high = self.predict(sure).high if sure != fixes else min(plain, step + best.high - best.step)
+        step = plain.step - self.gain(fixes)
+        high = self.predict(sure).high if sure != fixes else min(plain.step, step + best.high - best.step)
         return Prediction(step, min(best.low, step), max(step, high))
 
     def best_set(self, done: Fixes) -> Fixes:
@@ -407,7 +404,7 @@ def _waits_for_others(one: Candidate, fixes: Fixes) -> bool:
 
 def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
     """Fixes in the order in which to do them."""
-    search = Search.of(forecast, scene.timeline, candidates(scene, found))
+    search = Search.of(forecast, candidates(scene, found))
     done, plan = Fixes(), list[PlannedFix]()
     while len(plan) < CANDIDATES:
         chosen = search.best_set(done)
@@ -722,8 +719,3 @@ def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) ->
     waits = any("input_late" in one.causes for one in plan)
     left = (one for one in harmless if not (waits and one.cause == "input_late"))
     return tuple(one for one in left if (one.cause, str(one.where)) not in planned)
-
-
-def turns_of(run: Part | None, place: str) -> int:
-    """How often a loop of the run turned, the innermost of those at a line; 0 where nobody counted."""
-    return max((part.turns for part in run.within() if part.place == place), default=0) if run else 0

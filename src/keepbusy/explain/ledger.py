@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import permutations
-from operator import or_
 from random import Random
 
 import numpy as np
@@ -23,6 +22,7 @@ from keepbusy.explain.diagnosis import (
     COMPUTING,
     COPYING,
     PLACES,
+    RESIDUAL,
     WIRE,
     Cause,
     Diagnosis,
@@ -36,7 +36,7 @@ from keepbusy.explain.plain import Plain, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import lesson, remedy_for, what_happened
 from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import Scene
-from keepbusy.explain.turns import Blame, Turns, turns_of
+from keepbusy.explain.turns import Turns, turns_of
 from keepbusy.timeline.model import WORKERS, Ints, Kind, Lane, Mask, Timeline
 from keepbusy.timeline.replay import Replayed, pace, steady
 
@@ -177,9 +177,7 @@ def mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]
     return taken
 
 
-RESIDUAL = ("launch_bound", "host_work")
-"""Causes that every program has a little of; in the ledger they take what the others leave."""
-GENERAL = ("blocking_copy", "copy_not_overlapped", *RESIDUAL)
+LESS_PARTICULAR = ("blocking_copy", "copy_not_overlapped", *RESIDUAL)
 """Causes that come after others of the same gain, which say more of what to do."""
 CAUSES_OF = {
     SideLane.FETCH: ("blocking_copy", "copy_not_overlapped"),
@@ -205,15 +203,14 @@ class Story:
     scene: Scene
     forecast: Forecast
     found: dict[str, Finding]
-    what_if: tuple[str, ...] = ()
     _edits: dict[frozenset[str], Edit] = field(default_factory=dict)
 
     @staticmethod
-    def of(window: Timeline, plain_step: int | None, workers: int, what_if: Sequence[str] = ()) -> Story:
+    def of(window: Timeline, plain_step: int | None, workers: int) -> Story:
         window = fed_as_usual(window, plain_step)
         plain = plain_run(window, plain_step)
-        scene = Scene(plain.timeline, workers)
-        return Story(scene, Forecast(plain, other_view(window, plain)), findings(scene), tuple(what_if))
+        forecast, scene = Forecast(plain, other_view(window, plain)), Scene(plain.timeline, workers)
+        return Story(scene, forecast, findings(scene))
 
     @property
     def plain(self) -> Plain:
@@ -231,15 +228,15 @@ class Story:
         key = frozenset(causes).intersection(self.found)
         if key not in self._edits:
             edits = [finding.edit for cause, finding in self.found.items() if cause in key]
-            self._edits[key] = edits[0] if len(edits) == 1 else reduce(or_, edits, Edit.nothing(self.scene.timeline))
+            self._edits[key] = Edit.of(edits, self.scene.timeline)
         return self._edits[key]
 
-    def diagnosis(self, whole: Timeline, plain_given: bool) -> Diagnosis:
+    def diagnosis(self, whole: Timeline, plain_given: bool, what_if: Sequence[str] = ()) -> Diagnosis:
         named = self._named()
         ledger = self._ledger(named)
         share = sum(ledger[cause] for cause in CAUSES if cause in ledger) / self.plain.step
         timeline = self.scene.timeline
-        unseen = [f"{cause} was not seen in this run." for cause in self.what_if if cause not in self.found]
+        unseen = [f"{cause} was not seen in this run." for cause in what_if if cause not in self.found]
         return Diagnosis(
             plain_step=self.plain.step,
             plain_given=plain_given,
@@ -248,11 +245,11 @@ class Story:
             ledger=ledger,
             causes=tuple(self._cause(cause, named[:place]) for place, cause in enumerate(named)),
             harmless=self._harmless(named, share),
-            predicted=self.forecast.predict(self.edit_of(self.what_if) if self.what_if else self._all(named)),
+            predicted=self.forecast.predict(self.edit_of(what_if) if what_if else self._all(named)),
             noise=self.forecast.noise,
             ranks=tuple(timeline.ranks),
             late=late_ranks(self.scene, self.found["peer_late"]) if "peer_late" in named else (),
-            fixed=self.what_if,
+            fixed=tuple(what_if),
             device=timeline.facts.device,
             sources=sources_of(timeline),
             notes=(*notes_of(whole, self.scene, self.plain, plain_given), *unseen),
@@ -264,13 +261,12 @@ class Story:
         """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
         known = set(self.found) - ({"launch_bound"} if self.scene.timeline.facts.compiled_eagerly else set())
         claimed = [cause for cause in self.found if cause in known and self.gain(cause) > self.forecast.noise]
-        return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in GENERAL))
+        return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in LESS_PARTICULAR))
 
     def turns(self) -> Turns:
         """The turns that were replayed, for who draws them. The causes that gain something come first."""
         causes = dict.fromkeys([*self._named(), *self.found])
-        blames = [Blame(cause, self.found[cause].edit, self.found[cause].rows) for cause in causes]
-        return turns_of(self.scene.timeline, self.plain.ratio, blames)
+        return turns_of(self.scene.timeline, self.plain.ratio, [self.found[cause] for cause in causes])
 
     def _all(self, named: Sequence[str]) -> Edit:
         """All that are named, or the first alone where the others would only crowd the lane that it moves to."""

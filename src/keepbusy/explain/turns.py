@@ -13,16 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import CAUSES, Where
-from keepbusy.explain.edit import Edit, SideLane, apply
+from keepbusy.explain.diagnosis import CAUSES, RESIDUAL, Where
+from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.replay import Replayed, steady
 
 NO_CAUSE = CAUSES.index("unknown")
-GENERAL = ("launch_bound", "host_work")
-"""Causes whose fix takes nearly every gap away: a gap bears their name where no other fix takes half of it."""
 HALF_OF_A_GAP = 0.5
+"""What a particular cause's fix takes of a gap that bears its name and not that of a residual one."""
 
 
 class Gaps(NamedTuple):
@@ -70,43 +69,32 @@ class Turns:
         return CAUSES[cause] if cause != NONE else "unknown", self.places[place] if place != NONE else None
 
 
-@dataclass(frozen=True, eq=False)
-class Blame:
-    """A cause's edit, and the rows to blame for it."""
-
-    cause: str
-    edit: Edit
-    rows: Ints
-
-
-def turns_of(timeline: Timeline, ratio: float, blames: Sequence[Blame]) -> Turns:
-    """`blames`: of each cause that was found, those that gain something first."""
+def turns_of(timeline: Timeline, ratio: float, found: Sequence[Finding]) -> Turns:
+    """`found`: of each cause that was found, those that gain something first."""
     places, place, call = _places(timeline)
-    cause, rest, culprit = _causes(timeline, blames)
+    cause, rest, culprit = _causes(timeline, found)
     aside = np.full(len(timeline), NONE, np.int64)
     moved_to = (SideLane.FETCH, SideLane.RETURN, SideLane.WIRE)
-    for one in reversed(blames):
+    for one in reversed(found):
         aside[np.isin(one.edit.lane, moved_to) & timeline.on_device] = CAUSES.index(one.cause)
     return Turns(timeline, ratio, places, place, call, cause, rest, culprit, aside)
 
 
-def _causes(timeline: Timeline, blames: Sequence[Blame]) -> tuple[Ints, Ints, Ints]:
+def _causes(timeline: Timeline, found: Sequence[Finding]) -> tuple[Ints, Ints, Ints]:
     gaps = idle_before(timeline, steady(timeline))
     cause, rest, culprit = (np.full(len(timeline), NONE, np.int64) for _ in range(3))
     ends = np.flatnonzero(gaps > 0)
     if not len(ends):
         return cause, rest, culprit
-    taken = np.array([_taken(timeline, one.edit, gaps)[ends] for one in blames], np.int64).reshape(
-        len(blames), len(ends)
-    )
-    numbers = np.array([CAUSES.index(one.cause) for one in blames] + [NO_CAUSE], np.int64)
-    first, second = _two_best(blames, taken, gaps[ends])
+    taken = np.array([_taken(timeline, one.edit, gaps)[ends] for one in found], np.int64).reshape(len(found), len(ends))
+    numbers = np.array([CAUSES.index(one.cause) for one in found] + [NO_CAUSE], np.int64)
+    first, second = _two_best(found, taken, gaps[ends])
     cause[ends], rest[ends] = numbers[first], numbers[second]
-    for index, one in enumerate(blames):
+    for index, one in enumerate(found):
         mine = ends[first == index]
-        if len(mine) and len(one.rows):
+        if len(mine) and len(rows := one.rows):
             # the last of its rows before the command was issued; before the first of them, the last of the turn before
-            culprit[mine] = one.rows[np.searchsorted(one.rows, mine) - 1]
+            culprit[mine] = rows[np.searchsorted(rows, mine) - 1]
     return cause, rest, culprit
 
 
@@ -118,10 +106,10 @@ def _taken(timeline: Timeline, edit: Edit, gaps: Ints) -> Ints:
     return np.clip(gaps - left, 0, gaps)
 
 
-def _two_best(blames: Sequence[Blame], taken: Ints, gaps: Ints) -> tuple[Ints, Ints]:
+def _two_best(found: Sequence[Finding], taken: Ints, gaps: Ints) -> tuple[Ints, Ints]:
     """The first of the particular causes that takes half of a gap, else the one that takes most; and the next one."""
-    none = len(blames)
-    general = np.array([one.cause in GENERAL for one in blames], bool)[:, None]
+    none = len(found)
+    general = np.array([one.cause in RESIDUAL for one in found], bool)[:, None]
     weight = np.where(taken >= HALF_OF_A_GAP * gaps, taken + np.where(general, 0, gaps), taken).astype(np.float64)
     weight = np.concatenate([np.where(taken > 0, weight, 0.0), np.full((1, len(gaps)), 0.5)])
     order = np.argsort(-weight, axis=0, kind="stable")
