@@ -126,8 +126,14 @@ def measure_images(found: dict[str, Any]) -> None:
                 "compute alone": lambda: milliseconds_a_step(loader(resident), work),
                 "keepbusy, pinned": lambda: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
                 "keepbusy, pageable": lambda: milliseconds_a_step(keepbusy.prefetch(loader(batches)), work),
+                **{
+                    f"{WORKERS} workers, {name}": lambda way=way: milliseconds_a_step(
+                        way(loader(batches, num_workers=WORKERS)), work, FIRST
+                    )
+                    for name, way in {"keepbusy": keepbusy.prefetch, "keepbusy, unjoined": unjoined}.items()
+                },
             },
-            5,
+            3,
         )
         show(f"images of 77 MB, copy/compute {ratio}: milliseconds a step", rows, "copy in one piece")
         found[f"images {ratio}"] = rows

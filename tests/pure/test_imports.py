@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8598,
     "explain": 4332,
     "report": 3236,
-    "runtime": 5323,
+    "runtime": 5324,
     "cli": 3398,
     "fix": 4455,
 }

@@ -1,4 +1,4 @@
-"""A batch whose small tensors are one, on its way from a loader's worker."""
+"""A batch whose tensors are one, on its way from a loader's worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepbusy.runtime.prefetch.shared_buffers import give_back
 
 
 class JoinedBatch:
-    """A batch on its way from a worker: its small tensors in one, and whatever else it holds."""
+    """A batch on its way from a worker: its tensors in one, and whatever else it holds."""
 
     def __init__(self, form: bytes, joined: Tensor, others: list[Any]) -> None:
         self.form, self.joined, self.others = form, joined, others

@@ -62,11 +62,11 @@ def packable(leaves: Sequence[Any]) -> list[int]:
     ]
 
 
-def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    """The same object for batches of the same kind."""
+def layout_of(tensors: Sequence[Tensor], together: bool = False) -> Layout:
+    """The same object for batches of the same kind. `together`: none travels alone, however large and pinned."""
     kinds = tuple([(one.dtype, one.shape, None if one.is_contiguous() else one.stride()) for one in tensors])
     large, layouts = _layouts_of(kinds)
-    pinned = tuple([index for index in large if tensors[index].is_pinned()])
+    pinned = () if together else tuple([index for index in large if tensors[index].is_pinned()])
     if pinned not in layouts:
         layouts[pinned] = _new_layout(kinds, large, pinned)
     return layouts[pinned]

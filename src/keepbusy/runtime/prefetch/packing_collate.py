@@ -1,7 +1,8 @@
-"""Small tensors joined where the batch is made: in the loader's workers, into one piece of shared memory.
+"""Tensors joined where the batch is made: in the loader's workers, in shared memory that stays and is pinned once.
 
 Of five hundred tensors that a worker sends one by one, each comes by a file of its own, is pinned alone, and is taken
 from and put into its batch in Python. Joined they are one tensor on all that way, until they are cut out on the device.
+And what is large is not copied again to pinned memory, from pages that the training process has never touched before.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from keepbusy.runtime.prefetch.packed_layout import DIRECT_COPY_BYTES, layout_of
 from keepbusy.runtime.prefetch.shared_buffers import WorkerBuffers
 
 FEWEST = 8
-"""Of fewer small tensors nothing is gained."""
+"""Of fewer tensors, if they are small, nothing is gained."""
 
 
 def with_packing_workers(loader: Any) -> Any:
-    """The loader, or one just like it whose workers join small tensors.
+    """The loader, or one just like it whose workers join tensors.
 
     The user's own stays as it is: what it gives to others is what its `collate_fn` makes.
     """
@@ -37,7 +38,7 @@ def with_packing_workers(loader: Any) -> Any:
 
 
 class PackingCollate:
-    """A `collate_fn` whose batches are packed, where they hold enough small tensors."""
+    """A `collate_fn` whose batches are packed, where they hold many tensors or large ones."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate, self._buffers = collate, WorkerBuffers()
@@ -45,10 +46,10 @@ class PackingCollate:
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
         nodes, structure = tree_flatten(batch, is_leaf=has_to)
-        places = [place for place in packable(nodes) if nodes[place].nbytes < DIRECT_COPY_BYTES]
-        if len(places) < FEWEST:
+        places = packable(nodes)
+        layout = layout_of([nodes[place] for place in places], together=True)
+        if len(places) < FEWEST and layout.packed < DIRECT_COPY_BYTES:
             return batch
-        layout = layout_of([nodes[place] for place in places])
         places = [places[index] for index in layout.order]
         others = sorted(set(range(len(nodes))).difference(places))
         try:
