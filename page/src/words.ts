@@ -53,7 +53,7 @@ export function bytes(size: number): string {
 }
 
 export function times(count: number): string {
-  if (count < 0.95) return `once in ${Math.round(1 / Math.max(count, 1e-3))} turns`;
+  if (count < 2 / 3) return `once in ${Math.round(1 / Math.max(count, 1e-3))} turns`;
   const rounded = Math.round(count);
   return rounded === 1 ? "once a turn" : rounded === 2 ? "twice a turn" : `${rounded} times a turn`;
 }

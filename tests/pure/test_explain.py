@@ -15,6 +15,7 @@ from keepbusy.explain import CAUSES, explain
 from keepbusy.explain.causes import FINDERS, findings
 from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis
 from keepbusy.explain.edit import Edit, apply
+from keepbusy.explain.remedies import times
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Kind, Timeline
@@ -283,3 +284,9 @@ def test_ranks_that_do_the_same_have_nobody_to_blame(program: list) -> None:
     found = explained(run.timeline(device="NVIDIA H200"))
     assert found.late == ()
     assert "peer_late" not in names(found)
+
+
+def test_how_often_something_comes() -> None:
+    assert [times(one) for one in (0.1, 0.6, 0.8, 1.2, 2, 12)] == [
+        *("once in 10 steps", "once in 2 steps", "once a step", "once a step", "twice a step", "12 times a step")
+    ]

@@ -509,7 +509,7 @@ SAID: dict[str, str | Callable[[Scene, Finding], str]] = {
 
 def times(count: float) -> str:
     """Once, twice, 12 times a step."""
-    if count < 0.95:
+    if count < 2 / 3:
         return f"once in {round(1 / max(count, 1e-3))} steps"
     rounded = round(count)
     return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
