@@ -40,5 +40,5 @@ torch.cuda.synchronize()
 always, once = step(False), step(True)
 if rank == 0:
     print(f"{BATCHES} batches a step: gradients sent with each {always:.2f} ms, with the last {once:.2f} ms")
-assert once < always
+assert once < always or BATCHES == 1
 dist.destroy_process_group()
