@@ -234,25 +234,16 @@ def _check(timeline: Timeline) -> None:
     lanes, names = len(timeline.lanes), len(timeline.names)
     if lanes > _SPARE_LANES + len(spans):
         raise ValueError(f"{lanes} lanes of {len(spans)} spans")
+    sizes = {"lanes": lanes, "names": names, "spans": len(spans), "frames": len(frames), "meetings": len(meetings)}
     for what, numbers, low, high in (
-        ("lane", spans.lane, 0, lanes),
-        ("name", spans.name, 0, names),
-        ("frame", spans.frame, NONE, len(frames)),
-        ("awaited lane", spans.awaits, EVERY_LANE, lanes),
-        ("meeting", spans.meeting, NONE, len(meetings)),
+        *_numbering(timeline, sizes),
         ("direction", spans.direction, 0, len(Direction)),
-        ("source", links.source, 0, len(spans)),
-        ("target", links.target, 0, len(spans)),
         ("kind of link", links.kind, 0, len(LinkKind)),
-        ("lane of a frame", frames.lane, 0, lanes),
-        ("name of a frame", frames.name, 0, names),
         ("kind of frame", frames.kind, 0, len(FrameKind)),
-        ("name of a meeting", meetings.name, 0, names),
         ("rank of a meeting", meetings.members, 0, LARGEST_RANK),
         ("part of a meeting", meetings.present, 0, LARGEST_RANK),
         ("mark", timeline.marks, 0, len(spans)),
         ("mark after a mark", np.diff(timeline.marks), 1, len(spans) + 1),
-        ("lane of memory", timeline.memory.lane, 0, lanes),
     ):
         if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
             raise ValueError(f"a {what} that does not exist")
@@ -267,6 +258,13 @@ def _check(timeline: Timeline) -> None:
         if not np.all(sound):
             raise ValueError(what)
     check_times(timeline)
+
+
+def _numbering(timeline: Timeline, sizes: dict[str, int]) -> Iterator[tuple[str, Ints, int, int]]:
+    for part in (*_TABLES, *_OPTIONAL):
+        table = getattr(timeline, part)
+        for name, of, fill in table.numbering():
+            yield f"{name} of {part}", getattr(table, name), EVERY_LANE if name == "awaits" else fill, sizes[of]
 
 
 def _plain(value: Any) -> Any:

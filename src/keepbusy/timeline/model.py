@@ -97,16 +97,16 @@ class Lane(NamedTuple):
 class Spans(Table):
     """What occupies the lanes, in issue order. Times are nanoseconds, half-open."""
 
-    lane: Ints = column(np.int32)
+    lane: Ints = column(np.int32, of="lanes")
     kind: Ints = column(np.int8)
-    name: Ints = column(np.int32)
-    frame: Ints = column(np.int32, NONE)
+    name: Ints = column(np.int32, of="names")
+    frame: Ints = column(np.int32, NONE, of="frames")
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     work: Ints = column(np.int64)  # its own time, without waiting; of a collective, the wire time
     lag: Ints = column(np.int64)  # after the span before it on its lane
-    awaits: Ints = column(np.int32, NONE)  # of a sync: the lane, or EVERY_LANE
-    meeting: Ints = column(np.int32, NONE)  # of a collective: which one
+    awaits: Ints = column(np.int32, NONE, of="lanes")  # of a sync: the lane, or EVERY_LANE
+    meeting: Ints = column(np.int32, NONE, of="meetings")  # of a collective: which one
     group: Ints = column(np.int32, NONE)  # of a collective: a number for its group of ranks
     size: Ints = column(np.int64)  # bytes
     direction: Ints = column(np.int8)
@@ -118,8 +118,8 @@ class Spans(Table):
 class Links(Table):
     """Which span released which. A link from a later row speaks of the round before."""
 
-    source: Ints = column(np.int32)
-    target: Ints = column(np.int32)
+    source: Ints = column(np.int32, of="spans")
+    target: Ints = column(np.int32, of="spans")
     kind: Ints = column(np.int8)
     lag: Ints = column(np.int64)
 
@@ -128,10 +128,10 @@ class Links(Table):
 class Frames(Table):
     """What encloses host spans; nested, parents first."""
 
-    lane: Ints = column(np.int32)
+    lane: Ints = column(np.int32, of="lanes")
     kind: Ints = column(np.int8)
-    name: Ints = column(np.int32)
-    parent: Ints = column(np.int32, NONE)
+    name: Ints = column(np.int32, of="names")
+    parent: Ints = column(np.int32, NONE, of="frames")
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
@@ -161,7 +161,7 @@ class Frames(Table):
 class Meetings(Table):
     """One collective across ranks a row; its parts point here."""
 
-    name: Ints = column(np.int32)
+    name: Ints = column(np.int32, of="names")
     size: Ints = column(np.int64)
     members: Ints = column(np.int32)  # how many ranks take part
     present: Ints = column(np.int32)  # of how many the part is in this timeline
@@ -171,7 +171,7 @@ class Meetings(Table):
 class MemoryUse(Table):
     """What a device's memory held: a row for each block that was taken or given back, in order of time."""
 
-    lane: Ints = column(np.int32)  # the host thread's
+    lane: Ints = column(np.int32, of="lanes")  # the host thread's
     device: Ints = column(np.int32)
     time: Ints = column(np.int64)
     block: Ints = column(np.int64)  # where it begins: what was taken there is given back there
@@ -266,10 +266,8 @@ class Timeline:
 
     def keep_frames(self, kept: Mask) -> Timeline:
         """Without the other frames, none of which may be around one that is kept."""
-        new = np.append(np.cumsum(kept) - 1, NONE)
-        frames, frame = self.frames.take(np.flatnonzero(kept)), self.spans.frame
-        frame = np.where((frame != NONE) & np.append(kept, False)[frame], new[frame], NONE)
-        return self.change(spans=self.spans.change(frame=frame), frames=frames.change(parent=new[frames.parent]))
+        new, frames = np.where(kept, np.cumsum(kept) - 1, NONE), self.frames.take(np.flatnonzero(kept))
+        return self.change(spans=self.spans.renumbered(frames=new), frames=frames.renumbered(frames=new))
 
 
 def check_times(timeline: Timeline) -> None:

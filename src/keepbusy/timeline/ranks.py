@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from keepbusy.timeline.frame_roles import PROFILER_STEP
 from keepbusy.timeline.model import (
     NONE,
-    Frames,
     Ints,
     Kind,
     Lane,
     LinkKind,
-    Links,
     Meetings,
-    MemoryUse,
-    Spans,
     Timeline,
 )
 from keepbusy.timeline.replay import last_arrival, settle
@@ -48,21 +45,20 @@ def met(timelines: Sequence[Timeline]) -> Timeline:
 
 def _join(timelines: Sequence[Timeline]) -> Timeline:
     names: dict[str, int] = {}
-    spans: list[Spans] = []
-    links: list[Links] = []
-    frames: list[Frames] = []
-    marks: list[Ints] = []
-    memory: list[MemoryUse] = []
-    lanes: list[tuple[Lane, ...]] = []
+    parts: dict[str, list[Any]] = {"spans": [], "links": [], "frames": [], "memory": []}
+    lanes, marks = list[Lane](), list[Ints]()
     for one in timelines:
-        new = np.array([names.setdefault(name, len(names)) for name in one.names], np.int64)
-        row, frame, lane = (sum(len(part) for part in parts) for parts in (spans, frames, lanes))
-        spans.append(_shift_spans(one.spans, new, frame, lane))
-        links.append(one.links.change(source=one.links.source + row, target=one.links.target + row))
-        frames.append(_shift_frames(one.frames, new, frame, lane))
+        row, frame = (sum(map(len, parts[name])) for name in ("spans", "frames"))
+        new = {
+            "names": np.array([names.setdefault(name, len(names)) for name in one.names], np.int64),
+            "lanes": len(lanes) + np.arange(len(one.lanes)),
+            "spans": row + np.arange(len(one.spans)),
+            "frames": frame + np.arange(len(one.frames)),
+        }
+        for name, tables in parts.items():
+            tables.append(getattr(one, name).renumbered(**new))
         marks.append(one.marks + row)
-        memory.append(one.memory.change(lane=one.memory.lane + lane))
-        lanes.append(one.lanes)
+        lanes += one.lanes
     alike = len({(len(one.marks), one.facts.beside) for one in timelines}) == 1  # else marks are no turns of one loop
     sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
     runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
@@ -72,13 +68,10 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
     groups = {group: members for one in timelines for group, members in one.facts.groups.items()}
     loaders.sort(key=lambda use: use.began - use.waited)
     return Timeline(
-        lanes=tuple(lane for part in lanes for lane in part),
+        lanes=tuple(lanes),
         names=tuple(names),
-        spans=Spans.concatenate(spans),
-        links=Links.concatenate(links),
-        frames=Frames.concatenate(frames),
         marks=np.concatenate(marks),
-        memory=MemoryUse.concatenate(memory),
+        **{name: type(tables[0]).concatenate(tables) for name, tables in parts.items()},
         facts=replace(
             timelines[0].facts,
             sources=tuple(sources),
@@ -129,20 +122,6 @@ def _others(values: Mapping[int, float], one: int, form: str) -> str:
         f"{rest[0]:{form}}" if f"{rest[0]:{form}}" == f"{rest[-1]:{form}}" else f"{rest[0]:{form}} to {rest[-1]:{form}}"
     )
     return f"the others {span}" if len(rest) > 1 else f"the other {span}"
-
-
-def _shift_spans(spans: Spans, names: Ints, frame: int, lane: int) -> Spans:
-    return spans.change(
-        name=names[spans.name],
-        lane=spans.lane + lane,
-        frame=np.where(spans.frame == NONE, NONE, spans.frame + frame),
-        awaits=np.where(spans.awaits >= 0, spans.awaits + lane, spans.awaits),
-    )
-
-
-def _shift_frames(frames: Frames, names: Ints, frame: int, lane: int) -> Frames:
-    parent = np.where(frames.parent == NONE, NONE, frames.parent + frame)
-    return frames.change(name=names[frames.name], lane=frames.lane + lane, parent=parent)
 
 
 def _match(timeline: Timeline) -> Timeline:
@@ -321,5 +300,4 @@ def _reorder(timeline: Timeline, order: Ints, unmatched: set[int]) -> Timeline:
     spans, links = timeline.spans.take(order), timeline.links
     if unmatched:
         spans = spans.change(meeting=np.where(np.isin(spans.meeting, list(unmatched)), NONE, spans.meeting))
-    links = links.change(source=place[links.source], target=place[links.target])
-    return timeline.change(spans=spans, links=links, marks=np.sort(place[timeline.marks]))
+    return timeline.change(spans=spans, links=links.renumbered(spans=place), marks=np.sort(place[timeline.marks]))

@@ -48,6 +48,18 @@ class Table:
     def change(self, **columns: npt.NDArray[Any]) -> Self:
         return replace(self, **columns)  # type: ignore[type-var]
 
+    def numbering(self) -> list[tuple[str, str, int]]:
+        """Columns that number rows of a table: the name, of which one, and what stands where there is none."""
+        about = [(one.name, one.metadata) for one in fields(self)]  # type: ignore[arg-type]
+        return [(name, meta["of"], meta["fill"]) for name, meta in about if meta["of"]]
+
+    def renumbered(self, **new: Ints) -> Self:
+        """The same where rows of these tables have new numbers; what is less than 0 stays."""
+        columns = {name: (getattr(self, name), new[of]) for name, of, _ in self.numbering() if of in new}
+        return self.change(
+            **{name: np.where(old < 0, old, np.append(number, NONE)[old]) for name, (old, number) in columns.items()}
+        )
+
     @classmethod
     def concatenate(cls, parts: list[Self]) -> Self:
         names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
@@ -65,6 +77,6 @@ class Table:
         return cls(**filled)
 
 
-def column(dtype: type, fill: int = 0) -> Any:
-    """A column of a `Table`: its type, and what stands where nothing was given."""
-    return field(metadata={"dtype": dtype, "fill": fill})
+def column(dtype: type, fill: int = 0, of: str = "") -> Any:
+    """A column of a `Table`: its type, what stands where nothing was given, and of which table it numbers rows."""
+    return field(metadata={"dtype": dtype, "fill": fill, "of": of})
