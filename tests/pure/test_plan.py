@@ -294,6 +294,17 @@ def test_more_workers_come_first_and_gain_what_the_queue_says() -> None:
     assert "num_workers=6" in fix.code
 
 
+def test_workers_without_anything_to_prepare_are_given_a_share() -> None:
+    """Twelve at 72 ms a batch would give one each 6 ms. The run waited all the same: ten of them had no file."""
+    waits = {"waited": 2_200 * MS, "began": 160 * MS, "in_worker": 72 * MS, "looped": 7_100 * MS, "batches": 170}
+    loader = use(workers=12, busy=2, turns=(20 * MS,) * 169, **waits)
+    [fix] = with_loader((), [loader], replace(HEALTHY, run=run_of(13_750, 5_600)))
+    assert (fix.fix, places(fix), fix.run_gain) == ("share_among_workers", ["train.py:40"], 2_040 * MS)
+    assert "there are 12 workers, 10 of them without anything to prepare, and 16 cores." in fix.reason
+    assert with_loader((), [replace(loader, busy=12)], replace(HEALTHY, run=run_of(13_750, 5_600))) == ()
+    assert replace(loader, busy=-1).idle == 0
+
+
 def test_of_more_workers_nothing_is_gained_beyond_what_the_gpu_waits() -> None:
     [fix] = with_loader((), [use()], replace(HEALTHY, run=run_of(26_000, 23_000)))
     assert fix.run_gain == 3_000 * MS

@@ -11,6 +11,7 @@ from strategies import loops
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
+from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, replay, settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.steps import by_pattern, period, repetition, sample, whole_steps, without_timer_reads
@@ -101,6 +102,21 @@ def test_two_whole_steps_are_the_least(steps: int) -> None:
     with pytest.raises(BadInput, match=r"^on paper shows fewer than two whole steps; record at least three") as caught:
         whole_steps(run.timeline().change(facts=RunFacts(source="on paper", pending_limit=1_000)))
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("one_turn", [False, True])
+def test_the_only_step_of_a_long_one_runs_into_the_next(one_turn: bool) -> None:
+    """A window of 0.3 s holds one: without its wait the host runs ahead into the next, as it would in the program."""
+    run = Run.of()
+    for _ in range(2):
+        run.step().work(20_000).launch(kernel=130_000).sync()
+    known = PlainRun("optimizer", 200, 150 * 1_000_000, 150 * 1_000_000, 151 * 1_000_000)
+    recorded = run.timeline(plain_runs={0: known}, plain_step=150 * 1_000_000, one_turn=one_turn)
+    step = whole_steps(recorded, 150 * 1_000_000)
+    assert steps_of(step) == 1
+    assert not step.facts.one_turn
+    assert pace(step) == pytest.approx(150e6, rel=0.01)
+    assert pace(step.keep(step.spans.kind != Kind.SYNC)) == pytest.approx(130e6, rel=0.01)
 
 
 def test_steps_that_launch_nothing_are_no_steps() -> None:

@@ -37,6 +37,7 @@ from keepbusy.explain.remedies import (
     FUSED,
     MORE_PIECES,
     MORE_WORKERS,
+    SHARED_AMONG_WORKERS,
     ON_THE_GPU,
     ONE_FOR_ALL,
     ONE_TABLE,
@@ -467,11 +468,11 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     least, shorter = (
         (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if _feeds_steps(use, told) else (1, 0)
     )
-    enough = use.enough_for(shorter, least)
+    enough = use.workers if use.idle else use.enough_for(shorter, least)
     saved = min(use.saved_with(enough, least), _largest_gain(told))
     held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
 
-    if enough == use.workers or (saved < NOISE * told.run.time and not held_up):
+    if (enough == use.workers and not use.idle) or (saved < NOISE * told.run.time and not held_up):
         return tuple(_no_faster_than(known, use, use.workers, told))
     edit = next((one.edit for one in plan if one.fix == MORE_WORKERS.fix), None)
     return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *_no_faster_than(
@@ -531,9 +532,10 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     turn = round((use.looped or use.turn * batches + use.waited) / batches) - saved // batches
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
     are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
+    are += f", {use.idle} of them without anything to prepare," if use.idle else ""
     code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
     return _row(
-        MORE_WORKERS._replace(fix=f"num_workers={enough}", code=code),
+        SHARED_AMONG_WORKERS if use.idle else MORE_WORKERS._replace(fix=f"num_workers={enough}", code=code),
         [Where.of(use.place)] if use.place else [],
         ("input_late",),
         saved // batches,

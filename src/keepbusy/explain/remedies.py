@@ -160,6 +160,12 @@ MORE_WORKERS = Remedy(
     "DataLoader(..., num_workers=min(4 * today, os.cpu_count()), prefetch_factor=4, persistent_workers=True)",
     "torch.utils.data.DataLoader",
 )
+SHARED_AMONG_WORKERS = Remedy(
+    "share_among_workers",
+    "Give every worker its share: in the data set's __iter__, each takes every n-th sample of all files, not whole files.",
+    "itertools.islice(samples, info.id, None, info.num_workers)  # info = torch.utils.data.get_worker_info()",
+    "torch.utils.data.get_worker_info",
+)
 COMPILED_AMONG_RANKS = Remedy(
     "capture_graph",
     "Compile the model: fewer launches, and those between collectives replayed as graphs.",

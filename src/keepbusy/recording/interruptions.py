@@ -236,19 +236,20 @@ class Loaders:
         prepared = self._prepared()
         found = []
         for dataset, one in self._known.items():
-            count, took = prepared.get(dataset, (0, 0))
+            busy, count, took = prepared.get(dataset, (0, 0, 0))
             in_worker = took // count if count else NONE
             seen = (one.place, one.workers, one.prefetch, one.batches, one.waited, one.began, in_worker, one.looped)
-            found.append(LoaderUse(*seen, cores, passes=one.passes, turns=one.means, each=one.each))
+            busy = min(busy, one.workers) or NONE
+            found.append(LoaderUse(*seen, cores, passes=one.passes, turns=one.means, each=one.each, busy=busy))
         return sorted(found, key=lambda one: -one.waited)
 
-    def _prepared(self) -> dict[int, tuple[int, int]]:
-        """Of each data set, how many batches were fetched and how long that took, in whichever process."""
-        found: dict[int, tuple[int, int]] = {}
+    def _prepared(self) -> dict[int, tuple[int, int, int]]:
+        """Of each data set, how many processes fetched batches, how many these were and how long that took."""
+        found: dict[int, tuple[int, int, int]] = {}
         for slot in range(_SLOTS):
-            dataset, count, took = _SLOT.unpack_from(self._shared, slot * _SLOT.size)
-            before = found.get(dataset, (0, 0))
-            found[dataset] = before[0] + count, before[1] + took
+            dataset, *more = _SLOT.unpack_from(self._shared, slot * _SLOT.size)
+            processes, count, took = found.get(dataset, (0, 0, 0))
+            found[dataset] = processes + 1, count + more[0], took + more[1]
         return found
 
     def _noting_where(self, original: Function) -> Function:

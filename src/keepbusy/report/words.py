@@ -131,6 +131,7 @@ _FIXES = {
     "pin_memory": "pin the memory",
     "prefetch": "prefetch batches",
     "prepare_in_workers": "prepare batches in workers",
+    "share_among_workers": "give every worker a share of the data",
     "readback": "read the value later",
     "save_later": "write the checkpoint in the background",
     "send_tensors": "send tensors in place of objects",

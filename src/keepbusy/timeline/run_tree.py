@@ -103,6 +103,12 @@ class LoaderUse:
     passes: int = 1
     turns: tuple[int, ...] = ()  # what the program did besides waiting: the mean of every `each` turns of its loop
     each: int = 1
+    busy: int = NONE  # workers that gave any batch; NONE where nobody counted
+
+    @property
+    def idle(self) -> int:
+        """Workers that had nothing to prepare."""
+        return max(0, self.workers - self.busy) if self.busy > 0 else 0
 
     @property
     def turn(self) -> float:

@@ -65,10 +65,18 @@ def _marks_a_step(whole: Timeline, plain_step: int, most: int) -> int:
 
 
 def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
-    """A run with fewer than two steps as the one turn that it is; None where that is not known of it."""
+    """A run with fewer than two whole steps: its only one, or the turn that it is; None where that is not known of it.
+
+    Of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too.
+    """
     facts = timeline.facts
-    known = facts.virtual or facts.one_turn or facts.traced or (count == 2 and facts.plain_runs)
-    if count > 2 or not known or not timeline.on_device.any():
+    if count > 2 or not timeline.on_device.any():
+        return None
+    is_whole = not facts.virtual and (not facts.one_turn or facts.plain_step is not None)  # of a part nothing is known
+    if count == 2 and facts.plain_runs and is_whole:
+        step = _cut(timeline, count, np.array([0, 1])).change_facts(one_turn=False)
+        return step if step.on_device.any() else None
+    if not (facts.virtual or facts.one_turn or facts.traced):
         return None
     turn = one_turn(timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1])))
     if facts.traced:
