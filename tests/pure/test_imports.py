@@ -130,7 +130,7 @@ LINES = {
     "instrument": 1837,
     "recording": 3825,
     "virtual": 8598,
-    "explain": 4340,
+    "explain": 4361,
     "report": 3237,
     "runtime": 5324,
     "cli": 3398,

@@ -10,13 +10,14 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_python import SOURCES
 
 import keepbusy
@@ -420,6 +421,29 @@ def test_of_very_many_turns_a_loader_keeps_means_of_neighbours(machine: object) 
     assert (use.batches, use.passes, use.each, len(use.turns)) == (3 * KEPT_TURNS, 1, 4, (3 * KEPT_TURNS - 1) // 4)
     assert use.turn == 5 * MS
     assert max(use.turns) == (2_000 + 3 * 5) * MS // 4
+
+
+class OwnFiles(IterableDataset):  # type: ignore[type-arg]
+    """Each worker reads files of its own, and there are two."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        about = get_worker_info()
+        assert about is not None
+        return iter(torch.ones(6 if about.id < 2 else 0, 3))
+
+
+def test_workers_that_gave_batches_are_counted(machine: object) -> None:
+    loaders, pauses = Loaders(clock=time.perf_counter_ns), Pauses(time.perf_counter_ns)
+    pauses.came = loaders.came
+    loaders.begin()
+    pauses.begin()
+    try:
+        assert len(list(DataLoader(OwnFiles(), num_workers=3, batch_size=2))) == 6
+    finally:
+        loaders.end()
+        pauses.end()
+    [use] = loaders.used()
+    assert (use.workers, use.busy, use.idle, use.batches) == (3, 2, 1, 6)
 
 
 def test_whoever_looks_on_finds_the_latest_figures(machine: object, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ MORE_WORKERS = Remedy(
 )
 SHARED_AMONG_WORKERS = Remedy(
     "share_among_workers",
-    "Give every worker its share: in the data set's __iter__, each takes every n-th sample of all files, not whole files.",
+    "Give every worker a share: in the data set's __iter__, each takes every n-th sample of all files.",
     "itertools.islice(samples, info.id, None, info.num_workers)  # info = torch.utils.data.get_worker_info()",
     "torch.utils.data.get_worker_info",
 )

@@ -12,6 +12,7 @@ RULES = {
     "slower_host": "Where the most that recording can cost is not enough, the rest of the host was slower altogether.",
     "usual_cost": "Where the device sets the pace, recording is taken to have cost the host what it usually does.",
     "host_seen_alone": "The host is no slower than plain steps have shown it where nothing held it up.",
+    "device_within_step": "No rank's device has more to do in a step than the plain step takes.",
     "fed_as_usual": "A loader is as slow as all plain steps show it, whatever it had in store when it was recorded.",
     "own_bandwidth": "A pinned copy is as fast as this run's own large pinned copies.",
     "even_hosts": "Hosts of ranks that are not late are as quick as they usually are, over all ranks and steps.",
