@@ -313,12 +313,8 @@ class Clock:
         with self.lock:
             number = sum(one.device == device for one in self._streams.values()) + _FIRST_STREAM
             lane = self.rows.lane(Lane(self.rank, device, number, f"stream {number}"))
-            self._streams[lane] = StreamQueue(lane, device, number, self.device.queue.pending)
+            self._streams[lane] = StreamQueue(lane, device, self.device.queue.pending)
             return lane
-
-    def number(self, stream: int) -> int:
-        """What the device's tools call it."""
-        return self._streams[stream].number
 
     # commands
 
@@ -698,7 +694,7 @@ class Clock:
         """All lanes of a device: whom a sync awaits, until when, and which rows by links."""
         streams = [one for one in self._streams.values() if one.device == device]
         until = max((one.until() for one in streams), default=0)
-        together = StreamQueue(NONE, device, NONE, 0)
+        together = StreamQueue(NONE, device, 0)
         every = all(one.device == device for one in self._streams.values())
         for one in streams:
             together.wait_for(one.awaited if every else one.pending())

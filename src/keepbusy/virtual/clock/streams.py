@@ -32,10 +32,10 @@ BEGINNING = Moment(NEVER, NEVER)
 class StreamQueue:
     """An in-order queue of commands."""
 
-    __slots__ = ("awaited", "device", "ends", "lane", "last", "launch", "number", "place", "tail")
+    __slots__ = ("awaited", "device", "ends", "lane", "last", "launch", "place", "tail")
 
-    def __init__(self, lane: int, device: int, number: int, limit: int) -> None:
-        self.lane, self.device, self.number = lane, device, number
+    def __init__(self, lane: int, device: int, limit: int) -> None:
+        self.lane, self.device = lane, device
         self.tail = NEVER  # when its last command ends
         self.last = NONE  # that command's row
         self.awaited: dict[int, tuple[int, int]] = {}  # what its next command waits for: see `Awaited`

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -146,11 +145,12 @@ class DeviceMemory:
     free: Time  # cudaFree, without what it waits for
 
 
-class CollectiveLaw(NamedTuple):
+@dataclass(frozen=True)
+class CollectiveLaw:
     """One kind of collective among the devices of a host, where it was measured by itself."""
 
-    latency: int  # of two ranks, less a hop
-    bandwidth: float  # of a device's link
+    latency: Time  # of two ranks, less a hop
+    bandwidth: Bandwidth  # of a device's link
 
 
 @dataclass(frozen=True)
@@ -308,25 +308,17 @@ def _device(given: Mapping[str, Any], path: str) -> Device:
         _refuse_unknown(given.get(section, {}), known, path, f"{section}.")
         measured[section] |= given.get(section, {})
     table = {**measured, **{name: value for name, value in given.items() if not isinstance(value, dict)}}
-    quantity = partial(_value, path=path)
-    laws = _laws(given.get("collectives", {}), path)
-    return Device(
-        name=table["name"],
-        capability=_capability(table["capability"], path),
-        multiprocessors=quantity("Count", table["multiprocessors"], "multiprocessors"),
-        matrix=MappingProxyType({on: quantity("Rate", one, f"matrix.{on}") for on, one in table["matrix"].items()}),
-        **{
-            section: kind(
-                **{
-                    one.name: quantity(str(one.type), table[section][one.name], f"{section}.{one.name}")
-                    for one in fields(kind)
-                    if one.name in table[section]
-                },
-                **({"collectives": laws} if kind is Wire else {}),
-            )
-            for section, kind in _SECTIONS.items()
-        },
-    )
+    sections = {name: _section(kind, table[name], name, path) for name, kind in _SECTIONS.items()}
+    sections["wire"] = replace(sections["wire"], collectives=_laws(given.get("collectives", {}), path))
+    rates = {dtype: _value("Rate", rate, f"matrix.{dtype}", path) for dtype, rate in table["matrix"].items()}
+    multiprocessors = _value("Count", table["multiprocessors"], "multiprocessors", path)
+    capability = _capability(table["capability"], path)
+    return Device(table["name"], capability, multiprocessors, MappingProxyType(rates), **sections)
+
+
+def _section(kind: Any, given: Mapping[str, Any], section: str, path: str) -> Any:
+    types = {one.name: str(one.type) for one in fields(kind) if one.name in given}
+    return kind(**{name: _value(one, given[name], f"{section}.{name}", path) for name, one in types.items()})
 
 
 def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
@@ -339,13 +331,8 @@ def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
         if not isinstance(law, dict) or not {"latency", "bandwidth"} <= set(law):
             raise BadInput(f'{path} has {where} = {law!r}; give it latency = "30 us" and bandwidth = "350 GB/s".')
         _refuse_unknown(law, {"latency", "bandwidth"}, path, f"{where}.")
-    return MappingProxyType({
-        name: CollectiveLaw(
-            _value("Time", law["latency"], f"collectives.{name}.latency", path),
-            _value("Bandwidth", law["bandwidth"], f"collectives.{name}.bandwidth", path),
-        )
-        for name, law in given.items()
-    })  # fmt: skip
+    laws = {name: _section(CollectiveLaw, law, f"collectives.{name}", path) for name, law in given.items()}
+    return MappingProxyType(laws)
 
 
 def _value(kind: str, value: Any, what: str, path: str) -> Any:
@@ -376,8 +363,6 @@ def _capability(value: Any, path: str) -> tuple[int, int]:
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, before: str = "") -> None:
-    for name in table:
-        if name not in known:
-            raise BadInput(
-                f"{path} sets {before}{name}, which keepbusy does not know; it knows {', '.join(sorted(known))}."
-            )
+    for name in [one for one in table if one not in known]:
+        what = f"{before}{name}, which keepbusy does not know"
+        raise BadInput(f"{path} sets {what}; it knows {', '.join(sorted(known))}.")

@@ -235,13 +235,21 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             one.div_(self.members)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        opts = opts or dist.BroadcastOptions()
-        sends = opts.rootRank == self.index
-        return self._run("broadcast", tensors, [tensors], lambda ones: self.gloo.broadcast(ones, opts), sends=sends)
+        return self._as_gloo("broadcast", opts or dist.BroadcastOptions(), tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        opts = opts or dist.ReduceOptions()
-        return self._run("reduce", tensors, [tensors], lambda ones: self.gloo.reduce(ones, opts))
+        return self._as_gloo("reduce", opts or dist.ReduceOptions(), tensors)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        return self._as_gloo("gather", opts or dist.GatherOptions(), outputs, inputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
+        return self._as_gloo("scatter", opts or dist.ScatterOptions(), outputs, inputs)
+
+    def _as_gloo(self, name: str, options: Any, *tensors: Any) -> Handle:
+        sends = name != "broadcast" or options.rootRank == self.index
+        does = getattr(self.gloo, name)
+        return self._run(name, tensors[0], [*tensors], lambda *on_host: does(*on_host, options), sends=sends)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
@@ -292,14 +300,6 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
                 one.copy_(part.view(one.shape))
 
         return self._run("all_to_all", outputs, [outputs, inputs], exchange)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
-        opts = opts or dist.GatherOptions()
-        return self._run("gather", outputs, [outputs, inputs], lambda out, mine: self.gloo.gather(out, mine, opts))
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
-        opts = opts or dist.ScatterOptions()
-        return self._run("scatter", outputs, [outputs, inputs], lambda out, mine: self.gloo.scatter(out, mine, opts))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
