@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -133,7 +134,7 @@ def _laws(links: LinkFigures) -> Iterator[str]:
 def _of_two_ranks(curve: CollectiveTimes) -> CollectiveLaw:
     """A device file counts a hop for each rank beyond the first."""
     found = law(curve)
-    return found._replace(latency=max(found.latency - _MEASURED.wire.hop * (curve.ranks - 1), _SHORTEST))
+    return replace(found, latency=max(found.latency - _MEASURED.wire.hop * (curve.ranks - 1), _SHORTEST))
 
 
 def _two(found: CollectiveLaw) -> dict[str, str]:

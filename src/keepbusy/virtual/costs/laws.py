@@ -29,12 +29,6 @@ INDEXING, EMBEDDING_BACKWARD = figures("indexing"), figures("embedding_backward"
 BINCOUNT, NONZERO = figures("bincount"), figures("nonzero")
 POOLS, RESIZING, LISTS = figures("pools"), figures("resizing"), figures("lists")
 
-_HEAVY = {
-    "gelu", "gelu_", "gelu_backward", "pow", "pow_", "erf", "erf_", "erfinv", "erfinv_", "tanh", "tanh_",
-    "tanh_backward", "lgamma", "digamma", "mish", "mish_backward", "softplus", "softplus_backward", "atan2", "sin",
-    "cos", "exp", "log", "log1p", "expm1",
-}  # fmt: skip
-"""Elementwise operators whose function takes longer than the bytes."""
 _INDICES, _MASKS = ("int64", "int32"), ("bool", "uint8")
 
 # Bytes: elementwise operators, copies, fills, random numbers
@@ -63,7 +57,9 @@ def _elementwise_share(call: Call, large: list[Array]) -> float:
     if len({one.dtype for one in large if one.dtype not in _MASKS}) > 1:
         to_half = call.name == "copy" and call.outputs[0].dtype in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
-    heavy = call.name in _HEAVY and bool(large) and large[0].item_size <= 2  # wider types are waited for anyway
+    heavy = (
+        call.name in ELEMENTWISE.heavy and bool(large) and large[0].item_size <= 2
+    )  # wider types are waited for anyway
     return efficiency.heavy if heavy else efficiency.streaming
 
 

@@ -29,22 +29,18 @@ from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.pytorch import OPERATORS
 from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
 
-_FACTORIES = (
-    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "tensor", "arange", "linspace", "eye",
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided",
-)  # fmt: skip
-_FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "fill_", "zero_")
 _LOADER = "enumerate(DataLoader)#"
 _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
 
 
 def patch(patches: Patches) -> None:
     torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
-    for name in _FACTORIES:
+    for name in OPERATORS["factories"]:
         patches.wrap(torch, name, partial(_make, f"aten::{name}"))
-    for name in _FILLS:
+    for name in OPERATORS["fills"]:
         patches.wrap(Tensor, name, partial(_fill, f"aten::{name}"))
     patches.wrap(Tensor, "pin_memory", _pin_memory)
     patches.wrap(Tensor, "is_pinned", lambda _native, tensor, device=None: host_memory.is_pinned(tensor))
@@ -185,16 +181,6 @@ def _compile_module(*given: Any, **options: Any) -> None:
 
 _SHORTEST_ROW = 20_000
 """What is shorter has no row of its own; it joins the next one."""
-_INITIALISES = ("uniform_", "normal_", "kaiming_uniform_", "constant_")
-"""What `torch.nn.init` does to a parameter of a program of which nothing is computed."""
-_NO_OPERATORS = ("__get__", "__set__", "backward")
-_DRAWS = ("rand", "normal", "uniform", "bernoulli", "exponential", "dropout", "poisson", "log_normal")
-_SORTS = ("sort", "argsort", "topk", "unique", "median", "quantile", "kthvalue", "multinomial")
-_BY_ELEMENT = (
-    "getitem", "index", "take", "gather", "scatter", "masked", "where", "nonzero", "max", "min", "argm", "cum",
-    "conv", "avg_pool", "unfold", "fold", "interpolate", "grid_sample", "embedding", "histc", "bincount", "bucketize",
-    "searchsorted",
-)  # fmt: skip
 
 
 def patch_modelled(patches: Patches) -> None:
@@ -219,7 +205,7 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         name = getattr(func, "__name__", "")
         given: Any = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
         # a large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes
-        unread = name in _INITIALISES and not VALUES.real and type(given) is Parameter and not given.is_cuda
+        unread = name in OPERATORS["initialise"] and not VALUES.real and type(given) is Parameter and not given.is_cuda
         made = given if unread and given.nbytes > CARRIED_SIZE else func(*args, **(kwargs or {}))
         if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
             _price(name, args, made)
@@ -229,7 +215,7 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
     """What was made may be nothing new: then one argument was written into another."""
     taken, given = _tensors(args), _tensors((made,) if made is not None else args[1:])
-    if name in _NO_OPERATORS or not given or not all(_is_of_host(one) for one in (*taken, *given)):
+    if name in ("__get__", "__set__", "backward") or not given or not all(_is_of_host(one) for one in (*taken, *given)):
         return
     name = name.removeprefix("__").removesuffix("__")
     duration = time_of(MACHINE.device, name, taken if made is not None else given, given)
@@ -257,8 +243,8 @@ def time_of(device: Device, name: str, taken: list[Tensor], given: list[Tensor])
     is_view = any(given[0] is not one and one.untyped_storage().data_ptr() == address for one in taken)
     if name.startswith("empty") or is_view:
         return called
-    rates = {("randperm",): costs.shuffle, _SORTS: costs.sort, _DRAWS: costs.draw, _BY_ELEMENT: costs.each}
-    for names, each in rates.items():
-        if name.startswith(names):
+    rates = {"shuffles": costs.shuffle, "sorts": costs.sort, "draws": costs.draw, "by_element": costs.each}
+    for kind, each in rates.items():
+        if name.startswith(OPERATORS[kind]):
             return called + round(max(one.numel() for one in tensors) * each)
     return called + round(sum(one.numel() * one.element_size() for one in tensors) / costs.streaming)

@@ -17,26 +17,12 @@ from keepbusy.timeline.model import NONE, Direction
 from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
-from keepbusy.virtual.pytorch import cuda_api, randomness
+from keepbusy.virtual.pytorch import OPERATORS, cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.outlines import META, VALUES, computed
 from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, to_host
 
-# Operators for which the host waits, since only the device knows the shape of what they return.
-_WAITING = (
-    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
-    "equal", "bincount", "repeat_interleave", "linalg_eig", "_linalg_eigh", "_linalg_svd", "histogram", "histc",
-    "linalg_lstsq", "_coalesce", "_to_sparse", "_sparse_sparse_matmul",
-)  # fmt: skip
-_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
-# They take indices, lengths or step counts on the host beside tensors on the device, as CUDA's kernels do.
-_TAKE_HOST_TENSORS = frozenset([
-    *_INDEXING, "_use_cudnn_ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "_fused_adam_", "_fused_adamw_",
-    "_fused_sgd_", "_fused_adagrad_", "_pack_padded_sequence", "ctc_loss", "_ctc_loss", "_ctc_loss_backward",
-    "embedding_bag", "histogramdd",
-])  # fmt: skip
-# They are marked as random, for what they may do on some device; on the host they draw nothing.
-_DRAW_NOTHING = frozenset(["scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"])
+_WAITING, _INDEXING = frozenset(OPERATORS["waiting"]), frozenset(OPERATORS["indexing"])
 _NUMBERS = (bool, int, float, complex)
 _NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]", "Tensor")
 _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
@@ -75,14 +61,14 @@ class Signature:
             for one in schema.returns
         )
         """Of each result, by place and name, the argument that it is; None for one that is new."""
-        self.takes_host_tensors = short in _TAKE_HOST_TENSORS or short.startswith("_foreach_")
+        self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
         known = {name: at for at, name in enumerate(self.arguments)}
         self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
         self.shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
         """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
-        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in _DRAW_NOTHING
+        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
 
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
@@ -228,7 +214,7 @@ class Kernel:
         packet = overload._overloadpacket
         has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
         self.scalar = packet.Scalar._op if has_scalar else None
-        self.is_plain = dense and self.signature.short not in (*_WAITING, *_INDEXING)
+        self.is_plain = dense and self.signature.short not in _WAITING | _INDEXING
         self.is_product = law_of(self.signature.short).depends_on_precision
         self.shapes = tuple(self.signature.shapes.values())
 

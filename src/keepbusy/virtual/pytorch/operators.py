@@ -13,34 +13,13 @@ import torch
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.patches import Patches
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.pytorch import OPERATORS
 from keepbusy.virtual.pytorch.cuda_only import ON_HOST
 from keepbusy.virtual.pytorch.kernels import HOST_KEYS, Kernel, overload_named
 from keepbusy.virtual.pytorch.tensors import SPARSE_KEYS
 from keepbusy.virtual.pytorch.transfers import SPECIAL
 from keepbusy.virtual.pytorch.whole_operators import whole_operators
 
-_VIEWS = (
-    "as_strided", "view", "_reshape_alias", "unfold", "set_", "set_.source_Storage",
-    "set_.source_Storage_storage_offset", "set_.source_Tensor", "view_as_real", "view_as_complex", "is_set_to",
-    "_unsafe_view",
-)  # fmt: skip
-"""They look at a tensor and never at its values: the host's kernels do for any device."""
-_MADE_OF_OTHERS = ("_transformer_encoder_layer_fwd",)
-"""They call other operators only: the host's kernels do for any device, and those are ours."""
-_SPARSE_STRUCTURE = (
-    "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "_indices", "_values", "indices",
-    "values", "_nnz", "sparse_dim", "dense_dim", "_dimI", "_dimV", "is_coalesced", "_coalesced_", "sparse_resize_",
-    "sparse_resize_and_clear_", "resize_as_sparse_", "zero_", "clone", "copy_", "copy_sparse_to_sparse_",
-    "empty.memory_format", "empty_like",
-)  # fmt: skip
-"""The same for sparse tensors: what they do to the indices and values are operators on dense tensors."""
-_KEPT_TOGETHER = (
-    "convolution", "convolution_backward", "convolution_overrideable", "native_group_norm", "native_layer_norm",
-    "native_layer_norm_backward", "embedding_dense_backward", "arange", "arange.start", "arange.start_step", "linspace",
-    "logspace", "eye", "eye.m", "randperm", "randperm.generator", "native_batch_norm", "one_hot",
-    "repeat_interleave.Tensor",
-)  # fmt: skip
-"""PyTorch would take them apart, or choose by what the device's libraries can do."""
 _LAYOUTS = {"SparseCsrCUDA": "compressed sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
 """By dispatch key, what is refused altogether."""
 _LAYOUT_PREFIXES = {
@@ -104,7 +83,7 @@ def _registered(key: str) -> set[str]:
 
 def _dense_kernels() -> dict[str, Callable[..., Any]]:
     every = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
-    computed = {*_registered("CPU"), *_registered("CUDA"), *_KEPT_TOGETHER, *ON_HOST}
+    computed = {*_registered("CPU"), *_registered("CUDA"), *OPERATORS["kept_together"], *ON_HOST}
     computed |= {name for name in every if name.startswith(("_foreach_", "_fused_"))}
     found: dict[str, Callable[..., Any]] = {}
     for name in every:
@@ -115,7 +94,7 @@ def _dense_kernels() -> dict[str, Callable[..., Any]]:
             found[name] = _refusal_of_layout(layout, name)
         elif name in SPECIAL:
             found[name] = SPECIAL[name]  # type: ignore[assignment]
-        elif name in _VIEWS or name in _MADE_OF_OTHERS:
+        elif name in OPERATORS["views"]:
             found[name] = _native(overload, HOST_KEYS)
         elif name in computed:
             aliases = [one.alias_info for one in overload._schema.returns if one.alias_info is not None]
@@ -134,7 +113,11 @@ def _sparse_kernels() -> dict[str, Callable[..., Any]]:
     for name in _registered("SparseCPU"):
         overload = overload_named(name)
         if overload is not None and _layout_named(name) is None:
-            found[name] = _native(overload, SPARSE_KEYS) if name in _SPARSE_STRUCTURE else Kernel(overload, dense=False)
+            found[name] = (
+                _native(overload, SPARSE_KEYS)
+                if name in OPERATORS["sparse_structure"]
+                else Kernel(overload, dense=False)
+            )
     return found
 
 

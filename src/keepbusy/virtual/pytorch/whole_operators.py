@@ -15,17 +15,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keepbusy.virtual.machine import MACHINE, DeviceCall
-from keepbusy.virtual.pytorch import randomness
+from keepbusy.virtual.pytorch import OPERATORS, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.kernels import Kernel, overload_named
 from keepbusy.virtual.pytorch.outlines import VALUES, outline, reserved
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
 
 _aten = torch.ops.aten
-_TAKEN = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
-          "rnn_relu.data", "rms_norm")  # fmt: skip
-
-
 _NO_HOOKS = (lambda tensor: tensor,) * 2
 
 
@@ -149,6 +145,6 @@ _attention_as_one = as_one(_aten.scaled_dot_product_attention.default)
 
 def whole_operators() -> dict[str, Callable[..., Any]]:
     """By name, what to run above autograd."""
-    found = {name: overload_named(f"aten::{name}") for name in _TAKEN}
+    found = {name: overload_named(f"aten::{name}") for name in OPERATORS["whole"]}
     kernels = {name: as_one(overload) for name, overload in found.items() if overload is not None}
     return {"scaled_dot_product_attention": attention, **kernels}
