@@ -229,6 +229,23 @@ def test_a_window_that_saw_nothing_of_a_gpu_at_work_is_opened_anew(deaf: Run) ->
     assert timeline_in(deaf.folder, {}).on_device.any()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_window_of_unusual_turns_alone_is_opened_anew(
+    patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """As where it opens while an epoch begins. Ranks could not agree on another step."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    monkeypatch.setattr(run.marks, "plain_step", lambda *near: 1_000)
+    over = STEPS_BEFORE_WINDOW + WINDOW
+    compute(run, range(1, over + STEPS_TO_LET_GO + WINDOW + 9))
+    run.leave()
+    first = over + STEPS_TO_LET_GO + SETTLING_TURNS if ranks == 1 else STEPS_BEFORE_WINDOW + SETTLING_TURNS
+    assert [tick[0] for tick in facts_in(run.folder)["ticks"]] == [*range(first, first + RECORDED_TURNS + 1)]
+    assert run._first.saw_others  # and not a third time
+    assert run.notes == []
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_where_the_profiler_stays_deaf_the_program_is_not_said_to_have_run_nothing(deaf: Run, graphs: bool) -> None:
     """Where graphs are replayed there is no second look."""

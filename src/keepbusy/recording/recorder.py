@@ -30,7 +30,7 @@ from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import step_looks
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
-from keepbusy.recording.window_plan import Occasion, WindowPlan
+from keepbusy.recording.window_plan import Occasion, WindowPlan, is_granted
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.model import Timeline
@@ -353,9 +353,17 @@ class Run:
             self.loops.follow(frozenset(), None)
             self._followed = None
         self.marks.look_closely(False)
-        if self.window is self._first and self._first.is_blind and not self._blind and self._may_look_again():
+        if self.window is self._first and not self._blind and self._may_look_again() and self._saw_no_step():
             self._look_afresh()
         self.leave()
+
+    def _saw_no_step(self) -> bool:
+        """The first window saw nothing, or one rank's saw none but turns that take far longer than usual, as those in
+        which an epoch begins."""
+        passed, alone = self.clock() - self.loops.looks.began, self._rank_and_world()[1] == 1
+        if not alone or not self._first.saw_others or not is_granted(passed, self._spent(), self._first.cost):
+            return self._first.is_blind
+        return True
 
     def _look_afresh(self) -> None:
         """What an earlier profile of this process has left of CUPTI told nothing. It lets go now, and the next window

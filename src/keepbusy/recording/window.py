@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,6 +177,12 @@ class Window:
             return False
         first, _, last = self.ticks[-3:]
         return not self.usual or last.after - first.after < 2 * FAR_LONGER * self.usual
+
+    @property
+    def saw_others(self) -> bool:
+        """Whether each of its turns took far longer than usual ones."""
+        took = [last.after - first.after for first, last in pairwise(self.ticks)]
+        return bool(self.usual and took) and min(took) > FAR_LONGER * self.usual
 
     def _is_asked(self) -> None:
         """Where a line begins, and the window has been open for long or has seen as much as it can keep."""
