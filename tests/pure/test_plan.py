@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
+from itertools import count, pairwise
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,19 @@ def test_a_read_at_the_end_of_a_step_does_not_stand_in_the_way_of_a_graph() -> N
     found = told(lambda run: eager(run, 120).sync(at=[READ, *ITEM]))
     assert found.plan[0].fix == "graph"
     assert found.plan[0].needs == ()
+
+
+@pytest.mark.parametrize(("every", "captured"), [(4, True), (2, False)])
+def test_what_few_steps_launch_beyond_the_others_stays_outside_a_graph(every: int, captured: bool) -> None:
+    """As a loss that is printed now and then; where every second step differs, none stands for all."""
+    turns = count()
+
+    def printing(run: Run) -> None:
+        eager(run, 120)
+        if next(turns) % every == every - 1:
+            run.launch(5, at=["aten::item"])
+
+    assert any(one.fix == "graph" for one in told(printing).plan) == captured
 
 
 def test_a_busy_gpu_has_no_plan() -> None:
