@@ -86,7 +86,7 @@ def test_small_tensors_are_no_matter_of_pinning() -> None:
     packing = handover(10, idle=6, copied=(2, 3), packing=9, packed=8)
     assert said(handover(0), packing).splitlines()[1:] == [
         "The GPU waited 6 ms a batch for the host, which packed 8 MB: "
-        "let the loader's workers join small tensors into large ones."
+        "give the loader workers, which join small tensors (num_workers)."
     ]
 
 

@@ -81,7 +81,7 @@ class PrefetchReport:
             return "has no lead over it: every call counts, also those that issue copies."
         if 2 * self.pageable > self.packed:
             return f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
-        return f"packed {packed:.3g} MB: let the loader's workers join small tensors into large ones."
+        return f"packed {packed:.3g} MB: give the loader workers, which join small tensors (num_workers)."
 
     def _each(self, time: int) -> str:
         return f"{time / self.batches / 1e6:.3g}"
