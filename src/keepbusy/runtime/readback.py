@@ -113,10 +113,10 @@ def send(tensors: list[Tensor]) -> Arriving:
         under_way = _UNDER_WAY.get(device)
         if under_way is None:
             under_way = _UNDER_WAY[device] = deque()
-        under_way.append(sent)
-        # readings may be kept for long: what has arrived leaves its memory to others
+        # readings may be kept for long: what has arrived leaves its memory to others. This one is only being sent
         while under_way and under_way[0].ready:
             under_way.popleft().land()
+        under_way.append(sent)
     return sent
 
 
