@@ -165,6 +165,13 @@ def test_an_annotation_says_more_than_neighbours() -> None:
     assert str(place(run)) == "in validation"
 
 
+def test_the_number_of_a_step_is_no_place() -> None:
+    run = named(begun(), "aten::linear")
+    with run.inside("ProfilerStep#3"):
+        named(run.sync(at=[ITEM]), "aten::cat")
+    assert str(place(run)) == "aten::item, after aten::linear, before aten::cat"
+
+
 def test_neighbours_are_operators_of_their_own() -> None:
     """The launch inside the same operator is no neighbour of the sync in it."""
     run = named(begun(), "aten::relu")

@@ -10,7 +10,7 @@ import numpy as np
 from keepbusy.explain.diagnosis import Late, Where
 from keepbusy.explain.edit import Finding
 from keepbusy.explain.scene import Scene
-from keepbusy.timeline.frame_roles import Owner, Role, source_line
+from keepbusy.timeline.frame_roles import OWN_STEP, PROFILER_STEP, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
 
 ROWS_NEARBY = 400
@@ -85,7 +85,8 @@ def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
     """Without stacks: the annotation around the row, else the operators before and after it."""
     frames, names = timeline.frames, timeline.names
     for frame in chain:
-        if frames.kind[frame] == FrameKind.ANNOTATION and not frames.role[frame] & Role.INTERNAL:
+        annotates = frames.kind[frame] == FrameKind.ANNOTATION and not _counts_steps(timeline, frame)
+        if annotates and not frames.role[frame] & Role.INTERNAL:
             return f"in {names[frames.name[frame]]}"
     before, after = (_neighbour(timeline, row, step) for step in (-1, 1))
     called = _operator(timeline, row, chain)
@@ -108,9 +109,15 @@ def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
 
 def _outermost(timeline: Timeline, row: int) -> int:
     """The outermost operator or annotation around a row."""
-    chain = timeline.frames.around(int(timeline.spans.frame[row]))
+    chain = [*timeline.frames.around(int(timeline.spans.frame[row]))]
     kind, python = timeline.frames.kind, int(FrameKind.PYTHON)
-    return next((frame for frame in reversed([*chain]) if kind[frame] != python), NONE)
+    named = (frame for frame in reversed(chain) if kind[frame] != python and not _counts_steps(timeline, frame))
+    return next(named, NONE)
+
+
+def _counts_steps(timeline: Timeline, frame: int) -> bool:
+    """It is around all of a step, with the step's number in its name: no place of the program."""
+    return timeline.names[timeline.frames.name[frame]].startswith((OWN_STEP, PROFILER_STEP))
 
 
 def by_place(scene: Scene, rows: Ints, of_one_rank: bool = False) -> dict[Where, Ints]:

@@ -139,9 +139,12 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     saved = 0
     for number, one in enumerate(diagnosis.plan, 1):
         before, saved = saved, saved + max(0, one.run_gain)
-        places = ", ".join(words.spot(place, 48) for place in one.where[:2])
-        more = f" and {len(one.where) - 2} more" if len(one.where) > 2 else ""
-        where = (" at ", (f"{places}{more}", PLACE + link_to(one.where[0]))) if places else ()
+        spots = [words.spot(place, 48) for place in one.where[:2]]
+        told = one.where[: 1 if any(", " in spot for spot in spots) else 2]  # `aten::mm, after aten::cat` is one place
+        places = ", ".join(spots[: len(told)])
+        more = f" and {len(one.where) - len(told)} more" if len(one.where) > len(told) else ""
+        lead = " at " if told and told[0].file else words.leading(places)
+        where = (lead, (f"{places}{more}", PLACE + link_to(told[0]))) if places else ()
         others = _partners(diagnosis, one)
         waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
         after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, before, saved)

@@ -96,7 +96,12 @@ def spot(where: Where, limit: int = 60) -> str:
 def at(where: Where, limit: int = 60) -> str:
     """The same within a sentence: ` at train.py:31`, ` about train.py:14 in main`."""
     place = spot(where, limit)
-    return f" {place}" if place.startswith(("about ", "in ", "between ", "after ", "before ")) else f" at {place}"
+    return f"{leading(place)}{place}"
+
+
+def leading(place: str) -> str:
+    """What stands between a sentence and a place, which may begin with a word of its own."""
+    return " " if place.startswith(("about ", "in ", "between ", "after ", "before ")) else " at "
 
 
 def cut(text: str, limit: int) -> str:
