@@ -130,7 +130,7 @@ LINES = {
     "instrument": 1837,
     "recording": 3840,
     "virtual": 8533,
-    "explain": 4370,
+    "explain": 4358,
     "report": 3245,
     "runtime": 5324,
     "cli": 3399,

@@ -123,11 +123,11 @@ def _explained(
     story = Story.of(window, plain_step, workers)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    ordinary = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual, what_if)
+    told = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual, what_if)
     say("searching for the plan", 0.7)
-    run = timeline.facts.run
-    ordinary = replace(
-        ordinary,
+    run, rare = timeline.facts.run, rare_of(timeline, told, workers)
+    told = replace(
+        told,
         loop_turns=loop.turns if loop else 0,
         run_steps=_steps_of_run(timeline, whole) if timeline.facts.virtual and run is not None else 0,
         one_turn=whole.facts.runs_once,
@@ -136,16 +136,12 @@ def _explained(
         loops=_loops(timeline, workers, run, turns),
         turns=story.turns() if turns else None,
         draw=story.turns,
+        rare=rare,
+        later=later_of(timeline, workers),
+        notes=(*told.notes, *left_unexplained(timeline, rare)),
     )
-    rare = rare_of(timeline, ordinary, workers)
-    told = replace(ordinary, rare=rare, later=later_of(timeline, workers))
     plan = plan_of_run(told, timeline.facts.loaders)
-    return replace(
-        told,
-        plan=plan,
-        harmless=without_planned(ordinary.harmless, (*ordinary.plan, *plan)),
-        notes=(*ordinary.notes, *left_unexplained(timeline, rare)),
-    )
+    return replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
 
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:

@@ -99,6 +99,11 @@ class Finding:
         """The edit of these culprits alone."""
         return self.edit.only(np.isin(self.culprit, rows))
 
+    def held_at(self, timeline: Timeline, rows: Ints) -> int:
+        """How long all took that is blamed on these culprits."""
+        mine = np.isin(self.culprit, rows)
+        return int((timeline.spans.end[mine] - timeline.spans.start[mine]).sum())
+
     def without(self, rows: Mask) -> Finding:
         """The same finding, but for what another one already tells."""
         culprit = np.where(rows, NONE, self.culprit)

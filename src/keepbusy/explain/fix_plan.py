@@ -158,10 +158,10 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
     groups = by_place(scene, finding.rows, of_one_rank=cause == "peer_late")
-    remedies = {place: remedy_for(scene, finding, place) for place in groups}
+    remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
-        mine.sort(key=lambda place: -_time_at(scene, finding, groups[place]))
+        mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
         apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
         whole = cause in WHOLE_LOOP or remedy.name in ONE_FIX
         for places in [mine] if whole else filter(None, apart):
@@ -198,7 +198,7 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
     of_tables = [place for place in places if any(table[one.first].any() for one in there[place])]
     for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
-        mine.sort(key=lambda place: -_time_at(scene, expected, places[place]))
+        mine.sort(key=lambda place: -expected.held_at(scene.timeline, places[place]))
         rows = np.concatenate([places[place] for place in mine])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said = _told_of(scene, [one for place in mine for one in there[place]])
@@ -246,12 +246,6 @@ def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edi
         rows for place, rows in by_place(scene, copies.rows).items() if place.line and (place.file, place.line) in lines
     ]
     return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
-
-
-def _time_at(scene: Scene, finding: Finding, rows: Ints) -> int:
-    spans = scene.timeline.spans
-    mine = np.isin(finding.culprit, rows)
-    return int((spans.end[mine] - spans.start[mine]).sum())
 
 
 Fixes: TypeAlias = frozenset[Candidate]

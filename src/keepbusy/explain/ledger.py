@@ -7,7 +7,7 @@ is waiting, of which each cause takes what fixing it takes away, alone and besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -29,6 +29,7 @@ from keepbusy.explain.diagnosis import (
     Harmless,
     Prediction,
     Site,
+    Where,
 )
 from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.explain.places import by_place, late_ranks
@@ -339,8 +340,9 @@ class Story:
 
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]
-        sites = sites_of(self.scene, finding, self.forecast, self.gain(cause))
-        remedy = remedy_for(self.scene, finding, sites[0].where)
+        groups = by_place(self.scene, finding.rows, of_one_rank=cause == "peer_late")
+        sites = self._sites(finding, groups)
+        remedy = remedy_for(self.scene, finding, sites[0].where, groups[sites[0].where])
         return Cause(
             cause=cause,
             wait=round(max(0.0, self.unchanged.held_up - self.forecast.spent(finding.edit).held_up)),
@@ -354,6 +356,18 @@ class Story:
             predicted=self.forecast.predict(finding.edit),
             same_wait_as=self._same_wait_as(cause, earlier),
         )
+
+    def _sites(self, finding: Finding, groups: Mapping[Where, Ints]) -> tuple[Site, ...]:
+        """The costliest first. The wait of a place is what fixing it alone recovers."""
+        per_step = self.scene.steps * len(self.scene.timeline.ranks)
+        # a cheap measure, good enough to choose which places to replay
+        held = {place: finding.held_at(self.scene.timeline, rows) for place, rows in groups.items()}
+        ordered = sorted(groups, key=lambda place: -held[place])[:SITES_SHOWN]
+        gains = dict.fromkeys(ordered, self.gain(finding.cause) if len(ordered) == 1 else 0)
+        for place in ordered[:SITES_REPLAYED] if len(ordered) > 1 else ():
+            gains[place] = self.forecast.gain(finding.only(groups[place]))
+        ordered.sort(key=lambda place: (-gains[place], -held[place]))
+        return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)
 
     def _same_wait_as(self, cause: str, earlier: Sequence[str]) -> str:
         """The first cause before this one on top of which it gains little more."""
@@ -468,19 +482,3 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
         ),
     ]
     return (*facts.notes, *(sentence for holds, sentence in said if holds))
-
-
-def sites_of(scene: Scene, finding: Finding, forecast: Forecast, whole_gain: int) -> tuple[Site, ...]:
-    """The costliest first. The wait of a place is what fixing it alone recovers."""
-    groups = by_place(scene, finding.rows, finding.cause == "peer_late")
-    per_step, spans = scene.steps * len(scene.timeline.ranks), scene.timeline.spans
-    # how long the host was held there: a cheap measure, good enough to choose which places to replay
-    taken = spans.end - spans.start
-    held = {place: int(taken[np.isin(finding.culprit, rows)].sum()) for place, rows in groups.items()}
-    ordered = sorted(groups, key=lambda place: -held[place])[:SITES_SHOWN]
-    gains = {place: whole_gain if len(ordered) == 1 else 0 for place in ordered}
-    if len(ordered) > 1:
-        for place in ordered[:SITES_REPLAYED]:
-            gains[place] = forecast.gain(finding.only(groups[place]))
-    ordered.sort(key=lambda place: (-gains[place], -held[place]))
-    return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)

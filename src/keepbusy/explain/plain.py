@@ -104,14 +104,15 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
     if plain_step is not None:
         timeline = even_hosts(_with_ready_batches(_no_slower_than_steps(timeline, plain_step), plain_step))
-    recorded, name = pace(timeline), timeline.facts.named
+    recorded = pace(timeline)
     if recorded < 1:
-        raise BadInput(f"{name} shows steps in which no time passes, so its times are damaged; record it again.")
+        damaged = "shows steps in which no time passes, so its times are damaged; record it again."
+        raise BadInput(f"{timeline.facts.named} {damaged}")
     if plain_step is None:
         return Plain(timeline, round(recorded), 1.0, 0.0)
     if plain_step > LUCKIEST_RECORDING * recorded:
         raise BadInput(
-            f"{name} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
+            f"{timeline.facts.named} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
             f"{recorded / 1e6:.3g} ms, and recording makes no run faster; give --plain-step in milliseconds, "
             "measured on the same program."
         )
@@ -123,9 +124,9 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     reached = max(1.0, pace(deflated))
     if plain_step < UNREACHABLE * reached:
         raise BadInput(
-            f"{name} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of recording its "
-            f"work takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on the same "
-            "program."
+            f"{timeline.facts.named} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of "
+            f"recording its work takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on "
+            "the same program."
         )
     return Plain(deflated, plain_step, plain_step / reached, factor)
 

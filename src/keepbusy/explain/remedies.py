@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +12,7 @@ from keepbusy.explain.causes.host import loader_frame
 from keepbusy.explain.causes.syncs import of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import Finding, SideLane
-from keepbusy.explain.places import by_place, late_ranks
+from keepbusy.explain.places import late_ranks
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Kind
@@ -312,23 +310,19 @@ ALL_AT_ONCE = Remedy(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
+class Seen(NamedTuple):
     """A cause at one place."""
 
     scene: Scene
     finding: Finding
     where: Where
-
-    @cached_property
-    def rows(self) -> Ints:
-        return by_place(self.scene, self.finding.rows, self.finding.cause == "peer_late")[self.where]
+    rows: Ints
 
 
-def remedy_for(scene: Scene, finding: Finding, where: Where) -> Remedy:
-    """By the cause, the place that costs most, and what was seen of it."""
+def remedy_for(scene: Scene, finding: Finding, where: Where, rows: Ints) -> Remedy:
+    """By the cause, a place, and what was seen of it there."""
     choose = CHOICES.get(finding.cause)
-    remedy = (choose(Seen(scene, finding, where)) if choose else None) or REMEDIES[finding.cause]
+    remedy = (choose(Seen(scene, finding, where, rows)) if choose else None) or REMEDIES[finding.cause]
     return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
 
 

@@ -22,12 +22,12 @@ SETUP = 2_000
 
 
 def find_reads(scene: Scene) -> Finding:
-    draft = Draft("host_sync", scene.timeline)
     syncs = np.flatnonzero(scene.is_sync & ~of_large_copy(scene))
+    frame = scene.outermost(scene.frames_with(Role.READS))
+    draft = Draft("host_sync", scene.timeline)
     draft.edit.drop_wait[syncs] = True
     draft.edit.work[syncs] = COST_OF_A_SYNC
     draft.culprit[syncs] = syncs
-    frame = scene.outermost(scene.frames_with(Role.READS))
     inside = np.flatnonzero((frame != NONE) & ~scene.timeline.on_device)
     culprit = _sync_of_frame(frame, syncs)[frame[inside]]
     inside, culprit = inside[culprit != NONE], culprit[culprit != NONE]
