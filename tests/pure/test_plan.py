@@ -609,6 +609,14 @@ def watched(**facts: Any) -> Diagnosis:
     return explained(loop(two_reads, 8, device=H200, run=TREE, plain_runs={0: MARKS}, **facts))
 
 
+@pytest.mark.parametrize(("place", "steps"), [("train.py:64", 100), ("", 0)])
+def test_of_a_loop_without_an_optimizer_its_turns_are_the_steps_of_the_run(place: str, steps: int) -> None:
+    found = explained(loop(two_reads, 8, device=H200, run=TREE, loop=place))
+    assert found.steps_of_run == steps
+    gains = [one.run_gain for one in found.plan]
+    assert gains == ([one.gain * steps for one in found.plan] if steps else [-1] * len(gains))
+
+
 def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
     found = replace(watched(), plain_given=True)
     found = replace(found, plan=plan_of_run(found, ()))

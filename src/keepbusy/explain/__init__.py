@@ -129,7 +129,7 @@ def _explained(
     told = replace(
         told,
         loop_turns=loop.turns if loop else 0,
-        run_steps=_steps_of_run(timeline, whole) if timeline.facts.virtual and run is not None else 0,
+        run_steps=_steps_of_run(timeline, whole) if run is not None and not timeline.facts.plain_runs else 0,
         one_turn=whole.facts.runs_once,
         plan=plan_of(story.scene, story.forecast, story.found),
         run=run,
@@ -145,9 +145,11 @@ def _explained(
 
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
-    """Of a run that was recorded from its beginning to its end. One step may be several of those that were marked."""
+    """Of a run whose marks nobody counted. One step may be several of those that were marked."""
     if timeline.facts.loop and (turns := _turns_at(timeline.facts.run, timeline.facts.loop)):
         return turns
+    if not timeline.facts.virtual:
+        return 0
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
     return round(steps * (timeline.facts.first_steps + marked) / (marked - 1)) if marked > steps > 1 else steps
 

@@ -164,9 +164,10 @@ def _part_of_a_script(left: Mapping[str, Any]) -> str:
 def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int, held_up: int) -> str:
     first, *further = [f"{look['ticks'][0][0] + 1} to {look['ticks'][-1][0]}" for look in looks]
     again = f", and again {' and '.join(further)}" if further else ""
+    which = f"steps {first} of {steps}" if steps else f"turns {first} of the loop"  # nobody marked any step
     cost = (held_up or sum(look["cost"] for look in looks)) / 1e9
     return (
-        f"{NOTE_OF_RECORDED} steps {first} of {steps}{again}; opening and closing the recorder held the program up "
+        f"{NOTE_OF_RECORDED} {which}{again}; opening and closing the recorder held the program up "
         f"for {cost:.1f} s{' in all' if further else ', once'}."
     )
 
