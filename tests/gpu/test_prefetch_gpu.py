@@ -70,6 +70,29 @@ def test_no_batch_is_wrong_under_a_delayed_reader(depth: int, then: Callable[[An
     assert wrong(keepbusy.prefetch(batches(COUNT), depth=depth, then=then), COUNT, scale) == 0
 
 
+class Numbered(torch.utils.data.Dataset):
+    """What workers join: nothing is pinned, and each batch is made anew."""
+
+    def __len__(self) -> int:
+        return COUNT // 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "packed": torch.full((2048,), index % MADE),
+            "turned": torch.full((64, 33), index % MADE, dtype=torch.uint8).t(),
+            "pinned": torch.full((1 << 16,), float(index % MADE)),
+        }
+
+
+@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"persistent_workers": True}])
+def test_no_batch_of_workers_is_wrong_under_a_delayed_reader(options: dict[str, Any]) -> None:
+    """Their buffers are filled again as soon as they are given back."""
+    loader = torch.utils.data.DataLoader(Numbered(), batch_size=None, num_workers=4, **options)
+    batches = keepbusy.prefetch(loader)
+    for _ in range(2):
+        assert wrong(batches, len(loader)) == 0
+
+
 def test_the_same_reader_finds_a_naive_one_wrong() -> None:
     assert wrong(naive(batches(500)), 500) > 0
 
