@@ -158,22 +158,22 @@ def test_a_loop_that_turns_once_in_each_turn_is_none(train: Watched) -> None:
     assert (loop.place, loop.turns, loop.time) == ("train.py:3", 10, 1_000 * MS)
 
 
-def test_a_loop_that_was_counted_and_never_went_back_is_none(train: Watched, tmp_path: Path) -> None:
+def test_a_loop_of_a_library_that_never_went_back_is_none(train: Watched, tmp_path: Path) -> None:
     """As one that waits for a worker's batch, and looks again only if there was none."""
     text = "def get():\n    while True:\n        return wait()\n"
     train.program(tmp_path / "site-packages" / "lib" / "queue.py", text)
     for _ in range(10):
         train.at(80, ("train", STEP), ("queue.get", 3)).at(20, ("train", LOG))
     train.turned("train", 4, steady(0, 10, 100)).turned("train", 3, [1_000])
-    run = held_together(tree_of(train.looks))
-    assert [(one.place, one.function) for one in run.within() if one.kind == LOOP] == [
-        ("train.py:4", "<module>"),
-        ("train.py:5", "lib/queue.py:2 in get"),  # before Python 3.12 nobody knows
-    ]
-    train.looks.entries[train.numbers["queue.get"]] = array("q")
-    run = held_together(tree_of(train.looks))
-    [loop] = [one for one in run.within() if one.kind == LOOP]
+    [loop] = [one for one in held_together(tree_of(train.looks)).within() if one.kind == LOOP]
     assert [(line.place, line.time) for line in loop.lines] == [("train.py:5", 800 * MS), ("train.py:6", 200 * MS)]
+
+
+def test_a_loop_that_was_counted_and_never_went_back_is_none(train: Watched) -> None:
+    train.at(100, ("train", POLL)).at(100, ("train", STEP))
+    assert "train.py:8" in [one.place for one in tree_of(train.looks).within() if one.kind == LOOP]
+    train.turned("train", 4, steady(100, 5, 20)).turned("train", 3, [200])
+    assert "train.py:8" not in [one.place for one in tree_of(train.looks).within() if one.kind == LOOP]
 
 
 def test_a_generator_turns_with_the_loop_that_asks_it(train: Watched, tmp_path: Path) -> None:

@@ -341,6 +341,50 @@ op(9)
     assert [one.facts.reason.place for one in program.told().further if one.facts.reason] == ["train.py:6"]
 
 
+def test_a_trainers_loop_stands_at_the_users_line_that_leads_there(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its epochs and its batches, and not the layers within a step."""
+    library = tmp_path / "site-packages" / "trainer_of_ours.py"
+    library.parent.mkdir()
+    library.write_text(
+        "def fit(training_step, epochs, op):\n"
+        "    for epoch in range(epochs):\n"
+        "        op(10)\n"
+        "        run_epoch(training_step, op)\n"
+        "def run_epoch(training_step, op):\n"
+        "    for batch in range(6):\n"
+        "        op(10)\n"
+        "        training_step()\n"
+        "def layers(op):\n"
+        "    for layer in range(3):\n"
+        "        op(100, 50)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(library.parent))
+    monkeypatch.delitem(sys.modules, "trainer_of_ours", raising=False)
+    text = """\
+from trainer_of_ours import fit, layers
+def training_step():
+    layers(op)
+    backward()
+    step()
+op(50)
+fit(training_step, 4, op)
+op(60)
+"""
+    loop, commands = steps(program, text)
+    assert (loop, commands) == ("train.py:7", [5] * 20)
+    begins, fit, ends = program.tree().parts
+    assert (begins.place, ends.place) == ("train.py:6", "train.py:8")
+    assert (fit.place, fit.source) == ("train.py:7", "fit(training_step, 4, op)")
+    assert (fit.function, fit.turns) == ("trainer_of_ours.py:2 in fit", 4)
+    [batches] = fit.parts
+    assert (batches.place, batches.function, batches.turns) == ("train.py:7", "trainer_of_ours.py:6 in run_epoch", 24)
+    assert {line.place for line in batches.lines} == {"trainer_of_ours.py:7", "train.py:3", "train.py:4", "train.py:5"}
+    assert batches.parts == ()
+
+
 def test_what_the_program_says_of_its_steps_counts_for_more(program: Program) -> None:
     program.run("for batch in range(8):\n    op(100, 50)\n    backward()\n    step()\n    step()\n")
     told = program.told(announced=True)

@@ -1,12 +1,13 @@
 """Where the program is: a stack walk at the call, from the operator out to the script.
 
-The place of a call is the chain of the user's own lines, the innermost library frame after them
-where a library stands between the user and PyTorch. A chain seen before costs a walk and one
-look-up.
+The place of a call is the chain of the user's own lines and of library frames with a loop, as a trainer's, and the
+innermost library frame after them where a library stands between the user and PyTorch. A chain seen before costs a
+walk and one look-up.
 """
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import sysconfig
@@ -31,6 +32,7 @@ def _folder(package: str) -> str:
 
 
 _TORCH = _folder("torch")
+_BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
 KEPT_USER_LINES = 24
 """User lines of one chain; recursion may go deeper, and what is further out is left off."""
 USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
@@ -45,7 +47,7 @@ class Places:
     """Numbers for places, as the clock's `place` gives them."""
 
     def __init__(self, number: Callable[..., int], meet: Callable[[CodeType], object] | None = None) -> None:
-        """`meet` is told of each code of the user's own when a call comes from it for the first time."""
+        """`meet` is told of each code of the chains when a call comes from it for the first time."""
         self._number, self._tell = number, meet
         self.lines: dict[str, tuple[CodeType, int]] = {}
         """Of each line as it is written: its code, and its number."""
@@ -78,7 +80,10 @@ class Places:
 
     def _meet(self, code: CodeType) -> int:
         self._codes[id(code)] = code
-        kind = self._kinds[id(code)] = kind_of(code.co_filename)
+        kind = kind_of(code.co_filename)
+        if kind == LIBRARY and holds_loop(code):
+            kind = USER  # its line belongs to the chain as the user's own do
+        self._kinds[id(code)] = kind
         if kind == USER and self._tell is not None:
             self._tell(code)
         return kind
@@ -96,6 +101,11 @@ class Places:
         written = f"{shown(code.co_filename)}({line}): {code.co_name}"
         self.lines[written] = code, line
         return written
+
+
+def holds_loop(code: CodeType) -> bool:
+    """Whether it jumps back anywhere."""
+    return not _BACKWARD.isdisjoint(code.co_code[::2])
 
 
 def kind_of(file: str) -> int:

@@ -268,8 +268,9 @@ class _Tree:
         So does one that tries again until it has something, and a generator that the loop around it asks for batches.
         """
         ends = self.turns.get(loop)
-        if ends is None:  # where turns are counted: it never went back
-            return bool(self.looks.turns) and loop[0] in self.looks.entries
+        if ends is None:  # nobody saw it go back, and of a library's that is all that makes it a loop of the run
+            counted = bool(self.looks.turns) and loop[0] in self.looks.entries
+            return counted or kind_of(self.looks.codes[loop[0]].co_filename) != USER
         around = self.turns.get((above.code, above.loop.first)) if above.loop is not None else None
         if around is None or len(ends) <= len(around) + 1:
             return len(ends) <= (1 if around is None else len(around) + 1)

@@ -6,7 +6,6 @@ Python 3.12, which cannot, they are read off the lines: who comes back to an ear
 
 from __future__ import annotations
 
-import dis
 import sys
 from array import array
 from bisect import bisect_right
@@ -19,6 +18,7 @@ from types import CodeType
 import numpy as np
 import numpy.typing as npt
 
+from keepbusy.instrument.lines import holds_loop
 from keepbusy.instrument.loop_tree import (
     LOOP_IS_WORTH,
     RECORDED_AT_MOST,
@@ -46,7 +46,6 @@ TURNS_A_SECOND, TURNS_IN_A_ROW = 1_000_000, 1 << 14
 """A loop that turns more often, so many times in a row, computes in Python, and is counted no further."""
 FEWEST_MARKS = 3
 """For two whole turns."""
-_BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
 
 Chain = tuple[Line, ...]
 """Where the program is, from the outside in."""
@@ -65,7 +64,7 @@ class RunLoops:
     def meet(self, code: CodeType) -> None:
         """From here the program calls for the first time: if there is a loop in it, it may turn from now on."""
         number = self._number_of(code)
-        if self._counters is not None and _BACKWARD & set(code.co_code[::2]):
+        if self._counters is not None and holds_loop(code):
             self._counters.count(number, code)
 
     def end(self) -> None:
