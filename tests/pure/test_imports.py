@@ -131,7 +131,7 @@ LINES = {
     "recording": 3841,
     "virtual": 8532,
     "explain": 4360,
-    "report": 3245,
+    "report": 3249,
     "runtime": 5324,
     "cli": 3399,
     "fix": 4455,

@@ -97,6 +97,12 @@ def test_a_report_that_was_shortened_says_so() -> None:
     assert "shortened" not in terminal.render(STALLED)
 
 
+def test_many_waits_for_launches_are_not_called_nothing_to_gain() -> None:
+    text = terminal.render(replace(HEALTHY, ledger={"computing": ms(12.3), "launch_bound": ms(19.0)}))
+    assert "No gain is foretold: the GPU computes 39% of the step and waits 19.0 ms of it (61%) for launches." in text
+    assert "Nothing to gain" not in text
+
+
 def test_much_that_is_unknown_is_not_called_nothing_to_gain() -> None:
     text = terminal.render(replace(HEALTHY, ledger={"computing": ms(12.3), "unknown": ms(19.0)}))
     assert "Not explained: the GPU computes 39% of the step and waits 19.0 ms of it (61%)" in text

@@ -369,6 +369,10 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
         return f"Not explained: the GPU computes {busy} of the step and waits {lost} {unseen}."
     if any("pipeline_bubble" in one.causes for one in diagnosis.plan):
         return f"The GPU computes {busy} of the step: no line is to blame; its stages wait for each other."
+    launches = diagnosis.ledger.get("launch_bound", 0)
+    if launches > max(diagnosis.noise, _UNEXPLAINED * step):  # as where compiled code was run as written
+        lost = f"{duration(launches, step)} of it ({share(launches, step)})"
+        return f"No gain is foretold: the GPU computes {busy} of the step and waits {lost} for launches."
     here = "in an ordinary step" if diagnosis.plan else "here"
     verdict = "No line is to blame" if any(_bubble(diagnosis)) else f"Nothing to gain {here}"
     return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
