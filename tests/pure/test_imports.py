@@ -130,7 +130,7 @@ LINES = {
     "instrument": 1848,
     "recording": 3841,
     "virtual": 8532,
-    "explain": 4360,
+    "explain": 4361,
     "report": 3249,
     "runtime": 5324,
     "cli": 3399,

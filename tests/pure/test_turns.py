@@ -42,6 +42,12 @@ def test_a_copy_that_should_run_beside_the_compute_says_so() -> None:
     assert {CAUSES[one] for one in turns.aside[copies] if one != NONE} == {"copy_not_overlapped"}
 
 
+def test_collectives_that_do_run_beside_it_are_told_nothing() -> None:
+    told, turns = drawn("healthy_ddp")
+    assert not told.causes
+    assert (turns.aside == NONE).all()
+
+
 def test_gaps_add_up_to_what_the_gpu_waits_and_only_gaps_have_causes() -> None:
     told, turns = drawn("item_every_step")
     gaps = idle_before(turns.timeline, steady(turns.timeline))

@@ -266,8 +266,9 @@ class Story:
 
     def turns(self) -> Turns:
         """The turns that were replayed, for who draws them. The causes that gain something come first."""
-        causes = dict.fromkeys([*self._named(), *self.found])
-        return turns_of(self.scene.timeline, self.plain.ratio, [self.found[cause] for cause in causes])
+        named = self._named()
+        found = [self.found[cause] for cause in dict.fromkeys([*named, *self.found])]
+        return turns_of(self.scene.timeline, self.plain.ratio, found, len(named))
 
     def _all(self, named: Sequence[str]) -> Edit:
         """All that are named, or the first alone where the others would only crowd the lane that it moves to."""

@@ -69,13 +69,13 @@ class Turns:
         return CAUSES[cause] if cause != NONE else "unknown", self.places[place] if place != NONE else None
 
 
-def turns_of(timeline: Timeline, ratio: float, found: Sequence[Finding]) -> Turns:
-    """`found`: of each cause that was found, those that gain something first."""
+def turns_of(timeline: Timeline, ratio: float, found: Sequence[Finding], gaining: int) -> Turns:
+    """`found`: of each cause that was found; the first so many of them gain something."""
     places, place, call = _places(timeline)
     cause, rest, culprit = _causes(timeline, found)
     aside = np.full(len(timeline), NONE, np.int64)
     moved_to = (SideLane.FETCH, SideLane.RETURN, SideLane.WIRE)
-    for one in reversed(found):
+    for one in reversed(found[:gaining]):
         aside[np.isin(one.edit.lane, moved_to) & timeline.on_device] = CAUSES.index(one.cause)
     return Turns(timeline, ratio, places, place, call, cause, rest, culprit, aside)
 
