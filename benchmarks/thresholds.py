@@ -117,7 +117,7 @@ RECORDED = {
     "keepbusy.instrument.loop_tree": (
         Threshold("SHORTEST_PART", 0.0, "A loop of a two-hundredth of the run stands among the lines around it."),
         Threshold("SLOW_TURNS_MATTER", 0.0, "Slow turns that take a fiftieth of their loop are told."),
-        Threshold("LOOP_IS_WORTH", 0.0, "A loop is looked at if the GPU waits in it for a tenth of the run."),
+        Threshold("LOOP_IS_WORTH", 0.0, "A loop is looked at if the GPU waits in it for a tenth of all loops."),
     ),
     "keepbusy.instrument.step_loop": (
         Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_runs import MAIN, MS, looks, steps
 
-from keepbusy.instrument.loop_tree import BusyLoop
+from keepbusy.instrument.loop_tree import BusyLoop, worth_a_look
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at
 from keepbusy.recording.window import SETTLING_TURNS
 from keepbusy.recording.window_plan import (
@@ -187,13 +187,20 @@ def busy_loop(place: str, waits: int, turn: int = 10) -> BusyLoop:
 
 
 def test_the_loop_in_which_the_gpu_waits_longest_is_looked_at_first_and_each_once() -> None:
-    loops = [busy_loop("train.py:3", 400), busy_loop("train.py:9", 700), busy_loop("train.py:20", 20)]
+    loops = [busy_loop("train.py:3", 400), busy_loop("train.py:9", 700)]
     plan = WindowPlan(Program(noisy(10)), lambda: 0, StepLooks, lambda: loops, worked=lambda: 0)  # type: ignore[arg-type]
     taken = []
     for _ in range(4):
         plan.think(2_000 * MS, 0, 0)
         taken.append(plan.take_loop())
     assert [(one.why, one.about["place"]) for one in taken if one] == [(LOOP, "train.py:9"), (LOOP, "train.py:3")]
+
+
+def test_a_loop_is_worth_a_look_where_the_gpu_waits_for_a_tenth_of_what_all_loops_take() -> None:
+    """However long the start-up took."""
+    loops = [busy_loop("train.py:3", 400), busy_loop("train.py:9", 100), busy_loop("train.py:20", 90)]
+    assert [one.place for one in worth_a_look(loops)] == ["train.py:3"]
+    assert [one.place for one in worth_a_look(loops[1:])] == ["train.py:9", "train.py:20"]
 
 
 def test_asking_takes_little_of_the_run() -> None:

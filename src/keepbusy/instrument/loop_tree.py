@@ -38,7 +38,8 @@ SLOW_TURNS_MATTER = 0.02
 """Of a loop: what its slow turns take longer."""
 KEPT_LINES, KEPT_KINDS = 8, 3
 LOOP_IS_WORTH = 0.1
-"""Of the run: a loop in which the GPU waits for less is not looked at closely."""
+"""Of the time of all loops, for start-up weighs less the longer a run is: a loop in which the GPU waits for less is not
+looked at closely."""
 RECORDED_AT_MOST = 64
 """Turns of a loop whose turns are short."""
 
@@ -108,6 +109,11 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
             tree._place(root, chain, lines)
     visit(root, root, ())
     return sorted(found, key=lambda one: -one.waits)
+
+
+def worth_a_look(loops: Sequence[BusyLoop]) -> list[BusyLoop]:
+    worth = LOOP_IS_WORTH * sum(one.time for one in loops)
+    return [one for one in loops if one.waits >= worth]
 
 
 def turns_of_loops(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from keepbusy.instrument.children import follow, when_imported
 from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
-from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of
+from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of, worth_a_look
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.instrument.step_loop import beside, turned_by
@@ -222,7 +222,7 @@ class Run:
         return self._followed is None and self._rank_and_world()[1] == 1
 
     def _unseen_loops(self) -> list[BusyLoop]:
-        return [one for one in self._know_loops() if one.jumps and self._is_unseen(one)]
+        return [one for one in worth_a_look(self._know_loops()) if one.jumps and self._is_unseen(one)]
 
     def _is_unseen(self, one: BusyLoop) -> bool:
         """It did not turn while a window was open, nor did the first one open in it: turns are counted only once a loop

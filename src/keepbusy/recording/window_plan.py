@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.loop_tree import LOOP_IS_WORTH, RECORDED_AT_MOST, BusyLoop
+from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop
 from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.marks import Marks
@@ -71,7 +71,7 @@ class WindowPlan:
     clock: Callable[[], int]
     looks: Callable[[], StepLooks]
     loops: Callable[[], Sequence[BusyLoop]]
-    """Loops that turn, the innermost, with what the GPU waits in each."""
+    """Those that are worth a look, the innermost, with what the GPU waits in each."""
     planned: Occasion | None = None
     taken: list[Occasion] = field(default_factory=list)
     """Those for which a window was opened."""
@@ -88,7 +88,7 @@ class WindowPlan:
         has_room = self.planned is None and len(self.taken) < KEPT_WINDOWS
         if began < self.not_before or not has_room or not is_granted(passed, spent, expected):
             return
-        found = [*self._loops(passed)] if loops else []
+        found = [*self._loops()] if loops else []
         if self.marks.count > STEPS_KNOWN:
             steps = self.marks.steps(MARKS_CONSIDERED)
             found += [*self._stalls(steps, longest), *self._change(steps)]
@@ -115,10 +115,10 @@ class WindowPlan:
         self.taken.append(planned)
         return planned
 
-    def _loops(self, passed: int) -> Iterator[Occasion]:
+    def _loops(self) -> Iterator[Occasion]:
         known = {one.about.get("place") for one in self.taken}
         for one in self.loops():
-            if one.waits < LOOP_IS_WORTH * passed or len(one.ends) < TURNS_KNOWN or one.place in known:
+            if len(one.ends) < TURNS_KNOWN or one.place in known:
                 continue
             turn = int(np.median(np.diff(one.ends[-TURNS_KNOWN:])))
             if turn <= LONGEST_TURN:

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from keepbusy.instrument.lines import holds_loop
 from keepbusy.instrument.loop_tree import (
-    LOOP_IS_WORTH,
     RECORDED_AT_MOST,
     BusyLoop,
     BusyUntil,
@@ -30,6 +29,7 @@ from keepbusy.instrument.loop_tree import (
     read_source,
     tree_of,
     turns_of_loops,
+    worth_a_look,
 )
 from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoops, TurnCounters
 from keepbusy.instrument.step_loop import Nest, loop_that_trains
@@ -108,11 +108,8 @@ class RunLoops:
         if not nest:
             return told
         loops = innermost_loops(looks, busy, sources)
-        worth, trains = (
-            LOOP_IS_WORTH * sum(one.time for one in loops),
-            {one.nest[-1]: one for one in loops}.get(nest[-1]),
-        )
-        further = [_window(told, lane, one) for one in loops if one.nest[-1] not in nest and one.waits >= worth]
+        trains = {one.nest[-1]: one for one in loops}.get(nest[-1])
+        further = [_window(told, lane, one) for one in worth_a_look(loops) if one.nest[-1] not in nest]
         marked = _marked(told, lane, trains) if trains is not None else told
         return marked.change(further=tuple(one for one in further if one is not None))
 
