@@ -196,9 +196,10 @@ class Machine:
         from the same call to the same one and no look came in between, as looks are a millisecond apart."""
         if not isinstance(host.real, HostTime) or not onlooker.watches_caller():
             return
-        host.unwritten_time -= onlooker.take_cost()
+        cost, looks = onlooker.take()
+        host.unwritten_time -= cost
         stretch = host.place, place
-        seen = [one for moment, one in onlooker.take() if self.clock.attribute(one, host.real.at(moment))]
+        seen = [one for moment, one in looks if self.clock.attribute(one, host.real.at(moment))]
         if seen:
             self._busy_lines[stretch] = seen[-1]
         if stretch in self._busy_lines and (seen or host.unwritten_time > NOISE_LIMIT):

@@ -44,12 +44,10 @@ class Onlooker:
     def watches_caller(self) -> bool:
         return threading.get_ident() == self._watched
 
-    def take_cost(self) -> int:
-        """What the looks since the last question took, while Python stood still for the program."""
-        cost, self._cost = self._cost, 0
-        return cost
+    def take(self) -> tuple[int, list[tuple[int, int]]]:
+        """What the looks since the last time took, while Python stood still for the program, and what was seen.
 
-    def take(self) -> list[tuple[int, int]]:
-        """What was seen, place by place: of looks in a row at the same place the last one."""
-        looks, self.looks = tuple(self.looks), []
-        return [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
+        Of looks in a row at the same place the last one.
+        """
+        looks, cost, self.looks, self._cost = tuple(self.looks), self._cost, [], 0
+        return cost, [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]

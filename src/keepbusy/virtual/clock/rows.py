@@ -85,7 +85,7 @@ class Rows:
         self._links = Packed(4)
         self.frames = Packed(len(_FRAME_COLUMNS))
         self.frame_ends = array("q")
-        self.memory = array("q")  # of each block taken or given back: lane, device, time, address, bytes, reserved
+        self.memory = Packed(6)  # of each block taken or given back: lane, device, time, address, bytes, reserved
         self.add: Callable[[Row], int] = self.spans.add
 
     def lane(self, lane: Lane) -> int:
@@ -129,7 +129,7 @@ class Rows:
         )
 
     def _all_memory(self) -> MemoryUse:
-        lane, device, time, block, size, reserved = np.array(self.memory, np.int64).reshape(-1, 6).T
+        lane, device, time, block, size, reserved = self.memory.columns()
         allocated = np.zeros(len(size), np.int64)
         for one in np.unique(device):
             allocated[device == one] = np.cumsum(size[device == one])

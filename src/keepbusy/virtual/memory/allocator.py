@@ -230,8 +230,7 @@ class Memory:
     def _note(self, block: Block, size: int) -> None:
         """For the timeline: what was taken or given back just now."""
         host, device = self.clock.host(), block.device
-        row = (host.lane, device, host.now, block.address, size, self._devices[device].reserved)
-        self.clock.rows.memory.extend(row)
+        self.clock.rows.memory.add((host.lane, device, host.now, block.address, size, self._devices[device].reserved))
 
     def _segment(self, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""

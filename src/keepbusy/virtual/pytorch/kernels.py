@@ -37,11 +37,6 @@ HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class Signature:
     """Of one overload what its schema says, read once: where tensors stand, what it writes, and what it returns."""
 
-    __slots__ = (
-        "arguments", "asks", "has_generator", "is_list_operator", "is_random", "name", "returned", "shapes",
-        "short", "takes_host_tensors", "tensors", "writes", "written",
-    )  # fmt: skip
-
     def __init__(self, overload: torch._ops.OpOverload) -> None:
         schema = overload._schema
         short = schema.name.split("::")[1]
@@ -53,13 +48,9 @@ class Signature:
         self.writes = tuple(
             (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
         )
-        written = [(one.alias_info.before_set, at, one.name) for at, one in enumerate(schema.arguments) if _writes(one)]
-        self.returned = tuple(
-            next(
-                ((at, name) for names, at, name in written if _writes(one) and names == one.alias_info.before_set), None
-            )
-            for one in schema.returns
-        )
+        written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
+        aliases = [one.alias_info.before_set if _writes(one) else None for one in schema.returns]
+        self.returned = tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
         """Of each result, by place and name, the argument that it is; None for one that is new."""
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
