@@ -654,14 +654,11 @@ class Clock:
         group: int = NONE,
         gap: int | None = None,
     ) -> int:
-        rows, queue, launch = self.rows, self.device.queue, call[0]
-        end, gap = start + work, queue.gap if gap is None else gap
+        rows, queue, lane, launch = self.rows, self.device.queue, line.lane, call[0]
+        end, lag, text, later = start + work, queue.gap if gap is None else gap, rows.names[name], queue.latency
         row = rows.add(
-            (
-                line.lane, kind, rows.names[name], NONE, start, end, work, gap, NONE, group, size, direction,
-                pinned, launch, queue.latency,
-            )
-        )  # fmt: skip
+            (lane, kind, text, NONE, start, end, work, lag, NONE, group, size, direction, pinned, launch, later)
+        )
         if line.awaited:
             for source, _ in line.awaited.values():
                 rows.link(source, row, LinkKind.ORDER, queue.gap)

@@ -203,15 +203,10 @@ class HostThread:
 
     # rows
 
-    def add(self, kind: int, name: str, end: int, work: int, awaits: int = NONE, size: int = 0) -> int:
+    def add(self, kind: int, name: str, end: int, work: int, awaits: int = NONE) -> int:
         """A row from now to its end; returns its number."""
-        rows = self._rows
-        row = rows.add(
-            (
-                self.lane, kind, rows.names[name], self.frame, self.now, end, work, 0, awaits, NONE, size, 0, NONE,
-                NONE, 0,
-            )
-        )  # fmt: skip
+        rows, frame, now = self._rows, self.frame, self.now
+        row = rows.add((self.lane, kind, rows.names[name], frame, now, end, work, 0, awaits, NONE, 0, 0, NONE, NONE, 0))
         self.now, self.last = end, row
         if self.releases:
             for source in self.releases:
