@@ -129,7 +129,7 @@ LINES = {
     "traces": 2434,
     "instrument": 1854,
     "recording": 3841,
-    "virtual": 8529,
+    "virtual": 8493,
     "explain": 4361,
     "report": 3249,
     "runtime": 5324,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Direction
-from keepbusy.virtual.costs.figures import figures
+from keepbusy.virtual.costs import figures
 
 # A value's type says in which units a file gives it.
 Time: TypeAlias = int

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.figures import figures
 from keepbusy.virtual.costs.operator_call import SHORTEST, Array, Call, Kernel, NoLaw, largest, lasts, total
 
 PRODUCTS, ATTENTION = figures("products"), figures("attention")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
+from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.figures import figures
 
 Shape: TypeAlias = tuple[int, ...]
 Operand: TypeAlias = tuple[Shape, str, Shape]

@@ -34,65 +34,6 @@ _NOT_PLAIN: tuple[int, list[Any]] = (NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-class Signature:
-    """Of one overload what its schema says, read once: where tensors stand, what it writes, and what it returns."""
-
-    def __init__(self, overload: torch._ops.OpOverload) -> None:
-        schema = overload._schema
-        short = schema.name.split("::")[1]
-        self.name, self.short = schema.name, short
-        self.arguments = [one.name for one in schema.arguments]
-        self.tensors = frozenset(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor")
-        self.written = frozenset(one.name for one in schema.arguments if _writes(one))
-        # running means are also written by operators that do not say so
-        self.writes = tuple(
-            (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
-        )
-        written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
-        aliases = [one.alias_info.before_set if _writes(one) else None for one in schema.returns]
-        self.returned = tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
-        """Of each result, by place and name, the argument that it is; None for one that is new."""
-        self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
-        self.has_generator = "generator" in self.arguments
-        self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
-        known = {name: at for at, name in enumerate(self.arguments)}
-        self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
-        self.shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
-        """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
-        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
-
-    def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
-        if self.is_list_operator:
-            return {"lists": sum(isinstance(one, list | tuple) and len(one) > 0 for one in args)}
-        return {
-            name: args[at] if at < len(args) else kwargs[name]
-            for name, at in self.asks
-            if at < len(args) or name in kwargs
-        }
-
-    def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors that a call writes into, also those of which the schema does not tell."""
-        found: list[Tensor] = []
-        for name, at in self.writes:
-            map_tensors(found.append, args[at] if at < len(args) else kwargs.get(name))
-        return found
-
-    def waits(self, args: Sequence[Any]) -> str:
-        """The operator for which the host waits within this call, if it does.
-
-        Indexing with a mask looks for its ones first, unless a single value is written, without knowing how many.
-        """
-        if self.short in _WAITING:
-            return self.name
-        if self.short in _INDEXING and any(
-            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1] or ()
-        ):
-            one_value = "put" in self.short and isinstance(args[2], Tensor) and args[2].numel() == 1
-            return "" if one_value else "aten::nonzero"
-        return ""
-
-
 def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
@@ -109,10 +50,10 @@ def overload_named(name: str) -> torch._ops.OpOverload | None:
 class Operands:
     """One call's arguments on their way to the host."""
 
-    __slots__ = ("device", "inputs", "recorded", "signature", "with_host_tensor", "with_sparse_tensor")
+    __slots__ = ("device", "inputs", "kernel", "recorded", "with_host_tensor", "with_sparse_tensor")
 
-    def __init__(self, signature: Signature) -> None:
-        self.signature = signature
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
         self.recorded = MACHINE.recording is not None  # whether a graph may be captured with them
         self.device = -1
         self.inputs: list[Tensor] = []
@@ -134,8 +75,8 @@ class Operands:
         if device < 0:
             self.with_host_tensor = self.with_host_tensor or tensor.dim() > 0
             return tensor.clone() if self.recorded else tensor  # a captured kernel takes the host's numbers along
-        if self.device not in (-1, device) and not self.signature.takes_host_tensors:
-            raise _on_two_devices(self.signature.name, f"cuda:{self.device}", f"cuda:{device}")
+        if self.device not in (-1, device) and not self.kernel.takes_host_tensors:
+            raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", f"cuda:{device}")
         self.device = device
         if tensor.layout is torch.sparse_coo:
             if not VALUES.real:
@@ -151,9 +92,9 @@ class Operands:
     def check(self) -> int:
         """The device of the call; refuses what a GPU would refuse."""
         if self.with_host_tensor and self.device >= 0:
-            if self.inputs and not self.signature.takes_host_tensors:
-                raise _on_two_devices(self.signature.name, f"cuda:{self.device}", "cpu")
-            if self.signature.short in _INDEXING:
+            if self.inputs and not self.kernel.takes_host_tensors:
+                raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", "cpu")
+            if self.kernel.short in _INDEXING:
                 MACHINE.needs_pinned(self.device, is_pinned=False)
         return CURRENT.index(self.device)
 
@@ -188,26 +129,44 @@ _ONE_NEW = (None,)
 
 
 class Kernel:
-    """One overload on the virtual device.
+    """One overload on the virtual device, and what its schema says: where tensors stand, what it writes and returns.
 
     `on_host`: how the host computes it, where PyTorch's own kernel for the host is none, or another one.
     """
 
-    __slots__ = ("is_plain", "is_product", "native", "on_host", "overload", "scalar", "shapes", "signature")
-
     def __init__(
         self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
     ) -> None:
-        self.overload, self.on_host = overload, on_host
-        self.native = overload._op
-        self.signature = Signature(overload)
+        self.overload, self.on_host, self.native = overload, on_host, overload._op
+        schema = overload._schema
+        short = schema.name.split("::")[1]
+        self.name, self.short = schema.name, short
+        self.arguments = [one.name for one in schema.arguments]
+        self.tensors = frozenset(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor")
+        self.written = frozenset(one.name for one in schema.arguments if _writes(one))
+        # running means are also written by operators that do not say so
+        self.writes = tuple(
+            (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
+        )
+        written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
+        aliases = [one.alias_info.before_set if _writes(one) else None for one in schema.returns]
+        self.returned = tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
+        """Of each result, by place and name, the argument that it is; None for one that is new."""
+        self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
+        self.has_generator = "generator" in self.arguments
+        self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
+        known = {name: at for at, name in enumerate(self.arguments)}
+        self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
+        self.named_shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
+        self.shapes = tuple(self.named_shapes.values())
+        """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
+        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
         # of `mul.Tensor` the builtin of `mul.Scalar`, if there is one
         packet = overload._overloadpacket
         has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
         self.scalar = packet.Scalar._op if has_scalar else None
-        self.is_plain = dense and self.signature.short not in _WAITING | _INDEXING
-        self.is_product = law_of(self.signature.short).depends_on_precision
-        self.shapes = tuple(self.signature.shapes.values())
+        self.is_plain = dense and short not in _WAITING | _INDEXING
+        self.is_product = law_of(short).depends_on_precision
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host, place = MACHINE.pause_at()
@@ -232,12 +191,12 @@ class Kernel:
         for name, option in kwargs.items():
             if type(option) not in _PLAIN:
                 return _NOTHING_DONE
-            key += (name, option if self.signature.shapes[name] else type(option))
-        signature, by_call = self.signature, MACHINE.costs.by_call
+            key += (name, option if self.named_shapes[name] else type(option))
+        by_call = MACHINE.costs.by_call
         known = tuple(key)
         call, kernels = by_call.get(known) or (self.on_host or self._chosen(args), None)
         try:
-            out = self.compute(device, host_args, kwargs) if signature.is_random else call(*host_args, **kwargs)
+            out = self.compute(device, host_args, kwargs) if self.is_random else call(*host_args, **kwargs)
         except RuntimeError:  # the other way knows what can be done about it, or raises it again
             return _NOTHING_DONE
         if kernels is None:
@@ -247,11 +206,11 @@ class Kernel:
             kernels = self._kernels(inputs, out, args, kwargs)
             by_call[known] = call, kernels
         stream = MACHINE.stream(device)
-        if signature.is_list_operator:
+        if self.is_list_operator:
             listed = sum(len(one) for one in args if isinstance(one, list))
             MACHINE.clock.spend(MACHINE.device.host.lists(listed))
-        MACHINE.clock.operator(signature.name, place, stream, kernels)
-        if signature.returned == _ONE_NEW and isinstance(out, Tensor) and out.layout is torch.strided:
+        MACHINE.clock.operator(self.name, place, stream, kernels)
+        if self.returned == _ONE_NEW and isinstance(out, Tensor) and out.layout is torch.strided:
             return MACHINE.place_on(out, device, stream)
         return self._on_device(device, out, args, kwargs)
 
@@ -285,38 +244,37 @@ class Kernel:
 
     def _check_types(self, inputs: list[Tensor]) -> None:
         """Refuses what CUDA has no kernel for, as CUDA does."""
-        kernel = _OF_FLOATS_ALONE.get(self.signature.short.rstrip("_"))
+        kernel = _OF_FLOATS_ALONE.get(self.short.rstrip("_"))
         if kernel and inputs and inputs[0].dtype in _INTEGERS:
             raise NotImplementedError(f"\"{kernel}\" not implemented for '{_INTEGERS[inputs[0].dtype]}'")
 
     def _kernels(self, inputs: list[Tensor], out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a GPU would run, by name and time."""
-        signature = self.signature
-        asked = signature.asked(args, kwargs) if signature.asks or signature.is_list_operator else kwargs
-        return MACHINE.kernels(signature.short, inputs, _new_tensors(signature, out), asked)
+        asked = self.asked(args, kwargs) if self.asks or self.is_list_operator else kwargs
+        return MACHINE.kernels(self.short, inputs, _new_tensors(self.returned, out), asked)
 
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature, operands = self.signature, Operands(self.signature)
+        operands = Operands(self)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
         if operands.with_sparse_tensor:  # one that is written into may get other pieces, in memory of the host's own
-            for _, at in signature.writes:
+            for _, at in self.writes:
                 if at < len(host_args) and host_args[at].layout is torch.sparse_coo:
                     host_args[at] = host_args[at].clone()
         device = operands.check()
         if not operands.with_sparse_tensor:  # whose indices are whole numbers
             self._check_types(operands.inputs)
-        waits = signature.waits(host_args)
+        waits = self.waits(host_args)
         if waits:
             cuda_api.announce_sync()
         recording = MACHINE.records(device) if operands.recorded else None
         if recording is not None:
-            recording.about_to_write(*signature.written_by(host_args, host_kwargs))
+            recording.about_to_write(*self.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
         kernels = self._kernels(operands.inputs, out, args, kwargs)
-        if signature.is_list_operator:
+        if self.is_list_operator:
             MACHINE.clock.spend(MACHINE.device.host.lists(len(operands.inputs)))
-        MACHINE.clock.operator(signature.name, place, MACHINE.stream(device), kernels)
+        MACHINE.clock.operator(self.name, place, MACHINE.stream(device), kernels)
         if waits:
             with DeviceCall(waits):  # the host learns what only the device knows: a small copy home, and a wait for it
                 MACHINE.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
@@ -331,19 +289,19 @@ class Kernel:
             kwargs["pin_memory"] = False
         if not VALUES.real:
             return self._without_values(args, kwargs)
-        if self.signature.is_random:
-            return randomness.draw(self._call, device, args, kwargs, self.signature.has_generator)
+        if self.is_random:
+            return randomness.draw(self._call, device, args, kwargs, self.has_generator)
         return self._call(*args, **kwargs)
 
     def _without_values(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Results as they would be, with nothing in them; what is only written into needs no call at all."""
-        returned = self.signature.returned
-        if returned and all(returned) and not kwargs.keys() & self.signature.written:
+        returned = self.returned
+        if returned and all(returned) and not kwargs.keys() & self.written:
             written = tuple(args[at] if at < len(args) else kwargs[name] for at, name in filter(None, returned))
             return written if len(written) > 1 else written[0]
         if not returned:
             return None
-        return computed(self.on_host or self._chosen(tuple(args)), self.signature.short, args, kwargs)
+        return computed(self.on_host or self._chosen(tuple(args)), self.short, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         call = self.on_host or self._chosen(args)
@@ -354,16 +312,16 @@ class Kernel:
             if "not resizable" in text and self._make_resizable(kwargs):
                 return self._call(*args, **kwargs)
             if any(one in text for one in _WITHOUT_HALF):
-                return _in_float(call, self.signature.written_by(args, kwargs), args, kwargs)
-            if self.signature.short in _OF_MORE_TYPES:
+                return _in_float(call, self.written_by(args, kwargs), args, kwargs)
+            if self.short in _OF_MORE_TYPES:
                 out = kwargs.pop("out", None)
-                made = _OF_MORE_TYPES[self.signature.short](*args, **kwargs)
+                made = _OF_MORE_TYPES[self.short](*args, **kwargs)
                 return made if out is None else out.copy_(made)
             raise MACHINE.lacks_memory(error, CURRENT.device) or error from None
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
         """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
-        for at in self.signature.tensors:
+        for at in self.tensors:
             if at < len(args) and isinstance(args[at], _NUMBERS):
                 return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
         return self.native
@@ -373,7 +331,7 @@ class Kernel:
 
         Their shape was changed already when the memory could not grow.
         """
-        outs = [one for name, one in kwargs.items() if name in self.signature.written and isinstance(one, Tensor)]
+        outs = [one for name, one in kwargs.items() if name in self.written and isinstance(one, Tensor)]
         small = [one for one in outs if one.nbytes > one.untyped_storage().nbytes()]
         for one in small:
             one.set_()
@@ -381,9 +339,9 @@ class Kernel:
 
     def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result as the program sees it: its own tensors where it wrote into them, else new ones of the device."""
-        returned = self.signature.returned
-        if VALUES.kept and self.signature.written:
-            map_tensors(VALUES.forget, self.signature.written_by(args, kwargs))
+        returned = self.returned
+        if VALUES.kept and self.written:
+            map_tensors(VALUES.forget, self.written_by(args, kwargs))
         if returned == (None,) and isinstance(out, Tensor):
             return place(out, device)
         if len(returned) == 1:
@@ -405,14 +363,45 @@ class Kernel:
                 adopt(given, MACHINE.place_on(out, device))
         return given
 
+    def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
+        if self.is_list_operator:
+            return {"lists": sum(isinstance(one, list | tuple) and len(one) > 0 for one in args)}
+        return {
+            name: args[at] if at < len(args) else kwargs[name]
+            for name, at in self.asks
+            if at < len(args) or name in kwargs
+        }
 
-def _new_tensors(signature: Signature, out: Any) -> list[Tensor]:
+    def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors that a call writes into, also those of which the schema does not tell."""
+        found: list[Tensor] = []
+        for name, at in self.writes:
+            map_tensors(found.append, args[at] if at < len(args) else kwargs.get(name))
+        return found
+
+    def waits(self, args: Sequence[Any]) -> str:
+        """The operator for which the host waits within this call, if it does.
+
+        Indexing with a mask looks for its ones first, unless a single value is written, without knowing how many.
+        """
+        if self.short in _WAITING:
+            return self.name
+        if self.short in _INDEXING and any(
+            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1] or ()
+        ):
+            one_value = "put" in self.short and isinstance(args[2], Tensor) and args[2].numel() == 1
+            return "" if one_value else "aten::nonzero"
+        return ""
+
+
+def _new_tensors(returned: tuple[Any, ...], out: Any) -> list[Tensor]:
     """Of a result the tensors that were not there before; of sparse ones their parts."""
-    if signature.returned == (None,) and isinstance(out, Tensor) and out.layout is torch.strided:
+    if returned == (None,) and isinstance(out, Tensor) and out.layout is torch.strided:
         return [out]
-    parts = (out,) if len(signature.returned) == 1 else out or ()
+    parts = (out,) if len(returned) == 1 else out or ()
     found: list[Tensor] = []
-    for source, part in zip(signature.returned, parts, strict=True):
+    for source, part in zip(returned, parts, strict=True):
         if source is None:
             map_tensors(found.append, part)
     return [piece for one in found for piece in pieces(one)]

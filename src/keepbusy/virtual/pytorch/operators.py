@@ -23,15 +23,11 @@ from keepbusy.virtual.pytorch.whole_operators import whole_operators
 _LAYOUTS = {"SparseCsrCUDA": "compressed sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
 """By dispatch key, what is refused altogether."""
 _LAYOUT_PREFIXES = {
-    "_nested": "nested",
-    "quantize": "quantized",
-    "_sparse_c": "compressed sparse",  # but for those of COO
-    "_sparse_b": "compressed sparse",
-    "_sparse_semi": "semi-structured sparse",
-    "_to_sparse_": "compressed sparse",
-    "to_sparse_": "compressed sparse",
+    "nested": ("_nested",),
+    "quantized": ("quantize",),
+    "semi-structured sparse": ("_sparse_semi",),
+    "compressed sparse": ("_sparse_c", "_sparse_b", "_to_sparse_", "to_sparse_"),  # but for those of COO
 }
-
 _LIBRARIES: list[Any] = []
 """Their registrations last as long as they do."""
 
@@ -104,8 +100,8 @@ def _dense_kernels() -> dict[str, Callable[..., Any]]:
 
 
 def _layout_named(name: str) -> str | None:
-    named = [layout for prefix, layout in _LAYOUT_PREFIXES.items() if name.startswith(prefix)]
-    return named[0] if named and not name.startswith("_sparse_coo") else None
+    named = (layout for layout, prefixes in _LAYOUT_PREFIXES.items() if name.startswith(prefixes))
+    return None if name.startswith("_sparse_coo") else next(named, None)
 
 
 def _sparse_kernels() -> dict[str, Callable[..., Any]]:

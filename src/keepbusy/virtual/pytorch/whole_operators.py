@@ -34,7 +34,7 @@ class _Run:
         waiting = iter(self.leaves)
         self.args, self.kwargs = _placed(args, waiting), {name: _placed(one, waiting) for name, one in kwargs.items()}
         self.parts: list[Tensor] = []
-        given = dict(zip(kernel.signature.arguments, self.args, strict=False)) | self.kwargs
+        given = dict(zip(kernel.arguments, self.args, strict=False)) | self.kwargs
         self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
 
     def forward(self) -> list[Tensor]:
@@ -64,9 +64,10 @@ class _Run:
         return to_host(tensor.detach()) if MACHINE.recording is None else lasting(tensor.detach())
 
     def launch(self, suffix: str, inputs: Any, outputs: Sequence[Tensor | None]) -> None:
-        signature = self.kernel.signature
         known = [one for one in outputs if one is not None]
-        MACHINE.launch(self.device, signature.short + suffix, inputs, known, signature.asked(self.args, self.kwargs))
+        MACHINE.launch(
+            self.device, self.kernel.short + suffix, inputs, known, self.kernel.asked(self.args, self.kwargs)
+        )
 
     def results(self, compute: Callable[[], Any], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What was found, on the device, and computed again by each replay of a graph that is captured now."""
@@ -80,20 +81,20 @@ class _Run:
 class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
-        with DeviceCall(kernel.signature.name):
+        with DeviceCall(kernel.name):
             ctx.run = run = _Run(kernel, args, kwargs, tensors)
             found = run.forward()
             run.launch("", run.leaves, run.parts)
             ctx.save_for_backward(*tensors)
             results = tuple(run.results(run.forward, found))
-            return results if len(kernel.signature.returned) > 1 else results[0]
+            return results if len(kernel.returned) > 1 else results[0]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  # says so if they are freed already
         run = ctx.run
-        with DeviceCall(f"{run.kernel.signature.name}_backward"):
+        with DeviceCall(f"{run.kernel.name}_backward"):
             seen = [None if one is None else run.seen(one) for one in gradients]
             found = run.backward(seen)
             run.launch("_backward", [*run.leaves, *(one for _, one in run.reached(seen))], found)
