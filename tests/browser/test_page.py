@@ -145,7 +145,7 @@ def test_ranks_have_their_lanes_and_the_late_one_is_a_stripe(opened: Any) -> Non
     assert page.evaluate("() => new Set(keepbusy.panel.state.scene.tracks.map(track => track.rank)).size") == 4
     assert page.locator("#ranks").inner_text().count("arrives") >= 1
     waiting = page.locator("#collectives tbody tr").first.inner_text().split("\t")
-    assert waiting[2:6] == ["5 times", "118 MB", "639 µs", "22.3 ms"]
+    assert waiting[2:6] == ["5 times", "118 MB", "639 µs", "22.5 ms"]
 
 
 def test_pointing_at_a_lane_a_colour_or_a_word_says_what_it_is(item: Any) -> None:
