@@ -6,6 +6,7 @@ together, so sets of fixes are replayed, not only single ones; and only what gai
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -137,23 +138,30 @@ class Candidate:
 
 def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     """Every remedy that something seen here asks for."""
-    named: dict[str, list[Candidate]] = {}
+    named = defaultdict[str, list[Candidate]](list)
     facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     for cause, finding in found.items():
         for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
-            same = named.setdefault(one.remedy.name, [])
-            if same and (one.remedy.name in ONE_FIX or one.causes[0] in WHOLE_LOOP):
-                same[0] = same[0].joined(one)
-            else:
-                same.append(one)
+            same = named[one.remedy.name]
+            _add(same, one, same[:1] if one.remedy.name in ONE_FIX or cause in WHOLE_LOOP else [])
     for one in () if as_it_is else _of_rounds(scene):  # the same fix at the same place is one, however it was found
-        same = named.setdefault(one.remedy.name, [])
-        beside = next((other for other in same if other.named == one.named), None)
-        same[:] = [other for other in same if other is not beside] + [beside.joined(one) if beside else one]
-    for same in named.values():  # not more than a few of one remedy; the last of them takes in the rest
-        same[PLACES_APART:] = [reduce(Candidate.joined, rest)] if (rest := same[PLACES_APART:]) else []
-    return [*chain(*named.values()), *_of_pipeline(scene)]
+        same = named[one.remedy.name]
+        _add(same, one, [other for other in same if other.named == one.named])
+    return [*chain(*map(_few, named.values())), *_of_pipeline(scene)]
+
+
+def _add(same: list[Candidate], one: Candidate, joined_to: Sequence[Candidate]) -> None:
+    for other in joined_to:
+        one = other.joined(one)
+        same.remove(other)
+    same.append(one)
+
+
+def _few(same: Sequence[Candidate]) -> list[Candidate]:
+    """Of one remedy not more than a few; the last of them takes in the rest."""
+    rest = same[PLACES_APART:]
+    return [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
@@ -454,9 +462,9 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     The loader that the run waited for longest gets as many workers as keep up with its loop: where that saves time by
     itself, and where the loop would be held up by it once the other fixes are made.
     """
-    known, use = _over_the_run(plan, told), next(iter(uses), None)
-    if use is None or told.run is None or use.in_worker == NONE or (told.steps and not use.workers):
-        return tuple(known)  # what the program prepares itself was seen in its steps, if any were recorded
+    known, use, run = _over_the_run(plan, told), _loader_known(uses, told), told.run
+    if use is None or run is None:
+        return tuple(known)
     rest = [one for one in known if one.fix != MORE_WORKERS.fix]
     # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
     least, shorter = (
@@ -465,13 +473,19 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     enough = use.workers if use.idle else use.enough_for(shorter, least)
     saved = min(use.saved_with(enough, least), _largest_gain(told))
     held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
-
-    if (enough == use.workers and not use.idle) or (saved < NOISE * told.run.time and not held_up):
+    if (enough == use.workers and not use.idle) or (saved < NOISE * run.time and not held_up):
         return tuple(_no_faster_than(known, use, use.workers, told))
     edit = next((one.edit for one in plan if one.fix == MORE_WORKERS.fix), None)
-    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *_no_faster_than(
-        rest, use, enough, told
-    )
+    fed = _no_faster_than(rest, use, enough, told)
+    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed
+
+
+def _loader_known(uses: Sequence[LoaderUse], told: Diagnosis) -> LoaderUse | None:
+    """What the program prepares itself was seen in its steps, if any were recorded."""
+    for use in uses[:1]:
+        if use.in_worker != NONE and (use.workers or not told.steps):
+            return use
+    return None
 
 
 def _feeds_steps(use: LoaderUse, told: Diagnosis) -> bool:

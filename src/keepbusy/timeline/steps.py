@@ -15,6 +15,7 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import DDP_FORWARD, EVENT_WAIT
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
+from keepbusy.timeline.run_facts import RunFacts
 
 SAME_PART, OTHER_PART = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
@@ -65,23 +66,24 @@ def _marks_a_step(whole: Timeline, plain_step: int, most: int) -> int:
 
 
 def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
-    """A run with fewer than two whole steps: its only one, or the turn that it is; None where that is not known of it.
-
-    Of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too.
-    """
+    """A run with fewer than two whole steps: its only one, or the turn that it is; None where neither is known."""
     facts = timeline.facts
     if count > 2 or not timeline.on_device.any():
         return None
-    is_whole = not facts.virtual and (not facts.one_turn or facts.plain_step is not None)  # of a part nothing is known
-    if count == 2 and facts.plain_runs and is_whole:
-        step = _cut(timeline, count, np.array([0, 1])).change_facts(one_turn=False)
-        return step if step.on_device.any() else None
-    if not (facts.virtual or facts.one_turn or facts.traced):
+    turn = timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1]))
+    if count == 2 and _is_step(facts):
+        turn = turn.change_facts(one_turn=False)
+    elif facts.virtual or facts.one_turn or facts.traced:
+        turn = one_turn(turn).change_facts(notes=(*facts.notes, *((ONE_CALL,) if facts.traced else ())))
+    else:
         return None
-    turn = one_turn(timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1])))
-    if facts.traced:
-        turn = turn.change_facts(notes=(*facts.notes, ONE_CALL))
     return turn if turn.on_device.any() else None
+
+
+def _is_step(facts: RunFacts) -> bool:
+    """Of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too."""
+    is_whole = not facts.one_turn or facts.plain_step is not None  # of a part nothing is known
+    return bool(facts.plain_runs) and not facts.virtual and is_whole
 
 
 def _begun_together(timeline: Timeline) -> Timeline:
