@@ -5,7 +5,8 @@
     STALLBENCH_SMALL=1 keepbusy run benchmarks/runtime/bounds.py           # whether it runs; its times mean nothing
 
 - `features`: batches of 50, 500 and 5,000 small tensors at a copy/compute ratio of 0.5, from ready batches in the
-  loop's own process and from workers, which join them for `keepbusy` and do not for `keepbusy, unjoined`.
+  loop's own process, and from workers, which join them unless it says `unjoined`. `nothing sent`: what it costs to be
+  told by workers that a batch is there.
 - `images`: 77 MB of pageable memory a batch, at ratios of 1.0 and 1.5; and how fast threads fill pinned memory with it,
   alone and while the device copies from there.
 - `readback`: microseconds of the host, of a call and of each thing that it does.
@@ -88,7 +89,7 @@ def milliseconds_a_step(batches: Any, work: Work, before: int = 0) -> float:
 
 def measure_features(found: dict[str, Any]) -> None:
     work = Work(SMALL)
-    for count in (size(50, 12), size(500, 24), size(5000, 48)):
+    for count in (size(500, 24), size(50, 12), size(5000, 48)):
         made = features(count)
         pinned = [{name: one.pin_memory() for name, one in batch.items()} for batch in made]
         resident = [{name: one.cuda() for name, one in batch.items()} for batch in made]
@@ -100,21 +101,22 @@ def measure_features(found: dict[str, Any]) -> None:
             "keepbusy": lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work),
             "keepbusy, pinned": lambda pinned=pinned: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
         }
-        if count < size(
-            5000, 48
-        ):  # a worker sends each tensor by a file of its own; thousands of files are more than most allow
-            ways |= {
-                f"{WORKERS} workers, {name}{', pin_memory' if pin else ''}": lambda made=made, way=way, pin=pin: (
-                    milliseconds_a_step(way(loader(made, num_workers=WORKERS, pin_memory=pin)), work, FIRST)
-                )
-                for name, way in {"keepbusy": keepbusy.prefetch, "keepbusy, unjoined": unjoined}.items()
-                for pin in (False, True)
-            }
-        else:
-            ways["2 workers, keepbusy"] = lambda made=made: milliseconds_a_step(
-                keepbusy.prefetch(loader(made, num_workers=2)), work, FIRST // 2
-            )
+        workers = WORKERS if count < size(5000, 48) else 2
+        ways |= {
+            f"{workers} workers, nothing sent": lambda workers=workers, here=resident: milliseconds_a_step(
+                (here[0] for _ in loader([0], num_workers=workers)), work, FIRST
+            ),
+            f"{workers} workers, keepbusy": lambda made=made, workers=workers: milliseconds_a_step(
+                keepbusy.prefetch(loader(made, num_workers=workers)), work, FIRST
+            ),
+            f"{workers} workers, pin_memory": lambda made=made, workers=workers: milliseconds_a_step(
+                keepbusy.prefetch(loader(made, num_workers=workers, pin_memory=True)), work, FIRST
+            ),
+        }
         rows = take_turns(ways, 3)
+        if workers == WORKERS:  # once, and few steps: 50 tensors take ten times as long, 500 a hundred
+            batches = unjoined(loader(made, num_workers=workers))
+            rows[f"{workers} workers, unjoined"] = [step_time(batches, work, 6) * 1e3]
         show(f"features, {count} tensors, copy/compute 0.5: milliseconds a step", rows, "compute alone")
         found[f"features {count}"] = rows
         profiled(lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work))
@@ -142,12 +144,12 @@ def measure_images(found: dict[str, Any]) -> None:
                 "compute alone": lambda: milliseconds_a_step(loader(resident), work),
                 "keepbusy, pinned": lambda: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
                 "keepbusy, pageable": lambda: milliseconds_a_step(keepbusy.prefetch(loader(batches)), work),
-                **{
-                    f"{WORKERS} workers, {name}": lambda way=way: milliseconds_a_step(
-                        way(loader(batches, num_workers=WORKERS)), work, FIRST
-                    )
-                    for name, way in {"keepbusy": keepbusy.prefetch, "keepbusy, unjoined": unjoined}.items()
-                },
+                f"{WORKERS} workers, keepbusy": lambda: milliseconds_a_step(
+                    keepbusy.prefetch(loader(batches, num_workers=WORKERS)), work, FIRST
+                ),
+                f"{WORKERS} workers, unjoined": lambda: milliseconds_a_step(
+                    unjoined(loader(batches, num_workers=WORKERS)), work, FIRST
+                ),
             },
             3,
         )
