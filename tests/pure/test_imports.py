@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8493,
     "explain": 4375,
     "report": 3249,
-    "runtime": 5324,
+    "runtime": 5361,
     "cli": 3399,
     "fix": 4455,
 }

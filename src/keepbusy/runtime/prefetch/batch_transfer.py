@@ -22,7 +22,7 @@ from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself
 from keepbusy.runtime.prefetch.joined_batch import JoinedBatch
 from keepbusy.runtime.prefetch.nonpackable_moves import NonpackableMoves
 from keepbusy.runtime.prefetch.overlap import CopyEvents
-from keepbusy.runtime.prefetch.packed_layout import DIRECT_COPY_BYTES, Layout, layout_of, packable, pieces
+from keepbusy.runtime.prefetch.packed_layout import Layout, layout_of, packable, pieces
 from keepbusy.runtime.prefetch.shared_buffers import ReceivedBuffers
 
 PACKING_THREADS = 4
@@ -127,8 +127,8 @@ class BatchTransfer:
         self._buffers.rotate()
         buffer = self._buffers[0]
         buffer.release()
-        if isinstance(batch, JoinedBatch) and batch.joined.nbytes >= DIRECT_COPY_BYTES:
-            self._received.pin(batch.joined)
+        if isinstance(batch, JoinedBatch):
+            self._received.hold(batch.joined)
         tree = BatchTree(batch)
         leaves = tree.leaves
         as_bytes = packable(leaves)

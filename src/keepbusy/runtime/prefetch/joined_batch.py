@@ -13,19 +13,29 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from keepbusy.runtime.prefetch.packed_layout import Layout, pieces
-from keepbusy.runtime.prefetch.shared_buffers import give_back
+from keepbusy.runtime.prefetch.shared_buffers import give_back, is_held, joined_in, name_of
 
 
 class JoinedBatch:
     """A batch on its way from a worker: its tensors in one, and whatever else it holds."""
 
+    joined: Tensor
+
     def __init__(self, form: bytes, joined: Tensor, others: list[Any]) -> None:
         self.form, self.joined, self.others = form, joined, others
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __getstate__(self) -> tuple[Any, ...]:
+        """As the worker sends it."""
+        sent = None if is_held(self.joined) else self.joined
+        return self.form, name_of(self.joined), self.joined.nbytes, sent, self.others
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         """It has come. The worker may fill its buffer again once the tensor in it is let go, however that happens."""
-        self.__dict__.update(state)
-        weakref.finalize(self.joined, give_back, self.joined.untyped_storage()).atexit = False
+        self.form, name, size, sent, self.others = state
+        joined = joined_in(name, size) if sent is None else sent
+        if joined is not None:
+            self.joined = joined
+            weakref.finalize(joined, give_back, joined.untyped_storage()).atexit = False
 
     def pin_memory(self) -> JoinedBatch:
         """As a loader does with what it knows; the buffer is pinned already, or once it is copied from."""
