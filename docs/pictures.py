@@ -1,4 +1,4 @@
-"""The page in pictures, of recordings of an H200 that the tests keep, and one of a program on a virtual one.
+"""The page in pictures, of recordings of an H200 that the tests keep.
 
 `make pictures`; `python docs/pictures.py NAME…` draws those alone. Needs Chromium and Playwright.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -50,7 +49,7 @@ def longest_copy(page: Page) -> None:
       const track = scene.tracks.filter(one => one.kind === "stream").pop();
       const { start, end } = track.parts;
       const length = at => end[at] - start[at];
-      const settled = Array.from(start.keys()).filter(at => start[at] > scene.length / 3);
+      const settled = Array.from(start.keys()).filter(at => Math.abs(start[at] / scene.length - 0.4) < 0.15);
       const longest = settled.reduce((one, other) => (length(other) > length(one) ? other : one));
       panel.viewport.show(start[longest] - 2 * length(longest), end[longest] + 3 * length(longest));
       panel.select({ track, part: longest }, panel.above);
@@ -61,31 +60,28 @@ PICTURES: dict[str, tuple[str, str, str, Callable[[Page], None]]] = {
     "sync": ("live/item_every_step.busy", "light", "#turn", gap_and_fix),
     "copies": ("live/copy_in_line.busy", "light", "#turn", gap_and_fix),
     "serialised": ("live/copy_in_line.busy", "light", "#turn", as_it_opens),
-    "overlapped": ("prefetched.py", "light", "#turn", longest_copy),
+    "overlapped": ("prefetched.busy", "light", "#turn", longest_copy),
+    "memory": ("prefetched.busy", "light", "#memory", as_it_opens),
     "two_ranks": ("third/rank0_accuracy.busy", "light", "#turn", as_it_opens),
     "run": ("fourth/rank0_saves.busy", "light", "#run", as_it_opens),
     "late_rank": ("live/late_rank.busy", "dark", "#turn", longest_gap),
 }
-"""Of each picture the recording or the program, light or dark, what is shown of the page, and what is done before."""
+"""Of each picture the recording, light or dark, what is shown of the page, and what is done before."""
 
 
 def main() -> None:
-    with sync_playwright() as started, tempfile.TemporaryDirectory() as folder, chdir(OUT):  # where the program lies
+    with (
+        sync_playwright() as started,
+        tempfile.TemporaryDirectory() as folder,
+        chdir(ROOT),
+    ):  # from where its program was run
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         for name in sys.argv[1:] or PICTURES:
-            source, scheme, part, act = PICTURES[name]
-            recording = of_program(source, Path(folder)) if source.endswith(".py") else TRUTH / source
+            recording, scheme, part, act = PICTURES[name]
             path = Path(folder) / f"{name}.html"
-            path.write_text(render(explain(load(recording), turns=True)), encoding="utf-8")
+            path.write_text(render(explain(load(TRUTH / recording), turns=True)), encoding="utf-8")
             draw(browser, path, scheme, part, act, OUT / f"{name}.png")
         browser.close()
-
-
-def of_program(name: str, folder: Path) -> Path:
-    """Its run on a virtual H200."""
-    command = ["run", "--clock", "modelled", "--values", "none", "--quiet", "--save", str(folder / "run.busy"), name]
-    subprocess.run([sys.executable, "-m", "keepbusy", *command], check=True)
-    return folder / "run.busy"
 
 
 def draw(browser: Browser, page_file: Path, scheme: str, part: str, act: Callable[[Page], None], out: Path) -> None:

@@ -1,6 +1,6 @@
 """Batches that `keepbusy.prefetch` copies beside the computation: what docs/pictures/overlapped.png shows.
 
-keepbusy run --clock modelled --values none --save prefetched.busy docs/pictures/prefetched.py
+keepbusy run --memory --save prefetched.busy docs/pictures/prefetched.py
 """
 
 import torch

@@ -15,7 +15,7 @@ from traces import event
 from keepbusy.explain import explain
 from keepbusy.report.exports import perfetto
 from keepbusy.report.page import memory
-from keepbusy.timeline.busy_file import from_bytes, to_bytes
+from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
 from keepbusy.timeline.model import MemoryUse, Timeline
 from keepbusy.timeline.ranks import merge
 
@@ -111,3 +111,12 @@ def test_perfetto_gets_it_as_a_counter(run: Timeline) -> None:
     events = json.loads("".join(perfetto.parts(run, explain(run, turns=True))))["traceEvents"]
     counted = [one["args"]["allocated"] for one in events if one["ph"] == "C"]
     assert counted[:4] == [96, 128, 64, 32]
+
+
+def test_a_real_gpu_tells_it_while_it_is_recorded() -> None:
+    """By `keepbusy run --memory` on an H200: what the forward pass left is held by its line at the peak."""
+    told = explain(load(Path(__file__).parents[1] / "gpu" / "truth" / "prefetched.busy"), turns=True)
+    assert told.turns is not None
+    (peak,) = memory.peaks(told.turns)
+    assert [(told.turns.places[place].line, size) for place, size in peak["lines"]] == [(22, 409231872)]
+    assert (peak["allocated"], peak["reserved"]) == (1318956544, 1830813696)

@@ -5,8 +5,8 @@ from torch import nn
 
 ADAM = True
 
-weight = torch.ones(64, 64, device="cuda")
-weight @ weight  # the first product also takes memory for its library
+weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+(weight @ weight).sum().backward()  # the first product there and the first one back also take memory for their library
 before = torch.cuda.memory_allocated()
 
 
