@@ -296,11 +296,14 @@ def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
 def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
     shown = look(cause.cause)
     place = (f" · {words.spot(cause.where, 40)}", PLACE + link_to(cause.where))
+    library = cause.where.library
+    inside = f" · {tame(library, 50)}" if library and not library.startswith("torch/") else ""
     return line(
         (f"{number}  ", f"bold {shown.colour}"),
         f"{shown.name}: ",
         *_prediction(diagnosis.plain_step, cause.predicted),
         place,
+        (inside, FAINT),
     )
 
 
