@@ -131,7 +131,7 @@ LINES = {
     "recording": 3841,
     "virtual": 8493,
     "explain": 4375,
-    "report": 3249,
+    "report": 3252,
     "runtime": 5361,
     "cli": 3399,
     "fix": 4455,
