@@ -88,6 +88,11 @@ def test_a_place_shows_its_line(tmp_path: Path) -> None:
     assert "Once 812 ms" in told(replace(RUN, stalls=(replace(stall, count=1),)))[-1]
 
 
+def test_stalls_one_after_the_other_are_counted() -> None:
+    row = replace(SAVE, count=4, every=1.0)
+    assert "rarely: 4 times 812 ms of a checkpoint" in told(replace(RUN, stalls=(row,)))[-1]
+
+
 def test_a_stall_that_nobody_saw_is_told_without_a_place() -> None:
     assert (
         told(replace(RUN, stalls=(replace(SAVE, what="", lines=()),)))[-1]

@@ -337,7 +337,7 @@ def _stall(stall: RareStall, rank: int) -> str:
 def _when(stall: RareStall) -> str:
     if stall.count == 1:
         return "Once"
-    if stall.regular:
+    if stall.regular and round(stall.every) > 1:  # else they came one after the other, and then no more
         return f"Every {words.count(stall.every)} steps"
     return f"{stall.count} times"
 
