@@ -149,13 +149,6 @@ class Frames(Table):
             yield frame
             frame = int(self.parent[frame])
 
-    def outwards(self, frame: Ints) -> Iterator[Ints]:
-        """The same of many at once: these frames, then the ones around each, as long as any has one."""
-        parent = np.append(self.parent, NONE)
-        while (frame != NONE).any():
-            yield frame
-            frame = parent[frame]
-
 
 @dataclass(frozen=True, eq=False)
 class Meetings(Table):

@@ -14,7 +14,7 @@ import numpy as np
 from keepbusy.explain.edit import Draft, Finding
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask
+from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Kind, Mask
 
 FEWEST_ROUNDS = 8
 """Of less nobody makes one call."""
@@ -126,9 +126,17 @@ def _launching(scene: Scene) -> Ints:
     """Of each frame, how many commands are launched within it, at any depth."""
     frames = scene.timeline.frames
     count = np.zeros(len(frames) + 1, np.int64)
-    for frame in frames.outwards(scene.timeline.spans.frame[scene.command != NONE]):
+    for frame in _outwards(frames, scene.timeline.spans.frame[scene.command != NONE]):
         np.add.at(count, frame, 1)
     return count[:-1]
+
+
+def _outwards(frames: Frames, frame: Ints) -> Iterator[Ints]:
+    """These frames, then the ones around each, as long as any has one."""
+    parent = np.append(frames.parent, NONE)
+    while (frame != NONE).any():
+        yield frame
+        frame = parent[frame]
 
 
 def _dependent(scene: Scene) -> Mask:
@@ -137,7 +145,7 @@ def _dependent(scene: Scene) -> Mask:
     result = np.zeros(len(frames) + 1, bool)
     meets = scene.launch[scene.timeline.spans.kind == Kind.COLLECTIVE]
     layers = np.flatnonzero(scene.frames_with(Role.LAYER))
-    for frame in frames.outwards(np.concatenate([layers, scene.timeline.spans.frame[meets[meets != NONE]]])):
+    for frame in _outwards(frames, np.concatenate([layers, scene.timeline.spans.frame[meets[meets != NONE]]])):
         result[frame] = True
     return result[:-1] | scene.frames_with(Role.BACKWARD)
 
