@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 
 import keepbusy
 from keepbusy.runtime import pinned_pages, scalar_readback
-from keepbusy.runtime.prefetch import prefetch_iterator
+from keepbusy.runtime.prefetch import batch_transfer, prefetch_iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import SMALL, size
@@ -79,6 +79,16 @@ def unjoined(batches: DataLoader) -> Iterator[Any]:
         prefetch_iterator.with_packing_workers = joining
 
 
+def eight_threads(batches: DataLoader) -> Iterator[Any]:
+    """Twice as many as there are, for half as many tensors each."""
+    usual = batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD
+    batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = 8, 16
+    try:
+        yield from keepbusy.prefetch(batches)
+    finally:
+        batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = usual
+
+
 def milliseconds_a_step(batches: Any, work: Work, before: int = 0) -> float:
     """After so many steps more to warm up: workers have sent batches ahead, and fill their first buffers."""
     batches = iter(batches)
@@ -100,6 +110,7 @@ def measure_features(found: dict[str, Any]) -> None:
             "pinned, non_blocking": lambda pinned=pinned: milliseconds_a_step(non_blocking(loader(pinned)), work),
             "keepbusy": lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work),
             "keepbusy, pinned": lambda pinned=pinned: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
+            "keepbusy, 8 packing threads": lambda made=made: milliseconds_a_step(eight_threads(loader(made)), work),
         }
         workers = WORKERS if count < size(5000, 48) else 2
         ways |= {
