@@ -248,14 +248,22 @@ def test_collectives_within_a_forward_pass_are_no_gradients() -> None:
 
 
 FSDP = "FSDP::all_gather (body.layers.1)"
+BUFFERS = ("DistributedDataParallel.forward", "c10d::broadcast_", "nccl:broadcast")
+BY_HAND = ("DistributedDataParallel.forward", "model.py(7): forward", "c10d::broadcast_", "nccl:broadcast")
 
 
 @pytest.mark.parametrize(
     ("around", "fix"),
-    [((), "overlap_collectives"), ((GRADIENTS,), "size_buckets"), ((FSDP,), "gather_ahead")],
+    [
+        ((), "overlap_collectives"),
+        ((GRADIENTS,), "size_buckets"),
+        ((FSDP,), "gather_ahead"),
+        (BUFFERS, "turn_off_broadcasts"),
+        (BY_HAND, "overlap_collectives"),
+    ],
 )
 def test_what_is_advised_fits_whose_collective_it_is(around: tuple[str, ...], fix: str) -> None:
-    """By hand after the backward pass, DDP's own, and FSDP's."""
+    """By hand after the backward pass, DDP's own, FSDP's, buffers that DDP sends, and what a model does itself."""
 
     def body(run: Run) -> None:
         with inside(run, "autograd::engine::evaluate_function: MmBackward0"):

@@ -14,8 +14,8 @@ from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import Finding, SideLane
 from keepbusy.explain.places import late_ranks
 from keepbusy.explain.scene import STAGED_BYTES, Scene
-from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, Direction, Ints, Kind
+from keepbusy.timeline.frame_roles import DDP_FORWARD, Role
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind
 
 
 class Remedy(NamedTuple):
@@ -264,6 +264,13 @@ IN_BUCKETS = Remedy(
     "DistributedDataParallel(model, bucket_cap_mb=50)  # or model.register_comm_hook(None, bf16_compress_hook)",
     "torch.nn.parallel.DistributedDataParallel",
 )
+OWN_BUFFERS = Remedy(
+    "turn_off_broadcasts",
+    "DDP sends rank 0's buffers to all before each forward pass. Where ranks may keep their own, or theirs stay alike, "
+    "it need not.",
+    "DistributedDataParallel(model, broadcast_buffers=False)",
+    "torch.nn.parallel.DistributedDataParallel",
+)
 NEEDED_AT_ONCE = Remedy(
     "compute_meanwhile",
     "What travels here is needed at once: give the GPU something else meanwhile, such as another half of the batch.",
@@ -386,7 +393,21 @@ def _of_a_collective(seen: Seen) -> Remedy | None:
         return SHARDED
     if of_gradients:
         return IN_BUCKETS
+    if _sends_buffers(scene, int(rows[0])):
+        return OWN_BUFFERS
     return NEEDED_AT_ONCE if _before_the_gradients(scene, int(rows[0])) else None
+
+
+def _sends_buffers(scene: Scene, row: int) -> bool:
+    """DDP broadcasts them before each forward pass, from within its own call."""
+    frames, names = scene.timeline.frames, scene.timeline.names
+    frame = int(scene.timeline.spans.frame[row])
+    broadcasts = frame != NONE and "broadcast" in names[frames.name[frame]]
+    while broadcasts and frame != NONE and frames.kind[frame] != FrameKind.PYTHON:
+        if names[frames.name[frame]] == DDP_FORWARD:
+            return True
+        frame = int(frames.parent[frame])
+    return False
 
 
 def _before_the_gradients(scene: Scene, row: int) -> bool:

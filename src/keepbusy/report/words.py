@@ -142,6 +142,7 @@ _FIXES = {
     "send_tensors": "send tensors in place of objects",
     "share_among_ranks": "share the work among the ranks",
     "size_buckets": "try other DDP buckets",
+    "turn_off_broadcasts": "let DDP not broadcast buffers",
     "tell_sizes": "tell PyTorch the size",
 }
 
