@@ -129,7 +129,7 @@ LINES = {
     "traces": 2434,
     "instrument": 1854,
     "recording": 3841,
-    "virtual": 8493,
+    "virtual": 8516,
     "explain": 4404,
     "report": 3253,
     "runtime": 5361,

@@ -449,6 +449,17 @@ def test_from_a_worker_small_tensors_come_as_one(machine: Any) -> None:
     assert watched.sizes(watched.copies()) == [64 * 512]
 
 
+def test_the_device_copies_from_where_the_worker_wrote(machine: Any) -> None:
+    """Nothing is packed anew, though the loader does not pin its memory."""
+    loader = DataLoader([torch.full((1 << 18,), float(index)) for index in range(4)], num_workers=1)
+    batches = keepbusy.prefetch(loader)
+    with Watched(machine) as watched:
+        assert [int(batch[0, 0]) for batch in batches] == [0, 1, 2, 3]
+    there = [row for row in watched.copies() if watched.direction(row) == Direction.HOST_TO_DEVICE]
+    assert watched.sizes(there) == [1 << 20] * 4
+    assert batches.report().packed == 0
+
+
 def test_leaving_ends_the_workers() -> None:
     for _ in keepbusy.prefetch(DataLoader(torch.arange(100), batch_size=2, num_workers=2)):
         assert multiprocessing.active_children()

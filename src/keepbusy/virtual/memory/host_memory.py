@@ -44,7 +44,14 @@ class Pages:
         self._held -= size
 
 
-_PINNED: dict[int, StorageWeakRef] = {}
+class _Registered:
+    """Memory that is pinned until it is said not to be."""
+
+    def expired(self) -> bool:
+        return False
+
+
+_PINNED: dict[int, StorageWeakRef | _Registered] = {}
 _SWEEP_AT = 4096
 _pins_within: dict[int, NativeCall] = {}
 """Of each thread, the call in which native code was given an allocator of pinned memory and has not yet looked at what
@@ -95,6 +102,18 @@ def pin(tensor: Tensor) -> Tensor:
             del _PINNED[address]
     _PINNED[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
     return tensor
+
+
+def register(address: int, _size: int, _flags: int) -> int:
+    """cudaHostRegister, of a storage from its begin."""
+    _PINNED[address] = _Registered()
+    return 0
+
+
+def unregister(address: int) -> int:
+    """cudaHostUnregister."""
+    _PINNED.pop(address, None)
+    return 0
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from keepbusy.virtual.clock.streams import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
+from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch.cuda_graphs import AcceleratorGraph, CUDAGraph, graph_pool_handle
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, GeneratorOfAnyDevice
 
@@ -493,6 +494,9 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "_maybe_exchange_device": CURRENT.change,
     "is_available": _constant(True),
     "device_count": lambda: CURRENT.count,
+    "cudart": _constant(
+        types.SimpleNamespace(cudaHostRegister=host_memory.register, cudaHostUnregister=host_memory.unregister)
+    ),
     "get_device_properties": _properties,
     "_get_device_properties": _properties,
     "set_device": lambda device: _set_device(CURRENT.index(device)),
