@@ -117,6 +117,20 @@ def test_each_rank_keeps_what_marks_told_of_it() -> None:
     assert merged.facts.plain_runs == runs
 
 
+def test_what_lies_beside_the_loop_on_one_rank_is_no_step_of_any() -> None:
+    """As where rank 0 alone evaluates, and goes on when its last turn is over; of other loops marks say nothing."""
+    run = steps_of_two(8).timeline()
+    first, second = (alone(run, rank).change_facts(loop="train.py:9") for rank in (0, 1))
+    second = second.change(marks=second.marks[:-1])
+    both = merge([first.change_facts(beside=(2, 6)).change(further=(first,)), second])
+    assert both.further == (first,)  # the other ranks wait for it
+    assert (both.facts.loop, both.facts.beside) == ("train.py:9", (2,))
+    assert [len(both.marks_of(rank)) for rank in both.ranks] == [7, 7]
+    assert len(whole_steps(both).marks_of(0)) == 5
+    other = merge([first, second.change(marks=second.marks[:-1])])
+    assert (other.facts.loop, other.facts.beside, len(other.marks)) == ("", (), 14)
+
+
 def test_one_rank_is_left_as_it_is() -> None:
     timeline = alone(steps_of_two().timeline(), 1)
     assert merge([timeline]) is timeline

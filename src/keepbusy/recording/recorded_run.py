@@ -235,7 +235,10 @@ def _notes_of_all(timeline: Timeline, first: bool) -> list[str]:
 def _with_steps(timeline: Timeline, numbers: Sequence[int], wanted: Sequence[int]) -> Timeline:
     if len(numbers) != len(timeline.marks) or len(wanted) < 3:
         return timeline
-    return timeline.change(marks=timeline.marks[np.isin(numbers, wanted)])
+    kept = np.isin(numbers, wanted)
+    number = np.cumsum(kept) - 1
+    beside = tuple(int(number[one]) for one in timeline.facts.beside if kept[one])
+    return timeline.change(marks=timeline.marks[kept]).change_facts(beside=beside)
 
 
 # The lines seen, as events of the trace and in its own time, so that they enclose its operators.

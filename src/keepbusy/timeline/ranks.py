@@ -44,6 +44,7 @@ def met(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _join(timelines: Sequence[Timeline]) -> Timeline:
+    turns = _common_turns(timelines)
     names: dict[str, int] = {}
     parts: dict[str, list[Any]] = {"spans": [], "links": [], "frames": [], "memory": []}
     lanes, marks = list[Lane](), list[Ints]()
@@ -57,9 +58,9 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         }
         for name, tables in parts.items():
             tables.append(getattr(one, name).renumbered(**new))
-        marks.append(one.marks + row)
+        marks.append(one.marks[: turns or None] + row)
         lanes += one.lanes
-    alike = len({(len(one.marks), one.facts.beside) for one in timelines}) == 1  # else marks are no turns of one loop
+    beside = sorted({number for one in timelines for number in one.facts.beside if number < turns - 1})
     sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
     runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
     loaders = [replace(use, rank=one.ranks[0]) for one in timelines for use in one.facts.loaders]
@@ -71,6 +72,7 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
         lanes=tuple(lanes),
         names=tuple(names),
         marks=np.concatenate(marks),
+        further=timelines[0].further,  # as its tree is the one that is shown
         **{name: type(tables[0]).concatenate(tables) for name, tables in parts.items()},
         facts=replace(
             timelines[0].facts,
@@ -79,10 +81,17 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
             groups=groups,
             loaders=tuple(loaders),
             notes=notes,
-            loop=timelines[0].facts.loop if alike else "",
-            beside=timelines[0].facts.beside if alike else (),
+            loop=timelines[0].facts.loop if turns else "",
+            beside=tuple(beside),
         ),
     )
+
+
+def _common_turns(timelines: Sequence[Timeline]) -> int:
+    """How many marks end turns of one loop on every rank; 0 where they do not. After a rank's last turn nothing may
+    have followed, and then that turn has no mark."""
+    counts = [len(one.marks) for one in timelines]
+    return min(counts) if all(one.facts.loop for one in timelines) and max(counts) - min(counts) <= 1 else 0
 
 
 SHORTEST_LOOP, RANKS_DIFFER = 0.05, 0.1
