@@ -127,7 +127,7 @@ LINES = {
     "hang": 753,
     "timeline": 2534,
     "traces": 2434,
-    "instrument": 1854,
+    "instrument": 1871,
     "recording": 3844,
     "virtual": 8516,
     "explain": 4404,

@@ -12,7 +12,7 @@ import pytest
 
 from keepbusy.cli.program import launch
 from keepbusy.instrument import children
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.run_folder import RunFolder, make_folder
 from keepbusy.timeline.errors import BadInput
 
 MAKE = "from keepbusy.instrument.run_folder import make_folder; import os; print(make_folder(), flush=True); {}"
@@ -33,6 +33,16 @@ def test_a_killed_run_leaves_one_and_the_next_takes_it_away(tmp_path: Path, monk
     assert not stale.exists()
     assert mine.exists()
     assert another.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_that_needs_none_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing is left of one that a signal ends."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = RunFolder()
+    assert folder.files("*") == []
+    assert [*tmp_path.iterdir()] == []
+    (folder.path() / "rank1.busy").touch()
+    assert [path.parent for path in folder.files("rank*.busy")] == [*tmp_path.iterdir()] == [folder.path()]
 
 
 def test_a_session_leaves_nothing(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def _plan_without(
 
 def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     from keepbusy.instrument.ending import Ending
-    from keepbusy.instrument.run_folder import make_folder
+    from keepbusy.instrument.run_folder import RunFolder
     from keepbusy.virtual.virtual_run import Options, start, steady
 
     started_in = Path.cwd()
@@ -255,7 +255,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
         except Exception as error:
             streams.complain(sentence_of(error))
 
-    left = make_folder()  # exit handlers run the last one first: the folder goes after the report
+    left = RunFolder()  # before the report is registered: it goes after it
     ending = Ending(finish, in_handler=False)
     device = "h200" if options.on == "auto" else options.on
     if device.endswith(".toml"):

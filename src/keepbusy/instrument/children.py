@@ -35,16 +35,18 @@ _followed = Patches()
 def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[], None]:
     """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway.
 
-    It holds for one `begin` at a time, the last; what is returned puts Python's own way back.
+    It holds for one `begin` at a time, the last; what is returned puts Python's own way back. An option that is a
+    function is asked when a child is spawned.
     """
     _followed.undo()
-    child = {"module": begin.__module__, "function": begin.__qualname__, "options": options}
+    child = {"module": begin.__module__, "function": begin.__qualname__}
 
     def preparing(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
         def prepared(name: str) -> dict[str, Any]:
             data = prepare(name)
             main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
-            os.environ[CHILD] = json.dumps({**child, **main})
+            told = {name: value() if callable(value) else value for name, value in options.items()}
+            os.environ[CHILD] = json.dumps({**child, "options": told, **main})
             return data | {_SCRIPT: _FILE}
 
         return prepared

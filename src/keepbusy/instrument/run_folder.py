@@ -12,19 +12,34 @@ from contextlib import suppress
 from pathlib import Path
 
 
+class RunFolder:
+    """One that is made when it is first asked for: a run that needs none and dies of a signal leaves none."""
+
+    def __init__(self) -> None:
+        self._prefix = f"keepbusy-{_host()}-"
+        self._made: Path | None = None
+        _remove_stale(self._prefix)
+        process = os.getpid()
+
+        def remove() -> None:
+            if self._made is not None and os.getpid() == process:
+                shutil.rmtree(self._made, ignore_errors=True)
+
+        atexit.register(remove)  # exit handlers run the last one first: who is registered later still finds it
+
+    def path(self) -> Path:
+        if self._made is None:
+            self._made = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-"))
+        return self._made
+
+    def files(self, pattern: str) -> list[Path]:
+        """Those in it, by name."""
+        return sorted(self._made.glob(pattern)) if self._made is not None else []
+
+
 def make_folder() -> Path:
     """A new one that nobody else can guess or read; those of one's own runs that were killed are taken away."""
-    prefix = f"keepbusy-{_host()}-"
-    _remove_stale(prefix)
-    process = os.getpid()
-    made = Path(tempfile.mkdtemp(prefix=f"{prefix}{process}-"))
-
-    def remove() -> None:
-        if os.getpid() == process:
-            shutil.rmtree(made, ignore_errors=True)
-
-    atexit.register(remove)
-    return made
+    return RunFolder().path()
 
 
 def _host() -> str:

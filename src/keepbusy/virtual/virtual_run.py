@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.instrument.children import follow
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.run_folder import RunFolder
 from keepbusy.timeline.busy_file import load, save
 from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge
@@ -40,17 +40,17 @@ class Options:
     """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
 
-def start(options: Options, rank: int = 0, left: Path | None = None) -> Callable[..., Timeline]:
+def start(options: Options, rank: int = 0, left: RunFolder | None = None) -> Callable[..., Timeline]:
     """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it.
 
     Ranks that the program itself spawned leave their timelines in a folder, `left` where one was made before. What
     spawned them counts only where it spawned none.
     """
-    timeline, folder = _begin(options, rank), left or make_folder()
-    follow(be_child, {**asdict(options), "left": str(folder)})
+    timeline, folder = _begin(options, rank), left or RunFolder()
+    follow(be_child, {**asdict(options), "left": lambda: str(folder.path())})
 
     def with_spawned(**facts: Any) -> Timeline:
-        ranks = [load(path) for path in sorted(folder.glob("rank*.busy"))]
+        ranks = [load(path) for path in folder.files("rank*.busy")]
         return merge(ranks) if ranks else timeline(**facts)
 
     return with_spawned
