@@ -36,6 +36,7 @@ THEMES: Mapping[str, Sequence[Case]] = {
     one.__name__.rpartition(".")[2]: one.CASES
     for one in (names, ends, signals, output, children, tools, surroundings, gpu)
 }
+SETTLED = 0.3
 PATIENCE = 120.0
 """Seconds until a script that does not end is killed."""
 PLAIN, OURS = "plain", "keepbusy"
@@ -209,6 +210,7 @@ def started(case: Case, command: Sequence[str], here: Path, temporary: Path) -> 
     try:
         if case.signal is not None:
             first = until_ready(process)
+            time.sleep(SETTLED)  # its next line is the one that waits
             (os.killpg if case.group else os.kill)(process.pid, case.signal)
         stdout, stderr = process.communicate(case.stdin, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
