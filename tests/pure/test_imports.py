@@ -129,7 +129,7 @@ LINES = {
     "traces": 2434,
     "instrument": 1871,
     "recording": 3844,
-    "virtual": 8516,
+    "virtual": 8518,
     "explain": 4404,
     "report": 3253,
     "runtime": 5361,

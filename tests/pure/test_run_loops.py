@@ -321,6 +321,7 @@ for batch in range(8):
 op(9)
 """
     assert steps(program, text) == ("train.py:1", [18] * 7)
+    assert program.told().further == ()
 
 
 def test_of_two_loops_that_train_in_each_epoch_one_is_looked_at(program: Program) -> None:

@@ -32,7 +32,7 @@ from keepbusy.instrument.loop_tree import (
     worth_a_look,
 )
 from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoops, TurnCounters
-from keepbusy.instrument.step_loop import Nest, loop_that_trains
+from keepbusy.instrument.step_loop import Nest, beside, loop_that_trains
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.run_facts import WindowReason
@@ -108,10 +108,12 @@ class RunLoops:
         if not nest:
             return told
         loops = innermost_loops(looks, busy, sources)
-        trains = {one.nest[-1]: one for one in loops}.get(nest[-1])
-        further = [_window(told, lane, one) for one in worth_a_look(loops) if one.nest[-1] not in nest]
-        marked = _marked(told, lane, trains) if trains is not None else told
-        return marked.change(further=tuple(one for one in further if one is not None))
+        trains = next((one for one in loops if one.nest[-1] == nest[-1]), None)
+        if trains is None:
+            return told
+        worth = {one.nest for one in worth_a_look(loops)}
+        further = [_window(told, lane, one) for one in beside(trains, loops) if one.nest in worth]
+        return _marked(told, lane, trains).change(further=tuple(one for one in further if one is not None))
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
         code, line = lines[name]
@@ -213,10 +215,10 @@ def _marked(timeline: Timeline, lane: int, loop: BusyLoop, last: int = 0) -> Tim
     at = np.searchsorted(timeline.spans.start[rows], loop.ends)
     kept = np.append(np.diff(at) > 0, True) & (at < len(rows))  # a turn in which nothing happened is none
     marks, ends = rows[at[kept]][-last:], loop.ends[kept][-last:]
-    beside = np.flatnonzero(~follows(ends, loop.anew))
-    if len(marks) - len(beside) < FEWEST_MARKS:
+    apart = np.flatnonzero(~follows(ends, loop.anew))
+    if len(marks) - len(apart) < FEWEST_MARKS:
         return timeline
-    return timeline.change(marks=marks).change_facts(loop=loop.place, beside=tuple(beside.tolist()))
+    return timeline.change(marks=marks).change_facts(loop=loop.place, beside=tuple(apart.tolist()))
 
 
 def _window(timeline: Timeline, lane: int, loop: BusyLoop) -> Timeline | None:
