@@ -104,6 +104,20 @@ def test_memory_is_noted_where_it_is_asked_for(patient: None, tmp_path: Path, me
     assert ({size, -size} <= set(held.size.tolist())) == memory
 
 
+def test_the_last_word_is_not_taken_back(tmp_path: Path) -> None:
+    """The thread beside the program writes, too, and may be late."""
+    run = Run(RunOptions(str(tmp_path)))
+    run._steps = 26
+    run.leave()
+    run._steps = 40
+    run.leave(run={}, loaders=[])
+    last = facts_in(run.folder)
+    run._steps = 39
+    run.leave()
+    assert facts_in(run.folder) == last
+    assert (last["steps"], last["loaders"]) == (40, [])
+
+
 def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:
     """Little is to be closed of it."""
     window = Window(tmp_path)

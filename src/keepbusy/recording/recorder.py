@@ -77,6 +77,7 @@ class Run:
         self.folder.mkdir(parents=True)
         self.process = os.getpid()
         self.is_going_on = False
+        self._has_left = False  # all that there is
         self.notes: list[str] = []
         self.window = self._first = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory)
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
@@ -412,9 +413,18 @@ class Run:
     # what is left in the folder
 
     def leave(self, **more: Any) -> None:
-        """Write down what is known by now."""
+        """Write down what is known by now. What both threads write stands in the order in which they knew it."""
+        with self._writing:
+            if self._has_left:
+                return  # the last word is not taken back
+            self._has_left = "run" in more
+            facts = self._known() | more
+            with replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
+                part.write_text(json.dumps(facts, default=str), encoding="utf-8")
+
+    def _known(self) -> dict[str, Any]:
         rank, world = self._rank_and_world()
-        facts = {
+        return {
             "rank": rank,
             "world": world,
             "steps": self._steps,
@@ -433,8 +443,6 @@ class Run:
             "after": self._after,
             "notes": [*self.notes, *self._notes_of_looks()],
         }
-        with self._writing, replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
-            part.write_text(json.dumps(facts | more, default=str), encoding="utf-8")
 
     def _about(self, window: Window) -> dict[str, Any]:
         loop = next((one.loop for one, its in self._further if its is window), None)
