@@ -11,6 +11,7 @@ from watched import MS, Watched, codes_of
 
 from keepbusy.instrument.loop_tree import innermost_loops, tree_of
 from keepbusy.instrument.loops import Line
+from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare
 from keepbusy.recording.marks import Marks
@@ -453,3 +454,12 @@ def test_marks_within_a_loop_over_optimizers_are_those_of_the_loop_around_it(
     found = turned_by(marks, [(run.numbers["gan"], line) for line in (1, 2)], innermost_loops(run.looks, None))
     assert found is not None
     assert found.place == "gan.py:1"
+
+
+def test_looks_of_which_none_met_a_turn_say_of_no_turn_where_it_was_slow() -> None:
+    took = np.full(40, 10 * MS)
+    took[20] = 100 * MS
+    over = 1_000 * MS + np.cumsum(took)
+    looks = LookTable(np.array([1, 2]) * MS, np.array([1, 1]), np.array([3, 4]))
+    [kind] = slow_kinds(took, over - took, over, looks)
+    assert (kind.rows.tolist(), kind.longer.tolist(), kind.place) == ([20], [90 * MS], -1)

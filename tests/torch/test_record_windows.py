@@ -118,6 +118,16 @@ def test_the_last_word_is_not_taken_back(tmp_path: Path) -> None:
     assert (last["steps"], last["loaders"]) == (40, [])
 
 
+def test_what_goes_wrong_at_the_end_is_no_end_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(RunOptions(str(tmp_path)))
+    monkeypatch.setattr(run, "_tree", lambda: 1 // 0)
+    run.begin()
+    run.end()
+    last = facts_in(run.folder)
+    assert (last["run"], last["loaders"]) == (None, [])
+    assert "ZeroDivisionError" in last["notes"][0]
+
+
 def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:
     """Little is to be closed of it."""
     window = Window(tmp_path)

@@ -31,6 +31,10 @@ def lines(said: dict, *causes: str) -> set[int]:
     """The lines of train.py that the report names under these causes."""
     places = [(one["cause"], site["place"]) for one in said["causes"] for site in one["sites"]]
     places += [(one["cause"], one["place"]) for one in said["harmless"]]
+    planned = [
+        (cause, *where.rsplit(":", 1)) for fix in said["plan"] for cause in fix["causes"] for where in fix["where"]
+    ]
+    places += [(cause, {"file": file, "line": int(line)}) for cause, file, line in planned]
     return {place["line"] for cause, place in places if cause in causes and place["file"] == "train.py"}
 
 

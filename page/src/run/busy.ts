@@ -38,8 +38,8 @@ function shares(timeline: Timeline, { start, end, pace }: Replayed, rank: number
     const to: number[] = [];
     for (let row = 0; row < timeline.rows; row++) {
       if (!mine[lane[row]] || !isCommand(kind[row]) || !counts(kind[row])) continue;
-      // of a collective only its end is the wire; before that it waits for its peers
-      from.push(kind[row] === Kind.COLLECTIVE ? end[row] - work[row] : start[row]);
+      // of a collective only its end is the wire; before that it waits for its peers. Who broadcasts may leave before they come
+      from.push(kind[row] === Kind.COLLECTIVE ? end[row] - Math.max(work[row], 0) : start[row]);
       to.push(end[row]);
     }
     return covered(from, to, pace * turns);

@@ -87,8 +87,8 @@ def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float
     wire = spans.kind == Kind.COLLECTIVE
     copying = (spans.kind == Kind.COPY) | (spans.kind == Kind.FILL)  # also within the device: nothing is computed
     computing = timeline.on_device & ~copying & ~wire
-    # of a collective only its end is the wire; before that it waits for its peers
-    start = np.where(wire, spans.end - spans.work, spans.start)
+    # of a collective only its end is the wire; before that it waits for its peers, or, if it sends to all, has left
+    start = np.where(wire, spans.end - np.maximum(spans.work, 0), spans.start)
     reached: list[float] = []
     taken = np.zeros(len(timeline), bool)
     for these in (computing, copying, wire):

@@ -166,11 +166,11 @@ def slow_kinds(
 def _longest_at(slow: Mask, began: Ints, over: Ints, looks: LookTable) -> Ints:
     """Of each slow turn, the place at which it was longest beyond an ordinary turn; NONE where no look has met it."""
     place = np.full(int(slow.sum()), NONE, np.int64)
-    if not len(place) or not len(looks.times):
-        return place
     turn = np.searchsorted(over, looks.times)
     inside = turn < len(over)
     inside[inside] &= looks.times[inside] >= began[turn[inside]]
+    if not len(place) or not inside.any():
+        return place
     turn, weight, where = turn[inside], looks.weight[inside], looks.place[inside]
     places, where = np.unique(where, return_inverse=True)
     ordinary = ~slow[turn]

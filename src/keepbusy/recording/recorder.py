@@ -132,8 +132,10 @@ class Run:
         self.marks.end()
         self.others.end()
         self.loaders.end()
-        self._know_marks()
-        self.leave(loaders=[asdict(one) for one in self.loaders.used()], run=asdict(self._tree()))
+        told: dict[str, Any] = {"loaders": [], "run": None}
+        for know in (self._know_marks, lambda: told.update(run=asdict(self._tree()))):
+            self._guarded(know)  # what goes wrong here is no end of the program's
+        self.leave(**told | {"loaders": [asdict(one) for one in self.loaders.used()]})
 
     def _tree(self) -> Part:
         return tree_of(self.loops.looks, self._busy_until, sources=self._sources)

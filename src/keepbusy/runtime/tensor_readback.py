@@ -64,7 +64,7 @@ class TensorReadback:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._device = tensors[0].device
+        self._device, self._inference = tensors[0].device, torch.is_inference_mode_enabled()
         self._stream = readback_stream(self._device)
         plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
         self._kinds = [_Kind(tensor.nbytes, tensor.dtype, tensor.shape) for tensor in plain]
@@ -125,7 +125,8 @@ class TensorReadback:
             self._event.synchronize()
         with _LOCK:
             if not self._tensors:
-                self._tensors = list(_unpacked(self._on_host, self._kinds))
+                with torch.inference_mode(self._inference):  # of when they were sent
+                    self._tensors = list(_unpacked(self._on_host, self._kinds))
                 for slot in self._slots:
                     give_back(self._device, slot)
                 self._pieces, self._on_host, self._slots = [], [], []
