@@ -20,6 +20,7 @@ from keepbusy.timeline.model import (
     Timeline,
 )
 from keepbusy.timeline.replay import last_arrival, settle
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import Part
 
 MOST_SHIFT = 400
@@ -60,30 +61,29 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
             tables.append(getattr(one, name).renumbered(**new))
         marks.append(one.marks[: turns or None] + row)
         lanes += one.lanes
-    beside = sorted({number for one in timelines for number in one.facts.beside if number < turns - 1})
-    sources = dict.fromkeys(one.facts.source for one in timelines)  # ranks of one script have one
-    runs = {rank: run for one in timelines for rank, run in one.facts.plain_runs.items()}
-    loaders = [replace(use, rank=one.ranks[0]) for one in timelines for use in one.facts.loaders]
-    trees = {one.ranks[0]: one.facts.run for one in timelines if one.facts.run is not None}
-    notes = (*timelines[0].facts.notes, *where_ranks_differ(trees))
-    groups = {group: members for one in timelines for group, members in one.facts.groups.items()}
-    loaders.sort(key=lambda use: use.began - use.waited)
     return Timeline(
         lanes=tuple(lanes),
         names=tuple(names),
         marks=np.concatenate(marks),
         further=timelines[0].further,  # as its tree is the one that is shown
         **{name: type(tables[0]).concatenate(tables) for name, tables in parts.items()},
-        facts=replace(
-            timelines[0].facts,
-            sources=tuple(sources),
-            plain_runs=runs,
-            groups=groups,
-            loaders=tuple(loaders),
-            notes=notes,
-            loop=timelines[0].facts.loop if turns else "",
-            beside=tuple(beside),
-        ),
+        facts=_joined_facts([one.facts for one in timelines], [one.ranks[0] for one in timelines], turns),
+    )
+
+
+def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) -> RunFacts:
+    """The first rank's, and what every rank has of its own. `turns`: how many marks are turns of one loop on all."""
+    trees = {rank: facts.run for rank, facts in zip(ranks, each, strict=True) if facts.run is not None}
+    loaders = [replace(use, rank=rank) for rank, facts in zip(ranks, each, strict=True) for use in facts.loaders]
+    return replace(
+        each[0],
+        sources=tuple(dict.fromkeys(facts.source for facts in each)),  # ranks of one script have one
+        plain_runs={rank: run for facts in each for rank, run in facts.plain_runs.items()},
+        groups={group: members for facts in each for group, members in facts.groups.items()},
+        loaders=tuple(sorted(loaders, key=lambda use: use.began - use.waited)),
+        notes=(*each[0].notes, *where_ranks_differ(trees)),
+        loop=each[0].loop if turns else "",
+        beside=tuple(sorted({number for facts in each for number in facts.beside if number < turns - 1})),
     )
 
 

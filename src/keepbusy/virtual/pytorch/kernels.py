@@ -124,6 +124,13 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
     return _NO_TENSORS, given
 
 
+def _returned(schema: Any) -> tuple[tuple[int, str] | None, ...]:
+    """Of each result, by place and name, the argument that it is; None for one that is new."""
+    written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
+    aliases = [one.alias_info.before_set if _writes(one) else None for one in schema.returns]
+    return tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
+
+
 _ONE_NEW = (None,)
 """What an operator returns that makes one tensor."""
 
@@ -148,10 +155,7 @@ class Kernel:
         self.writes = tuple(
             (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
         )
-        written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
-        aliases = [one.alias_info.before_set if _writes(one) else None for one in schema.returns]
-        self.returned = tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
-        """Of each result, by place and name, the argument that it is; None for one that is new."""
+        self.returned = _returned(schema)
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
