@@ -62,6 +62,13 @@ def test_any_numbers_come_back(numbers: list[int], data: st.DataObject) -> None:
         np.testing.assert_array_equal(column, getattr(spans, name), err_msg=name)
 
 
+def test_a_width_that_no_number_has_is_refused_before_anything_is_made_of_it() -> None:
+    """Of a column without rows the content is as long as any width asks for: nothing."""
+    nothing = zlib.compress(b"")
+    with pytest.raises(KeyError):
+        unpack([("start", "", 1 << 40, len(nothing))], memoryview(nothing), 0)
+
+
 def test_names_may_be_anything_and_facts_may_hold_numbers_of_numpy() -> None:
     facts = RunFacts(device="H200 \ud83d\ude00", skipped=np.int64(3), notes=("\ud800 lone",))
     timeline = ONE_LAUNCH.change(names=("\ud800 lone", "\ud83d\ude00\0\x1b[31m"), facts=facts)

@@ -295,11 +295,12 @@ def unpack(described: list[Described], content: memoryview, rows: int) -> Column
     """The columns again; raises ValueError or the like for what `pack` did not write."""
     table: Columns = {}
     for name, guess, width, size in described:
+        kind = _WIDTHS[width]  # whatever else stands there is refused before anything is made of it
         planes = _inflated(content[:size], rows * width + 1)
         if len(planes) != rows * width:
             raise ValueError("a column of another length")
         bytes_of_rows = np.stack([*np.frombuffer(planes, np.uint8).reshape(width, rows)], axis=1)
-        numbers = bytes_of_rows.view(_WIDTHS[width]).reshape(rows).astype(np.int64)
+        numbers = bytes_of_rows.view(kind).reshape(rows).astype(np.int64)
         if guess in ("before", "lane"):  # 64-bit sums wrap as the differences did, so even the ends of the range return
             numbers = np.cumsum(numbers)
         if guess == "lane":
