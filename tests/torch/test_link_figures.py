@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,9 @@ def rank_of(doctor: subprocess.Popen[str], rank: int) -> int:
     """The process of a rank, once there is one."""
     while doctor.poll() is None:
         for child in Path(f"/proc/{doctor.pid}/task/{doctor.pid}/children").read_text().split():
-            if f"\0RANK={rank}\0" in f"\0{Path('/proc', child, 'environ').read_text()}":
-                return int(child)
+            with suppress(OSError):  # a child that has ended since it was listed
+                if f"\0RANK={rank}\0" in f"\0{Path('/proc', child, 'environ').read_text()}":
+                    return int(child)
         time.sleep(0.01)
     raise AssertionError(doctor.communicate())
 
