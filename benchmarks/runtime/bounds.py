@@ -1,15 +1,16 @@
-"""What the runtime still costs over what the machine can do, part by part. Needs a GPU, and three minutes.
+"""What the runtime still costs over what the machine can do, part by part. Needs a GPU, and two minutes.
 
-    PYTHONPATH=src python benchmarks/runtime/bounds.py                     # writes bounds.json to $OUT
-    PYTHONPATH=src python benchmarks/runtime/bounds.py --only readback features
+    PYTHONPATH=src python benchmarks/runtime/bounds.py                     # writes bounds.json to $OUT as it goes
+    PYTHONPATH=src python benchmarks/runtime/bounds.py --only readback graph images features    # without save_later
     STALLBENCH_SMALL=1 keepbusy run benchmarks/runtime/bounds.py           # whether it runs; its times mean nothing
 
-- `features`: batches of 50, 500 and 5,000 small tensors at a copy/compute ratio of 0.5, from ready batches in the
-  loop's own process, and from workers, which join them unless it says `unjoined`. `nothing sent`: what it costs to be
-  told by workers that a batch is there.
-- `images`: 77 MB of pageable memory a batch, at ratios of 1.0 and 1.5; and how fast threads fill pinned memory with it,
-  alone and while the device copies from there.
-- `readback`: microseconds of the host, of a call and of each thing that it does.
+- `features`: batches of 500, 5,000 and 50 small tensors at a copy/compute ratio of 0.5, from ready batches in the
+  loop's own process, packed by 1, 4 and 8 threads, and from workers, which join them. `nothing sent`: what it costs to
+  be told by workers that a batch is there.
+- `images`: 77 MB of pageable memory a batch, at ratios of 1.0 and 1.5, without workers and with; and how fast threads
+  fill pinned memory with it, alone and while the device copies from there, all of it and a few pages again and again.
+- `readback`, `graph`: microseconds of the host, of a call and of each thing that it does. A graph is called with one
+  tensor, with 50, and with 50 in a batch of lists and dicts.
 - `save_later`: 0.76 GB after the third of 25 steps. Of each step how much longer it took than without a checkpoint.
 
 Bounds and controls stand in the same rounds as what is measured; figures are medians, with the least and the most.
@@ -38,11 +39,12 @@ from typing import Any
 import torch
 from prefetch import WARM_UP, Ready, Work, copy_time, non_blocking, step_time
 from rounds import show, take_turns, write
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import keepbusy
 from keepbusy.runtime import pinned_pages, scalar_readback
-from keepbusy.runtime.prefetch import batch_transfer, prefetch_iterator
+from keepbusy.runtime.prefetch import batch_transfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import SMALL, size
@@ -70,23 +72,18 @@ def loader(batches: list[Any], **options: Any) -> DataLoader:
     return DataLoader(Ready(batches, FIRST + WARM_UP + STEPS + AHEAD), collate_fn=first, timeout=patience, **options)
 
 
-def unjoined(batches: DataLoader) -> Iterator[Any]:
-    """As it was before workers joined what they send."""
-    joining, prefetch_iterator.with_packing_workers = prefetch_iterator.with_packing_workers, lambda one: one
-    try:
-        yield from keepbusy.prefetch(batches)
-    finally:
-        prefetch_iterator.with_packing_workers = joining
+def packed_by(threads: int) -> Callable[[DataLoader], Iterator[Any]]:
+    """`prefetch` with so many packing threads, however few tensors each has."""
 
+    def batches_of(batches: DataLoader) -> Iterator[Any]:
+        usual = batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD
+        batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = threads, 16
+        try:
+            yield from keepbusy.prefetch(batches)
+        finally:
+            batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = usual
 
-def eight_threads(batches: DataLoader) -> Iterator[Any]:
-    """Twice as many as there are, for half as many tensors each."""
-    usual = batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD
-    batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = 8, 16
-    try:
-        yield from keepbusy.prefetch(batches)
-    finally:
-        batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = usual
+    return batches_of
 
 
 def milliseconds_a_step(batches: Any, work: Work, before: int = 0) -> float:
@@ -99,38 +96,42 @@ def milliseconds_a_step(batches: Any, work: Work, before: int = 0) -> float:
 
 def measure_features(found: dict[str, Any]) -> None:
     work = Work(SMALL)
-    for count in (size(500, 24), size(50, 12), size(5000, 48)):
+    for count in (size(500, 24), size(5000, 48), size(50, 12)):
         made = features(count)
         pinned = [{name: one.pin_memory() for name, one in batch.items()} for batch in made]
         resident = [{name: one.cuda() for name, one in batch.items()} for batch in made]
         work.lasting(2 * copy_time(made[0]))
+        bytes_under_way = 5 * WORKERS * sum(one.nbytes for one in made[0].values())
+        workers = WORKERS if bytes_under_way < shutil.disk_usage("/dev/shm").free else 2
         ways: dict[str, Callable[[], float]] = {
             "copy in one piece": lambda made=made: copy_time(made[0]) * 1e3,
             "compute alone": lambda here=resident: milliseconds_a_step(loader(here), work),
             "pinned, non_blocking": lambda pinned=pinned: milliseconds_a_step(non_blocking(loader(pinned)), work),
             "keepbusy": lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work),
             "keepbusy, pinned": lambda pinned=pinned: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
-            "keepbusy, 8 packing threads": lambda made=made: milliseconds_a_step(eight_threads(loader(made)), work),
-        }
-        workers = WORKERS if count < size(5000, 48) else 2
-        ways |= {
+            **{
+                f"keepbusy, packing threads: {threads}": lambda made=made, threads=threads: milliseconds_a_step(
+                    packed_by(threads)(loader(made)), work
+                )
+                for threads in (1, 4, 8)
+            },
             f"{workers} workers, nothing sent": lambda workers=workers, here=resident: milliseconds_a_step(
                 (here[0] for _ in loader([0], num_workers=workers)), work, FIRST
             ),
             f"{workers} workers, keepbusy": lambda made=made, workers=workers: milliseconds_a_step(
                 keepbusy.prefetch(loader(made, num_workers=workers)), work, FIRST
             ),
-            f"{workers} workers, pin_memory": lambda made=made, workers=workers: milliseconds_a_step(
-                keepbusy.prefetch(loader(made, num_workers=workers, pin_memory=True)), work, FIRST
-            ),
         }
-        rows = take_turns(ways, 3)
-        if workers == WORKERS:  # once, and few steps: 50 tensors take ten times as long, 500 a hundred
-            batches = unjoined(loader(made, num_workers=workers))
-            rows[f"{workers} workers, unjoined"] = [step_time(batches, work, 6) * 1e3]
-        show(f"features, {count} tensors, copy/compute 0.5: milliseconds a step", rows, "compute alone")
-        found[f"features {count}"] = rows
+        title = f"features, {count} tensors, copy/compute 0.5: milliseconds a step"
+        keep(found, title, take_turns(ways, 2), "compute alone")
         profiled(lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work))
+
+
+def keep(found: dict[str, Any], title: str, rows: dict[str, list[float]], bound: str) -> None:
+    """Print a table and write it down, so that a run that is cut off keeps what it has."""
+    show(title, rows, bound)
+    found[title] = rows
+    write("bounds", found)
 
 
 def profiled(does: Callable[[], Any]) -> None:
@@ -158,54 +159,55 @@ def measure_images(found: dict[str, Any]) -> None:
                 f"{WORKERS} workers, keepbusy": lambda: milliseconds_a_step(
                     keepbusy.prefetch(loader(batches, num_workers=WORKERS)), work, FIRST
                 ),
-                f"{WORKERS} workers, unjoined": lambda: milliseconds_a_step(
-                    unjoined(loader(batches, num_workers=WORKERS)), work, FIRST
-                ),
             },
             3,
         )
-        show(f"images of 77 MB, copy/compute {ratio}: milliseconds a step", rows, "copy in one piece")
-        found[f"images {ratio}"] = rows
-    found["host copies"] = host_copies(batches[0][0], pinned[0][0])
+        keep(found, f"images of 77 MB, copy/compute {ratio}: milliseconds a step", rows, "copy in one piece")
+    profiled(lambda: milliseconds_a_step(keepbusy.prefetch(loader(batches)), work))
+    host_copies(found, [batch[0] for batch in batches], pinned[0][0])
 
 
-def host_copies(source: torch.Tensor, target: torch.Tensor) -> dict[str, list[float]]:
+def host_copies(found: dict[str, Any], sources: list[torch.Tensor], target: torch.Tensor) -> None:
     """Into pinned memory, by PyTorch's threads and by plain ones; alone, and while the device reads pinned memory."""
-    threads, size = ThreadPoolExecutor(16), source.nbytes
-    device, side = torch.empty_like(source, device="cuda"), torch.cuda.Stream()
+    threads, size = ThreadPoolExecutor(16), target.nbytes
+    device, side = torch.empty_like(target, device="cuda"), torch.cuda.Stream()
     also = torch.empty_like(target).pin_memory()
 
-    def plain(count: int, piece: int) -> None:
+    def plain(source: torch.Tensor, count: int, piece: int, ring: int) -> None:
+        """By so many threads, piece by piece; into so many bytes at the target's beginning, again and again."""
+
         def some(first: int) -> None:
             for begin in range(first * piece, size, count * piece):
                 length = min(piece, size - begin)
-                ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, length)
+                ctypes.memmove(target.data_ptr() + begin % ring, source.data_ptr() + begin, length)
 
         for one in [threads.submit(some, first) for first in range(count)]:
             one.result()
 
-    def timed(copy: Callable[[], Any], beside: bool) -> float:
+    def timed(copy: Callable[[torch.Tensor], Any], beside: bool) -> float:
         if beside:
             with torch.cuda.stream(side):
                 for _ in range(12):
                     device.copy_(also, non_blocking=True)
         begin = time.perf_counter()
-        for _ in range(4):
-            copy()
-        spent = (time.perf_counter() - begin) / 4 * 1e3
+        for index in range(6):
+            copy(sources[index % len(sources)])
+        spent = (time.perf_counter() - begin) / 6 * 1e3
         torch.cuda.synchronize()
         return spent
 
-    ways: dict[str, Callable[[], Any]] = {
-        "copy_ in this thread": lambda: target.copy_(source),
-        "copy_ in another thread": lambda: threads.submit(target.copy_, source).result(),
-        "foreach_copy_ elsewhere": lambda: threads.submit(torch._foreach_copy_, [target], [source]).result(),
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        "copy_ in this thread": target.copy_,
+        "copy_ in another thread": lambda source: threads.submit(target.copy_, source).result(),
     }
-    for count in (1, 2, 4, 8, 16):
-        ways[f"memmove, {count} threads"] = lambda count=count: plain(count, -(-size // count))
-    for count in (4, 8):
-        ways[f"memmove, {count} threads, 2 MB"] = lambda count=count: plain(count, 2 * MEGABYTE)
-        ways[f"memmove, {count} threads, 512 kB"] = lambda count=count: plain(count, MEGABYTE // 2)
+    for count in (1, 4, 8, 16):
+        ways[f"memmove, {count} threads"] = lambda one, count=count: plain(one, count, -(-size // count), size)
+    for count in (4, 8, 16):
+        ways[f"memmove, {count} threads, 1 MB"] = lambda one, count=count: plain(one, count, MEGABYTE, size)
+        ring = min(16 * MEGABYTE, size)
+        ways[f"memmove, {count} threads, 1 MB, ring of 16"] = lambda one, count=count, ring=ring: plain(
+            one, count, min(MEGABYTE, ring), ring
+        )
     rows = take_turns(
         {
             f"{name}{', device reading' if beside else ''}": lambda copy=copy, beside=beside: timed(copy, beside)
@@ -214,8 +216,7 @@ def host_copies(source: torch.Tensor, target: torch.Tensor) -> dict[str, list[fl
         },
         3,
     )
-    show("77 MB from pageable to pinned memory: milliseconds", rows, "copy_ in this thread")
-    return rows
+    keep(found, "77 MB from pageable to pinned memory: milliseconds", rows, "copy_ in this thread")
 
 
 def measure_readback(found: dict[str, Any]) -> None:
@@ -224,15 +225,6 @@ def measure_readback(found: dict[str, Any]) -> None:
     stream, double = torch.cuda.current_stream(), slot.double(0)
     same, half = torch.zeros((), device="cuda"), loss.requires_grad_(False)
     event.record()
-
-    def microseconds(call: Callable[[], Any], count: int = 300) -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        spent = (time.perf_counter() - begin) / count * 1e6
-        torch.cuda.synchronize()
-        return spent
 
     parts: dict[str, Callable[[], Any]] = {
         "loss.item()": loss.item,
@@ -250,11 +242,58 @@ def measure_readback(found: dict[str, Any]) -> None:
         "slot.on_host.tolist()": slot.on_host.tolist,
         "nothing at all": lambda: None,
     }
-    rows = take_turns({name: lambda call=call: microseconds(call) for name, call in parts.items()}, 7)
-    print("\nreadback, microseconds of the host a call while the device is idle")
+    keep_calls(found, "readback", parts)
+
+
+def keep_calls(found: dict[str, Any], what: str, calls: dict[str, Callable[[], Any]], count: int = 300) -> None:
+    """Microseconds of the host that each of these takes."""
+
+    def microseconds(call: Callable[[], Any]) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        spent = (time.perf_counter() - begin) / count * 1e6
+        torch.cuda.synchronize()
+        return spent
+
+    rows = take_turns({name: lambda call=call: microseconds(call) for name, call in calls.items()}, 7)
+    print(f"\n{what}, microseconds of the host a call while the device is idle")
     for name, times in rows.items():
-        print(f"  {name:34} {statistics.median(times):7.2f}   {min(times):7.2f} to {max(times):7.2f}")
-    found["readback, microseconds"] = rows
+        print(f"  {name:44} {statistics.median(times):7.2f}   {min(times):7.2f} to {max(times):7.2f}")
+    found[f"{what}, microseconds"] = rows
+    write("bounds", found)
+
+
+def measure_graph(found: dict[str, Any]) -> None:
+    """A step of one kernel: what is left is what a call takes. `bare`: PyTorch's calls that it cannot do without."""
+    inputs = [torch.ones(64, device="cuda") for _ in range(50)]
+    batch = {"ids": inputs[:20], "values": {str(index): one for index, one in enumerate(inputs[20:])}}
+    running, calls = torch.zeros(64, device="cuda"), dict[str, Callable[[], Any]]()
+
+    def step(first: Any, *_others: Any) -> Any:
+        while not isinstance(first, torch.Tensor):
+            first = first["ids"] if isinstance(first, dict) else first[0]
+        return running.add_(first)
+
+    for name, arguments in {"1 tensor": inputs[:1], "50 tensors": inputs, "50 tensors in a batch": [batch]}.items():
+        graphed = keepbusy.graph(step)
+        for _ in range(6):
+            graphed(*arguments)
+        assert graphed.replays, graphed.report()
+        (captured,) = graphed._graphs._captured.values()
+        calls[f"graph, {name}"] = lambda graphed=graphed, arguments=arguments: graphed(*arguments)
+        count = min(len(tree_leaves(arguments)), len(inputs))
+        there, here = [torch.empty_like(one) for one in inputs[:count]], inputs[:count]
+
+        def bare(graph: Any = captured._graph, there: Any = there, here: Any = here) -> torch.Tensor:
+            torch._foreach_copy_(there, here)
+            graph.replay()
+            return running.clone()
+
+        calls[f"bare, {name}: copy, replay, clone"] = bare
+    calls["a replay"] = captured._graph.replay
+    keep_calls(found, "graph", calls, 100)
 
 
 def measure_save_later(found: dict[str, Any]) -> None:
@@ -319,6 +358,7 @@ def measure_save_later(found: dict[str, Any]) -> None:
         calls = statistics.median(way.calls[1:])
         print(f"  {name:26} {' '.join(f'{one:5.1f}' for one in over)}   call {calls:.1f}")
     found["save_later"] = {"in all": rows, "steps": steps, "calls": {name: way.calls for name, way in ways.items()}}
+    write("bounds", found)
 
 
 def timed_steps(training: Any, way: Any, steps: list[list[float]]) -> float:
@@ -337,9 +377,10 @@ def timed_steps(training: Any, way: Any, steps: list[list[float]]) -> float:
 
 MEASURES = {
     "readback": measure_readback,
-    "save_later": measure_save_later,
+    "graph": measure_graph,
     "images": measure_images,
     "features": measure_features,
+    "save_later": measure_save_later,
 }
 
 
@@ -353,7 +394,6 @@ def main() -> None:
         begin = time.perf_counter()
         MEASURES[name](found)
         print(f"({name}: {time.perf_counter() - begin:.0f} s)", flush=True)
-        write("bounds", found)
 
 
 if __name__ == "__main__":
