@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from keepbusy.runtime.spread.batch_share import share_of
 from keepbusy.runtime.spread.blocks import without_dropout
-from keepbusy.runtime.spread.layout import RankLayout
+from keepbusy.runtime.spread.layout import RankLayout, own_part
 from keepbusy.runtime.spread.traffic import Theory, Traffic
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
@@ -202,7 +202,7 @@ class FirstStep:
 
     def _same(self, names: dict[int, str], parameters: list[Any], group: Any, remedy: str) -> None:
         none = torch.zeros((), device=self._layout.device)
-        norms = torch.stack([none if one.grad is None else _local(one.grad).float().norm() for one in parameters])
+        norms = torch.stack([none if one.grad is None else own_part(one.grad).float().norm() for one in parameters])
         low, high = norms.clone(), norms.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
@@ -213,7 +213,3 @@ class FirstStep:
                     f"the gradient of {names[id(one)]} has norm {least:.4g} on one rank and {most:.4g} on another: it "
                     f"has not travelled, or was made of other inputs; {remedy}"
                 )
-
-
-def _local(value: Any) -> Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value

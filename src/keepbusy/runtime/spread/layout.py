@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class RankLayout:
         return " x ".join([*parts, *([f"{self.tensor} parts of each layer"] if self.tensor > 1 else [])])
 
 
+def own_part(value: Any) -> Tensor:
+    """Of a DTensor what this rank holds; a plain tensor is held whole."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def ranks_here() -> int:
     """How many processes train together; 1 without torchrun."""
     if dist.is_available() and dist.is_initialized():
@@ -74,19 +83,15 @@ def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
 
 def planned(shard: int, tensor: int | None) -> tuple[int, int | None]:
     """The layout that `keepbusy plan` tries, or the one asked for."""
-    asked = os.environ.get("KEEPBUSY_LAYOUT")
-    if not asked:
-        return shard, tensor
-    shard, tensor = map(int, asked.split(","))
+    if asked := os.environ.get("KEEPBUSY_LAYOUT"):
+        shard, tensor = map(int, asked.split(","))
     return shard, tensor
 
 
 def tell_planner(layout: RankLayout, shared: bool) -> None:
     """How many parts batches are cut into, or how many ranks bring their own."""
-    told = os.environ.get("KEEPBUSY_LAYOUT_FOUND")
-    if told:
-        with open(told, "w", encoding="utf-8") as file:  # noqa: PTH123 -- production code imports torch alone
-            file.write(f'{{"data": {layout.data}, "shared": {"true" if shared else "false"}}}')
+    if told := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):
+        Path(told).write_text(json.dumps({"data": layout.data, "shared": shared}), encoding="utf-8")
 
 
 def lay_out(shard: int, tensor: int | None) -> RankLayout:

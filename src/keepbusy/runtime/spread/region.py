@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keepbusy.runtime.spread.layout import own_part
+
 HEADS = re.compile(r"heads?$")
 """Attributes that count the heads of an attention: num_heads, n_head, num_key_value_heads."""
 
@@ -116,7 +118,7 @@ class Cut:
         module = self._module
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                own = self.trial.get(name, parameter) if self.trial else _local(parameter)
+                own = self.trial.get(name, parameter) if self.trial else own_part(parameter)
                 module.__dict__[name] = _Copied.apply(own, self._group) if self._role == "inside" else own
         if self._role == "row":
             self._bias, module.__dict__["bias"] = module.bias, None
@@ -137,10 +139,6 @@ class Cut:
         if self._role == "column":
             self._seeds.enter()
         return None
-
-
-def _local(parameter: Any) -> Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 class Seeds:

@@ -15,13 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from keepbusy.runtime.spread.batch_norm import synchronise
 from keepbusy.runtime.spread.batch_share import share
 from keepbusy.runtime.spread.blocks import blocks_of, dropouts_of, without_dropout
 from keepbusy.runtime.spread.equality import Example, FirstStep
-from keepbusy.runtime.spread.layout import RankLayout, check_arguments, lay_out, planned, ranks_here, tell_planner
+from keepbusy.runtime.spread.layout import (
+    RankLayout,
+    check_arguments,
+    lay_out,
+    own_part,
+    planned,
+    ranks_here,
+    tell_planner,
+)
 from keepbusy.runtime.spread.parameters import TrainedNames
 from keepbusy.runtime.spread.sharded_states import ShardedStates
 from keepbusy.runtime.spread.tensor_parallel import TensorPlan
@@ -95,13 +104,14 @@ class _Spreading:
     def __init__(self, model: nn.Module, optimizer: Any, layout: RankLayout, plan: Any, example: Any) -> None:
         self.model, self._inner, self._layout = model, model, layout
         trained = TrainedNames(model, optimizer)
-        self._placed: set[int] = set()
-        if layout.wraps or layout.tensor > 1 or example is not None:
+        whole = layout.wraps or layout.tensor > 1 or example is not None
+        if whole:
+            model.to(layout.device)  # by its own ways: an RNN lays its weights out anew
             self._place(model)
         proof = None if example is None else Example(model, example, layout.device)
         norms = synchronise(model, layout.device, layout.data_group) if layout.data > 1 else 0
         regions, sums = self._cut(proof, plan)
-        blocks = self._wrap(proof)
+        blocks = self._wrap(proof, whole)
         trained.repoint(self._inner)
         told = f"{layout}, {self._local_share():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
         if regions:
@@ -119,12 +129,13 @@ class _Spreading:
 
     def _place(self, module: nn.Module) -> None:
         """On this rank's device, with the values of the first rank: layers that were made with other seeds would be
-        trained as a mixture."""
-        module.to(self._layout.device)
-        tensors = [*module.parameters(), *module.buffers()]
-        fresh = [one.detach() for one in tensors if id(one) not in self._placed]
-        self._placed |= {id(one) for one in tensors}
-        dist._broadcast_coalesced(dist.group.WORLD, fresh, 256 << 20, 0)
+        trained as a mixture. What is sharded already has its values."""
+        held = [one for one in [*module.parameters(), *module.buffers()] if not isinstance(one, DTensor)]
+        with torch.no_grad():
+            for one in held:
+                one.data = one.data.to(self._layout.device)
+        if held:
+            dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
 
     def _cut(self, proof: Example | None, plan: Any) -> tuple[int, int]:
         """How many regions tensor parallelism cuts, and how many sums it needs."""
@@ -136,8 +147,9 @@ class _Spreading:
         found.apply(random)
         return len(found.regions), found.sums
 
-    def _wrap(self, proof: Example | None) -> str:
-        """What is not called is not gathered, so that a block whose parameters are read by others is none."""
+    def _wrap(self, proof: Example | None, placed: bool) -> str:
+        """What is not called is not gathered, so that a block whose parameters are read by others is none. What is not
+        placed yet is a block at a time: the whole model need not fit."""
         layout, model = self._layout, self._inner
         called, unused = (proof.forget_calls(), proof.unused) if proof is not None else (None, [])
         if layout.wraps:
@@ -150,29 +162,16 @@ class _Spreading:
             return ""
         blocks = {name: one for name, one in blocks_of(model).items() if called is None or one in called}
         kinds = sorted({type(one).__name__ for one in blocks.values()})
-        whole = {"mesh": layout.sharding_mesh, "reshard_after_forward": layout.shard == 3}
-        for block in blocks.values():
-            if not self._placed:
-                self._place_alone(block)
-            fully_shard(block, **whole)
-        if not self._placed:
-            self._place_alone(model)
-        fully_shard(model, mesh=layout.sharding_mesh, reshard_after_forward=False)
+        for module in (*blocks.values(), model):
+            if not placed:
+                self._place(module)
+            again = layout.shard == 3 and module is not model
+            fully_shard(module, mesh=layout.sharding_mesh, reshard_after_forward=again)
         return f", in {len(blocks)} blocks ({', '.join(kinds)})" if blocks else ", as one block"
-
-    def _place_alone(self, module: nn.Module) -> None:
-        """A block at a time: the whole model need not fit. What is sharded already has its values."""
-        held = [one for one in [*module.parameters(), *module.buffers()] if not hasattr(one, "placements")]
-        with torch.no_grad():
-            for one in held:
-                one.data = one.data.to(self._layout.device)
-        if held:
-            dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
 
     def _local_share(self) -> float:
         parameters = list(self._inner.parameters())
-        local = [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
-        return sum(one.numel() for one in local) / max(1, sum(one.numel() for one in parameters))
+        return sum(own_part(one).numel() for one in parameters) / max(1, sum(one.numel() for one in parameters))
 
     def _seed(self) -> None:
         """Ranks with other parts of a batch drop other activations; those of one tensor group drop the same."""
