@@ -36,7 +36,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -47,7 +47,6 @@ from thresholds import EXPLAINED, MERGED, RECORDED, THRESHOLDS, VIRTUAL, all_of,
 
 import keepbusy
 import keepbusy.explain
-from keepbusy.explain import rules
 from keepbusy.timeline.model import Timeline
 
 HERE = Path(__file__).resolve().parent
@@ -199,23 +198,18 @@ def _of_many_ranks(case: Case, timeline: Timeline) -> Outcome:
     return Outcome(cluster is not None and {one.ranks for one in cluster.stragglers} == late)
 
 
-def off(name: str) -> AbstractContextManager[None]:
-    return rules.without(name) if name in rules.RULES else switched_off(name)
-
-
 def ablate(case: Case, only: Sequence[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
-    """A rule is only switched off where it was asked; thresholds are everywhere, those of ranks as they are read."""
+    """Thresholds of ranks are switched off as these are read."""
     timeline = case.timeline()
-    rules.asked()
     with_all = outcomes(case, timeline)
     without = {}
     for name in sorted(all_of(MERGED).keys() & set(only)) if len(timeline.ranks) > 1 and not case.is_live else ():
-        with off(name):
+        with switched_off(name):
             without[name] = outcomes(case, case.timeline())
     if case.kind == MANY:
         return with_all, without
-    for name in sorted((rules.asked() | all_of(EXPLAINED).keys()) & set(only)):
-        with off(name):
+    for name in sorted(all_of(EXPLAINED).keys() & set(only)):
+        with switched_off(name):
             without[name] = outcomes(case, timeline)
     return with_all, without
 
@@ -294,7 +288,7 @@ def program_of(case: str) -> str:
 
 
 def table(found: dict[str, Ablation], right: Counter[str], count: Counter[str]) -> Iterator[str]:
-    says = {name: one.says for name, (_, one) in all_of(THRESHOLDS).items()} | rules.RULES
+    says = {name: one.says for name, (_, one) in all_of(THRESHOLDS).items()}
     yield "| rule | what it says | programs lost without it | programs gained without it |"
     yield "|---|---|---|---|"
     for name, ablation in found.items():
@@ -314,18 +308,18 @@ INTRODUCTION = """\
 # The rules, and what needs them
 
 What `explain` says follows from replaying the run, and what a recording keeps follows from how long turns take. Where
-that does not settle a question, a rule or a threshold does. Each has a name, in `explain/rules.py` or in
-`benchmarks/thresholds.py`, and `benchmarks/ablation.py` switches each off alone: those of the explanation over all
-recordings whose fixed programs were timed on H200s, those of recording over programs that it runs. This page is its
-output. A recording is *lost* if its causes or its plan are no longer right, or if the prediction errs by 5% of the step
-more; a program, if what is told of it is no longer what was written into it. Recordings of one program with stacks,
-without them and live count once.
+that does not settle a question, a rule or a threshold does. Each has a name in `benchmarks/thresholds.py`, and
+`benchmarks/ablation.py` switches each off alone: those of the explanation over all recordings whose fixed programs
+were timed on H200s, those of recording over programs that it runs. This page is its output. A recording is *lost* if
+its causes or its plan are no longer right, or if the prediction errs by 5% of the step more; a program, if what is
+told of it is no longer what was written into it. Recordings of one program with stacks, without them and live count
+once.
 
 """
 
 
 def main() -> None:
-    names = [*rules.RULES, *all_of(THRESHOLDS)]
+    names = list(all_of(THRESHOLDS))
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", nargs="+", default=names, metavar="RULE")
     arguments.add_argument("--sets", nargs="+", default=ALL_SETS, choices=ALL_SETS)

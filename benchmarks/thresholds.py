@@ -1,4 +1,5 @@
-"""Every threshold of what is recorded, read and explained: what it says, and the value that switches it off.
+"""Every rule of what is recorded, read and explained: what it says, and how it is switched off. Most are thresholds;
+where no constant does it, the function that follows the rule is put aside.
 
 `ablation.py` switches them off one at a time. A test holds this table against the sources: a constant that is new there
 has to be put here, among the thresholds or among the bounds.
@@ -16,9 +17,14 @@ from typing import Any
 INFINITE = 1 << 60
 
 
+def _unchanged(timeline: Any, *_: Any) -> Any:
+    """In place of a function that follows a rule."""
+    return timeline
+
+
 @dataclass(frozen=True)
 class Threshold:
-    """A constant of a module, what the rule says, and with which value it says nothing."""
+    """A constant of a module, or a function, what the rule says, and with which value it says nothing."""
 
     constant: str
     off: Any
@@ -26,7 +32,7 @@ class Threshold:
 
     @property
     def name(self) -> str:
-        return self.constant.lower()
+        return self.constant.lower().lstrip("_")
 
 
 EXPLAINED = {
@@ -50,16 +56,30 @@ EXPLAINED = {
     "keepbusy.explain.causes.peers": (
         Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers, ..."),
         Threshold("LATE_TIMES", 0.0, "... and a quarter more."),
-        Threshold("UNEQUAL_BY", 0, "Device work is unequal where a rank has 0.5 ms more of it than its peers, ..."),
+        Threshold(
+            "UNEQUAL_BY", INFINITE, "Device work is unequal where a rank has 0.5 ms more of it than its peers, ..."
+        ),
         Threshold("UNEQUAL_TIMES", 0.0, "... and a tenth more."),
         Threshold("EVEN_AT_MOST", INFINITE, "No stretch of the host was recorded four times too quick."),
+        Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
     "keepbusy.explain.causes.syncs": (
         Threshold("COST_OF_A_SYNC", 0, "A sync that nobody has to be waited for costs 3 µs."),
+        Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
+        Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them, ..."),
+        Threshold("WORK_BETWEEN", INFINITE, "... but for work of 0.3 ms, which stays."),
+        Threshold("TELLING_COPY", INFINITE, "A pinned copy is as fast as this run's own ones of 4 MB and more."),
     ),
     "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
         Threshold("MAKES", 0, "Work of less than 0.1 ms makes no tensor."),
+        Threshold("HEAVY", INFINITE, "Host work of a millisecond is work in its own right, not a launch's price."),
+        Threshold("CALL_OF_ITS_OWN", INFINITE, "So is a call of the program's own of 0.3 ms that launches nothing."),
+        Threshold("ROUND_TRIP", INFINITE, "So is work of 0.1 ms between a read and a copy back to the device."),
+        Threshold("HANDOVER", 0, "A batch that is ready costs the training process 0.2 ms."),
+    ),
+    "keepbusy.explain.edit": (
+        Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
     "keepbusy.explain.scene": (
         Threshold("COPY_TO_SYNC", INFINITE, "A sync within 60 µs of a copy waits for that copy."),
@@ -69,16 +89,30 @@ EXPLAINED = {
     "keepbusy.explain.ledger": (
         Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),
         Threshold("SAME_WAIT_SHARE", 0.0, "A cause that keeps a fifth of its gain beside another is the same wait."),
+        Threshold("SHARE_IN_LEDGER", 0.0, "Causes that change less than 0.5% of a step take what others leave."),
+        Threshold("CAUSES_OF", {}, "Where moved work sets the pace, what is left of the wait is its cause's."),
     ),
     "keepbusy.explain.plain": (
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LUCKIEST_RECORDING", INFINITE, "A plain step twice as long as the recorded ones is another run's."),
         Threshold("UNREACHABLE", 0.0, "So is one below three quarters of what the device alone needs."),
+        Threshold("LARGEST_COST", 64.0, "Recording costs no more than eight times what it usually does."),
+        Threshold("SLOWEST_HOST", 1.0, "Where that is not enough, the host was slower altogether."),
+        Threshold("fed_as_usual", _unchanged, "A loader is as slow as plain steps show it."),
+        Threshold("_with_ready_batches", _unchanged, "One that plain steps do not wait for had its batches ready."),
+        Threshold("_no_slower_than_steps", _unchanged, "No rank's device has more to do than the plain step takes."),
+        Threshold(
+            "_no_slower_than_marks",
+            lambda _, factor, speed: (factor, speed),
+            "The host is as quick as marks saw it with nothing to wait for.",
+        ),
     ),
     "keepbusy.explain.places": (Threshold("WORTH_NAMING", 0.0, "A rank late by a fifth of the latest is named."),),
     "keepbusy.timeline.replay": (
         Threshold("MEASURED_LAGS", INFINITE, "Fifty lags between commands tell more than what is typical of GPUs."),
         Threshold("EARLY_RETURN", INFINITE, "A call that returned 30 µs before a command did not wait for it."),
+        Threshold("HELD_UP", INFINITE, "A kernel that stood ready for a millisecond, and began ..."),
+        Threshold("FOLLOWS", -1, "... within 20 µs of a collective's end, was held up by it without an event."),
     ),
     "keepbusy.timeline.run_tree": (
         Threshold("SPARE", 1.0, "Workers are 15% more than what just keeps up."),
@@ -208,9 +242,18 @@ BOUNDS = {
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
     "keepbusy.explain.fix_plan": ("REPLAYED_ROWS",),
+    "keepbusy.explain.edit": ("UNLIMITED",),
+    "keepbusy.explain.ledger": ("EXACT", "SAMPLED", "SITES_REPLAYED", "SITES_SHOWN"),
+    "keepbusy.explain.places": ("ROWS_NEARBY",),
+    "keepbusy.explain.plain": ("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE"),
+    "keepbusy.explain.causes.host": (),
+    "keepbusy.explain.causes.syncs": ("USUAL_BANDWIDTH", "SETUP"),
     "keepbusy.explain.causes.peers": (),
     "keepbusy.explain.causes.rounds": (),
     "keepbusy.explain.scene": (),
+    "keepbusy.timeline.replay": (
+        *("PENDING_LIMIT", "STEPS", "MOST_ROWS", "NEVER", "CONTINUED", "TYPICAL_GAP", "TYPICAL_LATENCY"),
+    ),
     "keepbusy.timeline.ranks": ("MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
     "keepbusy.timeline.run_tree": ("SIMULATED_TURNS", "USUAL_PREFETCH"),
     "keepbusy.timeline.steps": (),

@@ -43,7 +43,7 @@ SYNC = Cause(
         Site(Where("b.py", 1), 1, 0),
     ),
     what="The host waits for the GPU 13 times a step.",
-    fix="read_later",
+    fix="readback",
     advice="Keep the values on the GPU and read them every hundred steps.",
     remedy="log.append(loss.detach())",
     api="",

@@ -28,7 +28,7 @@ def test_a_blocking_copy_costs_itself_and_the_lead() -> None:
     assert names(found) == ["blocking_copy"]
     one = cause(found, "blocking_copy")
     assert one.predicted.step == near(8_000)
-    assert (one.fix, one.count, one.where.operator) == ("prefetch_input", 1.0, "aten::to")
+    assert (one.fix, one.count, one.where.operator) == ("prefetch", 1.0, "aten::to")
     assert one.what == "16.8 MB a step are copied while Python waits (once a step)."
     assert found.ledger["blocking_copy"] == near(2_000)
 

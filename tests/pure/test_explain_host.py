@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from build import LAUNCH, MS, US, Run, loop
 from told import cause, explained, harmless, names, near, told
 
 from keepbusy.explain.edit import GRAPH_SAVES
-from keepbusy.explain.rules import without
 from keepbusy.timeline.plain_run import PlainRun
 
 SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -30,7 +31,7 @@ def test_a_launch_bound_step_becomes_its_kernels() -> None:
     assert names(found) == ["launch_bound"]
     one = cause(found, "launch_bound")
     assert one.predicted.step == near(100 * (5 + 1 - GRAPH_SAVES / 1_000), 0.02)
-    assert (one.count, one.fix) == (100.0, "capture_graph")
+    assert (one.count, one.fix) == (100.0, "graph")
     assert found.ledger["computing"] == near(500)
     assert found.ledger["launch_bound"] == near(100 * (25 - 5 - 1 + GRAPH_SAVES / 1_000), 0.02)
 
@@ -186,7 +187,7 @@ def test_a_loader_that_had_batches_in_store_is_as_slow_as_all_plain_steps_show()
 
 
 def test_without_the_word_of_the_marks_a_loader_is_as_it_was_recorded() -> None:
-    with without("fed_as_usual"):
+    with patch("keepbusy.explain.ledger.fed_as_usual", lambda window, _: window):
         found = explained(loop(in_store, plain_step=12 * MS, plain_runs={0: fed(10_000, 12_000)}))
     assert found.plain_step == near(3_000)
 

@@ -95,7 +95,7 @@ def test_a_loop_of_reads_is_read_at_once() -> None:
 @pytest.mark.parametrize(
     ("operator", "fix"),
     [
-        ("aten::item", "read_later"),
+        ("aten::item", "readback"),
         ("aten::nonzero", "keep_shapes"),
         ("aten::index", "keep_shapes"),
         ("aten::_unique2", "tell_sizes"),

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 
 from keepbusy.explain import remedies
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.remedies import REMEDIES, SYNCS, Remedy
+from keepbusy.explain.remedies import PARTICULAR, REMEDIES, SYNCS, Remedy
 from keepbusy.report import words
 
 pytest.importorskip("torch")
-ALL = [
-    *(value for value in vars(remedies).values() if isinstance(value, Remedy)),
-    *REMEDIES.values(),
-    *(remedy for _, remedy in SYNCS),
-]
+ALL = [*REMEDIES.values(), *PARTICULAR.values()]
 
 
 def resolve(dotted: str) -> object:
@@ -40,10 +38,20 @@ def test_what_it_uses_exists(remedy: Remedy) -> None:
 
 @pytest.mark.parametrize("remedy", ALL, ids=lambda remedy: remedy.api)
 def test_a_plan_says_it_in_words(remedy: Remedy) -> None:
-    said = words.fix(f"{remedy.name} at train.py:3 and 2 more")
+    said = words.fix(f"{remedy.fix} at train.py:3 and 2 more")
     assert said.endswith(" at train.py:3 and 2 more")
     assert "_" not in said.partition(" at ")[0]
-    assert said != f"{remedy.name} at train.py:3 and 2 more"
+    assert said != f"{remedy.fix} at train.py:3 and 2 more"
+
+
+def test_what_is_more_particular_is_asked_for_somewhere() -> None:
+    """By a name that stands in the table, and each of its names."""
+    room = Path(remedies.__file__).parent
+    asked = {*SYNCS.values()}
+    for file in room.rglob("*.py"):
+        for choice in re.findall(r"PARTICULAR\[(.+?)\]", file.read_text(encoding="utf-8")):
+            asked.update(name for name in re.findall(r'"(\w+)"', choice.split(" if ")[0] + choice.partition("else")[2]))
+    assert asked == set(PARTICULAR)
 
 
 def test_every_cause_that_can_be_fixed_has_a_remedy() -> None:

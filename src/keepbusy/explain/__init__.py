@@ -15,7 +15,7 @@ from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Later, LoopDiag
 from keepbusy.explain.fix_plan import plan_of, plan_of_run, without_planned
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded
-from keepbusy.explain.remedies import CHECKPOINT
+from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import Owner, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Timeline
@@ -304,7 +304,7 @@ def _beyond(stalled: Diagnosis, ordinary: Diagnosis, stall: RareStall) -> Iterat
             sites = tuple(site for site in cause.sites if site.where not in known) or cause.sites
             one = replace(cause, sites=sites, predicted=_prediction_with(stalled, cause.predicted, gain))
             if stall.what == "checkpoint" and cause.cause in _WRITES:
-                fix = CHECKPOINT
+                fix = PARTICULAR["checkpoint"]
                 one = replace(one, fix=fix.fix, advice=fix.advice, remedy=fix.code, api=fix.api)
             yield one
 

@@ -92,7 +92,7 @@ class Cause:
     count: float  # occurrences a step
     sites: tuple[Site, ...]  # the costliest first
     what: str  # one sentence with its figures: what happened
-    fix: str  # the fix's name: read_later
+    fix: str  # the fix's name, as the plan calls it
     advice: str  # one sentence: what to do
     remedy: str  # one line of code
     api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph

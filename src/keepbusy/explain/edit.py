@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.explain.rules import rule
 from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Links, Mask, Timeline, next_kept
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -129,9 +128,7 @@ def apply(timeline: Timeline, edit: Edit) -> Timeline:
     spans, moved = timeline.spans, edit.lane != SideLane.STAY
     # what moves to a side lane is prepared for there: its work is set, not only limited
     work = np.where(moved & (edit.work < UNLIMITED), edit.work, np.minimum(spans.work, edit.work))
-    lag = spans.lag
-    if edit.capture.any() and rule("graph_gap"):
-        lag = np.where(edit.capture, np.maximum(lag - GRAPH_SAVES, np.minimum(lag, 0)), lag)
+    lag = np.where(edit.capture, np.maximum(spans.lag - GRAPH_SAVES, np.minimum(spans.lag, 0)), spans.lag)
     timeline = timeline.change_spans(
         work=(work * edit.scale).astype(np.int64), lag=lag, awaits=np.where(edit.drop_wait, NONE, spans.awaits)
     )

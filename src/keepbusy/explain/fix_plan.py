@@ -31,23 +31,7 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.edit import Edit, Finding
 from keepbusy.explain.ledger import NOISE, Forecast
 from keepbusy.explain.places import by_place
-from keepbusy.explain.remedies import (
-    ALL_AT_ONCE,
-    CHECKPOINT,
-    COMPILED,
-    FUSED,
-    MORE_PIECES,
-    MORE_WORKERS,
-    ON_THE_GPU,
-    ONE_FOR_ALL,
-    ONE_TABLE,
-    PIECES_TOGETHER,
-    REMEDIES,
-    SHARED_AMONG_WORKERS,
-    Remedy,
-    remedy_for,
-    setting_of,
-)
+from keepbusy.explain.remedies import PARTICULAR, REMEDIES, Remedy, remedy_for, setting_of
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Ints, Kind
@@ -99,18 +83,18 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        return named(self.remedy.name, self.where)
+        return named(self.remedy.fix, self.where)
 
     @property
     def is_uncertain(self) -> bool:
         """Whether some programs gain nothing by it: compiling leaves most launches, small pieces fill no GPU, and of
         rounds each may need the one before it."""
-        return self.remedy.api in (COMPILED.api, MORE_PIECES.api, ALL_AT_ONCE.api)
+        return self.remedy.fix in ("compile", "cut_into_micro_batches", "do_at_once")
 
     @property
     def captures(self) -> bool:
         """Whether launches are captured as a graph, between which nothing may wait."""
-        return self.remedy.name == "graph"
+        return self.remedy.fix == "graph"
 
     @property
     def generality(self) -> int:
@@ -143,10 +127,10 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     for cause, finding in found.items():
         for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
-            same = named[one.remedy.name]
-            _add(same, one, same[:1] if one.remedy.name in ONE_FIX or cause in WHOLE_LOOP else [])
+            same = named[one.remedy.fix]
+            _add(same, one, same[:1] if one.remedy.fix in ONE_FIX or cause in WHOLE_LOOP else [])
     for one in () if as_it_is else _of_rounds(scene):  # the same fix at the same place is one, however it was found
-        same = named[one.remedy.name]
+        same = named[one.remedy.fix]
         _add(same, one, [other for other in same if other.named == one.named])
     return [*chain(*map(_few, named.values())), *_of_pipeline(scene)]
 
@@ -171,14 +155,14 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
         apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
-        whole = cause in WHOLE_LOOP or remedy.name in ONE_FIX
+        whole = cause in WHOLE_LOOP or remedy.fix in ONE_FIX
         for places in [mine] if whole else filter(None, apart):
             rows = np.concatenate([groups[place] for place in places])
             edit = finding.edit if len(places) == len(groups) else finding.only(rows)
             if cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
-            share = COMPILED_AWAY if remedy.api == COMPILED.api else 1.0
+            share = COMPILED_AWAY if remedy.fix == "compile" else 1.0
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share)
 
 
@@ -187,13 +171,13 @@ def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
     pipeline = Pipeline.of(scene)
     if pipeline is None:
         return
-    remedy = PIECES_TOGETHER if pipeline.pieces_after == pipeline.pieces else MORE_PIECES
+    remedy = PARTICULAR["pieces_together" if pipeline.pieces_after == pipeline.pieces else "more_pieces"]
     remedy = remedy._replace(code=remedy.code.format(pieces=pipeline.pieces_after))
     messages = scene.launch[is_message(scene)]
     receives = messages[scene.within(Role.RECEIVES)[messages]]
     places = by_place(scene, receives if len(receives) else messages)
     edit, share = without_messages(scene), 1.0 - pipeline.stays
-    reason = SMALLER_PIECES if remedy.api == MORE_PIECES.api else ""
+    reason = SMALLER_PIECES if remedy.fix == "cut_into_micro_batches" else ""
     yield Candidate(remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
 
 
@@ -211,7 +195,9 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said = _told_of(scene, [one for place in mine for one in there[place]])
         remedy = _as_one_call(mine[0], mine == of_tables)
-        if remedy is ALL_AT_ONCE:  # parameters and tables do not need each other; of others only their author knows
+        if (
+            remedy.fix == "do_at_once"
+        ):  # parameters and tables do not need each other; of others only their author knows
             edit = limits[1]  # so nothing is expected beyond what launching them takes
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
         yield Candidate(remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
@@ -219,8 +205,8 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
 
 def _as_one_call(place: Where, is_table: bool) -> Remedy:
     if is_table:
-        return ONE_TABLE
-    return FUSED if place.library.startswith("torch/optim/") else ALL_AT_ONCE
+        return PARTICULAR["one_table"]
+    return PARTICULAR["fused" if place.library.startswith("torch/optim/") else "all_at_once"]
 
 
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
@@ -449,7 +435,7 @@ def _row(
     remedy: Remedy, where: Sequence[Where], causes: tuple[str, ...], gain: int, predicted: Prediction, **more: Any
 ) -> PlannedFix:
     told: dict[str, Any] = {"alone": gain, "advice": remedy.advice, "code": remedy.code, "api": remedy.api}
-    return PlannedFix(remedy.name, tuple(where), causes, gain, predicted, **(told | more))
+    return PlannedFix(remedy.fix, tuple(where), causes, gain, predicted, **(told | more))
 
 
 def _saved(fix: PlannedFix) -> int:
@@ -465,7 +451,7 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     known, use, run = _over_the_run(plan, told), _loader_known(uses, told), told.run
     if use is None or run is None:
         return tuple(known)
-    rest = [one for one in known if one.fix != MORE_WORKERS.fix]
+    rest = [one for one in known if one.fix != "prepare_in_workers"]
     # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
     least, shorter = (
         (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if _feeds_steps(use, told) else (1, 0)
@@ -475,7 +461,7 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
     if (enough == use.workers and not use.idle) or (saved < NOISE * run.time and not held_up):
         return tuple(_no_faster_than(known, use, use.workers, told))
-    edit = next((one.edit for one in plan if one.fix == MORE_WORKERS.fix), None)
+    edit = next((one.edit for one in plan if one.fix == "prepare_in_workers"), None)
     fed = _no_faster_than(rest, use, enough, told)
     return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed
 
@@ -507,7 +493,7 @@ def _over_the_run(plan: Iterable[PlannedFix], told: Diagnosis) -> list[PlannedFi
 
 
 def _of_all_steps(one: PlannedFix, steps: int, most: int) -> PlannedFix:
-    if one.api != COMPILED.api:
+    if one.fix != "compile":
         return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"
     return replace(
@@ -541,9 +527,12 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
     are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
     are += f", {use.idle} of them without anything to prepare," if use.idle else ""
-    code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
+    remedy = PARTICULAR["shared_among_workers" if use.idle else "more_workers"]
+    if not use.idle:
+        code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
+        remedy = remedy._replace(fix=f"num_workers={enough}", code=code)
     return _row(
-        SHARED_AMONG_WORKERS if use.idle else MORE_WORKERS._replace(fix=f"num_workers={enough}", code=code),
+        remedy,
         [Where.of(use.place)] if use.place else [],
         ("input_late",),
         saved // batches,
@@ -659,9 +648,11 @@ def _place(name: str) -> str:
 def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
     ranks = len(told.ranks)
-    remedy = CHECKPOINT if stall.what == "checkpoint" else ONE_FOR_ALL if ranks > 1 else REMEDIES["host_work"]
+    remedy = PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"]
+    if stall.what == "checkpoint":
+        remedy = PARTICULAR["checkpoint"]
     idle = _idle_at(_place_of(stall, told), stall, told)
-    gain = idle - (idle // ranks if remedy is ONE_FOR_ALL else 0)
+    gain = idle - (idle // ranks if remedy.fix == "share_among_ranks" else 0)
     after = told.plain_step + stall.time - gain
     return (
         _row(
@@ -709,7 +700,7 @@ def _of_line(part: Part) -> Plan:
     after, called = part.time - part.waits, next((one.call for one in part.lines if one.call), "")
     return (
         _row(
-            ON_THE_GPU,
+            PARTICULAR["on_the_gpu"],
             [Where.of(part.place)],
             ("host_work",),
             part.waits,

@@ -35,7 +35,6 @@ from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.explain.places import by_place, late_ranks
 from keepbusy.explain.plain import Plain, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import lesson, remedy_for, what_happened
-from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.turns import Turns, turns_of
 from keepbusy.timeline.model import WORKERS, Ints, Kind, Lane, Mask, Timeline
@@ -275,7 +274,7 @@ class Story:
         together = self.edit_of(named)
         first = self.edit_of(named[:1])
         crowded = self.forecast.step(first) < self.forecast.step(together)
-        return first if crowded and rule("one_fix_alone") else together
+        return first if crowded else together
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
         """What each cause takes of the time in which nothing is computed; what then is left has no cause we know."""
@@ -293,7 +292,7 @@ class Story:
         left -= copying + wire
         # where even the moved work is the slowest, what is left is its cause's, too: workers can only do so much
         whose = [cause for cause in (*named, *self.found) if cause in CAUSES_OF.get(last.paced_by, ())]
-        still = whose[0] if whose and rule("moved_work") else "unknown"
+        still = whose[0] if whose else "unknown"
         rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from keepbusy.explain.causes.peers import even_hosts
 from keepbusy.explain.edit import Floats
-from keepbusy.explain.rules import rule
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, WORKERS, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace
@@ -68,8 +67,6 @@ def _no_slower_than_steps(timeline: Timeline, plain_step: int) -> Timeline:
 
     A step waits for the slowest rank, so that none of them can have more to do in it.
     """
-    if not rule("device_within_step"):
-        return timeline
     spans, steps = timeline.spans, len(timeline.marks_of(timeline.ranks[0]))
     computes = timeline.on_device & (spans.kind != Kind.COLLECTIVE)
     busy = np.bincount(spans.lane[computes], spans.work[computes], len(timeline.lanes)) / steps
@@ -117,7 +114,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
             "measured on the same program."
         )
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
-    if factor == LARGEST_COST and rule("slower_host"):
+    if factor == LARGEST_COST:
         speed = _sought(lambda speed: pace(deflate(timeline, LARGEST_COST, speed)), SLOWEST_HOST, 1.0, plain_step)
     factor, speed = _no_slower_than_marks(timeline, factor, speed)
     deflated = deflate(timeline, factor, speed)
@@ -138,7 +135,7 @@ def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
     """
     waits = max((run.input for run in timeline.facts.plain_runs.values()), default=0)
     batches = by_workers(timeline)
-    if plain_step is None or not batches.any() or waits < TELLING_CHANGE * plain_step or not rule("fed_as_usual"):
+    if plain_step is None or not batches.any() or waits < TELLING_CHANGE * plain_step:
         return timeline
 
     def stretched(times: float) -> Timeline:
@@ -165,8 +162,6 @@ def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
     """
     ready = [rank for rank, run in timeline.facts.plain_runs.items() if run.input < TELLING_CHANGE * plain_step]
     batches = by_workers(timeline) & np.isin(timeline.rank_of_rows, ready)
-    if not batches.any() or not rule("ready_batches"):
-        return timeline
     return timeline.change_spans(work=np.where(batches, 0, timeline.spans.work))
 
 
@@ -192,7 +187,7 @@ def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:
     is_blind = (
         recorded - least < TELLING_CHANGE * recorded and abs(recorded - plain_step) < 4 * TELLING_CHANGE * plain_step
     )
-    if is_blind and rule("usual_cost"):
+    if is_blind:
         return USUAL_COST
     if recorded <= plain_step:  # the recording was no slower: leave its shape, scale the result
         return 0.0
@@ -208,11 +203,7 @@ def _no_slower_than_marks(timeline: Timeline, factor: float, speed: float) -> tu
     """
     wanted = max((run.host for run in timeline.facts.plain_runs.values()), default=NONE)
     host = on_an_idle_device(timeline)
-    if (
-        wanted == NONE
-        or pace(deflate(host, factor, speed)) <= wanted * (1 + FACTOR_TOLERANCE)
-        or not rule("host_seen_alone")
-    ):
+    if wanted == NONE or pace(deflate(host, factor, speed)) <= wanted * (1 + FACTOR_TOLERANCE):
         return factor, speed
     factor = _sought(lambda factor: pace(deflate(host, factor, speed)), LARGEST_COST, factor, wanted)
     if factor == LARGEST_COST:

@@ -157,7 +157,7 @@ def _in_their_words(cause: Cause) -> str:
     if cause.cause == "made_on_host":
         written = _on_the_device(standing)
     elif cause.api == "keepbusy.readback":
-        written = _readback(standing, source.line, large=cause.fix == "copy_back_later")
+        written = _readback(standing, source.line, large=cause.cause == "blocking_copy")
     elif cause.api == "keepbusy.prefetch":
         written = _prefetch(function, standing, source.line)
     elif cause.api == "torch.utils.data.DataLoader":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.explain.edit import Draft, Finding, SideLane
-from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Owner, Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask
@@ -37,14 +36,12 @@ def find_input(scene: Scene) -> Finding:
     rows = np.flatnonzero((frame != NONE) & (spans.kind == Kind.WORK))
     # a loader that has workers only takes what they prepared
     takes = np.append(scene.frames_with(Role.LOADER_WORKERS), False)[frame[rows]]
-    if takes.any() and rule("take_from_workers"):
-        rows = rows[~takes]
+    rows = rows[~takes]
     _, first, which = np.unique(frame[rows], return_index=True, return_inverse=True)
     first_of_frame = rows[first][which] if len(rows) else rows
     stays = rows == first_of_frame
     draft.edit.lane[rows[~stays]] = SideLane.WORKERS
-    handover = HANDOVER if len(rows) and rule("handover") else 0
-    draft.edit.work[rows] = np.maximum(np.where(stays, handover, 0), spans.work[rows] // scene.workers)
+    draft.edit.work[rows] = np.maximum(np.where(stays, HANDOVER, 0), spans.work[rows] // scene.workers)
     draft.culprit[rows] = first_of_frame
     return draft.finding()
 
@@ -103,19 +100,9 @@ def heavy(scene: Scene) -> Mask:
     """Work in its own right: anything long, and what the user's own calls do for a while without a launch."""
     spans = scene.timeline.spans
     work = (spans.kind == Kind.WORK) & ~scene.by_workers & (loader_frame(scene) == NONE)
-    result = np.zeros(len(spans), bool)
-    long = work & (spans.work >= HEAVY)
-    if long.any() and rule("long_work"):
-        result |= long
     call = _outermost_call(scene)
     lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[call] >= CALL_OF_ITS_OWN
-    calls = work & (call != NONE) & lasting
-    if calls.any() and rule("own_calls"):
-        result |= calls
-    trip = work & _round_trip(scene)
-    if trip.any() and rule("round_trip"):
-        result |= trip
-    return result
+    return work & ((spans.work >= HEAVY) | ((call != NONE) & lasting) | _round_trip(scene))
 
 
 def _round_trip(scene: Scene) -> Mask:

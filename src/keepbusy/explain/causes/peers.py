@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from keepbusy.explain.edit import Draft, Edit, Finding, Floats, SideLane
-from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Timeline
@@ -287,7 +286,7 @@ def even_hosts(timeline: Timeline) -> Timeline:
     What differs now and then is noise, which the slowest rank of each collective would pass on to all of them.
     """
     stretches = host_stretches(Scene(timeline)) if len(timeline.ranks) > 1 else None
-    if stretches is None or not rule("even_hosts"):
+    if stretches is None:
         return timeline
     late, spent = stretches.late, stretches.spent
     punctual = np.where(late[:, :, None], np.nan, spent)
@@ -315,7 +314,7 @@ def _cut_to_peers(scene: Scene, draft: Draft, stretches: Stretches) -> None:
             # syncs that only the late rank makes go with what it does there
             syncs = np.flatnonzero(stretches.of_sync == at)
             everywhere = [(stretches.of_sync == (one * places + place) * steps + step).sum() for one in range(ranks)]
-            if len(syncs) > np.median(everywhere) and rule("syncs_of_the_late"):
+            if len(syncs) > np.median(everywhere):
                 draft.edit.drop_wait[syncs] = True
                 draft.edit.work[syncs] = 0
                 draft.culprit[syncs] = syncs
@@ -327,7 +326,7 @@ def _share_device_work(scene: Scene, draft: Draft) -> None:
     mean = spent.sum(axis=1) / scene.steps
     peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
     late = (mean - peers > UNEQUAL_BY) & (mean > UNEQUAL_TIMES * peers)
-    if not late.any() or not rule("unequal_devices"):
+    if not late.any():
         return
     rows = np.flatnonzero(stretch != NONE)
     fair = spent.mean(axis=0, keepdims=True) / np.maximum(spent, 1.0)

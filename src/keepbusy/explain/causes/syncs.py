@@ -7,7 +7,6 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.explain.edit import Draft, Finding, SideLane
-from keepbusy.explain.rules import rule
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Kind, Mask, Timeline
@@ -19,6 +18,8 @@ COST_OF_A_SYNC = 3_000
 USUAL_BANDWIDTH = 24.0
 """Bytes a nanosecond, from pinned memory over a link that nobody has named: PCIe 4."""
 SETUP = 2_000
+TELLING_COPY = 1 << 22
+"""Bytes from which a copy shows what its link carries."""
 
 
 def find_reads(scene: Scene) -> Finding:
@@ -31,9 +32,8 @@ def find_reads(scene: Scene) -> Finding:
     inside = np.flatnonzero((frame != NONE) & ~scene.timeline.on_device)
     culprit = _sync_of_frame(frame, syncs)[frame[inside]]
     inside, culprit = inside[culprit != NONE], culprit[culprit != NONE]
-    if len(inside) and rule("reader_leaves"):
-        draft.edit.work[inside] = 0
-        draft.culprit[inside] = culprit
+    draft.edit.work[inside] = 0
+    draft.culprit[inside] = culprit
     _send_no_objects(scene, draft, syncs)
     _read_together(scene, draft, frame, syncs)
     return draft.finding(count=len(syncs))
@@ -65,7 +65,7 @@ def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None
     alike &= step[1:] == step[:-1]  # a read in each of many short steps is none of a loop within a step
     edges = np.flatnonzero(np.diff(np.concatenate([[0], alike.astype(np.int8), [0]])))
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        if last - first >= IN_A_ROW and rule("reads_in_a_loop"):
+        if last - first >= IN_A_ROW:
             rows = np.arange(reads[first] + 1, reads[last])
             rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < WORK_BETWEEN)]
             draft.edit.work[rows] = 0
@@ -125,8 +125,8 @@ def find_in_line(scene: Scene) -> Finding:
 def pinned_bandwidth(timeline: Timeline) -> float:
     """Bytes a nanosecond: what this run's own pinned copies reach, else what the device's link usually gives."""
     spans = timeline.spans
-    known = (spans.kind == Kind.COPY) & (spans.pinned == 1) & (spans.size > 1 << 22) & (spans.work > 0)
+    known = (spans.kind == Kind.COPY) & (spans.pinned == 1) & (spans.size > TELLING_COPY) & (spans.work > 0)
     known &= (spans.direction == Direction.HOST_TO_DEVICE) | (spans.direction == Direction.DEVICE_TO_HOST)
-    if known.any() and rule("own_bandwidth"):
+    if known.any():
         return float(np.median(spans.size[known] / spans.work[known]))
     return timeline.facts.pinned_bandwidth or USUAL_BANDWIDTH

@@ -386,6 +386,6 @@ WAYS = {
     "prefetch": ("prefetch", "make_on_device"),
     "readback": ("readback", "save_later", "keep_shapes"),
     "graph": ("graph", "fuse_optimizer"),
-    **dict.fromkeys(("capture_graph", "compile"), ("fuse_optimizer",)),
+    "compile": ("fuse_optimizer",),
 }
 """Of a fix of the plan the edits that serve it, where it is not the one of its name."""
