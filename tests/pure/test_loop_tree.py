@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from watched import MS, Watched, codes_of
 
-from keepbusy.instrument.loop_tree import innermost_loops, tree_of
-from keepbusy.instrument.loops import Line
+from keepbusy.instrument.loop_tree import innermost_loops, jumps_of, read_source, tree_of
+from keepbusy.instrument.loops import Line, SourceLoops
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare
@@ -389,6 +389,17 @@ def test_the_loop_in_which_the_gpu_waits_longest_comes_first(train: Watched) -> 
     ]
     assert len(found[0].ends) == 20
     assert all(train.looks.turns[jump] for jump in found[0].jumps)
+
+
+def test_another_process_finds_the_loop_by_where_it_stands(train: Watched) -> None:
+    two_epochs(train)
+    sources = SourceLoops(read_source)
+    for one in innermost_loops(train.looks, half):
+        jumps = jumps_of(one.site, train.looks, sources)
+        assert jumps >= one.jumps
+        loops = {sources.of_jump(train.looks.codes[code], target) for code, target in jumps}
+        assert [loop.first for loop in loops if loop] == [one.site.line]
+        assert not jumps_of(one.site._replace(file="other.py"), train.looks, sources)
 
 
 def test_a_loop_that_is_counted_no_further_cannot_be_looked_at(train: Watched) -> None:

@@ -57,28 +57,28 @@ def test_a_session_leaves_nothing(tmp_path: Path) -> None:
 def test_where_ranks_never_met_is_forgotten_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "yesterday")
-    old = launch._folder()
+    old = launch.meeting_place()
     (old / "rank1.busy").touch()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "today")
-    assert launch._folder() != old
+    assert launch.meeting_place() != old
     assert old.exists()
     os.utime(old, times=(0, 0))
-    assert launch._folder().exists()
+    assert launch.meeting_place().exists()
     assert not old.exists()
 
 
 def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = launch._folder()
-    assert launch._folder() == folder
+    folder = launch.meeting_place()
+    assert launch.meeting_place() == folder
     folder.chmod(0o777)
     with pytest.raises(BadInput, match="not this user's alone"):
-        launch._folder()
+        launch.meeting_place()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="not this user's alone"):
-        launch._folder()
+        launch.meeting_place()
 
 
 def test_to_follow_twice_is_to_follow_once_and_it_is_undone() -> None:

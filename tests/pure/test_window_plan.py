@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marked_runs import MAIN, MS, looks, steps
 
-from keepbusy.instrument.loop_tree import BusyLoop, worth_a_look
+from keepbusy.instrument.loop_tree import BusyLoop, LoopSite, worth_a_look
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at
 from keepbusy.recording.window import SETTLING_TURNS
 from keepbusy.recording.window_plan import (
     KEPT_WINDOWS,
     THINKING_SHARE,
+    TOLD_AHEAD,
     TURNS_BEFORE,
     WINDOWS_ALLOWANCE,
     WINDOWS_SHARE,
     Occasion,
+    SharedWindows,
     WindowPlan,
     foreseen,
 )
@@ -177,13 +182,82 @@ def test_a_change_that_did_not_last_is_told_apart() -> None:
     plan = WindowPlan(program, program.clock, program.looks, list)  # type: ignore[arg-type]
     occasion = Occasion(DRIFT, 0, 5, {"began": 402, "before": 10 * MS})
     program.count = 800
-    assert plan.still_holds(occasion)
+    assert plan.share_since(occasion) == pytest.approx(14 / 24, abs=0.02)
     program.count = 3200
-    assert not plan.still_holds(occasion)
+    assert plan.share_since(occasion) == 0
+
+
+def test_a_loader_that_had_batches_in_store_at_first_is_looked_at_again() -> None:
+    """Also in a run of few steps, of which every other one waits from then on."""
+    later = noisy(120, 20, seed=1)
+    later[::2] += 34
+    (look,) = Program(np.concatenate([noisy(24, 20), later])).windows()
+    assert look.why == DRIFT
+    assert 24 <= look.about["began"] <= 45
+    assert look.about["before"] == pytest.approx(20 * MS, rel=0.05)
+
+
+def test_steps_that_differ_at_random_have_not_changed() -> None:
+    took = np.random.default_rng(3).choice([18.0, 54.0], 2000, p=[0.75, 0.25])
+    assert Program(took).windows() == []
+
+
+def followers(folder: Path, count: int) -> tuple[WindowPlan, WindowPlan]:
+    """The plan of the first rank, which has set as many marks of 10 ms as the other."""
+    plans = []
+    for _ in range(2):
+        program = Program(stalling(2000, 100))
+        program.count = count
+        program.table.host = np.arange(count) * 10 * MS
+        plans.append(WindowPlan(program, program.clock, program.looks, list, worked=lambda: 0))  # type: ignore[arg-type]
+    plans[0].shared = SharedWindows(folder)
+    return plans[0], plans[1]
+
+
+def test_ranks_open_a_window_at_the_same_step(tmp_path: Path) -> None:
+    told = SharedWindows(tmp_path)
+    first, other = followers(tmp_path, 1000)
+    first.think(10_000 * MS, 0, 0)
+    word = told.heard()
+    assert word is not None
+    assert json.loads(json.dumps(word)) == json.loads(json.dumps(first.planned))
+    assert (word.why, word.about["number"], told.heard()) == (STALL, 1, None)
+    assert word.opens >= 1000 + TOLD_AHEAD // (10 * MS)  # the others look for word once a second
+    other.follow(word)
+    assert [count for count in range(1000, 1500) if other.due(count)] == [word.opens]
+
+
+def test_a_rank_that_hears_of_a_window_too_late_goes_without(tmp_path: Path) -> None:
+    first, other = followers(tmp_path, 1000)
+    first.think(10_000 * MS, 0, 0)
+    assert first.planned is not None
+    other.marks.count = first.planned.opens  # type: ignore[misc]
+    other.follow(first.planned)
+    assert other.planned is None
+
+
+def test_a_loop_of_all_ranks_is_known_by_where_it_stands(tmp_path: Path) -> None:
+    first, other = followers(tmp_path, 1000)
+    told, first.loops = SharedWindows(tmp_path), lambda: [busy_loop("train.py:9", 700)]
+    first.marks.steps = lambda last: steps([])  # type: ignore[method-assign]
+    first.think(10_000 * MS, 0, 0)
+    word = told.heard()
+    assert word is not None
+    assert (word.why, word.loop, word.usual) == (LOOP, LoopSite("train.py", "main", 1, 9), 10 * MS)
+    other.follow(word)
+    assert other.due(word.opens) is None  # it opens at a turn
+    assert other.take_loop() == word
+
+
+def test_what_another_run_has_left_is_not_heard(tmp_path: Path) -> None:
+    SharedWindows(tmp_path).tell(Occasion(DRIFT, 0, 5, {}))
+    os.utime(tmp_path / "windows.json", (1, 1))
+    assert SharedWindows(tmp_path).heard() is None
 
 
 def busy_loop(place: str, waits: int, turn: int = 10) -> BusyLoop:
-    return BusyLoop(frozenset({(0, 2)}), place, 2 * waits * MS, waits * MS, np.arange(0, 100 * turn, turn) * MS)
+    site = LoopSite("train.py", "main", 1, int(place.partition(":")[2]))
+    return BusyLoop(frozenset({(0, 2)}), site, place, 2 * waits * MS, waits * MS, np.arange(0, 100 * turn, turn) * MS)
 
 
 def test_the_loop_in_which_the_gpu_waits_longest_is_looked_at_first_and_each_once() -> None:

@@ -20,6 +20,7 @@ from warm_python import SOURCES, WarmPython
 
 import keepbusy
 from keepbusy.timeline.busy_file import load
+from keepbusy.timeline.run_facts import DRIFT, STALL
 
 HERE = Path(__file__).parent
 
@@ -334,6 +335,26 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record, tmp_
     rare = next(one for one in said["rare"] if one["step"] % 100 == 62)
     assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {12, 13}
     assert f" {rare['step'] - 1} to {rare['step'] + 1}" in said["notes"][0]
+
+
+RARE_OF_RANKS = (
+    RARE.replace("range(1100)", "range(1600)")
+    .replace(
+        "torch.manual_seed(0)\n", EVALUATE + "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    )
+    .replace("    optimizer.step()\n", "    dist.all_reduce(model[0].weight.grad)\n    optimizer.step()\n")
+)
+
+
+def test_ranks_open_later_windows_at_the_same_step(record, tmp_path: Path) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as site:
+        site.write(LOOKS_OFTEN)
+    done = record(RARE_OF_RANKS, "--ranks", "2", "--save", "run.busy", "--quiet", agent=True)
+    assert done.returncode == 0, done.stderr
+    later = [one for one in load(tmp_path / "run.busy").further if one.facts.reason.why in (STALL, DRIFT)]
+    assert later
+    assert [one.ranks for one in later] == [[0, 1]] * len(later)
+    assert all(one.facts.recorded for one in later)
 
 
 TALKS = """\

@@ -16,7 +16,7 @@ import pytest
 import torch
 from pretended import pretend
 
-from keepbusy.instrument.loop_tree import BusyLoop
+from keepbusy.instrument.loop_tree import BusyLoop, LoopSite
 from keepbusy.instrument.loops import Line
 from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in, timeline_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, STEPS_TO_LET_GO, Run, RunOptions
@@ -205,7 +205,8 @@ def test_the_loop_that_takes_the_steps_is_not_looked_at_again(tmp_path: Path) ->
     codes = [names[name].__code__ for name in ("train", "other")]
     run.loops.looks.codes += codes
     jumps = [next(one.argval for one in dis.get_instructions(code) if "JUMP_BACK" in one.opname) for code in codes]
-    loops = [BusyLoop(frozenset([(code, jumps[code])]), "", 0, 0, np.zeros(0, np.int64)) for code in (0, 1)]
+    nowhere, none = LoopSite("", "", 0, 0), np.zeros(0, np.int64)
+    loops = [BusyLoop(frozenset([(code, jumps[code])]), nowhere, "", 0, 0, none) for code in (0, 1)]
     assert [run._is_unseen(one) for one in loops] == [False, True]
 
 

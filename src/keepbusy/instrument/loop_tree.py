@@ -6,6 +6,7 @@ tree sums to the run whatever the program did, and turns, where they were counte
 
 from __future__ import annotations
 
+import dis
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +61,22 @@ LoopKey = tuple[int, int]
 """A loop by its code, as looks number it, and its first line."""
 
 
+class LoopSite(NamedTuple):
+    """A loop as another process knows it, too."""
+
+    file: str
+    function: str
+    begins: int
+    """The function's first line."""
+    line: int
+
+
 class BusyLoop(NamedTuple):
     """A loop that could be looked at closely: the jumps that end its turns, and what is known of it so far."""
 
     jumps: frozenset[tuple[int, int]]
     """None before Python 3.12: then it cannot be followed."""
+    site: LoopSite
     place: str
     time: int
     waits: int
@@ -99,8 +111,9 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
         time, busy = int(tree.time_of[own].sum()), tree._busy(own)
         place = tree._written(node.leads_here or Line(node.code, node.loop.first))
         waits = time if busy == NONE else max(0, time - busy)
-        anew = tree._begun_anew(node, above)
-        found.append(BusyLoop(jumps, place, time, waits, ends, nest, anew))
+        code = looks.codes[node.code]
+        site = LoopSite(code.co_filename, code.co_name, code.co_firstlineno, node.loop.first)
+        found.append(BusyLoop(jumps, site, place, time, waits, ends, nest, tree._begun_anew(node, above)))
         return []
 
     root = _Node()
@@ -109,6 +122,20 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
             tree._place(root, chain, lines)
     visit(root, root, ())
     return sorted(found, key=lambda one: -one.waits)
+
+
+def jumps_of(site: LoopSite, looks: Looks, sources: SourceLoops) -> frozenset[tuple[int, int]]:
+    """The jumps that end its turns, also before any was seen; none where no look has met its function."""
+    codes = enumerate(list(looks.codes))
+    own = [one for one in codes if (one[1].co_filename, one[1].co_name, one[1].co_firstlineno) == site[:3]]
+    back = [
+        (number, code, jump.argval)
+        for number, code in own
+        for jump in dis.get_instructions(code)
+        if jump.opname.startswith("JUMP_BACKWARD")
+    ]
+    loops = ((number, target, sources.of_jump(code, target)) for number, code, target in back)
+    return frozenset((number, target) for number, target, loop in loops if loop and loop.first == site.line)
 
 
 def worth_a_look(loops: Sequence[BusyLoop]) -> list[BusyLoop]:

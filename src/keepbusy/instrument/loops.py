@@ -114,6 +114,8 @@ class LoopWatch:
         """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
         if self._counters is not None:
             self._counters.followed, self._counters.on_turn = loops, on_turn
+            for code in {code for code, _ in loops}:
+                self._counters.count(code, self.looks.codes[code])
 
     def at_next_line(self, act: Callable[[], object]) -> None:
         """`act` is called once in the program's own thread, where the next of its lines begins."""

@@ -205,25 +205,54 @@ def _no_commands(trace: Trace, source: str, was_at_work: bool) -> str:
     return f"{source} ran nothing on the GPU while it was recorded."
 
 
+MAIN_SHARE = 0.5
+"""Of the time of all steps: where more of it has passed since they changed, these are the ones to explain."""
+
+
 def together(timelines: Sequence[Timeline]) -> Timeline:
-    """A rank that ended early has fewer steps than the others: what is told of all are the steps that all took."""
+    """All ranks of one program, in each of its windows; the principal one shows what most of the run was like."""
+    whole = _of_all(timelines)
+    notes = dict.fromkeys(note for one in timelines for note in _notes_of_all(one, first=one is timelines[0]))
+    whole = whole.change_facts(notes=tuple(dict.fromkeys([*notes, *whole.facts.notes])))
+    further = []
+    for one in _further_of_all(timelines):
+        share = one.facts.reason.share if one.facts.reason else None
+        if share is not None and share > MAIN_SHARE and one.ranks == whole.ranks:
+            whole = _since_the_change(whole, one)
+        elif share != 0:
+            further.append(one)
+    return whole.change(further=tuple(further))
+
+
+def _of_all(timelines: Sequence[Timeline]) -> Timeline:
+    """A rank may have closed its window early: what is told of all are the steps that all took."""
     numbers = [one.facts.recorded or () for one in timelines]
     shared = sorted(set.intersection(*map(set, numbers)))
-    notes = dict.fromkeys(note for one in timelines for note in _notes_of_all(one, first=one is timelines[0]))
     whole = merge([_with_steps(one, mine, shared) for one, mine in zip(timelines, numbers, strict=True)])
-    told = tuple(dict.fromkeys([*notes, *whole.facts.notes]))
-    whole = whole.change_facts(sources=(), recorded=tuple(shared), notes=told)  # it is one program
-    return whole.change(further=tuple(_further_of_all(timelines)))
+    return whole.change_facts(sources=(), recorded=tuple(shared) if any(numbers) else None)  # it is one program
 
 
 def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
-    """Each rank decides for itself where it looks again; those that saw the same steps saw the same."""
-    alike: dict[tuple[int, ...], list[Timeline]] = {}
-    for one in timelines:
-        for again in one.further:
-            alike.setdefault(again.facts.recorded or (), []).append(again)
-    for ranks in alike.values():
-        yield merge(ranks).change_facts(sources=())
+    """Those of the first rank, each with that of every other rank that heard of it in time."""
+
+    def number(window: Timeline) -> int:
+        return window.facts.reason.number if window.facts.reason else 0
+
+    for mine in timelines[0].further:
+        others = [one for rank in timelines[1:] for one in rank.further if number(one) == number(mine) != 0]
+        yield _of_all([mine, *others])
+
+
+def _since_the_change(first: Timeline, later: Timeline) -> Timeline:
+    """The window in which steps were as in most of the run, with all that is known of the run itself."""
+    assert later.facts.reason is not None  # for which it was chosen
+    now, before = (f"{one.facts.plain_step / 1e6:.1f} ms" if one.facts.plain_step else "?" for one in (later, first))
+    since = f"Since step {later.facts.reason.began} a step takes {now}, and {before} before"
+    note = f"{since}: what is explained are the later ones, in which most of the run's time passed."
+    own = replace(later.facts, reason=None, notes=(*first.facts.notes, note))
+    of_run = ("source", "plain_runs", "run", "loaders", "loop")
+    facts = replace(own, **{name: getattr(first.facts, name) for name in of_run})
+    return later.change(facts=facts)
 
 
 def _notes_of_all(timeline: Timeline, first: bool) -> list[str]:

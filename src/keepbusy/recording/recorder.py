@@ -21,7 +21,15 @@ import numpy as np
 
 from keepbusy.instrument.children import follow, when_imported
 from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
-from keepbusy.instrument.loop_tree import BusyLoop, BusyUntil, innermost_loops, read_source, tree_of, worth_a_look
+from keepbusy.instrument.loop_tree import (
+    BusyLoop,
+    BusyUntil,
+    innermost_loops,
+    jumps_of,
+    read_source,
+    tree_of,
+    worth_a_look,
+)
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.instrument.step_loop import beside, turned_by
@@ -30,7 +38,7 @@ from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import step_looks
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
-from keepbusy.recording.window_plan import Occasion, WindowPlan, is_granted
+from keepbusy.recording.window_plan import Occasion, SharedWindows, WindowPlan, is_granted
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.model import Timeline
@@ -63,6 +71,7 @@ class RunOptions:
     """How to look at a program."""
 
     folder: str = ""  # where each process leaves what it saw, in a folder of its own
+    shared: str = ""  # where ranks find each other's word, if not in that one
     after: int | None = None  # steps before the window opens
     live: bool = False  # whether somebody looks on, so that figures are left a few times a second
     memory: bool = False  # whether what takes the device's memory is noted, too
@@ -89,6 +98,7 @@ class Run:
         self.clock = self.window.clock
         self._sources = SourceLoops(read_source)
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
+        self._shared = SharedWindows(Path(options.shared or self.folder.parent))
         self._further: list[tuple[Occasion, Window]] = []
         self._open_spans: list[tuple[int, int]] = []  # from when to when each window was open
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
@@ -146,10 +156,10 @@ class Run:
 
     def timeline(self, source: str) -> Timeline:
         """The run so far; its tree alone where no turn was recorded, with the reason."""
-        from keepbusy.recording.recorded_run import timeline_in, without_turns
+        from keepbusy.recording.recorded_run import timeline_in, together, without_turns
 
         try:
-            return timeline_in(self.folder, {"source": source})
+            return together([timeline_in(self.folder, {"source": source})])
         except BadInput as why:
             return without_turns(self.folder, {"source": source, "notes": (str(why),)})
 
@@ -188,12 +198,17 @@ class Run:
 
     def _plan_windows(self, now: int) -> None:
         self.loops.looks.ended = now
-        passed = now - self.loops.looks.began
-        longest = self._first.open_for() if self._first.was_open else LONGEST_OPEN
-        self._plan.think(passed, self._spent(), self._first.cost, longest, self._may_follow_loops())
+        rank, world = self._rank_and_world()
+        if rank == 0 or world == 1:
+            passed = now - self.loops.looks.began
+            longest = self._first.open_for() if self._first.was_open else LONGEST_OPEN
+            self._plan.shared = self._shared if world > 1 else None
+            self._plan.think(passed, self._spent(), self._first.cost, longest, self._followed is None)
+        elif (told := self._shared.heard()) is not None:
+            self._plan.follow(told)
         if (occasion := self._plan.take_loop()) is not None and occasion.loop is not None:
             self._followed = occasion
-            self.loops.follow(occasion.loop.jumps, self._on_turn)
+            self.loops.follow(jumps_of(occasion.loop, self.loops.looks, self._sources), self._on_turn)
 
     def _is_script(self, now: int) -> bool:
         """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""
@@ -219,10 +234,6 @@ class Run:
         """PyTorch's sources warn of crashes where CUPTI comes back to a process that replays CUDA graphs."""
         has_looked = self._opened > 0 or self._steps < self._after
         return has_looked and not self.others.seen and not self.marks.replays_graphs
-
-    def _may_follow_loops(self) -> bool:
-        """Ranks cannot agree on a loop, as they do on a step."""
-        return self._followed is None and self._rank_and_world()[1] == 1
 
     def _unseen_loops(self) -> list[BusyLoop]:
         return [one for one in worth_a_look(self._know_loops()) if one.jumps and self._is_unseen(one)]
@@ -303,9 +314,12 @@ class Run:
         self._turns += 1
         if self._sees_a_loop():
             self._advance(self._turns)
-        elif not self.window.is_open and self._followed is not None and not self.others.at_work:
-            self._add_window(self._followed, brief=True)
-            self._open(self._turns)
+        elif (one := self._followed) is not None and not self.window.is_open and not self.others.at_work:
+            is_due = self.marks.count >= one.opens and self.clock() >= one.not_before
+            if is_due:
+                self._turns = 0
+                self._add_window(one, brief=True)
+                self._open(self._turns)
 
     def _open_script(self) -> None:
         if self._steps or self.window.is_open or self.others.at_work:
@@ -332,7 +346,7 @@ class Run:
         folder = self.folder / str(2 + len(self._further))
         folder.mkdir()
         self.window = Window(folder, occasion.turns, self.clock, brief, self._closed, self.options.memory)
-        self.window.usual = int(np.median(np.diff(occasion.loop.ends))) if occasion.loop is not None else 0
+        self.window.usual = occasion.usual
         if self._first.was_open:
             self.window.longest = self._first.open_for()
         self._further.append((occasion, self.window))
@@ -435,9 +449,9 @@ class Run:
             "closed": bool(self._first.ticks) and not self._first.is_open,
             **self._about(self._first),
             "further": [
-                {**self._about(window), "folder": window.folder.name, "why": one.why, "about": one.about}
+                {**self._about(window), "folder": window.folder.name, "why": one.why, "about": self._about_look(one)}
                 for one, window in self._further
-                if self._plan.still_holds(one) and (one.why == SCRIPT or not window.is_cut)
+                if one.why == SCRIPT or not window.is_cut
             ],
             "held_up": self._spent(),
             "loop": self._loop,
@@ -446,10 +460,13 @@ class Run:
             "notes": [*self.notes, *self._notes_of_looks()],
         }
 
+    def _about_look(self, one: Occasion) -> dict[str, Any]:
+        return {**one.about, "share": self._plan.share_since(one)} if one.why == DRIFT else one.about
+
     def _about(self, window: Window) -> dict[str, Any]:
-        loop = next((one.loop for one, its in self._further if its is window), None)
-        plain = self._plain_step(window) if loop is None else int(np.median(np.diff(loop.ends)))
-        no_step = self.marks.beside() if loop is None and window.ticks else set()
+        turn = next((one.usual for one, its in self._further if its is window and one.loop is not None), None)
+        plain = self._plain_step(window) if turn is None else turn
+        no_step = self.marks.beside() if turn is None and window.ticks else set()
         return {
             "beside": [row for row, tick in enumerate(window.ticks[1:]) if tick.number in no_step],
             "ticks": window.ticks,

@@ -29,29 +29,42 @@ def steady(took: Ints) -> bool:
     return bool(abs(first - second) <= STEADY_DRIFT * max(first, second))
 
 
-CHANGE, LASTING_TURNS, LASTING_TIME = 0.1, 128, 2_000_000_000
-"""Turns have changed for good when so many of them, for so long, take so much more or less than at first."""
+CHANGE, LASTING_TIME = 0.1, 2_000_000_000
+LASTING_TURNS, LASTING_AT_LEAST = 128, 32
+"""Turns have changed for good when so many of them, or half of those there are, for so long, take so much more or less
+than at first."""
 _STRETCH = 16
+TRIMMED, CERTAINTY = 0.1, 3.0
+
+
+def trimmed(took: Ints) -> Ints:
+    """Without the shortest and the longest. Turns may well differ by turns, so the one in the middle tells little."""
+    ends = int(TRIMMED * len(took))
+    return np.sort(took)[ends : len(took) - ends]
 
 
 def changed_at(took: Ints, first: int) -> int | None:
     """Since which turn they take lastingly longer than at first, or less long; None where they are as they were."""
     passed = np.cumsum(took[::-1])
-    lasting = max(LASTING_TURNS, int(np.searchsorted(passed, LASTING_TIME)) + 1)
+    turns = max(LASTING_AT_LEAST, min(LASTING_TURNS, len(took) // 2))
+    lasting = max(turns, int(np.searchsorted(passed, LASTING_TIME)) + 1)
     if len(took) < lasting:
         return None
-    halves = [differs(half, first) for half in np.array_split(took[-lasting:], 2)]
-    if not halves[0] or halves[0] != halves[1]:
+    quarters = {differs(quarter, first) for quarter in np.array_split(took[-lasting:], 4)}  # no spell is in them all
+    if quarters not in ({1}, {-1}):
         return None
+    (now,) = quarters
     rows = np.arange(len(took) % _STRETCH, len(took), _STRETCH)
-    alike = [row for row in rows.tolist() if differs(took[row : row + _STRETCH], first) != halves[0]]
+    alike = [row for row in rows.tolist() if differs(took[row : row + _STRETCH], first) != now]
     return min(len(took) - lasting // 2, alike[-1] + _STRETCH) if alike else 0
 
 
 def differs(took: Ints, first: int) -> int:
-    """1 where turns take longer than at first, -1 where they take less long, 0 where they are as they were."""
-    ratio = float(np.median(took)) / max(1, first)
-    return int(ratio > 1 + CHANGE) - int(ratio < 1 / (1 + CHANGE))
+    """1 where turns take longer than at first, -1 where they take less long, 0 where they are as they were, or differ
+    among themselves so much that nobody can tell."""
+    usual = trimmed(took)
+    ratio, error = mean(usual) / max(1, first), CERTAINTY * usual.std() / len(usual) ** 0.5 / max(1, first)
+    return int(ratio - error > 1 and ratio > 1 + CHANGE) - int(ratio + error < 1 and ratio < 1 / (1 + CHANGE))
 
 
 # Steps, and the plain run that they tell of.

@@ -8,19 +8,23 @@ a short one: what is looked for there takes far more of it.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop
-from keepbusy.instrument.slow_turns import slow_from
+from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop, LoopSite
+from keepbusy.instrument.slow_turns import slow_from, warm_up
 from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.turn_times import LASTING_TURNS, StepLooks, Steps, changed_at, differs, rare_stalls
+from keepbusy.recording.turn_times import StepLooks, Steps, changed_at, differs, mean, rare_stalls, trimmed
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, WHOLE_TURNS_AFTER
+from keepbusy.timeline.files import replacing
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.run_facts import DRIFT, STALL
 from keepbusy.timeline.run_tree import LOOP
@@ -46,21 +50,60 @@ THINKING_SHARE = 500
 """To find out takes time, too: it is asked again after so many times as long."""
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
-AT_ONCE = 0
 TURNS_KNOWN, LONGEST_TURN = 8, 10_000_000_000
 """So many turns of a loop are known before it is looked at, and none takes too long to wait for."""
+STEPS_AROUND_FIRST = 16
+"""What the first window stands for are so many plain steps around it."""
+TOLD_AHEAD = 3_000_000_000
+"""Several ranks open a window so long after the first of them has planned it: they look for word once a second."""
 
 
 class Occasion(NamedTuple):
-    """Why to look closely, from which mark on and at how many turns; of a loop, which one."""
+    """Why to look closely, from when on and at how many turns: of the steps, or of a loop."""
 
     why: str
     time: int
     """What it takes of the run, which says what to look at first."""
     turns: int
     about: dict[str, Any]
-    opens: int = AT_ONCE
-    loop: BusyLoop | None = None
+    opens: int = 0
+    """From which mark on; 0 is at once."""
+    not_before: int = 0
+    """Where no marks come: from when on, by the host's clock."""
+    loop: LoopSite | None = None
+    usual: int = 0
+    """What a turn of that loop takes."""
+
+
+class SharedWindows:
+    """What the first rank of several plans, told to the others through a folder that they share.
+
+    Nobody waits for anybody: a rank that hears of a window too late, or shares no folder, goes without.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "windows.json"
+        self._began = time.time()  # what was told before is of another run that met here
+        self._number = 0
+
+    def tell(self, occasion: Occasion) -> Occasion:
+        """Returns it as the others will know it: with the number by which their windows are brought together."""
+        self._number += 1
+        told = occasion._replace(about={**occasion.about, "number": self._number})
+        with replacing(self._file, durable=False) as part:
+            part.write_text(json.dumps(told), encoding="utf-8")
+        return told
+
+    def heard(self) -> Occasion | None:
+        """What has been told since this was asked last."""
+        with suppress(OSError, ValueError):
+            if self._file.stat().st_mtime < self._began:
+                return None
+            told = Occasion(*json.loads(self._file.read_text(encoding="utf-8")))
+            if told.about["number"] > self._number:
+                self._number = told.about["number"]
+                return told._replace(loop=told.loop and LoopSite(*told.loop))
+        return None
 
 
 @dataclass
@@ -76,24 +119,34 @@ class WindowPlan:
     taken: list[Occasion] = field(default_factory=list)
     """Those for which a window was opened."""
     first: int = 0
-    """What a plain step takes when the first window has closed."""
+    """What a plain step takes around the first window."""
     not_before: int = 0
     worked: Callable[[], int] = time.thread_time_ns
     """What thinking takes of its thread; the program may have its turn meanwhile, and that is no matter."""
+    shared: SharedWindows | None = None
+    """Of the first rank of several."""
 
     def think(self, passed: int, spent: int, expected: int, longest: int = LONGEST_OPEN, loops: bool = True) -> None:
         """The run has gone on for `passed`; windows have held it up for `spent`, the first one for `expected`, and the
         next one may be open for `longest`."""
         began, worked = self.clock(), self.worked()
-        has_room = self.planned is None and len(self.taken) < KEPT_WINDOWS
-        if began < self.not_before or not has_room or not is_granted(passed, spent, expected):
+        if began < self.not_before or not self._has_room() or not is_granted(passed, spent, expected):
             return
         found = [*self._loops()] if loops else []
         if self.marks.count > STEPS_KNOWN:
             steps = self.marks.steps(MARKS_CONSIDERED)
             found += [*self._stalls(steps, longest), *self._change(steps)]
-        self.planned = max(found, key=lambda one: one.time, default=None)
+        planned = max(found, key=lambda one: one.time, default=None)
+        self.planned = self.shared.tell(planned) if planned is not None and self.shared is not None else planned
         self.not_before = self.clock() + THINKING_SHARE * (self.worked() - worked)
+
+    def follow(self, told: Occasion) -> None:
+        """What the first rank plans, where it is still to come."""
+        if self._has_room() and (self.marks.count < told.opens or self.clock() < told.not_before):
+            self.planned = told
+
+    def _has_room(self) -> bool:
+        return self.planned is None and len(self.taken) < KEPT_WINDOWS
 
     def due(self, count: int) -> Occasion | None:
         """The occasion for which a window opens at this mark, if there is one."""
@@ -101,7 +154,7 @@ class WindowPlan:
         if planned is None or planned.loop is not None or planned.opens > count:
             return None
         self.planned = None
-        if AT_ONCE < planned.opens < count:  # it was planned too late
+        if 0 < planned.opens < count:  # it was planned too late
             return None
         self.taken.append(planned)
         return planned
@@ -115,15 +168,29 @@ class WindowPlan:
         self.taken.append(planned)
         return planned
 
+    def _marks_ahead(self) -> int:
+        """So many marks have never come while word goes from the first rank to the others."""
+        if self.shared is None:
+            return 0
+        host = np.array(self.marks.table.host[-MARKS_CONSIDERED:], np.int64)
+        known = min(TOLD_AHEAD, int(np.ptp(host))) if len(host) else 0
+        came = np.searchsorted(host, host + known) - np.arange(len(host))
+        return 2 + int(came.max(initial=0) * TOLD_AHEAD // max(1, known))
+
     def _loops(self) -> Iterator[Occasion]:
         known = {one.about.get("place") for one in self.taken}
+        count, ahead = self.marks.count, self._marks_ahead()
+        opens, not_before = (count + ahead, 0) if count else (0, self.clock() + TOLD_AHEAD if ahead else 0)
         for one in self.loops():
             if len(one.ends) < TURNS_KNOWN or one.place in known:
                 continue
             turn = int(np.median(np.diff(one.ends[-TURNS_KNOWN:])))
             if turn <= LONGEST_TURN:
                 turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, WHOLE_TURNS_AFTER // max(1, turn)))
-                yield Occasion(LOOP, one.waits, turns, {"place": one.place}, loop=one)
+                about = {"place": one.place}
+                yield Occasion(
+                    LOOP, one.waits, turns, about, opens, not_before, one.site, int(np.median(np.diff(one.ends)))
+                )
 
     def _stalls(self, steps: Steps, longest: int) -> Iterator[Occasion]:
         took = steps.took[steps.plain]
@@ -135,31 +202,33 @@ class WindowPlan:
         for one in stalls:
             if is_worth_a_window(one, longest) and not any(one.comes_in(step) for step in looked_at):
                 others = [other for other in stalls if other is not one]
-                soon = 2 + round(PLANNING_TIME / max(1.0, float(np.median(took))))
+                soon = max(2 + round(PLANNING_TIME / max(1.0, float(np.median(took)))), self._marks_ahead())
                 step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1, others)
                 opens = step - SETTLING_TURNS - TURNS_BEFORE - 1
                 about = {"step": step, "stall": asdict(one)}
                 yield Occasion(STALL, one.total, TURNS_BEFORE + 1 + TURNS_AFTER, about, opens)
 
     def _change(self, steps: Steps) -> Iterator[Occasion]:
-        """Steps have changed for good, and no window has seen them since."""
-        rest = steps.take(steps.plain)
+        """Steps are for good no longer what they were around the first window, and no window has seen them since."""
+        closely, rest = steps.mark[~steps.plain], steps.take(steps.plain)
         if not self.first:
-            self.first = int(np.median(rest.took[:LASTING_TURNS])) if len(rest) else 0
+            rest = rest.take(np.arange(len(rest)) >= warm_up(rest.took))
+            near = np.argsort(np.abs(rest.mark - (closely[0] if len(closely) else 0)), kind="stable")
+            self.first = mean(trimmed(rest.took[near[:STEPS_AROUND_FIRST]])) if len(rest) else 0
         elif not any(one.why == DRIFT for one in self.taken) and self.marks.delayed() < DELAYED_SHARE:
             row = changed_at(rest.took, self.first)
             if row is not None:
                 about = {"began": int(rest.mark[row]) + 1, "before": self.first}
-                more = abs(int(np.median(rest.took[row:])) - self.first) * (len(rest) - row)
-                yield Occasion(DRIFT, more, RECORDED_TURNS, about)
+                more = abs(mean(trimmed(rest.took[row:])) - self.first) * (len(rest) - row)
+                opens = self.marks.count + self._marks_ahead() if self.shared is not None else 0
+                yield Occasion(DRIFT, more, RECORDED_TURNS, about, opens)
 
-    def still_holds(self, occasion: Occasion) -> bool:
-        """Whether steps are still as they were when they seemed to have changed."""
-        if occasion.why != DRIFT:
-            return True
+    def share_since(self, change: Occasion) -> float:
+        """Of the steps' time, what has passed since they changed; nothing where they are again what they were."""
         steps = self.marks.steps()
-        since = steps.took[steps.plain & (steps.mark >= occasion.about["began"])]
-        return not len(since) or differs(since, occasion.about["before"]) != 0
+        took, since = steps.took[steps.plain], steps.mark[steps.plain] >= change.about["began"]
+        lasts = not since.any() or differs(took[since], change.about["before"]) != 0
+        return float(took[since].sum() / max(1, took.sum())) if lasts else 0.0
 
 
 def is_granted(passed: int, spent: int, first: int) -> bool:

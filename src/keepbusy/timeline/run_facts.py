@@ -28,6 +28,8 @@ class WindowReason:
     began: int | None = None  # of a drift: since which step
     place: str = ""  # of a loop: where it stands
     since: int = 0  # of a script: how long the run had gone on when it began
+    share: float | None = None  # of a drift: of the time of all steps, what has passed since
+    number: int = 0  # of those that several ranks opened at the same turns
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Time
     """Leave this rank's for the first, which gets those of all ranks of this host, and why any are missing."""
     from keepbusy.timeline.busy_file import save
 
-    folder = _folder()
+    folder = meeting_place()
     for one in timelines[:1]:
         save(one, folder / f"rank{rank()}.busy")
     if not timelines:
@@ -72,7 +72,7 @@ def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Time
     return ([], []) if rank() != 0 else _collected(folder)
 
 
-def _folder() -> Path:
+def meeting_place() -> Path:
     """One that the ranks of this run know, and no other run."""
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
     own = f"keepbusy-{os.getuid()}-"

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -134,11 +134,18 @@ def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespa
 
     # its exit handler is registered first, and so runs last
     ending = Ending(lambda: watched.end())  # noqa: PLW0108
-    watched = start(RunOptions(str(folder), options.after, _is_seen(options), options.memory))
+    watched = start(RunOptions(str(folder), _shared(), options.after, _is_seen(options), options.memory))
     code = program()
     if code < 0:
         ending.by(-code)
     return code if code >= 0 else 128 - code
+
+
+def _shared() -> str:
+    """Where ranks that were started one by one tell each other which windows are to come."""
+    with suppress(BadInput, OSError):  # if not there, then nowhere: it is no reason not to run
+        return str(launch.meeting_place()) if launch.world() > 1 else ""
+    return ""
 
 
 def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | None:
