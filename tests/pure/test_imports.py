@@ -132,7 +132,7 @@ LINES = {
     "virtual": 8522,
     "explain": 4042,
     "report": 3252,
-    "runtime": 5360,
+    "runtime": 5312,
     "cli": 3406,
     "fix": 4455,
 }

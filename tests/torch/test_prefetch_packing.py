@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 import keepbusy
-from keepbusy.runtime.prefetch.packed_layout import ALIGNMENT, DIRECT_COPY_BYTES, layout_of, pieces
-from keepbusy.runtime.prefetch.shared_buffers import BUFFERS, WorkerBuffers, give_back
+from keepbusy.runtime.prefetch.batch_layout import ALIGNMENT, DIRECT_COPY_BYTES, BatchLayouts, layout_of, pieces
+from keepbusy.runtime.prefetch.worker_batches import BUFFERS, WorkerBuffers, give_back
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (
@@ -123,6 +123,28 @@ def test_large_pinned_tensors_stand_behind_what_is_packed() -> None:
 def test_batches_that_look_the_same_share_their_layout() -> None:
     assert layout_of([torch.zeros(3), torch.ones(2)]) is layout_of([torch.ones(3), torch.zeros(2)])
     assert layout_of([torch.zeros(3)]) is not layout_of([torch.zeros(3, dtype=torch.float64)])
+
+
+def test_a_batch_like_the_one_before_is_known_without_a_look_at_each_tensor() -> None:
+    def batch() -> list[Any]:
+        return [torch.zeros(3, 4), "text", torch.zeros(5, dtype=torch.int64)]
+
+    layouts = BatchLayouts()
+    places, others, layout = layouts.of(batch())
+    assert (places, others) == ([0, 2], [1])
+    for _ in range(3):
+        assert layouts.of(batch()) == (places, others, layout)
+    unlike: list[Any] = [
+        torch.zeros(4, 4), torch.zeros(4, 3).t(), torch.zeros(3, 4, dtype=torch.int32),
+        torch.zeros(3, 4, device="cuda"), torch.zeros(3, 4, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(3, 4)), torch.zeros(3, 4).to_sparse(), None,
+    ]  # fmt: skip
+    for other in unlike:
+        for _ in range(3):
+            layouts.of(batch())  # by the third its likes are known by one call
+        leaves = [other, *batch()[1:]]
+        assert layouts.of(leaves) == BatchLayouts().of(leaves)
+        assert layouts.of(leaves) != (places, others, layout)
 
 
 def test_a_tree_without_tensors_stays_what_it_is() -> None:

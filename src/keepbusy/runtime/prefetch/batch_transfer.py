@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from keepbusy.runtime.prefetch.batch_tree import BatchTree, moves_itself
-from keepbusy.runtime.prefetch.joined_batch import JoinedBatch
-from keepbusy.runtime.prefetch.nonpackable_moves import NonpackableMoves
+from keepbusy.runtime.prefetch.batch_layout import BatchLayouts, BatchTree, Layout, moves_itself, packable, pieces
 from keepbusy.runtime.prefetch.overlap import CopyEvents
-from keepbusy.runtime.prefetch.packed_layout import Layout, layout_of, packable, pieces
-from keepbusy.runtime.prefetch.shared_buffers import ReceivedBuffers
+from keepbusy.runtime.prefetch.worker_batches import JoinedBatch, JoinedTree, ReceivedBuffers
 
 PACKING_THREADS = 4
 """If there are many tensors; a large one PyTorch copies with all of its own threads."""
@@ -45,19 +44,17 @@ class PinnedBuffer:
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
         self._packing: list[Future[Any]] = []
-        self._read: torch.cuda.Event | None = None
-        self._sources: Any = None
+        self.read: torch.cuda.Event | None = None
+        """The device is done with it, and with what it copies from beside it."""
+        self.sources: list[Tensor] = []
+        """These stay until then: pinned memory that is let go may be given out again."""
 
     def release(self) -> None:
         """Wait until the device has read it, by the event of the copies out of it alone."""
         wait(self._packing)
-        if self._read is not None:
-            self._read.synchronize()
-        self._packing, self._read, self._sources = [], None, None
-
-    def hold(self, sources: Any, read: torch.cuda.Event) -> None:
-        """Until `read` has passed, what is copied from stays: pinned memory that is let go may be given out again."""
-        self._sources, self._read = sources, read
+        if self.read is not None:
+            self.read.synchronize()
+        self._packing, self.read, self.sources = [], None, []
 
     def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: Executor) -> None:
         """Write what travels together, or let threads begin to."""
@@ -99,13 +96,15 @@ class DeviceBatch:
     loop_stream: Any  # the stream that was the loop's when the copies were issued
     events: CopyEvents
 
-    def admit(self, stream: Any) -> None:
-        """What the stream does from here on may read the batch."""
+    def admit(self, stream: Any) -> Any:
+        """What the stream does from here on may read the batch. Returns the event before it."""
+        asked = timed_event(stream)
         self.loop_stream.wait_event(self.events.ready)
         if stream != self.loop_stream:
             stream.wait_event(self.events.ready)
         for tensor in self.memory:
             tensor.record_stream(stream)  # the allocator ignores it for memory that is the stream's own
+        return asked
 
 
 class BatchTransfer:
@@ -120,7 +119,7 @@ class BatchTransfer:
         # one for each batch ahead, one for the loop's, and one for that which is being packed
         self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
         self._threads = ThreadPoolExecutor(PACKING_THREADS, _THREAD_NAME)
-        self._received = ReceivedBuffers(device)
+        self._received, self._layouts = ReceivedBuffers(device), BatchLayouts()
 
     def pack(self, batch: Any) -> PackedBatch:
         """Take it apart and begin to pack it. The host waits for pinned memory if it is too far ahead of the device."""
@@ -129,13 +128,9 @@ class BatchTransfer:
         buffer.release()
         if isinstance(batch, JoinedBatch):
             self._received.hold(batch.joined)
-        tree = BatchTree(batch)
-        leaves = tree.leaves
-        as_bytes = packable(leaves)
-        others = sorted(set(range(len(leaves))).difference(as_bytes)) if len(as_bytes) < len(leaves) else []
-        sources = [leaves[place] for place in as_bytes]
-        layout = layout_of(sources)
-        buffer.pack(layout, sources, self._threads)
+        tree = JoinedTree(batch) if isinstance(batch, JoinedBatch) else BatchTree(batch)
+        as_bytes, others, layout = self._layouts.of(tree.leaves)
+        buffer.pack(layout, [tree.leaves[place] for place in as_bytes], self._threads)
         return PackedBatch(tree, as_bytes, others, layout, buffer)
 
     def send(self, packed: PackedBatch) -> DeviceBatch:
@@ -172,7 +167,7 @@ class BatchTransfer:
             for target, source in zip(targets[layout.together :], alone, strict=True):
                 target.copy_(source, non_blocking=True)
             copied = timed_event(self._copy_stream)
-            buffer.hold(alone, copied)
+            buffer.read, buffer.sources = copied, alone
             if others or self._then is not None:
                 batch, made = self._finish(tree, leaves, others, memory, loop_stream)
                 ready = timed_event(self._copy_stream)
@@ -197,6 +192,50 @@ class BatchTransfer:
 
     def _bring(self, value: Any) -> Any:
         return value.to(self.device)
+
+
+class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
+    """What cannot be packed: objects that move themselves, by their own `to`, and tensors of unusual kinds.
+
+    While objects do so on the copy stream, their tensors travel by pinned memory. What is made meanwhile lies in memory
+    of the copy stream. `made` is what the loop's stream must be recorded on.
+    """
+
+    def __init__(self, device: torch.device, copy_stream: Any, loop_stream: Any) -> None:
+        super().__init__()
+        self._device, self._copy_stream, self._loop_stream = device, copy_stream, loop_stream
+        self.made: list[Tensor] = []
+
+    def move(self, value: Any) -> Any:
+        with self:
+            return value.to(self._device)
+
+    def add_tensors_of(self, batch: Any, known: Tensor) -> None:
+        """To `made`, all in the batch that does not lie in this memory."""
+        for leaf in BatchTree(batch).leaves:
+            if isinstance(leaf, Tensor):
+                self.made += [leaf] if leaf.is_cuda and not _lies_in(leaf, known) else []
+            elif moves_itself(leaf):
+                self.move(leaf)  # it is there already: it only shows its tensors
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not Tensor.to or args[0].is_cuda:
+            made = function(*args, **kwargs)
+        elif packable(args[:1]):
+            device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
+            layout = torch.preserve_format if layout is None else layout
+            made = args[0].pin_memory().to(device, dtype, non_blocking=True, memory_format=layout)
+        else:
+            with torch.cuda.stream(self._loop_stream):  # unusual kinds cannot be recorded on another stream than theirs
+                made = function(*args, **kwargs)
+            self._copy_stream.wait_stream(self._loop_stream)
+        self.made += [one for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_cuda]
+        return made
+
+
+def _lies_in(tensor: Tensor, memory: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata
 
 
 def timed_event(stream: Any) -> Any:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from keepbusy.runtime.prefetch.batch_transfer import BatchTransfer, DeviceBatch, PackedBatch, Transform, timed_event
-from keepbusy.runtime.prefetch.loader_cursor import LoaderCursor, Position
+from keepbusy.runtime.prefetch.batch_transfer import BatchTransfer, Transform, timed_event
 from keepbusy.runtime.prefetch.overlap import Handover, Overlap, PrefetchReport
-from keepbusy.runtime.prefetch.packing_collate import with_packing_workers
+from keepbusy.runtime.prefetch.worker_batches import with_packing_workers
+
+Position = dict[str, Any]
+"""What resumes there: how many batches were delivered, and the loader's own state if it keeps one."""
 
 
 def prefetch(loader: Any, depth: int = 2, device: Any = None, then: Transform | None = None) -> Prefetch:
@@ -87,6 +89,82 @@ class Prefetch:
         return self._overlap.report()
 
 
+class LoaderItem(NamedTuple):
+    """What the loader gave, or what was made of it since, or the error in its place."""
+
+    batch: Any
+    errors: list[Exception]  # at most one; taken out to be raised, so that no frame of its traceback holds it
+    position: Position  # that begins with this batch
+    duration: int  # nanoseconds that the loader took
+
+    def become(self, made: Callable[[Any], Any]) -> LoaderItem:
+        """The same with what is made of the batch."""
+        if self.errors:
+            return self
+        try:
+            return self._replace(batch=made(self.batch))
+        except Exception as error:
+            return self._replace(batch=None, errors=[error])
+
+
+class LoaderCursor:
+    """One pass over a loader. It runs ahead of the loop, so it is told what the loop has not had yet."""
+
+    def __init__(self, loader: Any, resume: Position | None = None) -> None:
+        self._loader, self.loop_position = loader, resume
+        self._delivered = resume["delivered"] if resume else 0
+        self._skip = 0 if resume and "loader" in resume else self._delivered
+        self._batches: Iterator[Any] | None = None
+        self._end: Position | None = None
+        self._ended = False
+
+    def position(self) -> Position:
+        """What resumes at the batch that the loop gets next."""
+        return self.loop_position or self._end or self._loader_position()
+
+    def advance(self) -> LoaderItem | None:
+        """The next batch, or the error in its place; None at the end."""
+        if self._ended:
+            return None
+        began = perf_counter_ns()
+        if self._batches is None:
+            self._batches, self.loop_position = iter(self._loader), None
+            while self._skip and not self._ended:
+                self._next()
+                self._skip -= 1
+        position = self._loader_position()
+        batch, errors = self._next()
+        if self._ended:
+            self._end = position  # a loader that was asked once more than the loop may think of its next pass by now
+            return None
+        self._delivered += 1
+        return LoaderItem(batch, errors, position, perf_counter_ns() - began)
+
+    def rewind(self) -> None:
+        """The loop had everything: the next pass begins at the beginning."""
+        self.close()
+        self._delivered, self.loop_position, self._end = 0, None, None
+
+    def close(self) -> None:
+        """Let go of the loader's iterator: with it go its workers, and a generator runs its `finally`."""
+        self._batches, self._ended = None, True
+
+    def _loader_position(self) -> Position:
+        state = {"loader": self._loader.state_dict()} if hasattr(self._loader, "state_dict") else {}
+        return {"delivered": self._delivered, **state}
+
+    def _next(self) -> tuple[Any, list[Exception]]:
+        if self._batches is None:
+            return None, []
+        try:
+            return next(self._batches), []
+        except StopIteration:
+            self.close()
+        except Exception as error:
+            return None, [error]
+        return None, []
+
+
 class PlainIterator:
     """Where there is no device."""
 
@@ -112,29 +190,13 @@ class PlainIterator:
         self.close()
 
 
-class _PackedItem(NamedTuple):
-    """What the loader gave, while it is packed, or the error in its place."""
-
-    position: Position
-    batch: PackedBatch | None
-    errors: list[Exception]
-
-
-class _DeviceItem(NamedTuple):
-    """The same once its copies are issued, until it is its turn."""
-
-    position: Position
-    batch: DeviceBatch | None
-    errors: list[Exception]
-
-
 class PrefetchIterator:
     """On a device: `depth` batches that the loop has not had yet are there or on their way, and one is being packed."""
 
     def __init__(self, cursor: LoaderCursor, transfer: BatchTransfer, depth: int, overlap: Overlap) -> None:
         self._cursor, self._transfer, self._depth, self._overlap = cursor, transfer, depth, overlap
-        self._packing: _PackedItem | None = None
-        self._waiting: deque[_DeviceItem] = deque()
+        self._packing: LoaderItem | None = None
+        self._waiting: deque[LoaderItem] = deque()
         self._loading = 0
         overlap.begin()
 
@@ -151,26 +213,19 @@ class PrefetchIterator:
             packing, self._packing = self._packing or self._pack_next(), None
             if packing is None:
                 break
-            batch, errors = None, packing.errors
-            if packing.batch is not None:
-                try:
-                    batch = self._transfer.send(packing.batch)
-                except Exception as error:
-                    errors = [error]
-            self._waiting.append(_DeviceItem(packing.position, batch, errors))
+            self._waiting.append(packing.become(self._transfer.send))
             self._packing = self._pack_next()
         if not self._waiting:
             self._cursor.rewind()
             self.close()
             raise StopIteration
-        _, batch, errors = self._waiting.popleft()
+        batch, errors, _, _ = self._waiting.popleft()
         following = self._waiting[0] if self._waiting else self._packing
         self._cursor.loop_position = following.position if following is not None else None
-        if batch is None:
+        if errors:
             raise errors.pop()
         packing_time = perf_counter_ns() - began - self._loading
-        self._overlap.add(Handover(entered, timed_event(stream), self._loading, packing_time, batch.events))
-        batch.admit(stream)
+        self._overlap.add(Handover(entered, batch.admit(stream), self._loading, packing_time, batch.events))
         return batch.batch
 
     def close(self) -> None:
@@ -178,7 +233,7 @@ class PrefetchIterator:
         self._cursor.close()
         self._transfer.close()
         for item in self._waiting:
-            if item.batch is not None:
+            if not item.errors:
                 item.batch.admit(item.batch.loop_stream)
         self._waiting.clear()
         self._packing = None
@@ -187,15 +242,10 @@ class PrefetchIterator:
         if not sys.is_finalizing():
             self.close()
 
-    def _pack_next(self) -> _PackedItem | None:
+    def _pack_next(self) -> LoaderItem | None:
         """All that the loader gave before is packed or on its way: it may use its own memory again."""
         item = self._cursor.advance()
         if item is None:
             return None
         self._loading += item.duration
-        if item.errors:
-            return _PackedItem(item.position, None, item.errors)
-        try:
-            return _PackedItem(item.position, self._transfer.pack(item.batch), [])
-        except Exception as error:
-            return _PackedItem(item.position, None, [error])
+        return item.become(self._transfer.pack)

@@ -1,16 +1,19 @@
-"""How the tensors of a batch stand in one piece of memory, and which of them can stand there."""
+"""A batch taken apart: its tree, and how its tensors stand in one piece of memory, of those that can stand there."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import groupby, islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
 ALIGNMENT = 512
 """Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
@@ -20,10 +23,81 @@ two thirds busy at this size, a fifth at 64 KB; packing costs the host twice as 
 _STRETCH = 4
 """More tensors than these whose rows are alike are cut out by one call of their own, each in its shape."""
 
+ToDevice = Callable[[Any], Any]
 _TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
 """Type, shape, and stride unless the tensor is contiguous."""
 _View = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Shape and stride; None of a tensor that is cut out in its shape."""
+
+
+class BatchTree:
+    """The `leaves` of a batch. Each is a tensor, something that moves itself, or of no concern to us."""
+
+    def __init__(self, batch: Any) -> None:
+        self._keys = list(batch) if batch.__class__ is dict and set(map(type, batch.values())) == {Tensor} else None
+        if self._keys is not None:  # PyTorch's own trees take ten times as long for it
+            self.leaves: list[Any] = list(batch.values())
+            return
+        nodes, self._spec = tree_flatten(batch, is_leaf=has_to)
+        self._size = len(nodes)
+        opened = {place: _opened(node) for place, node in enumerate(nodes) if node.__class__ is not Tensor}
+        self._inner = {place: inner for place, inner in opened.items() if inner is not None}
+        self.leaves = nodes
+        if self._inner:
+            parts = [
+                self._inner[place][0].leaves if place in self._inner else [node] for place, node in enumerate(nodes)
+            ]
+            self.leaves = [leaf for part in parts for leaf in part]
+
+    def close(self, leaves: Iterator[Any], to_device: ToDevice) -> Any:
+        """The batch again, of other leaves. What keeps its device in mind learns the new one at the end."""
+        if self._keys is not None:
+            return dict(zip(self._keys, leaves, strict=False))
+        if not self._inner:
+            return tree_unflatten(list(islice(leaves, self._size)), self._spec)
+        nodes = []
+        for place in range(self._size):
+            if place in self._inner:
+                tree, rebuild = self._inner[place]
+                nodes.append(rebuild(tree.close(leaves, to_device), to_device))
+            else:
+                nodes.append(next(leaves))
+        return tree_unflatten(nodes, self._spec)
+
+
+def moves_itself(value: Any) -> bool:
+    """Whether it has a `to` of its own, and PyTorch does not know how to open it."""
+    return has_to(value) and value.__class__ not in SUPPORTED_NODES
+
+
+def has_to(value: Any) -> bool:
+    """Whether it is no plain tensor and has a `to` of its own."""
+    return value.__class__ is not Tensor and hasattr(value.__class__, "to")
+
+
+def _opened(node: Any) -> tuple[BatchTree, Callable[[list[Any], ToDevice], Any]] | None:
+    """What a node holds that PyTorch's trees end at, and how to make another that holds other things."""
+    if has_to(node):
+        if node.__class__ not in SUPPORTED_NODES:
+            return None
+        # PyTorch opens it, and it keeps its device in mind, as a TensorDict does
+        children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
+        return BatchTree(children), lambda parts, to_device: to_device(tree_unflatten(parts, spec))
+    if isinstance(node, dict):
+        return BatchTree(list(node.values())), lambda parts, _: _copy_with(node, dict.__setitem__, node, parts)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        values = [getattr(node, name) for name in names]
+        # no constructor runs: it might want other arguments, or check them, or the class may be frozen
+        return BatchTree(values), lambda parts, _: _copy_with(node, object.__setattr__, names, parts)
+    return None
+
+
+def _copy_with(node: Any, put: Callable[[Any, Any, Any], None], names: Any, parts: list[Any]) -> Any:
+    new = copy.copy(node)
+    for name, part in zip(names, parts, strict=True):
+        put(new, name, part)
+    return new
 
 
 class PackedStretch(NamedTuple):
@@ -60,6 +134,38 @@ def packable(leaves: Sequence[Any]) -> list[int]:
         and not leaf.requires_grad
         and not leaf.is_quantized
     ]
+
+
+class BatchLayouts:
+    """The layouts of batches that come one after the other: most are of the kind of the one before."""
+
+    def __init__(self, together: bool = False) -> None:
+        self._together = together
+        self._count, self._places, self._others = 0, list[int](), list[int]()
+        self._layout: Layout | None = None
+        self._alike: Callable[..., bool] | None = None
+
+    def of(self, leaves: Sequence[Any]) -> tuple[list[int], list[int], Layout]:
+        """Places of the leaves that travel as bytes, those of the others, and the layout of the former."""
+        before = self._layout
+        if before and self._alike and len(leaves) == self._count and self._alike(*[leaves[at] for at in self._places]):
+            return self._places, self._others, before
+        places = packable(leaves)
+        tensors = [leaves[place] for place in places]
+        layout = layout_of(tensors, self._together)
+        # whether large ones are pinned has to be asked of each, so batches with such are always looked at
+        again = layout is before and places == self._places and not layout.pageable and layout.together == len(tensors)
+        self._alike = _same_kinds(tensors) if again else None
+        self._count, self._places, self._layout = len(leaves), places, layout
+        self._others = sorted(set(range(len(leaves))).difference(places))
+        return places, self._others, layout
+
+
+def _same_kinds(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Whether other tensors are of these kinds, in one call for hundreds, as PyTorch's compiler guards its inputs."""
+    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return cast("Callable[..., bool]", guards.check)
 
 
 def layout_of(tensors: Sequence[Tensor], together: bool = False) -> Layout:
