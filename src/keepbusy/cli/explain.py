@@ -8,11 +8,15 @@ import shlex
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
 from keepbusy.cli.console.sources import READ, expand, flight_dumps, matches, open_timeline, part, progress
 from keepbusy.timeline.errors import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.traces.trace_file import EachOf
 
 EXAMPLES = """\
 examples:
@@ -44,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price", type=values.amount, metavar="P", default=0.0, help="of an hour of one GPU, to say what that is worth"
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
+    parser.add_argument(
+        "--ray", action="store_true", help="read very many ranks on the Ray cluster there is, which sees the same files"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -55,8 +62,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         return _hang(options, dumps, len(paths) - len(dumps))
     if options.save:
         check_name(options.save)
+    each = _on_ray() if options.ray else None
     with progress(options.quiet) as on_progress:
-        timeline = open_timeline(options.files, part(on_progress, 0.0, READ))
+        timeline = open_timeline(options.files, part(on_progress, 0.0, READ), each)
         diagnosis = explained(
             timeline,
             options.plain_step,
@@ -74,6 +82,14 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
         below.append(f"{of_a_long_run(diagnosis, options.hours, options.price)}\n")
     return (text, "\n", *(part for one in below for part in ("\n", one)))
+
+
+def _on_ray() -> EachOf:
+    try:
+        from keepbusy.integrations.ray import each_on_ray
+    except ModuleNotFoundError as error:
+        raise BadInput(f"--ray needs {error.name}; install it: pip install 'keepbusy[ray]'") from None
+    return each_on_ray
 
 
 def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Sequence[str]:

@@ -48,7 +48,7 @@ class WatchedTraining:
         self._is_on = False
         page = Path(folder) / PAGE
         try:
-            self.diagnosis = keepbusy.explain(self._timeline())
+            self.diagnosis = keepbusy.explain(_steady(self._timeline()))
             page.parent.mkdir(parents=True, exist_ok=True)
             page.write_text(page_of(self.diagnosis), encoding="utf-8")
         except Exception as error:
@@ -58,6 +58,13 @@ class WatchedTraining:
             _say(f"{page} shows for what the GPU waited")
         return self.diagnosis
 
+    def leave(self) -> Timeline | None:
+        """What happened, once, for somebody who brings several ranks together."""
+        if not self._is_on:
+            return None
+        self._is_on = False
+        return self._timeline()
+
     def _timeline(self) -> Timeline:
         source = Path(sys.argv[0]).name or "this training"
         machine = _machine()
@@ -65,9 +72,17 @@ class WatchedTraining:
             self._session.__exit__(None, None, None)
             timeline: Timeline = self._session.timeline
             return timeline.change_facts(source=source)
-        from keepbusy.virtual.virtual_run import steady
+        whole: Timeline = machine.clock.timeline(**machine.facts(), source=source)
+        return whole
 
-        return steady(machine.clock.timeline(**machine.facts(), source=source))
+
+def _steady(timeline: Timeline) -> Timeline:
+    """A virtual run begins with the program; a recording does not."""
+    if not timeline.facts.virtual:
+        return timeline
+    from keepbusy.virtual.virtual_run import steady
+
+    return steady(timeline)
 
 
 def _machine() -> Any:

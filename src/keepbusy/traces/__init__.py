@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepbusy.timeline.model import Timeline
+
+if TYPE_CHECKING:
+    from keepbusy.traces.trace_file import EachOf
 
 READ = 0.7
 """Finding out what released what takes the rest of the time."""
@@ -16,9 +19,13 @@ WHOLE = 16
 """Ranks that are all kept whole: two hosts of eight. Of more, a few are."""
 
 
-def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] | None = None) -> Timeline:
+def read(
+    paths: Sequence[str | Path],
+    on_progress: Callable[[str, float], Any] | None = None,
+    each: EachOf | None = None,
+) -> Timeline:
     """All ranks of one run, from the files that their profilers wrote. Of more than 16 a few are kept whole, and what
-    the others do is in `facts.cluster`.
+    the others do is in `facts.cluster`. `each`: who reads very many, if not the processor's cores.
     """
     from keepbusy.timeline.errors import BadInput
     from keepbusy.timeline.ranks import merge
@@ -35,7 +42,7 @@ def read(paths: Sequence[str | Path], on_progress: Callable[[str, float], Any] |
     if len(paths) > WHOLE:
         from keepbusy.traces.many_ranks import chosen
 
-        paths, cluster, notes = chosen([os.fspath(path) for path in paths], say)
+        paths, cluster, notes = chosen([os.fspath(path) for path in paths], say, each)
         timeline = read(paths)
         return timeline.change_facts(cluster=cluster, notes=(*notes, *timeline.facts.notes))
     traces = read_traces(paths, lambda what, share: say(what, READ * share))

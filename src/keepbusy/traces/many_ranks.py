@@ -19,7 +19,7 @@ from keepbusy.timeline.replay import last_arrival
 from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
 from keepbusy.traces.rank_digest import RankDigest, digest
 from keepbusy.traces.trace_facts import devices_of_host, ranks_of, world_size
-from keepbusy.traces.trace_file import each_of
+from keepbusy.traces.trace_file import EachOf, each_of
 
 Floats = npt.NDArray[np.float64]
 KEPT = 8
@@ -32,10 +32,10 @@ USUAL_SPREADS = 5.0
 
 
 def chosen(
-    paths: Sequence[str], on_progress: Callable[[str, float], Any]
+    paths: Sequence[str], on_progress: Callable[[str, float], Any], each: EachOf | None = None
 ) -> tuple[list[str], Cluster, tuple[str, ...]]:
     """Which files to read whole, what all of them told, and what the reader should know of those that did not."""
-    answers = dict(each_of(list(paths), digest, on_progress))
+    answers = dict((each or each_of)(list(paths), digest, on_progress))
     in_order = [answers[index] for index in range(len(paths))]
     digests = [one for one in in_order if not isinstance(one, BadInput)]
     faults = [one for one in in_order if isinstance(one, BadInput)]

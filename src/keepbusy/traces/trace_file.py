@@ -25,6 +25,8 @@ from keepbusy.traces.json_events import RECORD, Batches
 
 OnProgress: TypeAlias = Callable[[str, float], Any]
 """Called now and then with what is being done, and which share of it is done, from 0 to 1."""
+EachOf: TypeAlias = Callable[[list[str], Callable[[str], Any], OnProgress | None], Iterator[tuple[int, Any]]]
+"""How each of many files is read: the names, what is made of one, and who wants to know."""
 Made = TypeVar("Made")
 
 BLOCK_SIZE = 256 << 10
@@ -89,13 +91,13 @@ def each_of(
     hands = deal(sizes, _cores()) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
     nobody: Iterator[tuple[int, Made | BadInput | None]] = ((index, None) for index in range(len(names)))
     for index, answer in _elsewhere(names, hands, made) if len(hands) > 1 else nobody:
-        yield index, _tried(names[index], made) if answer is None else answer
+        yield index, tried(names[index], made) if answer is None else answer
         done += sizes[index]
         if on_progress:
             on_progress(f"reading {len(names)} traces", done / max(sum(sizes), 1))
 
 
-def _tried(name: str, made: Callable[[str], Made]) -> Made | BadInput:
+def tried(name: str, made: Callable[[str], Made]) -> Made | BadInput:
     try:
         return made(name)
     except BadInput as error:
@@ -228,7 +230,7 @@ def _listen(
 def serve(made: Callable[[str], object]) -> None:
     """What such a process does: reads the files it was given and writes to its parent what it made of each."""
     for name in sys.argv[1:]:
-        pickle.dump(_tried(name, made), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+        pickle.dump(tried(name, made), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
 
 

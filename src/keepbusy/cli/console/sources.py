@@ -12,6 +12,7 @@ from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
+    from keepbusy.traces.trace_file import EachOf
 
 SAVED = ".busy"
 Progress: TypeAlias = Callable[[str, float], None]
@@ -24,14 +25,16 @@ def part(on_progress: Progress | None, begin: float, end: float) -> Progress | N
     return on_progress and (lambda what, share: on_progress(what, begin + share * (end - begin)))
 
 
-def open_timeline(arguments: Sequence[str], on_progress: Progress | None = None) -> Timeline:
+def open_timeline(
+    arguments: Sequence[str], on_progress: Progress | None = None, each: EachOf | None = None
+) -> Timeline:
     """Load a saved run, or read the traces of all ranks of one run."""
     paths = expand(arguments)
     saved = [path for path in paths if path.suffix == SAVED]
     if not saved:
         from keepbusy.traces import read
 
-        return read(paths, on_progress)
+        return read(paths, on_progress, each)
     if len(paths) > 1:
         raise BadInput(
             f"{saved[0]} is a whole saved run, but {len(paths)} files were given; "
