@@ -91,7 +91,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
-    parser.add_argument("--turns", type=int, default=150)
+    parser.add_argument("--turns", type=int, default=190)
     options = parser.parse_args()
     shops, days, past, wide, deep, batch = (6, 90, 28, 32, 2, 4) if options.tiny else (500, 1461, 256, 512, 6, 256)
     torch.manual_seed(0)

@@ -94,4 +94,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, steps=260, every=40, batch=160, edge=128, wide=64, small=64, held=5000)
+    run(main, steps=260, every=25, batch=160, edge=128, wide=64, small=64, held=5000)
