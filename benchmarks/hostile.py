@@ -1,8 +1,11 @@
 """Hostile files: damaged traces, and `.busy` files with valid checksums, thousands of each, by seed.
 
-    python benchmarks/hostile.py --jobs 16 | tee hostile.txt   # 10,000 of each: about a core hour
+    python benchmarks/hostile.py --jobs 30 | tee hostile.txt   # 10,000 of each: some 25 minutes of one core
     python benchmarks/hostile.py --count 500 --kind busy --first 20000
     python benchmarks/hostile.py --again busy:facts:17         # one of them once more: what it says, and the file kept
+
+Every day has files that no day before it had: the number of the first one follows the date, and the last lines of
+the output say what came of them, and which command tries exactly the same ones again.
 
 It needs this tree, and Python with numpy, msgspec, isal and rich. Each file is given to `keepbusy explain` (every
 fourth to `keepbusy export`) in a worker process whose memory is limited. What may come of it is an answer or a refusal
@@ -38,6 +41,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import date
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -64,7 +68,9 @@ ROOM = 3 << 30
 """Address space that a worker may take beyond what it begins with."""
 PATIENCE = 60.0
 """Seconds of real time until a worker that says nothing is killed."""
-BATCH = 250
+BATCH = 100
+"""Files for one worker process: few enough that thirty workers end together."""
+NOUNS = {"trace": "traces", "busy": ".busy files"}
 PEER = "rank1.trace.json"
 """The sound trace of another rank, beside which some of the damaged ones are given."""
 HUGE = [-1, 0, 1, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30]
@@ -876,7 +882,10 @@ def show_again(name: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="so many files of each kind (default 10,000)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
+    today = date.today().toordinal() * 10_000
+    parser.add_argument(
+        "--first", type=int, default=today, help="the number of the first of them (default: by the date)"
+    )
     parser.add_argument("--kind", choices=KINDS, help="only traces, or only .busy files")
     parser.add_argument("--jobs", type=int, default=2, help="so many workers (default 2)")
     parser.add_argument("--again", metavar="KIND:MUTATION:SEED", help="one of them: what is said, with tracebacks")
@@ -897,7 +906,10 @@ def main() -> int:
             print(*failures(part), sep="\n", end="", flush=True)
     print(*table(outcomes), "", *failures(outcomes), sep="\n")
     failed = sum(bool(one.failure) for one in outcomes)
-    print(f"\n{len(outcomes)} files, {failed} failures; {time.monotonic() - began:.0f} s")
+    numbers = " and ".join(f"{sum(one.kind == kind for one in outcomes):,} {NOUNS[kind]}" for kind in kinds)
+    print(f"\n{numbers}: {failed or 'none'} failed (limits: 1 GB and 20 s of the processor a file).")
+    same = f"--count {options.count} --first {options.first}" + (f" --kind {options.kind}" if options.kind else "")
+    print(f"{time.monotonic() - began:.0f} s; the same again: hostile.py {same}")
     return 1 if failed else 0
 
 
