@@ -28,13 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from odd import children, ends, gpu, names, output, signals, surroundings, tools
+from odd import children, ends, gpu, names, output, programs, signals, surroundings, tools
 from odd.case import ASPECTS, SAVED, Case
 
 SOURCE = Path(__file__).parents[1] / "src"
 THEMES: Mapping[str, Sequence[Case]] = {
     one.__name__.rpartition(".")[2]: one.CASES
-    for one in (names, ends, signals, output, children, tools, surroundings, gpu)
+    for one in (names, ends, signals, output, children, tools, surroundings, programs, gpu)
 }
 SETTLED = 0.3
 PATIENCE = 120.0

@@ -42,9 +42,11 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def said(done: subprocess.CompletedProcess[str]) -> tuple[str, str, int]:
-    """Without our own words at the end."""
+    """Without our own words at the end: what follows them is a difference."""
     error = done.stderr.splitlines(keepends=True)
-    return done.stdout, "".join(line for line in error if not line.startswith("keepbusy: ")), done.returncode
+    while error and error[-1].startswith("keepbusy: "):
+        error.pop()
+    return done.stdout, "".join(error), done.returncode
 
 
 NAMES = '''\
@@ -73,13 +75,17 @@ ODD = {
     "stdout closed": "import sys\nsys.stderr.write('going\\n')\nsys.stdout.close()\n",
     "stderr replaced": "import sys\nclass Quiet:\n    def write(self, text): pass\n    def flush(self): pass\n"
     "sys.stderr = sys.stdout = Quiet()\n1 / 0\n",
+    "last words of logging": "import atexit, logging, logging.handlers\n"
+    "lines = logging.handlers.MemoryHandler(9, target=logging.StreamHandler())\n"
+    "logging.getLogger().addHandler(lines)\nlogging.warning('kept until the end')\n"
+    "atexit.register(logging.warning, 'last')\n",
     "no streams": "import sys\nsys.stdout = sys.stderr = None\n",
     "few descriptors": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (6, 6))\nprint(1)\n",
     "descriptors closed": "import os\nos.closerange(3, 4096)\nprint(open(os.devnull).fileno())\n",
 }
 
 
-STARTS = ("names", "descriptors closed", "few descriptors")
+STARTS = ("names", "last words of logging", "descriptors closed", "few descriptors")
 """These are about what Python does at its start, too."""
 
 

@@ -237,7 +237,6 @@ def _plan_without(
 def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     from keepbusy.instrument.ending import Ending
     from keepbusy.instrument.run_folder import RunFolder
-    from keepbusy.virtual.virtual_run import Options, start, steady
 
     started_in = Path.cwd()
     timeline: Callable[..., Timeline] | None = None
@@ -251,19 +250,22 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
             mine = timeline(source=options.script)
             whole = mine if options.alike else launch.gathered(mine)
             if whole is not None:
-                _report(steady(whole), options, streams)
+                _report(virtual_run.steady(whole), options, streams)
         except Exception as error:
             streams.complain(sentence_of(error))
 
     left = RunFolder()  # before the report is registered: it goes after it
     ending = Ending(finish, in_handler=False)
+    # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
+    from keepbusy.virtual import virtual_run
+
     device = "h200" if options.on == "auto" else options.on
     if device.endswith(".toml"):
         device = str(Path(device).absolute())
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     alike = options.ranks if options.alike else 1
-    asked = Options(device, launch.devices(options.gpus), measured, real, clocks, alike)
-    timeline = start(asked, launch.rank(), left)
+    asked = virtual_run.Options(device, launch.devices(options.gpus), measured, real, clocks, alike)
+    timeline = virtual_run.start(asked, launch.rank(), left)
     code = _program(options, streams, timeline)
     if code < 0:
         ending.by(-code)

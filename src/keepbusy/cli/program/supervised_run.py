@@ -130,10 +130,11 @@ def _is_seen(options: argparse.Namespace) -> bool:
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace) -> int:
     from keepbusy.instrument.ending import Ending
+
+    # its exit handler is registered before those of all that PyTorch imports, and so runs last
+    ending = Ending(lambda: watched.end())  # noqa: PLW0108
     from keepbusy.recording.recorder import RunOptions, start
 
-    # its exit handler is registered first, and so runs last
-    ending = Ending(lambda: watched.end())  # noqa: PLW0108
     watched = start(RunOptions(str(folder), _shared(), options.after, _is_seen(options), options.memory))
     code = program()
     if code < 0:
