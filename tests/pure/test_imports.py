@@ -130,13 +130,13 @@ LINES = {
     "hang": 663,
     "timeline": 2537,
     "traces": 2443,
-    "instrument": 1900,
+    "instrument": 1909,
     "recording": 3982,
     "virtual": 8522,
     "explain": 4042,
     "report": 3252,
     "runtime": 5312,
-    "cli": 3425,
+    "cli": 3428,
     "fix": 4455,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -160,6 +160,12 @@ def test_work_of_threads_and_exit_handlers_is_in_the_report(tmp_path: Path) -> N
     assert load(tmp_path / "run.busy").on_device.sum() == 2, ours.stderr
 
 
+def test_the_report_has_the_depth_that_python_began_with(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORK + "x.sum().item()\nimport sys\nsys.setrecursionlimit(60)\n")
+    ours = python(tmp_path, "-m", "keepbusy", "run", *MODELLED, "train.py")
+    assert "The run took" in ours.stdout, ours.stderr
+
+
 def test_the_first_sigterm_ends_the_program_and_the_report_follows(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORK + "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('no')\n")
     ours = run(tmp_path, *MODELLED, "--save", "run.busy", "train.py")

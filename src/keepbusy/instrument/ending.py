@@ -28,7 +28,7 @@ class Ending:
         """`in_handler`: whether `finish` may run wherever a signal comes; else it has a thread of its own, and the
         program stands at a line of its own meanwhile."""
         self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
-        self._signal = 0
+        self._signal, self._depth = 0, sys.getrecursionlimit()
         atexit.register(self._at_exit)
         self._takes_term = (
             threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -45,7 +45,7 @@ class Ending:
         if os.getpid() == self._process:
             if self._takes_term and signal.getsignal(signal.SIGTERM) == self._terminated:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._finish()
+            self._last()
         if self._signal:
             _die_of(self._signal)
 
@@ -53,17 +53,26 @@ class Ending:
         if self._in_handler or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             if os.getpid() == self._process:
-                self._finish()
+                self._last()
         elif _is_within_us(frame):  # what is being written down is half written: this waits until it is done
             main = threading.main_thread().ident
             threading.Timer(_AGAIN, lambda: signal.pthread_kill(main or 0, number)).start()
             return
         else:
             signal.signal(number, signal.SIG_DFL)
-            report = threading.Thread(target=self._finish, name="keepbusy report")
+            report = threading.Thread(target=self._last, name="keepbusy report")
             report.start()
             report.join()
         os.kill(os.getpid(), number)
+
+    def _last(self) -> None:
+        """`finish`, with as deep a stack as when this was made: the program may have limited its own."""
+        its_own = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(its_own, self._depth))
+        try:
+            self._finish()
+        finally:
+            sys.setrecursionlimit(its_own)
 
     def _forked(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._terminated:
