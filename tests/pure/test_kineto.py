@@ -92,6 +92,14 @@ def test_a_copy_that_was_only_enqueued_is_no_wait(show: Show) -> None:
         assert rows_of(timeline, Kind.SYNC) == []
 
 
+@pytest.mark.parametrize(
+    ("grid", "blocks"), [([3, 2, 4], 24), ([1 << 30, 1 << 30, 1], 0), ([-1, 1, 1], 0), ("24", 0), (None, 0), ({}, 0)]
+)
+def test_a_kernel_knows_how_many_blocks_it_is_launched_with(show: Show, grid: object, blocks: int) -> None:
+    timeline = show(call("cudaLaunchKernel", 0, 5, 1), command(10, 9, 1, args={"grid": grid}))
+    assert timeline.spans.blocks[timeline.on_device].tolist() == [blocks]
+
+
 def test_cuda_memcpy_waits_for_itself(show: Show) -> None:
     """The blocking call, pinned or not."""
     row = command(20, 80, 2, cat="gpu_memcpy", name="Memcpy DtoH (Device -> Pinned)", args={"bytes": 64})

@@ -176,6 +176,23 @@ def test_what_few_steps_launch_beyond_the_others_stays_outside_a_graph(every: in
     assert any(one.fix == "graph" for one in told(printing).plan) == captured
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_kernels_on_as_much_data_as_a_value_says_are_no_graph(known: bool) -> None:
+    """`count = int(mask.sum())`, and then as much is computed as the mask chooses: grids tell, where they are known."""
+    turns = count(100)
+
+    def chosen(run: Run) -> None:
+        blocks = next(turns) if known else 0
+        eager(run, 60)
+        run.sync(at=[READ, *ITEM])
+        for _ in range(60):
+            run.work(20).launch(5, blocks=blocks)
+
+    fixes = [one.fix for one in told(chosen).plan]
+    assert ("graph" in fixes) == (not known)
+    assert ("compile" in fixes) == known
+
+
 def test_a_busy_gpu_has_no_plan() -> None:
     assert told(busy).plan == ()
 
@@ -206,7 +223,7 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
     chosen = [
         one.edit
         for one in candidates(story.scene, story.found)
-        if (one.remedy.name, [str(place) for place in one.where]) in named or one.named in needed
+        if (one.remedy.fix, [str(place) for place in one.where]) in named or one.named in needed
     ]
     assert len(chosen) >= len(plan)
     if plan:

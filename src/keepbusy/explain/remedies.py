@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -88,12 +89,17 @@ def _of_launches(seen: Seen) -> Remedy | None:
 def _no_graph_because(scene: Scene) -> str:
     """Why no graph can hold the whole step. One place of waiting a step may be its end: that one is no obstacle. Nor is
     what few steps launch beyond all others, as a loss that is printed now and then: it stays outside."""
-    steps = np.append(scene.timeline.marks, len(scene.timeline))
     if len(np.unique(scene.last_launch[scene.is_sync & ~of_large_copy(scene)])) > scene.steps:
         return "it reads values of the GPU in its middle"
-    launches = np.diff(np.concatenate([[0], np.cumsum(scene.command != NONE)])[steps])
-    usual = 2 * np.count_nonzero(launches == launches.min()) > len(launches)
-    return "" if usual else "its steps differ in their launches"
+    timeline, spans = scene.timeline, scene.timeline.spans
+    # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
+    amount = spans.work if timeline.facts.virtual else spans.blocks
+    rows = np.flatnonzero(scene.launch != NONE)
+    rows = rows[np.argsort(scene.launch[rows], kind="stable")]
+    launched = np.stack([spans.name[rows], spans.size[rows], amount[rows]])
+    edges = np.searchsorted(scene.launch[rows], timeline.marks)
+    alike = Counter(one.tobytes() for one in np.split(launched, edges, axis=1)[1:])
+    return "" if 2 * max(alike.values()) > alike.total() else "its steps differ in what they launch"
 
 
 def _of_a_blocking_copy(seen: Seen) -> Remedy | None:

@@ -109,6 +109,7 @@ class Spans(Table):
     meeting: Ints = column(np.int32, NONE, of="meetings")  # of a collective: which one
     group: Ints = column(np.int32, NONE)  # of a collective: a number for its group of ranks
     size: Ints = column(np.int64)  # bytes
+    blocks: Ints = column(np.int32)  # of threads, that a kernel is launched with; 0 where nobody knows
     direction: Ints = column(np.int8)
     pinned: Ints = column(np.int8, NONE)  # 1, 0, or NONE where nobody knows
     recording: Ints = column(np.int64)  # what recording it is estimated to have cost the host

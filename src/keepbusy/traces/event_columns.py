@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import compress
+from math import prod
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -42,6 +45,7 @@ class DeviceEvents(Table):
     device: Ints = column(np.int32, NONE)
     stream: Ints = column(np.int64, NONE)
     size: Ints = column(np.int64, NONE)  # args.bytes
+    blocks: Ints = column(np.int32)  # args.grid
     collective: Ints = column(np.int32, NONE)  # an index into Trace.collectives
     awaited_stream: Ints = column(np.int64, NONE)  # args.wait_on_stream
     awaited_record: Ints = column(np.int64, NONE)  # args.wait_on_cuda_event_record_corr_id
@@ -121,6 +125,17 @@ class Interned(dict[Any, int]):
         return index
 
 
+class Blocks(dict[bytes, int]):
+    """How many there are in a grid, by its text."""
+
+    def __missing__(self, text: bytes) -> int:
+        self[text] = 0
+        with suppress(ValueError, RecursionError):  # some other tool's, or none
+            count = prod(msgspec.json.decode(text, type=list[int]))
+            self[text] = count if 0 < count < 1 << 31 else 0
+        return self[text]
+
+
 class ThreadNumbers(dict[tuple[Any, Any], int]):
     """The same for threads, which may call themselves 7 or "7"."""
 
@@ -145,7 +160,7 @@ class Collector:
     """Takes the rows of one trace; `events` gives them back as columns."""
 
     def __init__(self) -> None:
-        self.names, self.threads, self.collectives = Interned(), ThreadNumbers(), Interned()
+        self.names, self.threads, self.collectives, self.blocks = Interned(), ThreadNumbers(), Interned(), Blocks()
         self.skipped = 0
         self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
         self.memory: list[MemoryUse] = []
@@ -199,6 +214,7 @@ class Collector:
             device=np.where(np.abs(device) < 1 << 31, device, NONE),
             stream=_either([one.stream for one in arguments], [row.tid for row in complete], command),
             size=integers([one.size for one in arguments]),
+            blocks=np.array([self.blocks[bytes(one.grid)] for one in arguments], np.int32),
             collective=self._collectives(arguments, category),
             awaited_stream=integers([one.awaited_stream for one in arguments]),
             awaited_record=integers([one.awaited_record for one in arguments]),

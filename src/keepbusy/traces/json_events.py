@@ -30,6 +30,7 @@ class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
     device: Any = -1
     stream: Any = -1
     size: Any = -1
+    grid: msgspec.Raw = msgspec.Raw()  # few kernels differ in it: each text is read once
     sequence: Any = -1
     awaited_stream: Any = -1
     awaited_record: Any = -1

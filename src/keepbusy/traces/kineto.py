@@ -83,6 +83,7 @@ def _commands(trace: RankTrace, groups: Ints) -> IssuedSpans:
         end=events.end[commands],
         group=np.where(collective == NONE, NONE, groups[collective]),
         size=np.where(collective == NONE, np.maximum(trace.of_command.size, 0), moved[collective]),
+        blocks=trace.of_command.blocks,
         direction=trace.direction,
         pinned=trace.pinned,
     )
