@@ -11,8 +11,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 PATIENCE = 30.0
 """Seconds that the first rank waits for the others' timelines once its own program has ended."""
 _POLL = 0.05
+PIECE = 4 << 20
+"""Bytes: the store of torchrun's agents takes no message of more than eight megabytes."""
 _FORGOTTEN = 24 * 3600.0
 """Seconds after which nobody comes to where ranks were to meet: the first of them was killed."""
 
@@ -61,15 +64,17 @@ def gathered(timeline: Timeline) -> Timeline | None:
 
 
 def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
-    """Leave this rank's for the first, which gets those of all ranks of this host, and why any are missing."""
+    """Leave this rank's for the first, which gets those of all ranks, and why any are missing."""
     from keepbusy.timeline.busy_file import save
 
-    folder = meeting_place()
+    store, left = _store(), meeting_place() / f"rank{rank()}.{'busy' if timelines else 'txt'}"
     for one in timelines[:1]:
-        save(one, folder / f"rank{rank()}.busy")
+        save(one, left)
     if not timelines:
-        _say(why, folder / f"rank{rank()}.txt")
-    return ([], []) if rank() != 0 else _collected(folder)
+        _say(why, left)
+    if store is not None and os.environ.get("GROUP_RANK", "0") != "0":
+        _send(store, left)
+    return ([], []) if rank() != 0 else _collected(left.parent, store)
 
 
 def meeting_place() -> Path:
@@ -95,16 +100,54 @@ def _say(why: Sequence[str], path: Path) -> None:
         part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
 
 
-def _collected(folder: Path) -> tuple[list[Timeline], list[str]]:
-    """Of the ranks of this host; one that was killed together with its supervisor says nothing at all."""
+def _of_this_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
+
+
+def _store() -> Any:
+    """Of a job on several hosts what torchrun's agents hold, through which all ranks are heard; else None."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or _of_this_host() == world():
+        return None
+    from torch.distributed import TCPStore
+
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with suppress(RuntimeError):  # that host is gone
+        return TCPStore(*at, is_master=False, timeout=timedelta(seconds=PATIENCE))
+    return None
+
+
+def _send(store: Any, path: Path) -> None:
+    """To the first host, which does not see the files of this one."""
+    content, key = path.read_bytes(), f"keepbusy/{rank()}"
+    begins = range(0, len(content), PIECE)
+    for begin in begins:
+        store.set(f"{key}/{begin}", content[begin : begin + PIECE])
+    store.set(key, f"{path.name} {len(begins)}")
+    path.rename(path.with_suffix(".sent"))
+    if len([*path.parent.glob("*.sent")]) == _of_this_host():
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _receive(store: Any, one: int, folder: Path) -> None:
+    """As if it had been left here, once it has been sent."""
+    key = f"keepbusy/{one}"
+    if store.check([key]):
+        name, pieces = store.get(key).decode().split()
+        (folder / name).write_bytes(b"".join(store.get(f"{key}/{place * PIECE}") for place in range(int(pieces))))
+
+
+def _collected(folder: Path, store: Any) -> tuple[list[Timeline], list[str]]:
+    """One that was killed together with its supervisor says nothing at all. Of other hosts only the store tells."""
     from keepbusy.timeline.busy_file import load
 
-    mine = range(int(os.environ.get("LOCAL_WORLD_SIZE", world())))
+    expected = range(_of_this_host() if store is None else world())
     until = time.monotonic() + PATIENCE
-    while time.monotonic() < until and not all(_has_spoken(folder, one) for one in mine):
+    while (silent := [one for one in expected if not _has_spoken(folder, one)]) and time.monotonic() < until:
         time.sleep(_POLL)
-    timelines = [load(path) for one in mine if (path := folder / f"rank{one}.busy").exists()]
-    why = [_why_missing(folder, one) for one in mine if not (folder / f"rank{one}.busy").exists()]
+        for one in silent if store is not None else ():
+            _receive(store, one, folder)
+    timelines = [load(path) for one in expected if (path := folder / f"rank{one}.busy").exists()]
+    why = [_why_missing(folder, one) for one in expected if not (folder / f"rank{one}.busy").exists()]
     shutil.rmtree(folder, ignore_errors=True)
     return timelines, why
 
