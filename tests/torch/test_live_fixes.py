@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
-from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen
-from keepbusy.fix.live.predictions import foretold
+from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
 from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
 from keepbusy.recording.marks import Cuda, Marks

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from keepbusy.fix.gate.allow_list import AllowList
-from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC, WATCH, Wait
+from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC, WATCH, Wait, several
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12
@@ -84,7 +84,7 @@ class GuardedBlock:
         if over:
             waits = [one for kind in over for one in counts[kind]]
             many = " and ".join(
-                f"{_several(len(counts[kind]), kind)} where {self._limits[kind] or 'none'} may be" for kind in over
+                f"{several(len(counts[kind]), kind)} where {self._limits[kind] or 'none'} may be" for kind in over
             )
             raise TooManyWaits(f"{many}; {_cost(waits)}\n{told(waits)}", waits)
 
@@ -104,13 +104,9 @@ def _paragraph(group: list[Wait]) -> str:
     calls = ", ".join(sorted({one.call for one in group if one.call}))
     text = first.text if len(first.text) <= _WIDTH else f"{first.text[: _WIDTH - 1]}…"
     lines = [f"  {first.stack[0] if first.stack else 'somewhere in C++'}: {text}".rstrip(": ")]
-    lines.append(f"    {_several(len(group), first.kind)}{f' ({calls})' if calls else ''}; {_cost(group)}")
+    lines.append(f"    {several(len(group), first.kind)}{f' ({calls})' if calls else ''}; {_cost(group)}")
     lines += [f"    called from {line}" for line in first.stack[1:]]
     return "\n".join(lines)
-
-
-def _several(count: int, kind: str) -> str:
-    return f"1 {kind}" if count == 1 else f"{count} {kind.removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
 
 
 def _cost(waits: Sequence[Wait]) -> str:

@@ -8,18 +8,13 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 from keepbusy.fix.gate.tally import CountedPlace, WaitTally
-from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
+from keepbusy.fix.gate.waits import PLURALS, several
 from keepbusy.report.exports.sarif import document, lines_of
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration
 
 _SHOWN = 20
 """Places that are listed; all of them stand in the JUnit file."""
-_PLURALS = {SYNC: "syncs", BLOCKING_COPY: "blocking copies"}
-
-
-def several(count: int, kind: str) -> str:
-    return f"{count} {kind if count == 1 else _PLURALS[kind]}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ def junit(verdict: GateVerdict) -> str:
         f'<testsuites><testsuite name={name} tests="{len(limits)}" failures="{len(verdict.over)}" errors="0">',
     ]
     for kind in limits:
-        case = f"<testcase classname={name} name={quoteattr(_PLURALS[kind])}"
+        case = f"<testcase classname={name} name={quoteattr(PLURALS[kind])}"
         places = [one for one in verdict.tally.places if one.kind == kind]
         told = escape("\n\n".join("\n".join(_paragraph(verdict, one)) for one in places))
         if kind in verdict.over:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from threading import Lock, RLock
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,12 +31,8 @@ _CARRIED = 4
 """Larger values that may be on their way; who is further ahead waits for the oldest."""
 
 
-class HostBound(Protocol):
-    """Something of the device as it is at the call."""
-
-    def home(self) -> Any:
-        """On the host. Waits if it must."""
-        ...
+Home: TypeAlias = Callable[[], Any]
+"""Gives something of the device on the host, as it was when it was put aside. Waits if it must."""
 
 
 class ValuePage:
@@ -47,95 +43,83 @@ class ValuePage:
         self._home: tuple[Tensor, ...] = ()
         self._reading: Reading | None = None
         self._lock = RLock()
-        self.closed = False
+        self._closed = False
 
-    def put(self, value: Tensor) -> PageNumber | None:
+    def put(self, value: Tensor) -> Home | None:
         """None where it is closed by now."""
         with self._lock:
-            if self.closed:
+            if self._closed:
                 return None
             self._values.append(value)
+            place, shape = len(self._values) - 1, value.shape
             if len(self._values) == _PAGE:
                 self._send()
-            return PageNumber(self, len(self._values) - 1, value.shape)
+            return lambda: self._read(place).reshape(shape)
 
     def _send(self) -> None:
-        self.closed = True
+        self._closed = True
         with torch.no_grad(), ours():
             self._reading = readback(torch.stack([one.reshape(()) for one in self._values]))
 
-    def read(self, place: int) -> Tensor:
+    def _read(self, place: int) -> Tensor:
         with self._lock:
-            if not self.closed:
+            if not self._closed:
                 self._send()
             if self._reading is not None:
                 self._home, self._reading, self._values = self._reading.tensor.unbind(), None, []
             return self._home[place]
 
 
-class PageNumber:
-    """One of them."""
-
-    __slots__ = ("_page", "_place", "_shape")
-
-    def __init__(self, page: ValuePage, place: int, shape: torch.Size) -> None:
-        self._page, self._place, self._shape = page, place, shape
-
-    def home(self) -> Tensor:
-        return self._page.read(self._place).reshape(self._shape)
-
-
-class HomewardCopy:
+def _sent(value: Tensor) -> Home:
     """A larger tensor, on its way at once."""
+    with ours():
+        reading = readback(value)
 
-    def __init__(self, value: Tensor) -> None:
-        with ours():
-            self._reading = readback(value)
-
-    def home(self) -> Tensor:
+    def home() -> Tensor:
         """In memory of its own, as `.cpu()` gives it: the pinned memory is for what is still on its way."""
-        came = self._reading.tensor
+        came = reading.tensor
         with torch.inference_mode(came.is_inference()):
             return came.clone() if came.is_pinned() else came
 
+    return home
 
-class DeviceCopy:
+
+def _kept(value: Tensor) -> Home:
     """A larger tensor that stays on the device: the name that it belongs to may never be looked at."""
+    copied = value.detach().clone()
 
-    def __init__(self, value: Tensor) -> None:
-        self._value = value.detach().clone()
+    def home() -> Tensor:
+        with torch.inference_mode(copied.is_inference()):
+            return copied.cpu()
 
-    def home(self) -> Tensor:
-        with torch.inference_mode(self._value.is_inference()):
-            return self._value.cpu()
+    return home
 
 
-class TimedEvent:
+def _timed(event: Any) -> Home:
     """An event, which is asked for a time once it has passed."""
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    def home() -> Any:
+        event.synchronize()
+        return event
 
-    def home(self) -> Any:
-        self._event.synchronize()
-        return self._event
+    return home
 
 
 class LateValue:
-    """A formula of values that were put aside, and of plain ones; worked out once."""
+    """What is worked out when somebody asks for it, and once."""
 
-    __slots__ = ("_formula", "_lock", "_number", "_others", "snapshots")
+    __slots__ = ("_lock", "_number", "_work")
 
-    def __init__(self, formula: Callable[..., Any], snapshots: tuple[HostBound, ...], others: tuple[Any, ...]) -> None:
-        self._formula: Callable[..., Any] | None = formula
-        self.snapshots, self._others, self._number, self._lock = snapshots, others, None, Lock()
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._number, self._lock = None, Lock()
 
     def settle(self) -> Any:
         with self._lock:
-            if self._formula is not None:
+            if self._work is not None:
                 with ours():
-                    self._number = self._formula(*(one.home() for one in self.snapshots), *self._others)
-                self._formula, self.snapshots, self._others = None, (), ()
+                    self._number = self._work()
+                self._work = None
             return self._number
 
 
@@ -176,7 +160,7 @@ class LateNumbers:
 
     def add(self, total: Any, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`total += formula(...)`."""
-        late = self._late(formula, values, others, HomewardCopy) if isinstance(total, LateSum | int | float) else None
+        late = self._late(formula, values, others, _sent) if isinstance(total, LateSum | int | float) else None
         if late is None:
             before = self.value(total)
             before += formula(*values, *others)
@@ -195,15 +179,15 @@ class LateNumbers:
 
     def keep(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`name = formula(...)`."""
-        late = self._late(formula, values, others, DeviceCopy)
+        late = self._late(formula, values, others, _kept)
         return formula(*values, *others) if late is None else late
 
     def bring(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """One of many values that are kept."""
-        late = self._late(formula, values, others, HomewardCopy)
+        late = self._late(formula, values, others, _sent)
         if late is None:
             return formula(*values, *others)
-        if any(isinstance(one, HomewardCopy) for one in late.snapshots):
+        if any(isinstance(one, Tensor) and not _is_single(one) for one in values):
             self._carriage.call(late.settle)
             self._on_their_way.append(late)
             if len(self._on_their_way) > _CARRIED:
@@ -232,7 +216,7 @@ class LateNumbers:
         formula: Callable[..., Any],
         values: tuple[Any, ...],
         others: tuple[Any, ...],
-        large: type[HomewardCopy | DeviceCopy],
+        large: Callable[[Tensor], Home],
     ) -> LateValue | None:
         """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
         self._passed(sys._getframe(2))
@@ -242,22 +226,23 @@ class LateNumbers:
         with self._lock:
             alone = [_is_alone(values, at) for at, _ in enumerate(values)]
             now = None if kind in self._seen else (formula(*values, *others),)
-            late = LateValue(formula, tuple(map(self._aside, values, alone, [large] * len(alone))), others)
+            homes = [self._aside(*one, large) for one in zip(values, alone, strict=True)]
+            late = LateValue(lambda: formula(*(home() for home in homes), *others))
         self.switch.count(sys._getframe(2))
         if now is not None:
             self._seen.add(kind)
             self.switch.checked += 1
             if not same_bits(late.settle(), now[0]):
                 self.switch.stop("a number came out different")
-            return LateValue(lambda: now[0], (), ())
+            return LateValue(lambda: now[0])
         if type(values[0]) is torch.cuda.Event:
             self._timed.append((values, late))
             self._settle_timed(waiting=False)
         return late
 
-    def _aside(self, value: Any, alone: bool, large: type[HomewardCopy | DeviceCopy]) -> HostBound:
+    def _aside(self, value: Any, alone: bool, large: Callable[[Tensor], Home]) -> Home:
         if not isinstance(value, Tensor):
-            return TimedEvent(value)
+            return _timed(value)
         if not _is_single(value):
             return large(value.detach())
         value = value.detach() if alone else value.detach().clone()

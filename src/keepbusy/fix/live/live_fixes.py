@@ -7,11 +7,11 @@ import builtins
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.fix.live.predictions import foretold
 from keepbusy.fix.live.rewriting import NAME, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
@@ -22,7 +22,7 @@ from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import PlannedFix
-    from keepbusy.fix.live.switch import FixSwitch
+    from keepbusy.fix.live.switch import FixSwitch, Place
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
 SAFE = ("copies", "late_numbers", "draws", "workers", "syncs", "cache", "garbage")
@@ -33,6 +33,17 @@ _BY_THEMSELVES = ("workers",)
 NOISE = 0.02
 """Of a turn: who gains less is switched off."""
 _SHOWN = 4
+_MADE_BY = {
+    "copies": {"prefetch", "pin_memory", "keep_on_device", "make_on_device", "copy_beside"},
+    "late_numbers": {"readback", "drop_sync"},
+    "draws": {"make_on_device", "move_off_the_loop"},
+    "workers": {"prepare_in_workers"},
+    "syncs": {"drop_sync"},
+    "cache": {"keep_memory"},
+    "garbage": {"move_off_the_loop"},
+    "fused": {"fuse_optimizer"},
+}
+"""Of each fix that is made while the program runs, the plan's fixes that it stands for."""
 
 
 def chosen(without: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[str, ...]:
@@ -93,13 +104,14 @@ class LiveFixes:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        from keepbusy.fix.live.late_numbers import LateNumbers
+
         if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
-            self._offer(_Plain())
+            self._offer(LateNumbers(lambda _: None))
             return
         from keepbusy.fix.live.batch_copies import DeferredCopies
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.draws import DrawsAhead
-        from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial, InferenceTurns
         from keepbusy.fix.loaders.more_workers import MoreWorkers
@@ -206,6 +218,26 @@ class LiveFixes:
         return "\n".join(lines)
 
 
+def foretold(plan: Sequence[PlannedFix], *switches: FixSwitch) -> int | None:
+    """What these fixes gain a turn by the plan, at the lines where they were made; None if it names none of them.
+
+    What two of them are for counts once: a tensor that is made on the host is drawn there, and copied.
+    """
+    gains = [one.gain for one in plan if any(_stands_for(switch, one) for switch in switches)]
+    return sum(gains) if gains else None
+
+
+def _stands_for(switch: FixSwitch, planned: PlannedFix) -> bool:
+    if planned.fix.partition("=")[0] not in _MADE_BY.get(switch.name, ()):
+        return False
+    done = {_place(*one) for one in switch.done}
+    return switch.name == "workers" or any(_place(where.file, where.line) in done for where in planned.where)
+
+
+def _place(file: str, line: int) -> Place:
+    return (str(Path(file).resolve()) if file else ""), line
+
+
 def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
     if result is None:
         yield f"gain          not measured: the program took {turns} turns, too few to compare"
@@ -242,24 +274,3 @@ def _about(switch: FixSwitch) -> Iterator[str]:
         yield f"              {note}"
     if switch.off_because:
         yield f"              switched off: {switch.off_because}"
-
-
-class _Plain:
-    """What rewritten lines call where there is no GPU."""
-
-    @staticmethod
-    def add(total: Any, formula: Any, values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
-        total += formula(*(one.item() for one in values), *others)
-        return total
-
-    @staticmethod
-    def keep(formula: Any, values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
-        return formula(*(one.item() for one in values), *others)
-
-    @staticmethod
-    def append(held: Any, formula: Any, values: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-        held.append(formula(*(one.item() for one in values), *others))
-
-    @staticmethod
-    def value(name: Any) -> Any:
-        return name

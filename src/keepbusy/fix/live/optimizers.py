@@ -30,9 +30,7 @@ class FusedOptimizers:
 
     def _making(self, plain: Function) -> Function:
         def init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
-            if not self.switch.on or any(
-                options.get(one) is not None for one in ("fused", "foreach", "differentiable")
-            ):
+            if not self.switch.on or any(options.get(one) is not None for one in _CHOICES):
                 plain(optimizer, params, *args, **options)
                 return
             held = list(params)

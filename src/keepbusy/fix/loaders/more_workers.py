@@ -85,9 +85,9 @@ class FedLoop:
 
     def __init__(self, fix: MoreWorkers, loader: DataLoader[Any], plain: Callable[[], Any]) -> None:
         self._fix, self._loader, self._begin = fix, loader, plain
-        self._state, self._given = torch.get_rng_state(), 0
-        generators = {id(one): one for one in (loader.generator, getattr(loader.sampler, "generator", None)) if one}
-        self._generators = [(one, one.get_state()) for one in generators.values()]
+        self._given = 0
+        drawn = (torch.default_generator, loader.generator, getattr(loader.sampler, "generator", None))
+        self._states = [(one, one.get_state()) for one in drawn if one]
         self._own: Any = plain()
         self._workers: Any = None
         self._remaining = Remaining(iter(()))
@@ -223,16 +223,13 @@ class FedLoop:
         if not self._loader.num_workers:
             self._own._sampler_iter = self._remaining.all()
             return next(self._own)
-        now = torch.get_rng_state()
-        states = [(one, one.get_state()) for one, _ in self._generators]
-        torch.set_rng_state(self._state)
-        for one, state in self._generators:
+        now = [(one, one.get_state()) for one, _ in self._states]
+        for one, state in self._states:
             one.set_state(state)
         self._own = self._begin()
         for _ in range(self._given):
             next(self._own)
-        torch.set_rng_state(now)
-        for one, state in states:
+        for one, state in now:
             one.set_state(state)
         return next(self._own)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 import libcst as cst
+from libcst import matchers as m
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
@@ -48,7 +49,13 @@ def edited(source: str, fix: str, lines: Sequence[int]) -> str | None:
         module = edit.write(MetadataWrapper(cst.parse_module(source)), frozenset(lines))
     except (cst.ParserSyntaxError, RecursionError):
         return None
-    return None if module is None or module.code == source else module.code
+    if module is None or module.code == source:
+        return None
+    if m.findall(module, m.Attribute(value=m.Name("keepbusy"))):
+        context = CodemodContext()
+        AddImportsVisitor.add_needed_import(context, "keepbusy")
+        module = AddImportsVisitor(context).transform_module(module)
+    return module.code
 
 
 def where_now(source: str, changed: str, lines: Iterable[int]) -> list[int]:
@@ -61,7 +68,7 @@ def edit_of(fix: str) -> SourceEdit | None:
     """How a fix of the plan is written, if it can be; `num_workers=8` says itself how many."""
     name, _, count = fix.partition("=")
     if name == "num_workers" and count.isdecimal():
-        return SourceEdit(_loaders_with({"num_workers": count, "persistent_workers": "True"}))
+        return SourceEdit(_visiting(_Loaders, num_workers=count, persistent_workers="True"))
     return EDITS.get(fix)
 
 
@@ -156,42 +163,20 @@ def _write_prefetch(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Modu
     module = wrapper.visit(change)
     if not change.done:
         return None
-    pinned = _loaders_with({"pin_memory": "True"})(MetadataWrapper(module), lines)
-    return _importing(pinned or module)
-
-
-def _importing(module: cst.Module) -> cst.Module:
-    context = CodemodContext()
-    AddImportsVisitor.add_needed_import(context, "keepbusy")
-    return AddImportsVisitor(context).transform_module(module)
-
-
-class _LoaderSurvey(cst.CSTVisitor):
-    """How many loaders the file makes, and what the loops at these lines go through."""
-
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self, lines: frozenset[int]) -> None:
-        super().__init__()
-        self._lines = lines
-        self.iterated: set[str] = set()
-        self.loaders = 0
-
-    def visit_For(self, node: cst.For) -> None:  # noqa: N802
-        place = self.get_metadata(PositionProvider, node)
-        if any(place.start.line <= line <= place.end.line for line in self._lines):
-            self.iterated.update(_names_in(node.iter))
-
-    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
-        self.loaders += _is_loader(node)
+    return MetadataWrapper(module).visit(_Loaders(lines, pin_memory="True"))
 
 
 class _Loaders(_AtLines):
-    """Arguments for `DataLoader(...)`: of the only one of the file, else of those that the loop goes through."""
+    """Arguments for `DataLoader(...)`: of the only one of the file, else of those that the loops here go through."""
 
-    def __init__(self, lines: frozenset[int], arguments: dict[str, str], survey: _LoaderSurvey) -> None:
+    def __init__(self, lines: frozenset[int], **arguments: str) -> None:
         super().__init__(lines)
-        self._arguments, self._survey = arguments, survey
+        self._arguments = arguments
+
+    def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
+        loops = [cst.ensure_type(one, cst.For) for one in m.findall(node, m.For()) if self.stands(one)]
+        self._iterated = {name for one in loops for name in _names_in(one.iter)}
+        self._is_only_one = sum(map(_is_loader, m.findall(node, m.Call()))) == 1
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
         if not _is_loader(original_node) or any(one.star for one in original_node.args):
@@ -200,7 +185,7 @@ class _Loaders(_AtLines):
         name = ""
         if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
             name = dotted(parent.targets[0].target)
-        if self._survey.loaders > 1 and name not in self._survey.iterated:
+        if not self._is_only_one and name not in self._iterated:
             return updated_node
         workers = keyword(updated_node, "num_workers")
         if "num_workers" in self._arguments and (workers is not None or len(updated_node.args) > 5):
@@ -220,17 +205,8 @@ def _names_in(node: cst.BaseExpression) -> list[str]:
     return [dotted(node)] if dotted(node) else []
 
 
-def _is_loader(node: cst.Call) -> bool:
-    return dotted(node.func).rpartition(".")[2] == "DataLoader"
-
-
-def _loaders_with(arguments: dict[str, str]) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module | None]:
-    def write(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module:
-        survey = _LoaderSurvey(lines)
-        wrapper.visit(survey)
-        return wrapper.visit(_Loaders(lines, arguments, survey))
-
-    return write
+def _is_loader(node: cst.CSTNode) -> bool:
+    return dotted(cst.ensure_type(node, cst.Call).func).rpartition(".")[2] == "DataLoader"
 
 
 class _WithoutCall(_AtLines):
@@ -250,10 +226,6 @@ class _WithoutCall(_AtLines):
             case cst.Expr(value=cst.Call(func=func)) if dotted(func) == self._name:
                 return cst.RemoveFromParent()
         return updated_node
-
-
-def _without(name: str) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module | None]:
-    return lambda wrapper, lines: wrapper.visit(_WithoutCall(lines, name))
 
 
 class _MadeThere(_AtLines):
@@ -310,14 +282,9 @@ class _Fused(_AtLines):
 class _SavedLater(_AtLines):
     """`torch.save(state, path)` becomes `keepbusy.save_later(state, path)`."""
 
-    def __init__(self, lines: frozenset[int]) -> None:
-        super().__init__(lines)
-        self.done = False
-
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
         if dotted(updated_node.func) != "torch.save" or not self.stands(original_node) or len(updated_node.args) != 2:
             return updated_node
-        self.done = True
         return updated_node.with_changes(func=cst.parse_expression("keepbusy.save_later"))
 
 
@@ -347,39 +314,28 @@ class _MaskedSums(_AtLines):
         return updated_node
 
 
-def _write_saved_later(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
-    change = _SavedLater(lines)
-    module = wrapper.visit(change)
-    return _importing(module) if change.done else None
-
-
-def _write_graph(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
-    module = write_lifted_step(wrapper, lines)
-    return None if module is None else _importing(module)
+def _visiting(change: type[_AtLines], **settings: str) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module]:
+    return lambda wrapper, lines: wrapper.visit(change(lines, **settings))
 
 
 EDITS: dict[str, SourceEdit] = {
     "prefetch": SourceEdit(_write_prefetch),
-    "pin_memory": SourceEdit(_loaders_with({"pin_memory": "True"})),
+    "pin_memory": SourceEdit(_visiting(_Loaders, pin_memory="True")),
     "prepare_in_workers": SourceEdit(
-        _loaders_with({"num_workers": "4", "pin_memory": "True", "persistent_workers": "True"})
+        _visiting(_Loaders, num_workers="4", pin_memory="True", persistent_workers="True")
     ),
-    "keep_memory": SourceEdit(_without("torch.cuda.empty_cache")),
-    "drop_sync": SourceEdit(_without("torch.cuda.synchronize")),
-    "make_on_device": SourceEdit(lambda wrapper, lines: wrapper.visit(_MadeThere(lines))),
-    "keep_on_device": SourceEdit(lambda wrapper, lines: wrapper.visit(_MadeThere(lines))),
+    "keep_memory": SourceEdit(_visiting(_WithoutCall, name="torch.cuda.empty_cache")),
+    "drop_sync": SourceEdit(_visiting(_WithoutCall, name="torch.cuda.synchronize")),
+    "make_on_device": SourceEdit(_visiting(_MadeThere)),
+    "keep_on_device": SourceEdit(_visiting(_MadeThere)),
     "readback": SourceEdit(write_late_reads),
-    "fuse_optimizer": SourceEdit(
-        lambda wrapper, lines: wrapper.visit(_Fused(lines)), 1e-4, "fused steps round differently"
-    ),
-    "save_later": SourceEdit(_write_saved_later),
+    "fuse_optimizer": SourceEdit(_visiting(_Fused), 1e-4, "fused steps round differently"),
+    "save_later": SourceEdit(_visiting(_SavedLater)),
     "accumulate": SourceEdit(
         write_last_travels, 1e-4, "gradients of ranks and micro-batches are added in another order"
     ),
-    "graph": SourceEdit(_write_graph, 1e-4, "Adam and its kin round differently in a graph"),
-    "keep_shapes": SourceEdit(
-        lambda wrapper, lines: wrapper.visit(_MaskedSums(lines)), 1e-5, "sums are rounded in another order"
-    ),
+    "graph": SourceEdit(write_lifted_step, 1e-4, "Adam and its kin round differently in a graph"),
+    "keep_shapes": SourceEdit(_visiting(_MaskedSums), 1e-5, "sums are rounded in another order"),
 }
 """By the name of the plan's fix. What is not here is advice for a person."""
 WAYS = {
