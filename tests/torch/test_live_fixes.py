@@ -180,6 +180,23 @@ def test_what_two_fixes_are_for_is_foretold_once(tmp_path: Path) -> None:
     assert foretold(plan, draws, copies) == 1_200_000
 
 
+def test_without_a_gpu_the_lines_that_are_put_off_are_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    source = """
+import torch
+def run():
+    sums, kept, total = [0.0] * 2, [], 0
+    for step in range(4):
+        x = torch.full((), float(step)); sums[step % 2] += x.item(); kept.append(x.item()); total += x.item()
+        last = {"x": x.cpu()}; value = x.item()
+    return sums, kept, total, value
+found = run()
+"""
+    assert fixed(source, str(tmp_path / "train.py"))[0] == "([2.0, 4.0], [0.0, 1.0, 2.0, 3.0], 6.0, 3.0)"
+
+
 def test_two_optimizers_in_one_turn_are_one_turn() -> None:
     fixes = LiveFixes(("cache",))
     fixes.trial = FixTrial()
@@ -260,6 +277,37 @@ found = torch.tensor(found)
 
 def test_numbers_are_drawn_ahead_once_their_order_is_known(tmp_path: Path) -> None:
     assert done("the same shapes turn after turn", tmp_path)["draws"] > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [
+        ("moved first thing in the turn", 54),
+        ("by hand, with next", 11),
+        ("dictionaries of parts", 48),
+        ("the host's batch is kept, read and changed once it was moved", 12),
+        ("pinned, and changed once it was moved", 12),
+        ("changed through numpy before it is moved", 0),
+        ("changed by another name of its memory", 0),
+        ("changed by a function that is handed it", 0),
+        ("changed by a function that sees its name", 0),
+        ("changed by a generator on its way", 0),
+        ("changed in the turn of an inner loop", 0),
+        ("changed by a map on its way, and by one in place of enumerate", 12),
+        ("two loaders side by side", 0),
+        ("leaving early, with a generator of its own", 0),
+        ("what the loop tells its workers", 0),
+        ("workers that persist, and draw", 0),
+        ("a subclass, and a loader without workers", 0),
+        ("streams of its own in the middle", 6),
+        ("inference mode, and a model that only infers", 12),
+        ("streamed samples", 12),
+    ],
+)
+def test_batches_are_there_before_the_loop_asks_where_nothing_can_have_changed_them(
+    name: str, times: int, tmp_path: Path
+) -> None:
+    assert done(name, tmp_path)["batches"] == times
 
 
 @pytest.mark.parametrize("name", ["samples that take long", "one worker, shuffled", "types of batches"])

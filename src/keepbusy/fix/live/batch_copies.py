@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
-from keepbusy.fix.live.switch import FixSwitch, is_ours, ours, same_bits
+from keepbusy.fix.live.switch import FixSwitch, is_ours, ours
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 _SMALL = 1 << 16
@@ -34,8 +35,7 @@ _LARGE = 1 << 20
 _IN_FLIGHT = 4
 """Large copies that may be under way at once; who is further ahead waits for the oldest."""
 _NUMBERS = {int, float, bool}
-_CHECKED = 3
-"""So many copies of each kind are made both ways and compared."""
+_DIFFERENT = "a copy came out different"
 
 
 class DeferredCopies:
@@ -83,7 +83,7 @@ class DeferredCopies:
                 if device is not None and device.type == "cuda" and layout is None:
                     sent = self._send(tensor, device, dtype or tensor.dtype, non_blocking)
                     if sent is not None:
-                        return self._compared(sent, lambda: plain(tensor, *args, **kwargs))
+                        return self.switch.checked_against(sent, partial(plain, tensor, *args, **kwargs), _DIFFERENT)
             return plain(tensor, *args, **kwargs)
 
         return to
@@ -100,7 +100,7 @@ class DeferredCopies:
             sent = self._send(tensor, chosen, tensor.dtype, non_blocking)
             if sent is None:
                 return plain(tensor, *args, **kwargs)
-            return self._compared(sent, lambda: plain(tensor, *args, **kwargs))
+            return self.switch.checked_against(sent, partial(plain, tensor, *args, **kwargs), _DIFFERENT)
 
         return cuda
 
@@ -113,7 +113,11 @@ class DeferredCopies:
             if source.is_cuda and not target.is_cuda and non_blocking:
                 self.brings_home = True
             fits = (
-                self.switch.on and target.is_cuda and not non_blocking and self._may(source) and not source.is_pinned()
+                self.switch.on
+                and target.is_cuda
+                and not non_blocking
+                and may_be_sent(source)
+                and not source.is_pinned()
             )
             if not fits or target.requires_grad or type(target) is not Tensor:
                 return plain(target, source, non_blocking)
@@ -183,23 +187,8 @@ class DeferredCopies:
 
     # the copy itself
 
-    def _may(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device.type == "cpu"
-            and not tensor.requires_grad
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-            and not torch.compiler.is_compiling()
-            and not torch.cuda.is_current_stream_capturing()
-            and torch._C._get_tracing_state() is None
-            and torch._C._len_torch_dispatch_stack() == 0
-            and torch._C._functorch.peek_interpreter_stack() is None
-        )
-
     def _send(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor | None:
-        if not self._may(tensor):
+        if not may_be_sent(tensor):
             return None
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -242,16 +231,22 @@ class DeferredCopies:
             copied.synchronize()
         return sent
 
-    def _compared(self, sent: Tensor, plain: Any) -> Tensor:
-        if self.switch.checked >= _CHECKED:
-            return sent
-        self.switch.checked += 1
-        with ours():
-            other = plain()
-        if same_bits(sent, other):
-            return sent
-        self.switch.stop("a copy came out different")
-        return other
+
+def may_be_sent(tensor: Tensor) -> bool:
+    """Whether it is nothing but values of the host, and nobody looks on."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+        and torch._C._get_tracing_state() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def _staged(tensor: Tensor, dtype: torch.dtype) -> Tensor:

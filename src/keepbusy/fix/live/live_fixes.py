@@ -12,7 +12,8 @@ from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.fix.live.rewriting import NAME, rewritten
+from keepbusy.fix.live.first_moves import TAKEN, first_moves
+from keepbusy.fix.live.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch, Place
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
-SAFE = ("copies", "late_numbers", "draws", "workers", "syncs", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "syncs", "cache", "garbage")
 ASKED = ("fused",)
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
+_READING = {"batches", "late_numbers"}
+"""Those that know the program's source."""
 _BY_THEMSELVES = ("workers",)
 """Those that compare times before and after: they cannot be switched by turns."""
 NOISE = 0.02
@@ -35,6 +38,7 @@ NOISE = 0.02
 _SHOWN = 4
 _MADE_BY = {
     "copies": {"prefetch", "pin_memory", "keep_on_device", "make_on_device", "copy_beside"},
+    "batches": {"prefetch", "pin_memory", "copy_beside"},
     "late_numbers": {"readback", "drop_sync"},
     "draws": {"make_on_device", "move_off_the_loop"},
     "workers": {"prepare_in_workers"},
@@ -61,6 +65,7 @@ class LiveFixes:
         """`tried`: whether turns with and without them are compared; else they are simply done."""
         self._names, self._tried = names, tried
         self._patches = Patches()
+        self._moves: dict[str, dict[int, frozenset[Place]]] = {}
         self.switches: list[FixSwitch] = []
         self.trial: FixTrial | None = None
         self.result: TrialResult | None = None
@@ -71,10 +76,13 @@ class LiveFixes:
 
     def begin(self) -> None:
         """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
-        if "late_numbers" in self._names:
+        if _READING & {*self._names}:
             script.COMPILE.append(self.compile)
             self._patches.later(script.COMPILE.pop)
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
+            for name, plain in ((NAME, ReadsAtOnce()), (TAKEN, lambda iterated, _: iterated)):
+                setattr(builtins, name, plain)
+                self._patches.later(partial(delattr, builtins, name))
         when_imported("torch", self._meet_torch)
 
     def end(self) -> None:
@@ -84,10 +92,15 @@ class LiveFixes:
     def compile(self, source: bytes, path: str, is_script: bool = True) -> CodeType:
         """The program as it is to run."""
         try:
-            tree, lines = rewritten(ast.parse(source), is_script)
+            tree = ast.parse(source)
+            moves = first_moves(tree, is_script) if "batches" in self._names else {}
+            lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
-        return compile(tree, path, "exec", dont_inherit=True) if lines else script.COMPILE[0](source, path)
+        self._moves[path] = {line: frozenset((path, one) for one in found) for line, found in moves.items() if found}
+        if not lines and not self._moves[path]:
+            return script.COMPILE[0](source, path)
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def _reading(self, plain: Function) -> Function:
         """Modules of the user's own are compiled anew; what Python has kept of them was not rewritten."""
@@ -104,24 +117,26 @@ class LiveFixes:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        from keepbusy.fix.live.late_numbers import LateNumbers
-
         if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
-            self._offer(LateNumbers(lambda _: None))
             return
         from keepbusy.fix.live.batch_copies import DeferredCopies
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.draws import DrawsAhead
+        from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial, InferenceTurns
+        from keepbusy.fix.loaders.batches_ahead import BatchesAhead
         from keepbusy.fix.loaders.more_workers import MoreWorkers
 
         trial = self.trial = FixTrial()
         self._inference = InferenceTurns(trial.turn)
         late, copies = LateNumbers(self._inference.passed), DeferredCopies()
-        self._offer(late)
+        batches = BatchesAhead(self._moves, copies)
+        setattr(builtins, NAME, late)
+        setattr(builtins, TAKEN, batches.take)
         fixes: dict[str, Any] = {
             "copies": copies,
+            "batches": batches,
             "late_numbers": late,
             "draws": DrawsAhead(),
             "workers": MoreWorkers(trial.begin_again),
@@ -165,10 +180,6 @@ class LiveFixes:
     def _give_up(self, switch: FixSwitch, why: str) -> None:
         switch.stop(why)
         self._given_up.append(switch)
-
-    def _offer(self, late: Any) -> None:
-        setattr(builtins, NAME, late)
-        self._patches.later(lambda: delattr(builtins, NAME))
 
     def _switch(self, switches: Sequence[FixSwitch], on: bool) -> None:
         for one in switches:

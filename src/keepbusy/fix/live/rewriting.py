@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +35,40 @@ _ONLY_READ = {
 """Functions that keep nothing of a list that they are given."""
 
 
+class ReadsAtOnce:
+    """What rewritten lines call while nothing is put off: before PyTorch is imported, and where there is no GPU."""
+
+    def keep(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+        return formula(*values, *others)
+
+    def add(self, total: Any, *formula: Any) -> Any:
+        total += self.keep(*formula)
+        return total
+
+    def add_at(self, held: Any, place: Any, *formula: Any) -> None:
+        held[place] += self.keep(*formula)
+
+    def append(self, held: Any, *formula: Any) -> None:
+        held.append(self.keep(*formula))
+
+    def value(self, name: Any) -> Any:
+        return name
+
+
 def rewritten(tree: ast.Module, is_script: bool = True) -> tuple[ast.Module, list[int]]:
     """The program with its reads put off, and the lines at which that was done.
 
     Names of a module that others import are theirs, too; those of a script are its own, and hold numbers again as soon
     as a loop has ended.
     """
-    scopes: list[ast.Module | ast.FunctionDef] = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
-    if is_script:
-        scopes.insert(0, tree)
-    lines = [line for scope in scopes for line in Scope(scope, tree).rewrite()]
+    lines = [line for scope in scopes_of(tree, is_script) for line in scope.rewrite()]
     return ast.fix_missing_locations(tree), sorted(lines)
+
+
+def scopes_of(tree: ast.Module, is_script: bool) -> list[Scope]:
+    """Every function, and of a script its own code, too."""
+    scopes: list[ast.Module | ast.FunctionDef] = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    return [Scope(one, tree) for one in ([tree, *scopes] if is_script else scopes)]
 
 
 @dataclass(frozen=True)
@@ -62,14 +85,14 @@ class Scope:
 
     def __init__(self, scope: ast.Module | ast.FunctionDef, tree: ast.Module) -> None:
         self._scope, self._tree = scope, tree
-        self._own = list(_own_nodes(scope))
-        self._parents = {id(child): node for node in ast.walk(scope) for child in ast.iter_child_nodes(node)}
+        self.own = list(_own_nodes(scope))
 
     def rewrite(self) -> list[int]:
         """Put off what can be; the lines at which that was done."""
-        if any(isinstance(one, ast.Name) and one.id in _LOOKING for one in self._own):
+        if self.is_looked_into():
             return []
-        shared = self._shared_names()
+        shared = self.shared_names()
+        self._parents = {id(child): node for node in ast.walk(self._scope) for child in ast.iter_child_nodes(node)}
         by_name: dict[str, list[LateStatement]] = {}
         for one in map(_deferral, _statements_in_loops(self._scope)):
             if one is not None and one.name not in shared:
@@ -82,11 +105,15 @@ class Scope:
             _Rewriter({id(one.statement) for one in deferrals}, set(chosen), settled).rewrite(self._scope)
         return [one.statement.lineno for one in deferrals]
 
-    def _shared_names(self) -> set[str]:
+    def is_looked_into(self) -> bool:
+        """Whether its names may be asked for by what is no name in the source."""
+        return any(isinstance(one, ast.Name) and one.id in _LOOKING for one in self.own)
+
+    def shared_names(self) -> set[str]:
         """What code outside of this scope's own can see."""
         declared = [node for node in ast.walk(self._tree) if isinstance(node, ast.Global | ast.Nonlocal)]
         inner = [one for one in ast.walk(self._scope) if isinstance(one, _SCOPES) and one is not self._scope]
-        used = {node.id for one in inner for node in ast.walk(one) if isinstance(node, ast.Name)}
+        used = {name for one in inner for name in _used_in(one)}
         return used | {name for node in declared for name in node.names}
 
     def _may_wait(self, name: str, deferrals: list[LateStatement]) -> bool:
@@ -94,7 +121,7 @@ class Scope:
             return False
         if any(one.into_list for one in deferrals):
             return self._is_private_list(name, deferrals)
-        return not any(isinstance(one, ast.Delete) and any(_names(one, name)) for one in self._own)
+        return not any(isinstance(one, ast.Delete) and any(_names(one, name)) for one in self.own)
 
     def _is_looked_at_each_turn(self, name: str, statement: ast.stmt) -> bool:
         """Then the wait would come anyway, a moment later."""
@@ -108,7 +135,7 @@ class Scope:
         filled = max(self._outermost_loop(one.statement).end_lineno or 0 for one in deferrals)
         targets = {id(one.statement.target) for one in deferrals if isinstance(one.statement, ast.AugAssign)}
         made = False
-        for node in self._own:
+        for node in self.own:
             if not isinstance(node, ast.Name) or node.id != name:
                 continue
             if isinstance(node.ctx, ast.Load):
@@ -186,11 +213,22 @@ def _element(value: ast.expr) -> ast.expr | None:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """All but what stands in inner functions; comprehensions run at once and count as its own."""
+    """It, and all but what stands in inner functions; comprehensions run at once and count as its own."""
+    yield scope
     for child in ast.iter_child_nodes(scope):
         if not isinstance(child, _SCOPES):
-            yield child
             yield from _own_nodes(child)
+
+
+def _used_in(scope: ast.AST) -> set[str]:
+    """But for its own parameters; what they are by default is worked out where it stands."""
+    used = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    if isinstance(scope, ast.ClassDef):
+        return used
+    given: ast.arguments = scope.args  # type: ignore[attr-defined]
+    outside = [given, *getattr(scope, "decorator_list", ())]
+    used -= {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}
+    return used | {node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)}
 
 
 def _statements_in_loops(scope: ast.AST, inside: bool = False) -> Iterator[ast.stmt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias
@@ -14,6 +14,8 @@ from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
 
 Place: TypeAlias = tuple[str, int]
 """A file and a line."""
+_CHECKED = 3
+"""So many times a thing is done both ways and compared."""
 
 
 class FixSwitch:
@@ -40,6 +42,18 @@ class FixSwitch:
         """The user's lines, and how often at each."""
         by_place = self.done.most_common()
         return [(f"{shown(file)}:{line}" if file else "somewhere in C++", count) for (file, line), count in by_place]
+
+    def checked_against(self, made: Any, plain: Callable[[], Any], different: str) -> Any:
+        """What was made; the first times it must be what the plain way makes, or that counts from then on."""
+        if self.checked >= _CHECKED:
+            return made
+        self.checked += 1
+        with ours():
+            other = plain()
+        if same_bits(made, other):
+            return made
+        self.stop(different)
+        return other
 
     def stop(self, why: str) -> None:
         """For good."""

@@ -86,8 +86,7 @@ class FedLoop:
     def __init__(self, fix: MoreWorkers, loader: DataLoader[Any], plain: Callable[[], Any]) -> None:
         self._fix, self._loader, self._begin = fix, loader, plain
         self._given = 0
-        drawn = (torch.default_generator, loader.generator, getattr(loader.sampler, "generator", None))
-        self._states = [(one, one.get_state()) for one in drawn if one]
+        self._states = [(one, one.get_state()) for one in (torch.default_generator, loader.generator) if one]
         self._own: Any = plain()
         self._workers: Any = None
         self._remaining = Remaining(iter(()))
@@ -163,7 +162,7 @@ class FedLoop:
 
     def _employ(self, count: int, batch: Any) -> None:
         why = "" if self._clean else "its samples draw random numbers"
-        room = _room_in_shared_memory() // (2 * _ROOM * max(1, _size(batch)))
+        room = room_in_shared_memory() // (2 * _ROOM * max(1, _size(batch)))
         try:
             self._reach = Reach(self._loader.dataset, self._loader.collate_fn)
             self._seen = self._reach.state()
@@ -318,6 +317,7 @@ def _is_foreseeable(loader: DataLoader[Any]) -> bool:
         and not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) is BatchSampler
         and (type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement))
+        and getattr(sampler, "generator", None) is None  # it would be drawn from once all samples are asked for
         and loader.worker_init_fn is None
         and loader.multiprocessing_context is None
         and not loader.timeout
@@ -336,7 +336,7 @@ def _size(batch: Any) -> int:
     return sum(one.nbytes for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
 
 
-def _room_in_shared_memory() -> int:
+def room_in_shared_memory() -> int:
     try:
         room = os.statvfs("/dev/shm")
     except OSError:

@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -46,6 +47,13 @@ class Reach:
         walk = _Walk()
         return [one for root in self._roots for one in walk.of(root, 0)]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that can be reached. Raises Unshared."""
+        walk = _Walk()
+        for root in self._roots:
+            deque(walk.of(root, 0), maxlen=0)
+        return [one for one in walk.met.values() if isinstance(one, torch.Tensor)]
+
 
 def random_states() -> list[Any]:
     """Of Python, NumPy and PyTorch."""
@@ -62,16 +70,16 @@ class _Walk:
     """Meets each thing once."""
 
     def __init__(self) -> None:
-        self._met: dict[int, Any] = {}
+        self.met: dict[int, Any] = {}
 
     def of(self, value: Any, depth: int) -> Iterator[Any]:
         if isinstance(value, _PLAIN):
             yield value
             return
-        if isinstance(value, (*_TORCH, *_CODE)) or id(value) in self._met or depth > _DEPTH:
+        if isinstance(value, (*_TORCH, *_CODE)) or id(value) in self.met or depth > _DEPTH:
             return
-        self._met[id(value)] = value
-        if len(self._met) > _NODES:
+        self.met[id(value)] = value
+        if len(self.met) > _NODES:
             raise Unshared("it holds too much to be looked at")
         yield type(value)
         yield from self._parts(value, depth + 1)
@@ -116,7 +124,7 @@ class _Walk:
     def _of_class(self, value: type, depth: int) -> Iterator[Any]:
         if kind_of(getattr(sys.modules.get(value.__module__), "__file__", None) or "") == USER:
             for name, one in vars(value).items():
-                if not name.startswith("__") or isinstance(one, types.FunctionType):
+                if isinstance(one, types.FunctionType) or not name.startswith(("__", "_abc_")):
                     yield from self.of(one, depth)
 
     def _of_object(self, value: Any, depth: int) -> Iterator[Any]:
@@ -153,6 +161,8 @@ def _generator_state(value: Any) -> Any:
 def _of_tensor(value: torch.Tensor) -> Iterator[Any]:
     if value.device.type != "cpu":
         raise Unshared("it holds a tensor of the GPU")
+    if value.is_inference():
+        raise Unshared("it holds a tensor of inference mode, whose changes nobody counts")
     yield value._version
     yield value.shape
     if value.layout is torch.strided:
