@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.capture import Uncapturable, capture
+from keepbusy.runtime.graph.host_state import rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave
-from keepbusy.runtime.graph.rollback import rollback_to_now
+from keepbusy.runtime.tensor_kinds import same_kinds
 
 
 class StepCall:
     """One call of a step: its tensors, which a graph takes in, and its constants, which it keeps."""
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.leaves, self.spec = tree_flatten((arguments, options))
+        self.given = (arguments, options)
+        self.leaves, self.spec = tree_flatten(self.given)
         self.tensors = [one for one in self.leaves if isinstance(one, Tensor)]
 
     @property
@@ -52,6 +55,64 @@ class StepCall:
                 )
 
 
+class CallPattern:
+    """What calls look like that are of the same kind as one before: told without taking each apart anew.
+
+    Arguments in other containers than plain tuples, lists and dicts are taken apart every time.
+    """
+
+    def __init__(self, call: StepCall) -> None:
+        leaves: list[Any] = []
+        self._shape = _shape_of(call.given, leaves)
+        self._same_kinds: Callable[..., bool] | None = None
+        if len(leaves) == len(call.leaves) and all(map(operator.is_, leaves, call.leaves)):
+            self._same_kinds = same_kinds(call.tensors)
+
+    def tensors_of(self, given: Any) -> list[Tensor] | None:
+        """Those of another call, if it is of this kind."""
+        tensors: list[Tensor] = []
+        if self._same_kinds is None or not _fits(given, self._shape, tensors) or not self._same_kinds(*tensors):
+            return None
+        return tensors
+
+
+class _Shape(NamedTuple):
+    """A container, and of what is in it: another, `Tensor`, or the constant itself."""
+
+    kind: type
+    keys: list[Any] | None
+    parts: list[Any]
+
+
+def _shape_of(value: Any, leaves: list[Any]) -> Any:
+    if value.__class__ in (tuple, list, dict):
+        keys = list(value) if value.__class__ is dict else None
+        return _Shape(
+            value.__class__, keys, [_shape_of(one, leaves) for one in (value if keys is None else value.values())]
+        )
+    leaves.append(value)
+    return Tensor if isinstance(value, Tensor) else value
+
+
+def _fits(value: Any, shape: _Shape, tensors: list[Tensor]) -> bool:
+    kind, keys, parts = shape
+    if value.__class__ is not kind or len(value) != len(parts):
+        return False
+    if keys is not None:
+        if list(value) != keys:
+            return False
+        value = value.values()
+    for one, part in zip(value, parts, strict=True):
+        if part is Tensor:
+            tensors.append(one)
+        elif part.__class__ is _Shape:
+            if not _fits(one, part, tensors):
+                return False
+        elif one is not part and (part.__class__ not in PLAIN or one.__class__ is not part.__class__ or one != part):
+            return False
+    return True
+
+
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype
@@ -82,21 +143,6 @@ class Outputs:
         return tree_unflatten(
             [one.detach().clone() if isinstance(one, Tensor) else one for one in self._leaves], self._spec
         )
-
-
-def constants_of(returned: Any) -> list[Any]:
-    """Numbers and texts that a step returns."""
-    return [one for one in tree_flatten(returned)[0] if type(one) in PLAIN]
-
-
-def differentiable(returned: Any) -> bool:
-    return any(isinstance(one, Tensor) and one.requires_grad for one in tree_flatten(returned)[0])
-
-
-def detached(returned: Any) -> Any:
-    """As a replay would return it: without the graph of its gradients."""
-    leaves, spec = tree_flatten(returned)
-    return tree_unflatten([one.detach() if isinstance(one, Tensor) else one for one in leaves], spec)
 
 
 class EagerStream:
@@ -181,8 +227,10 @@ class CapturedCall:
         outputs: Outputs,
         gradients: list[HeldGradient],
         alive: list[Any],
+        pattern: CallPattern,
     ) -> None:
         self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
+        self.pattern = pattern
         self._alive = alive  # what the graph reads without owning it
 
     def replay(self, tensors: list[Tensor]) -> Any:
@@ -215,4 +263,4 @@ def capture_call(call: StepCall, eager: EagerStream, participants: Participants,
     inputs.note_writes()
     held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
-    return CapturedCall(graph, inputs, outputs, held, alive)
+    return CapturedCall(graph, inputs, outputs, held, alive, CallPattern(call))

@@ -14,17 +14,175 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.capture import Uncapturable
-from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, capture_call, detached
-from keepbusy.runtime.graph.rehearsal import Rehearsal
-from keepbusy.runtime.graph.user_lines import depth_of_user
+from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, capture_call
+from keepbusy.runtime.graph.host_state import HostState, StateKey, first_change, settings
+from keepbusy.runtime.graph.learning_rates import LearningRates
+from keepbusy.runtime.graph.names_read import PLAIN, NameRead, constant, names_of
+from keepbusy.runtime.graph.participants import Participants
+from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
 
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
+_CODE_TYPES = (FunctionType, BuiltinFunctionType, ModuleType, type)
+"""What a name may stand for and nobody rebinds."""
+
+
+class GraphKey:
+    """What besides its arguments decides what a step does: modes, settings, names that it reads, where its weights lie.
+
+    All of it is constant in a graph. So it is read before each replay, and another graph is taken where it differs.
+    """
+
+    def __init__(self, participants: Participants, names: list[NameRead], rates: LearningRates) -> None:
+        self._modules, self._optimizers = participants.modules, participants.optimizers
+        self._names = [name for name in names if not isinstance(name.read(), _CODE_TYPES)]
+        self._rates = rates
+        self._leaves: dict[int, Tensor] = {}
+
+    def add(self, leaves: list[Tensor]) -> None:
+        """Tensors that gather gradients in the step."""
+        self._leaves |= {id(one): one for one in leaves}
+
+    def kind(self) -> tuple[Any, ...]:
+        """What may come back: an evaluation in between, gradients that were cleared, another setting."""
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            tuple([module.training for module in self._modules]),
+            tuple([one.grad is None for one in self._leaves.values()]),
+            *[
+                settings({**group, "lr": None} if self._rates.moves(group) else group)
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ],
+            *[constant(name.read()) for name in self._names],
+        )
+
+    def addresses(self) -> tuple[Any, ...]:
+        """Where weights and optimizer state lie. When they have moved, no graph is of use any more."""
+        return (
+            *[one.data_ptr() for one in self._leaves.values()],
+            *[id(optimizer.state) for optimizer in self._optimizers],
+        )
+
+    def held(self) -> list[Any]:
+        """What a graph may read without owning it, to be kept alive for it."""
+        return [*[name.read() for name in self._names], *[optimizer.state for optimizer in self._optimizers]]
+
+    def labels(self) -> list[str]:
+        """What a person calls the parts of `kind`."""
+        groups = [f"the settings of {type(one).__name__}" for one in self._optimizers for _ in one.param_groups]
+        fixed = [
+            "whether gradients are on",
+            "autocast",
+            "whether modules are in training",
+            "which gradients are cleared",
+        ]
+        return [*fixed, *groups, *[f"`{name.label}`" for name in self._names]]
+
+
+class Rehearsal:
+    """The first calls of a step: eager training steps like any other, which show what a graph would have to hold.
+
+    1. Libraries load, optimizers make their state; modules and optimizers are met.
+    2. The host's state is read before and after. What differs, a replay would leave undone.
+    3. If something differed, the step is traced to find the line. If not, optimizers count on the device from here on.
+
+    Results are like those of a replay: without the graph of their gradients. `finding` says why the step cannot be
+    captured, once that is known.
+    """
+
+    def __init__(self, eager: EagerStream) -> None:
+        self.participants, self.finding = Participants(), ""
+        self._eager, self._names = eager, names_of(eager.step)
+        self._calls = [self._first_call, self._second_call, self._third_call]
+        self._differs: StateKey | None = None
+        self._returned: tuple[Any, Any] = (None, None)
+
+    @property
+    def over(self) -> bool:
+        return not self._calls
+
+    def run(self, call: StepCall) -> Any:
+        """One eager call."""
+        returned = self._calls[0](call)
+        del self._calls[0]
+        return returned
+
+    def _first_call(self, call: StepCall) -> Any:
+        with self.participants.watching() as gradients:
+            returned = self._eager.run(call)
+        self._returned = (call.kind, constants_of(returned))
+        distributed = [type(one).__name__ for one in self.participants.modules if _talks_to_other_ranks(one)]
+        if distributed:
+            self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
+        elif differentiable(returned) and not gradients.held():
+            self.finding = "its backward pass comes later, where a replay has no part; call backward inside the step"
+        return returned if self.finding else detached(returned)
+
+    def _second_call(self, call: StepCall) -> Any:
+        self._host = HostState(self.participants, self._names)
+        before = self._host.read()
+        with self.participants.watching() as self._gradients:
+            returned = detached(self._eager.run(call))
+        self._differs = first_change(before, self._host.read())
+        kind, first = self._returned
+        second = constants_of(returned)
+        if kind == call.kind and first != second:
+            self.finding = f"it returned {first} first and {second} then, which no replay would renew"
+        return returned
+
+    def _third_call(self, call: StepCall) -> Any:
+        if self._differs is not None:
+            return self._find_line(call, self._differs)
+        self.rates = LearningRates(self.participants.optimizers)
+        self.key = GraphKey(self.participants, self._names, self.rates)
+        self.key.add([one.leaf for one in self._gradients.held()])
+        del self._gradients
+        self.rates.count_on_device()
+        self.kind = (*call.kind, *self.key.kind())
+        with self.rates.on_device():
+            return detached(self._eager.run(call))
+
+    def _find_line(self, call: StepCall, differs: StateKey) -> Any:
+        """What changes once and not again was made when it was first needed, or by another thread."""
+        before = self._host.read()
+        tracer = LineTracer(lambda: self._host.read()[differs])
+        returned = detached(tracer.run(lambda: self._eager.run(call)))
+        if self._host.read()[differs] == before[differs]:
+            self._differs = None
+            self._calls.append(self._third_call)
+            return returned
+        at, what = f"at {tracer.found} " if tracer.found else "", differs[0]
+        self.finding = f"{at}it changes {what} on the host, where a replay does nothing; move that out of the step"
+        return returned
+
+
+def _talks_to_other_ranks(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel) or hasattr(module, "set_requires_all_reduce")
+
+
+def constants_of(returned: Any) -> list[Any]:
+    """Numbers and texts that a step returns."""
+    return [one for one in tree_flatten(returned)[0] if type(one) in PLAIN]
+
+
+def differentiable(returned: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.requires_grad for one in tree_flatten(returned)[0])
+
+
+def detached(returned: Any) -> Any:
+    """As a replay would return it: without the graph of its gradients."""
+    leaves, spec = tree_flatten(returned)
+    return tree_unflatten([one.detach() if isinstance(one, Tensor) else one for one in leaves], spec)
 
 
 class StepGraphs:
@@ -42,10 +200,11 @@ class StepGraphs:
     def _forget(self) -> None:
         self._addresses = self._key.addresses()
         self._captured: dict[Any, CapturedCall] = {}
+        self._recent: tuple[CapturedCall, Any] | None = None
         self._capturable: dict[Any, bool] = {}
         self._full = False
 
-    def run(self, call: StepCall) -> Any:
+    def run(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Raises Uncapturable, with nothing done, if no call of the step can be captured."""
         current = torch.cuda.current_stream()
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
@@ -53,18 +212,28 @@ class StepGraphs:
             self._stream = current
         if self._rates.moved() or self._key.addresses() != self._addresses:
             self._forget()
-        kind = (*call.kind, *self._key.kind())
+        around = self._key.kind()
+        if self._recent is not None and self._recent[1] == around:
+            tensors = self._recent[0].pattern.tensors_of(given)
+            if tensors is not None:
+                return self._replay(self._recent[0], tensors)
+        call = StepCall(*given)
+        kind = (*call.kind, *around)
         captured = self._captured.get(kind)
         if captured is not None:
-            self._rates.send()
-            self._tally["replayed"] += 1
-            return captured.replay(call.tensors)
+            self._recent = captured, around
+            return self._replay(captured, call.tensors)
         match self._capturable.get(kind):
             case None:
                 return self._first(call, kind)
             case True:
                 return self._capture(call, kind)
         return self._eager(call)
+
+    def _replay(self, captured: CapturedCall, tensors: list[Tensor]) -> Any:
+        self._rates.send()
+        self._tally["replayed"] += 1
+        return captured.replay(tensors)
 
     def release(self) -> None:
         """Optimizers as the user made them."""
@@ -179,7 +348,7 @@ class Graphed(Generic[P, R]):
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
         try:
-            return self._graphs.run(StepCall(arguments, options))
+            return self._graphs.run((arguments, options))
         except Uncapturable as reason:
             self._graphs.release()
             self._give_up(str(reason))

@@ -1,4 +1,7 @@
-"""What a step does on the host, where a replay does nothing: counters, schedules, random numbers, lists that grow."""
+"""What a step does on the host, where a replay does nothing: counters, schedules, random numbers, lists that grow.
+
+And what brings it back to where it was: a capture might leave it half done. The device's side no capture touches.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,6 @@ def random_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy else None
     return random.getstate(), torch.get_rng_state().tolist(), of_numpy and (of_numpy[1].tolist(), of_numpy[2:])
-
-
-def restore_random_numbers() -> Callable[[], None]:
-    """What sets these back to where they are now."""
-    numpy = sys.modules.get("numpy")
-    python, host = random.getstate(), torch.get_rng_state()
-    of_numpy = numpy.random.get_state() if numpy else None
-
-    def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy:
-            numpy.random.set_state(of_numpy)
-
-    return restore
 
 
 StateKey: TypeAlias = tuple[str, int]
@@ -116,3 +104,70 @@ def _counts_of(state: Any) -> tuple[Any, ...]:
     return tuple(
         constant(one) for one in held if type(one) in PLAIN or (isinstance(one, torch.Tensor) and not one.is_cuda)
     )
+
+
+def rollback_to_now(participants: Participants) -> list[Callable[[], None]]:
+    """What brings random numbers, optimizers and scalers back to where they are now."""
+    return [
+        _rollback_of_random_numbers(),
+        *map(_rollback_of_optimizer, participants.optimizers),
+        *map(_rollback_of_scaler, participants.scalers),
+    ]
+
+
+def _rollback_of_random_numbers() -> Callable[[], None]:
+    numpy = sys.modules.get("numpy")
+    python, host = random.getstate(), torch.get_rng_state()
+    of_numpy = numpy.random.get_state() if numpy else None
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+    return restore
+
+
+def _rollback_of_optimizer(optimizer: Optimizer) -> Callable[[], None]:
+    groups = [dict(group) for group in optimizer.param_groups]
+    states = [
+        # tensors of the host are written to in a capture, those of the device are not
+        (
+            parameter,
+            state,
+            {
+                label: value.clone() if isinstance(value, torch.Tensor) and not value.is_cuda else value
+                for label, value in state.items()
+            },
+        )
+        for parameter, state in optimizer.state.items()
+    ]
+    known, names = {id(parameter) for parameter, _, _ in states}, set(vars(optimizer))
+
+    def restore() -> None:
+        for group, before in zip(optimizer.param_groups, groups, strict=False):
+            group.update(before)
+        for parameter in [one for one in optimizer.state if id(one) not in known]:
+            del optimizer.state[parameter]
+        for _, state, before in states:
+            state.clear()
+            state.update(before)
+        for name in set(vars(optimizer)) - names:  # GradScaler hangs its tensors here while the optimizer steps
+            delattr(optimizer, name)
+
+    return restore
+
+
+def _rollback_of_scaler(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    stages = {optimizer: dict(stage) for optimizer, stage in scaler._per_optimizer_states.items()}
+    found = [(stage["found_inf_per_device"], dict(stage["found_inf_per_device"])) for stage in stages.values()]
+
+    def restore() -> None:
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update(stages)
+        for now, before in found:
+            now.clear()
+            now.update(before)
+
+    return restore

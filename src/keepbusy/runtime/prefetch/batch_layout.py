@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
+
+from keepbusy.runtime.tensor_kinds import same_kinds
 
 ALIGNMENT = 512
 """Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
@@ -155,17 +157,10 @@ class BatchLayouts:
         layout = layout_of(tensors, self._together)
         # whether large ones are pinned has to be asked of each, so batches with such are always looked at
         again = layout is before and places == self._places and not layout.pageable and layout.together == len(tensors)
-        self._alike = _same_kinds(tensors) if again else None
+        self._alike = same_kinds(tensors) if again else None
         self._count, self._places, self._layout = len(leaves), places, layout
         self._others = sorted(set(range(len(leaves))).difference(places))
         return places, self._others, layout
-
-
-def _same_kinds(tensors: list[Tensor]) -> Callable[..., bool]:
-    """Whether other tensors are of these kinds, in one call for hundreds, as PyTorch's compiler guards its inputs."""
-    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return cast("Callable[..., bool]", guards.check)
 
 
 def layout_of(tensors: Sequence[Tensor], together: bool = False) -> Layout:
