@@ -133,7 +133,9 @@ class Work:
         return self
 
     def __call__(self, batch: Any) -> None:
-        self.seen += tree_leaves(batch)[0].view(-1)[0]
+        while not isinstance(batch, torch.Tensor):  # the first leaf; to flatten 500 takes half a millisecond
+            batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+        self.seen += batch.view(-1)[0]
         for _ in range(self.count):
             torch.mm(self.a, self.a, out=self.out)
 

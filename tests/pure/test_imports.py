@@ -135,7 +135,7 @@ LINES = {
     "virtual": 8522,
     "explain": 4048,
     "report": 3252,
-    "runtime": 5312,
+    "runtime": 5447,
     "cli": 3471,
     "fix": 4904,
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import namedtuple
 from pathlib import Path
 
 import graph_loops
 import pytest
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
+from keepbusy.runtime.graph.captured_call import CallPattern, StepCall
 from keepbusy.runtime.graph.graphed_step import graph
 from keepbusy.runtime.prefetch.prefetch_iterator import prefetch
 
@@ -193,3 +195,37 @@ def test_without_a_gpu_it_is_the_step_itself(monkeypatch) -> None:
         warnings.simplefilter("error")
         assert step(x).requires_grad
     assert step.report() == "<lambda>: 0 replayed, 0 captured, 1 eager"
+
+
+def test_calls_of_one_kind_are_told_from_others_by_their_pattern() -> None:
+    """Whatever a pattern takes for the same is the same to a graph, and its tensors are those that it reads."""
+
+    def batch(scale: float = 1.0, **changes: object) -> dict[str, object]:
+        inputs = [torch.full((4,), scale), torch.full((2,), scale)]
+        return {
+            "ids": inputs,
+            "more": {"x": (torch.full((3,), scale), None)},
+            "kind": "a",
+            "type": torch.Tensor,
+        } | changes
+
+    pattern = CallPattern(StepCall((batch(), 3), {"on": True}))
+    for scale in (1.0, 2.0):
+        given = ((batch(scale), 3), {"on": True})
+        found = pattern.tensors_of(given)
+        assert found is not None
+        assert [id(one) for one in found] == [id(one) for one in StepCall(*given).tensors]
+    others = [
+        ((batch(), 3.0), {"on": True}), ((batch(), 3), {"on": 1}), ((batch(), 3), {}), ((batch(), 3, 3), {"on": True}),
+        ((batch(kind="b"), 3), {"on": True}), ((batch(type=int), 3), {"on": True}), ([batch(), 3], {"on": True}),
+        ((batch(ids=(torch.ones(4), torch.ones(2))), 3), {"on": True}),
+        ((batch(ids=[torch.ones(4), torch.ones(3)]), 3), {"on": True}),
+        ((batch(ids=[torch.ones(4), torch.ones(2).double()]), 3), {"on": True}),
+        ((batch(ids=[torch.ones(4), torch.ones(2, device="cuda")]), 3), {"on": True}),
+        ((batch(ids=[torch.ones(4), None]), 3), {"on": True}),
+        ((batch(ids=[torch.ones(4)]), 3), {"on": True}),
+        ((dict(reversed(batch().items())), 3), {"on": True}),
+    ]  # fmt: skip
+    assert [pattern.tensors_of(other) for other in others] == [None] * len(others)
+    pair = namedtuple("Pair", "x y")(torch.ones(2), 1)
+    assert CallPattern(StepCall((pair,), {})).tensors_of(((pair,), {})) is None  # taken apart every time

@@ -77,24 +77,27 @@ class CallPattern:
 
 
 class _Shape(NamedTuple):
-    """A container, and of what is in it: another, `Tensor`, or the constant itself."""
+    """A container, and of what is in it: another, `_TENSOR`, or the constant itself."""
 
-    kind: type
+    kind: Any
     keys: list[Any] | None
     parts: list[Any]
 
 
+_TENSOR: Any = object()
+
+
 def _shape_of(value: Any, leaves: list[Any]) -> Any:
-    if value.__class__ in (tuple, list, dict):
-        keys = list(value) if value.__class__ is dict else None
-        return _Shape(
-            value.__class__, keys, [_shape_of(one, leaves) for one in (value if keys is None else value.values())]
-        )
+    kind = value.__class__
+    if kind is dict:
+        return _Shape(kind, list(value), [_shape_of(one, leaves) for one in value.values()])
+    if kind is tuple or kind is list:
+        return _Shape(kind, None, [_shape_of(one, leaves) for one in value])
     leaves.append(value)
-    return Tensor if isinstance(value, Tensor) else value
+    return _TENSOR if isinstance(value, Tensor) else value
 
 
-def _fits(value: Any, shape: _Shape, tensors: list[Tensor]) -> bool:
+def _fits(value: Any, shape: Any, tensors: list[Tensor]) -> bool:
     kind, keys, parts = shape
     if value.__class__ is not kind or len(value) != len(parts):
         return False
@@ -103,7 +106,7 @@ def _fits(value: Any, shape: _Shape, tensors: list[Tensor]) -> bool:
             return False
         value = value.values()
     for one, part in zip(value, parts, strict=True):
-        if part is Tensor:
+        if part is _TENSOR:
             tensors.append(one)
         elif part.__class__ is _Shape:
             if not _fits(one, part, tensors):

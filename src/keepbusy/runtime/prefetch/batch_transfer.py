@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import current_thread
+from queue import SimpleQueue
+from threading import Lock, Thread, current_thread
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,69 @@ PACKING_THREADS = 4
 """If there are many tensors; a large one PyTorch copies with all of its own threads."""
 _TENSORS_PER_THREAD = 32
 """So few are not worth another thread."""
-_UNTHREADED_BYTES = 256 << 10
+_UNTHREADED_BYTES = 1 << 20
 """So many are packed before a thread is awake."""
 
-_THREAD_NAME = "keepbusy.prefetch"
-
 Transform = Callable[[Any], Any]
+
+
+class PackingThreads:
+    """Threads that copy from host memory to host memory, and hold no lock of Python's meanwhile."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Packing | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+
+    def start(self, count: int) -> None:
+        """So many, unless they are there."""
+        while len(self._threads) < count:
+            self._threads.append(Thread(target=_pack, args=(self._tasks,), daemon=True))
+            self._threads[-1].start()
+
+    def begin(self, tasks: list[Packing]) -> None:
+        """Goes on when all are copying, each in a thread.
+
+        A thread that was only woken would wait for Python's lock, and a loop that launches kernels lets go of that for
+        too short a time to take it: the copy began when the loop waited for its end.
+        """
+        for task in tasks:
+            self._tasks.put(task)
+        for task in tasks:
+            task.begun.acquire()
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if thread is not current_thread():  # which may collect an iterator that nobody closed
+                thread.join()
+        self._threads.clear()
+
+
+class Packing:
+    """Tensors that a thread copies, and two locks that it releases: when it begins, and when it is done."""
+
+    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        self.targets, self.sources = targets, sources
+        self.begun, self.done = Lock(), Lock()
+        self.errors: list[Exception] = []
+        self.begun.acquire()
+        self.done.acquire()
+
+    def wait(self) -> None:
+        with self.done:
+            return
+
+
+def _pack(tasks: SimpleQueue[Packing | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.begun.release()
+        try:
+            torch._foreach_copy_(task.targets, task.sources)
+        except Exception as error:
+            task.errors.append(error)
+        task.done.release()
+        del task
 
 
 class PinnedBuffer:
@@ -43,7 +100,7 @@ class PinnedBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
-        self._packing: list[Future[Any]] = []
+        self._packing: list[Packing] = []
         self.read: torch.cuda.Event | None = None
         """The device is done with it, and with what it copies from beside it."""
         self.sources: list[Tensor] = []
@@ -51,12 +108,13 @@ class PinnedBuffer:
 
     def release(self) -> None:
         """Wait until the device has read it, by the event of the copies out of it alone."""
-        wait(self._packing)
+        for part in self._packing:
+            part.wait()
         if self.read is not None:
             self.read.synchronize()
         self._packing, self.read, self.sources = [], None, []
 
-    def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: Executor) -> None:
+    def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: PackingThreads) -> None:
         """Write what travels together, or let threads begin to."""
         if layout is not self._layout:
             if layout.packed > self._memory.numel():
@@ -65,15 +123,19 @@ class PinnedBuffer:
         sources = [tensors[index] for index in layout.order[: layout.together]]
         if layout.packed > _UNTHREADED_BYTES:
             step = min(PACKING_THREADS, -(-len(sources) // _TENSORS_PER_THREAD))
-            parts = [(self._pieces[first::step], sources[first::step]) for first in range(step)]
-            self._packing = [threads.submit(torch._foreach_copy_, *part) for part in parts]
+            threads.start(step)
+            self._packing = [Packing(self._pieces[first::step], sources[first::step]) for first in range(step)]
+            threads.begin(self._packing)
         elif sources:
             torch._foreach_copy_(self._pieces, sources)
 
     def packed(self) -> Tensor:
         """The pinned memory, once all is written."""
         for part in self._packing:
-            part.result()
+            part.wait()
+            if part.errors:
+                raise part.errors.pop()
+        self._packing = []
         return self._memory
 
 
@@ -118,7 +180,7 @@ class BatchTransfer:
         self.device, self._copy_stream, self._then = device, copy_stream, then
         # one for each batch ahead, one for the loop's, and one for that which is being packed
         self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
-        self._threads = ThreadPoolExecutor(PACKING_THREADS, _THREAD_NAME)
+        self._threads = PackingThreads()
         self._received, self._layouts = ReceivedBuffers(device), BatchLayouts()
 
     def pack(self, batch: Any) -> PackedBatch:
@@ -145,7 +207,7 @@ class BatchTransfer:
 
     def close(self) -> None:
         """End the threads. PyTorch keeps pinned memory until the copies out of it are done."""
-        self._threads.shutdown(wait=not current_thread().name.startswith(_THREAD_NAME), cancel_futures=True)
+        self._threads.close()
         self._buffers.clear()
         self._received.close(self._copy_stream)
 

@@ -36,6 +36,7 @@ from keepbusy.runtime.prefetch.batch_layout import (
     Layout,
     ToDevice,
     has_to,
+    is_plain,
     pieces,
 )
 
@@ -67,22 +68,30 @@ class PackingCollate:
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate, self._buffers, self._layouts = collate, WorkerBuffers(), BatchLayouts(together=True)
+        self._kind: Any = None
+        self._form = b""
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
-        nodes, structure = tree_flatten(batch, is_leaf=has_to)
+        if is_plain(batch):
+            nodes, structure = list(batch.values()), list(batch)
+        else:
+            nodes, structure = tree_flatten(batch, is_leaf=has_to)
         places, others, layout = self._layouts.of(nodes)
         if len(places) < _WORTH_JOINING and layout.packed < DIRECT_COPY_BYTES:
             return batch
         places = [places[index] for index in layout.order]
+        kind = structure, places, others, layout
         try:
-            numbered = tree_unflatten(range(len(nodes)), structure)
-            form = pickle.dumps((numbered, (*places, *others), layout))
+            if self._kind != kind:
+                numbered = tree_unflatten(range(len(nodes)), tree_flatten(batch, is_leaf=has_to)[1])
+                self._form = pickle.dumps((numbered, (*places, *others), layout))
+                self._kind = kind
         except Exception:  # a kind of tree that takes nothing but tensors
             return batch
         joined = self._buffers.take(layout.packed)
         torch._foreach_copy_(pieces(joined, layout), [nodes[place] for place in places])
-        return JoinedBatch(form, joined, [nodes[place] for place in others])
+        return JoinedBatch(self._form, joined, [nodes[place] for place in others])
 
 
 class WorkerBuffers:
