@@ -132,7 +132,7 @@ LINES = {
     "traces": 2461,
     "instrument": 1909,
     "recording": 3982,
-    "virtual": 8522,
+    "virtual": 8540,
     "explain": 4048,
     "report": 3252,
     "runtime": 5447,

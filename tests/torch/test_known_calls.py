@@ -32,8 +32,7 @@ def launched(machine: Any, call: Callable[[], object]) -> list[tuple[int, ...]]:
     spans = machine.clock.rows.spans
     before = spans.count
     call()
-    fresh = spans.fresh[before - spans.count :]
-    return [(row[1], row[2], row[6]) for row in fresh if row[-2] >= 0]
+    return [(row[1], row[2], row[6]) for row in spans.columns(before).T.tolist() if row[-2] >= 0]
 
 
 @pytest.mark.parametrize("name", CALLS)

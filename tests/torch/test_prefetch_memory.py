@@ -150,7 +150,7 @@ def test_a_loop_may_change_its_stream(machine: Any) -> None:
             block = machine._memory[batch.untyped_storage().data_ptr()].block
             torch.cuda._sleep(LATE)
             batch.sum()
-        found.append((block.address, machine.clock.rows.spans.count, machine.clock.rows.spans.fresh[-1]))
+        found.append((block.address, machine.clock.rows.spans.count, machine.clock.rows.spans.last()))
         del batch, block
     ends = {}
     spans = machine.clock.timeline().spans

@@ -173,9 +173,9 @@ class Machine:
 
     def pause_at(self) -> tuple[HostThread, int]:
         """The same, and the place of the call: see `place`."""
-        host, place = self.pause(), self.places.here()
-        if self._onlooker is not None and (self._onlooker.looks or host.unwritten_time > NOISE_LIMIT):
-            self._catch_up(self._onlooker, host, place)
+        host, place, onlooker = self.pause(), self.places.here(), self._onlooker
+        if onlooker is not None and (onlooker.looks or host.unwritten_time > NOISE_LIMIT):
+            self._catch_up(onlooker, host, place)
         return host, place
 
     def enter(self, kind: FrameKind, name: str) -> None:

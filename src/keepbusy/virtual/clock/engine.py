@@ -85,7 +85,8 @@ class Clock:
         self._groups: dict[int, int] = {}  # how many ranks are members
         self.wires: dict[int, int] = {}  # of each row of a collective, how long it was on the wire
         self._captures: dict[int, Graph] = {}
-        self._dispatch_cost = cache(device.host.dispatch)
+        self._dispatch_cost, self._launch_cost = cache(device.host.dispatch), device.host.launch
+        self._queue = device.queue
         self._branch_streams: dict[tuple[int, int], int] = {}  # of a stream, on which lanes its graphs' branches run
         self.host()
 
@@ -234,13 +235,10 @@ class Clock:
 
     def spend(self, duration: float) -> None:
         """A little modelled host time that deserves no row of its own: a view, a module called."""
-        host = self.host()
-        with self.lock:
-            host.modelled_time += round(duration)
+        self.host().modelled_time += round(duration)
 
-    def spend_on_view(self) -> None:
+    def spend_on_view(self, host: HostThread) -> None:
         """An operator that launches nothing: a view, memory alone. In the backward pass it is a node of its own."""
-        host = self.host()
         host.modelled_time += self.device.host.backward if host.in_backward else self.device.host.view
 
     def _dispatch(self, host: HostThread, name: str, place: int) -> None:
@@ -313,7 +311,7 @@ class Clock:
         with self.lock:
             number = sum(one.device == device for one in self._streams.values()) + _FIRST_STREAM
             lane = self.rows.lane(Lane(self.rank, device, number, f"stream {number}"))
-            self._streams[lane] = StreamQueue(lane, device, self.device.queue.pending)
+            self._streams[lane] = StreamQueue(lane, device, self._queue.pending)
             return lane
 
     # commands
@@ -323,7 +321,7 @@ class Clock:
 
         Called when its values are computed, while the calling thread is paused.
         """
-        host, line, rows, cost = self.threads[get_ident()], self._streams[stream], self.rows, self.device.host.launch
+        host, line, rows = self.threads[get_ident()], self._streams[stream], self.rows
         with self.lock:
             if not host.depth:
                 self._dispatch(host, name, place)
@@ -331,20 +329,19 @@ class Clock:
             host.frame = frame = rows.open(host.lane, _OPERATOR, rows.names[name], outer, host.now)
             try:
                 if host.modelled_time:
-                    host.work(host.modelled_time)
-                    host.modelled_time = 0
+                    host.work_modelled_time()
                 for kernel, work in kernels:
-                    self._launch(host, line, kernel, work, cost)
+                    self._launch(host, line, kernel, work)
             finally:  # a capture that has failed refuses them
-                rows.frame_ends[frame] = host.now
+                rows.close(frame, host.now)
                 host.frame = outer
 
     def launch(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
         """What an operator launches: kernels by name and work, a launch each."""
         with self.lock:
-            host, line, cost = self._arrive(), self._streams[stream], self.device.host.launch
+            host, line = self._arrive(), self._streams[stream]
             for name, work in kernels:
-                self._launch(host, line, name, work, cost)
+                self._launch(host, line, name, work)
 
     def collective(
         self,
@@ -368,7 +365,7 @@ class Clock:
             if stream in self._captures:
                 return self._capture(host, line, cost, node)
             call = self._call(host, line, "cudaLaunchKernelExC", cost)
-        return self._run(line, call, node, self.device.queue.gap)
+        return self._run(line, call, node, self._queue.gap)
 
     def copy(
         self,
@@ -400,8 +397,7 @@ class Clock:
             call = self._call(host, line, "cudaMemcpyAsync", way.call)
             if end > line.tail:
                 line.wait_for({lane: (row, end)})
-            start = self._earliest_start(line, call, self.device.queue.gap)
-            row = self._command(line, call, _COPY, way.name, start, way.work, size, direction, way.pinned)
+            row = self._command(line, call, _COPY, way.name, way.work, size, direction, way.pinned)
             self._engines[engine] = (stream, row, line.tail)
             if blocks:
                 self._sync(host, waits_in, stream, line.tail)
@@ -416,8 +412,7 @@ class Clock:
                 return
             call = self._call(host, line, "cudaMemcpyPeerAsync", cost)
             line.wait_for(other.pending())
-            start = self._earliest_start(line, call, self.device.queue.gap)
-            row = self._command(line, call, _COPY, _PEER_COPY, start, work, size, int(Direction.DEVICE_TO_DEVICE))
+            row = self._command(line, call, _COPY, _PEER_COPY, work, size, int(Direction.DEVICE_TO_DEVICE))
             other.wait_for({source: (row, line.tail)})
 
     # events
@@ -428,7 +423,7 @@ class Clock:
             host, line, graph = self._arrive(), self._streams[stream], self._capture_of(stream)
             host.modelled_time += self.device.host.event
             until = line.until()
-            reached = max(until, host.now + host.modelled_time + self.device.queue.latency)
+            reached = max(until, host.now + host.modelled_time + self._queue.latency)
             return Moment(reached, until, line.pending(), graph, graph.reached(stream) if graph else {})
 
     def wait(self, stream: int, moment: Moment) -> None:
@@ -554,7 +549,7 @@ class Clock:
                 branch.wait_for({lines[other].lane: commands[other][count - 1] for other, count in node.after})
                 if not earlier and not node.after:
                     branch.wait_for(before)
-            row = self._run(branch, call, node, self.device.queue.graph_gap if earlier else self.device.queue.gap)
+            row = self._run(branch, call, node, self._queue.graph_gap if earlier else self._queue.gap)
             earlier.append((row, branch.tail))
         with self.lock:
             for one in graph.open_branches():
@@ -562,12 +557,13 @@ class Clock:
 
     def _run(self, line: StreamQueue, call: tuple[int, int], node: Node, gap: int) -> int:
         """A command that others may hold up: of a collective, the last of its ranks, asked for without the lock."""
+        work = node.work
+        if node.last_arrival is not None:
+            with self.lock:
+                start = self._earliest_start(line, call, gap)
+            work += max(0, node.last_arrival(start) - start)
         with self.lock:
-            start = self._earliest_start(line, call, gap)
-        last = start if node.last_arrival is None else max(start, node.last_arrival(start))
-        with self.lock:
-            work = last + node.work - start
-            row = self._command(line, call, node.kind, node.name, start, work, node.size, group=node.group, gap=gap)
+            row = self._command(line, call, node.kind, node.name, work, node.size, group=node.group, gap=gap)
             if node.kind == _COLLECTIVE:
                 self.wires[row] = node.work
             return row
@@ -579,14 +575,13 @@ class Clock:
         with self.lock:
             hosts = [*self.threads.values(), *self._ended_threads.values()]
             for host in hosts:
-                host.work(host.modelled_time)
-                host.modelled_time = 0
+                host.work_modelled_time()
             self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,
                 "pinned_bandwidth": float(self.device.copies.pinned),
                 "virtual": True,
-                "pending_limit": self.device.queue.pending,
+                "pending_limit": self._queue.pending,
                 "groups": dict(sorted(self._groups.items())),
             }
             return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
@@ -616,14 +611,12 @@ class Clock:
         host.work_until_call()
         return host
 
-    def _launch(self, host: HostThread, line: StreamQueue, name: str, work: int, cost: int) -> None:
-        """A kernel that runs for `work` once nothing holds it up, and the call that costs the host so much."""
+    def _launch(self, host: HostThread, line: StreamQueue, name: str, work: int) -> None:
+        """A kernel that runs for `work` once nothing holds it up."""
         if line.lane in self._captures:
-            self._capture(host, line, cost, Node(line.lane, _KERNEL, name, work))
+            self._capture(host, line, self._launch_cost, Node(line.lane, _KERNEL, name, work))
         else:
-            call = self._call(host, line, "cudaLaunchKernel", cost)
-            start = self._earliest_start(line, call, self.device.queue.gap)
-            self._command(line, call, _KERNEL, name, start, work)
+            self._command(line, self._call(host, line, "cudaLaunchKernel", self._launch_cost), _KERNEL, name, work)
 
     def _call(self, host: HostThread, line: StreamQueue, name: str, cost: int) -> tuple[int, int]:
         """A launch: its row, and when it began. A full queue holds it up."""
@@ -632,7 +625,7 @@ class Clock:
 
     def _earliest_start(self, line: StreamQueue, call: tuple[int, int], gap: int) -> int:
         """When a command launched so may start: the stream is free, and what it waits for has ended."""
-        queue = self.device.queue
+        queue = self._queue
         start, free = call[1] + queue.latency, line.tail + gap
         if free > start:
             start = free
@@ -646,7 +639,6 @@ class Clock:
         call: tuple[int, int],
         kind: int,
         name: str,
-        start: int,
         work: int,
         size: int = 0,
         direction: int = 0,
@@ -654,11 +646,14 @@ class Clock:
         group: int = NONE,
         gap: int | None = None,
     ) -> int:
-        rows, queue, lane, launch = self.rows, self.device.queue, line.lane, call[0]
-        end, lag, text, later = start + work, queue.gap if gap is None else gap, rows.names[name], queue.latency
+        """It starts as early as it may; returns its row."""
+        rows, queue, lane, launch = self.rows, self._queue, line.lane, call[0]
+        lag, text = queue.gap if gap is None else gap, rows.names[name]
+        start = self._earliest_start(line, call, lag)
+        end = start + work
         row = rows.add(
-            (lane, kind, text, NONE, start, end, work, lag, NONE, group, size, direction, pinned, launch, later)
-        )
+            lane, kind, text, NONE, start, end, work, lag, NONE, group, size, direction, pinned, launch, queue.latency
+        )  # fmt: skip
         if line.awaited:
             for source, _ in line.awaited.values():
                 rows.link(source, row, LinkKind.ORDER, queue.gap)

@@ -172,7 +172,8 @@ class HostThread:
                 earlier, last = self._recent.get(point, (_LONGEST, _LONGEST))
                 self._recent[point] = last, real
                 real = min(earlier, last, real)
-            least = max(least, real)
+            if real > least:
+                least = real
         self.unwritten_time = self.border_time = self.modelled_time = 0
         return least
 
@@ -206,7 +207,7 @@ class HostThread:
     def add(self, kind: int, name: str, end: int, work: int, awaits: int = NONE) -> int:
         """A row from now to its end; returns its number."""
         rows, frame, now = self._rows, self.frame, self.now
-        row = rows.add((self.lane, kind, rows.names[name], frame, now, end, work, 0, awaits, NONE, 0, 0, NONE, NONE, 0))
+        row = rows.add(self.lane, kind, rows.names[name], frame, now, end, work, 0, awaits, NONE, 0, 0, NONE, NONE, 0)
         self.now, self.last = end, row
         if self.releases:
             for source in self.releases:
@@ -241,9 +242,12 @@ class HostThread:
         """The same, up to a call of the device; within an operator only modelled time counts."""
         if not self.depth:
             self.work(self.take_border_time())
-        elif self.modelled_time:
-            self.work(self.modelled_time)
-            self.modelled_time = 0
+        else:
+            self.work_modelled_time()
+
+    def work_modelled_time(self) -> None:
+        self.work(self.modelled_time)
+        self.modelled_time = 0
 
     # frames
 

@@ -1,16 +1,15 @@
 """The rows a clock writes down, and the `Timeline` they make.
 
-A clock writes a row or two for every operator, so a row is a plain tuple on a list; every so often
-the list is packed into numpy. What a row means is in `timeline/model.py`; here its launch stands in
-the row itself, because nearly every command has one.
+What a row means is in `timeline/model.py`; here its launch stands in the row itself, because nearly every command has
+one.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from itertools import chain
-from typing import Any, TypeAlias
+from struct import Struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,38 +25,46 @@ _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
 PACKED = 1 << 16
 _WORK = int(Kind.WORK)
 
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]
-
 
 class Packed:
-    """Tuples of integers, many of them: a list that turns into numpy as it grows."""
+    """Rows of integers, many of them: bytes as they come, narrow columns of numpy as they grow.
+
+    A clock writes a few rows for every operator. As tuples they would keep Python's garbage collector busy.
+    """
 
     def __init__(self, width: int) -> None:
-        self.width = width
         self.count = 0
-        self.fresh: list[tuple[int, ...]] = []
+        self._row = Struct(f"{width}q")
+        self._bytes = self._row.pack
+        self._fresh = bytearray()
         self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
 
-    def add(self, row: tuple[int, ...]) -> int:
+    def add(self, *row: int) -> int:
         """Its number."""
-        fresh, number = self.fresh, self.count
-        if len(fresh) >= PACKED:
+        number = self.count
+        if number % PACKED == 0 and self._fresh:
             self._blocks.append([_narrow(column) for column in self._unpacked()])
-            fresh.clear()
-        fresh.append(row)
+            self._fresh.clear()
+        self._fresh += self._bytes(*row)
         self.count = number + 1
         return number
 
-    def columns(self) -> Ints:
-        """A row a column: the transposed table."""
-        fresh = self._unpacked()
-        return np.stack(
-            [np.concatenate([*(block[index] for block in self._blocks), fresh[index]]) for index in range(self.width)]
-        )
+    def last(self) -> tuple[int, ...]:
+        """The row that came last."""
+        return self._row.unpack(self._fresh[-self._row.size :])
+
+    def change_last(self, *row: int) -> None:
+        self._fresh[-self._row.size :] = self._bytes(*row)
+
+    def columns(self, first: int = 0) -> Ints:
+        """The rows from `first` on, transposed."""
+        fresh, past = self._unpacked(), first // PACKED
+        blocks: list[Any] = [*self._blocks[past:], fresh]
+        whole = np.stack([np.concatenate([block[at] for block in blocks]) for at in range(len(fresh))])
+        return whole[:, first - min(past, len(self._blocks)) * PACKED :].astype(np.int64, copy=False)
 
     def _unpacked(self) -> Ints:
-        flat = np.fromiter(chain.from_iterable(self.fresh), np.int64, len(self.fresh) * self.width)
-        return flat.reshape(-1, self.width).T
+        return np.frombuffer(bytes(self._fresh), np.int64).reshape(-1, self._row.size // 8).T
 
 
 def _narrow(column: Ints) -> npt.NDArray[np.signedinteger[Any]]:
@@ -85,8 +92,9 @@ class Rows:
         self._links = Packed(4)
         self.frames = Packed(len(_FRAME_COLUMNS))
         self.frame_ends = array("q")
-        self.memory = Packed(6)  # of each block taken or given back: lane, device, time, address, bytes, reserved
-        self.add: Callable[[Row], int] = self.spans.add
+        self.memory = Packed(8)
+        """Blocks that came or went: lane, device, time, address, bytes, reserved, bytes asked for, whether small."""
+        self.add: Callable[..., int] = self.spans.add
 
     def lane(self, lane: Lane) -> int:
         self.lanes.append(lane)
@@ -94,20 +102,21 @@ class Rows:
 
     def lengthen(self, row: int, frame: int, duration: int) -> bool:
         """Let the work of a row go on, if it is the last of all and within that frame."""
-        fresh = self.spans.fresh
-        if not fresh or row != self.spans.count - 1 or fresh[-1][1] != _WORK or fresh[-1][3] != frame:
+        if row == NONE or row != self.spans.count - 1:
             return False
-        lane, kind, name, frame, start, end, work, *rest = fresh[-1]
-        fresh[-1] = (lane, kind, name, frame, start, end + duration, work + duration, *rest)
+        lane, kind, name, within, start, end, work, *rest = self.spans.last()
+        if kind != _WORK or within != frame:
+            return False
+        self.spans.change_last(lane, kind, name, within, start, end + duration, work + duration, *rest)
         return True
 
     def link(self, source: int, target: int, kind: LinkKind, lag: int = 0) -> None:
-        self._links.add((source, target, kind, lag))
+        self._links.add(source, target, kind, lag)
 
     def open(self, lane: int, kind: int, name: int, parent: int, start: int) -> int:
         """A frame; `close` it, or it lasts until the timeline is made."""
         self.frame_ends.append(NONE)
-        return self.frames.add((lane, kind, name, parent, start))
+        return self.frames.add(lane, kind, name, parent, start)
 
     def close(self, frame: int, end: int) -> None:
         self.frame_ends[frame] = end
@@ -129,7 +138,7 @@ class Rows:
         )
 
     def _all_memory(self) -> MemoryUse:
-        lane, device, time, block, size, reserved = self.memory.columns()
+        lane, device, time, block, size, reserved, *_ = self.memory.columns()
         allocated = np.zeros(len(size), np.int64)
         for one in np.unique(device):
             allocated[device == one] = np.cumsum(size[device == one])

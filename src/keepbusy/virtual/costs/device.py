@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -57,16 +58,17 @@ class HostCosts:
             return round(_DISPATCH.backward_of.get(short, _DISPATCH.backward) * self.backward)
         return round(_DISPATCH.forward_of.get(short, _DISPATCH.forward) * self.operator)
 
-    def lists(self, tensors: int) -> float:
-        """What so many tensors in the lists of a `_foreach_` or `_fused_` operator add."""
-        return float(_DISPATCH.listed * tensors * self.operator)
+    def lists(self, arguments: Iterable[object]) -> float:
+        """What the lists among the arguments of a `_foreach_` or `_fused_` operator add."""
+        listed = sum(len(one) for one in arguments if isinstance(one, list))
+        return float(_DISPATCH.listed * listed * self.operator)
 
-    @property
+    @cached_property
     def module(self) -> float:
         """A call of a module."""
         return float(_DISPATCH.module * self.operator)
 
-    @property
+    @cached_property
     def backward_pass(self) -> float:
         """Another thread takes it over, and gives it back."""
         return float(_DISPATCH.backward_pass * self.backward)

@@ -56,8 +56,8 @@ class OperatorCosts:
         """
         self.device, self.notes = device, notes
         self.allows_tf32 = allows_tf32
-        self.by_call: dict[Any, tuple[Callable[..., Any], Sequence[Kernel]]] = {}
-        """What the host calls and the device runs, by what the caller knows a call by, which is quicker to make."""
+        self.by_call: dict[Any, Any] = {}
+        """What the caller knows of calls, by what it knows a call by, which is quicker to make."""
         self._known: dict[tuple[Any, ...], tuple[Kernel, ...]] = {}
 
     def kernels(

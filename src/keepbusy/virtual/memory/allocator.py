@@ -14,16 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from keepbusy.timeline.model import Ints
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.streams import Moment
-from keepbusy.virtual.memory.statistics import Tally, count, flat_stats, out_of_memory_text
 
 BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
 """Sizes are rounded up to these."""
 SMALL_LIMIT, LARGE_SEGMENT_LIMIT = 1 << 20, 10 << 20
 """Up to so many bytes a block lies in a small segment; up to so many in a large one, and beyond in one of its own."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
-_LONG_JOURNAL = 1 << 16
 CONTEXT = 600 << 20
 """What the driver and its libraries take for themselves; an H200's process has about this much."""
 PoolId: TypeAlias = tuple[int, int]
@@ -91,6 +93,122 @@ class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
     """The device is full; the text is PyTorch's."""
 
 
+# What is counted, under PyTorch's names.
+
+
+class Totals:
+    """What is counted of one pool or of both: blocks, their bytes, and the bytes asked for.
+
+    Freed ones follow from what was allocated and what is left, so only one side is counted.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.peak, self.ever, self._base = np.zeros((4, 3), np.int64)
+
+    def change(self, changes: npt.ArrayLike) -> None:
+        """What came and went, a row a time, negative where it went."""
+        rows = np.asarray(changes)
+        if len(rows):
+            course = self.now + np.cumsum(rows, axis=0)
+            self.now, self.peak = course[-1], np.maximum(self.peak, course.max(axis=0))
+            self.ever = self.ever + np.maximum(rows, 0).sum(axis=0)
+
+    def reset_accumulated(self) -> None:
+        """Count what comes and goes from now on."""
+        self.ever, self._base = np.zeros(3, np.int64), self.now
+
+    def shown(self) -> list[list[int]]:
+        """Current, peak, allocated and freed: of blocks, of bytes and of bytes asked for."""
+        rows: list[list[int]] = np.array([self.now, self.peak, self.ever, self._base + self.ever - self.now]).T.tolist()
+        return rows
+
+
+class Tally:
+    """One device's figures. Each is kept for the small pool, the large one, and both together."""
+
+    def __init__(self) -> None:
+        self.used, self.segments, self.waiting, self.fragments = ([Totals(), Totals(), Totals()] for _ in range(4))
+        # waiting: freed, and still in use by another stream; fragments: free parts of segments that are in use
+        self.retries = self.failures = 0
+
+    def use(self, sizes: Ints, asked: Ints, small: Ints) -> None:
+        """Blocks came into use or, where they are negative, went out of it."""
+        rows = np.stack([np.sign(sizes), sizes, asked], axis=1)
+        for figures, mine in zip(self.used, (rows[small == 1], rows[small == 0], rows), strict=True):
+            figures.change(mine)
+
+    def all(self) -> list[Totals]:
+        return [*self.used, *self.segments, *self.waiting, *self.fragments]
+
+    def set_fragments(self, sizes: list[list[int]]) -> None:
+        """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
+        for figures, mine in zip(self.fragments, (*sizes, sizes[0] + sizes[1]), strict=True):
+            figures.now = figures.ever = np.array([len(mine), sum(mine), 0])
+            figures.peak = np.maximum(figures.peak, figures.now)
+
+
+def _count(kind: list[Totals], small: bool, change: int, size: int, asked: int) -> None:
+    """A block that came (1) or went (-1)."""
+    for figures in (kind[0 if small else 1], kind[2]):
+        figures.change([(change, change * size, change * asked)])
+
+
+def _flat_stats(tally: Tally) -> dict[str, int]:
+    """As `torch.cuda.memory_stats` has them."""
+    shown: dict[str, list[int]] = {"oversize_allocations": [0] * 4, "oversize_segments": [0] * 4}
+    for index, pool in enumerate(("small_pool", "large_pool", "all")):
+        kinds = (tally.used, tally.segments, tally.waiting, tally.fragments)
+        (blocks, sizes, asked), segments, waiting, fragments = (kind[index].shown() for kind in kinds)
+        shown |= {
+            f"allocation.{pool}": blocks,
+            f"allocated_bytes.{pool}": sizes,
+            f"requested_bytes.{pool}": asked,
+            f"active.{pool}": _active(blocks, waiting[0]),
+            f"active_bytes.{pool}": _active(sizes, waiting[1]),
+            f"segment.{pool}": segments[0],
+            f"reserved_bytes.{pool}": segments[1],
+            f"inactive_split.{pool}": fragments[0],
+            f"inactive_split_bytes.{pool}": fragments[1],
+        }
+    counted = ("current", "peak", "allocated", "freed")
+    stats = {f"{kind}.{what}": one for kind, values in shown.items() for what, one in zip(counted, values, strict=True)}
+    return stats | {
+        "num_alloc_retries": tally.retries,
+        "num_ooms": tally.failures,
+        "num_sync_all_streams": tally.retries,
+        "num_device_alloc": stats["segment.all.allocated"],
+        "num_device_free": stats["segment.all.freed"],
+        "max_split_size": -1,
+    }
+
+
+def _active(used: list[int], waiting: list[int]) -> list[int]:
+    """Active is what is allocated, and what is freed but still in use elsewhere."""
+    current = used[0] + waiting[0]
+    return [current, max(used[1], current), used[2], used[3] - waiting[0]]
+
+
+def _out_of_memory(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
+    """As PyTorch words it."""
+    limit = "" if allowed is None else f"{_bytes(allowed)} allowed; "
+    allocated, reserved = int(tally.used[2].now[1]), int(tally.segments[2].now[1])
+    return (
+        f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
+        f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "
+        f"in use. {limit}Of the allocated memory {_bytes(allocated)} is allocated by PyTorch, and "
+        f"{_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+        "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
+        "Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    )
+
+
+def _bytes(size: int) -> str:
+    if size <= 1 << 10:
+        return f"{size} bytes"
+    unit, name = next(((1 << at, name) for at, name in ((30, "GiB"), (20, "MiB")) if size > 1 << at), (1 << 10, "KiB"))
+    return f"{size / unit:.2f} {name}"
+
+
 class _DeviceBlocks:
     """One device's memory."""
 
@@ -126,6 +244,7 @@ class Memory:
         self.size = clock.device.memory.size
         self._devices = [_DeviceBlocks(device) for device in range(devices)]
         self._freed: deque[Block] = deque()
+        self._counted = 0  # of the rows written down so far
         self._lock = threading.RLock()
 
     def allocate(self, device: int, size: int, stream: int) -> Block | None:
@@ -153,8 +272,7 @@ class Memory:
                 block.pool.add(rest)
             block.free = False
             block.requested = size
-            one.tally.journal.append((small, 1, block.size, size))
-            self._note(block, block.size)
+            self._note(block, 1)
             return block
 
     def free(self, block: Block | None) -> None:
@@ -198,20 +316,18 @@ class Memory:
     def stats(self, device: int = 0) -> dict[str, int]:
         """By the names of `torch.cuda.memory_stats`."""
         with self._lock:
-            self._free_queued()
+            tally = self._tally(device)
             self._devices[device].look_up_fragments()
-            return flat_stats(self._devices[device].tally)
+            return _flat_stats(tally)
 
     def reset_peak(self, device: int = 0) -> None:
         with self._lock:
-            self._free_queued()
-            for figures in self._devices[device].tally.all():
+            for figures in self._tally(device).all():
                 figures.peak = figures.now
 
     def reset_accumulated(self, device: int = 0) -> None:
         with self._lock:
-            self._free_queued()
-            tally = self._devices[device].tally
+            tally = self._tally(device)
             tally.retries = tally.failures = 0
             for figures in tally.all():
                 figures.reset_accumulated()
@@ -227,10 +343,22 @@ class Memory:
 
     # with the lock held
 
-    def _note(self, block: Block, size: int) -> None:
-        """For the timeline: what was taken or given back just now."""
+    def _note(self, block: Block, came: int) -> None:
+        """Write down that it was taken (1) or given back (-1) just now."""
         host, device = self.clock.host(), block.device
-        self.clock.rows.memory.add((host.lane, device, host.now, block.address, size, self._devices[device].reserved))
+        self.clock.rows.memory.add(
+            host.lane, device, host.now, block.address, came * block.size, self._devices[device].reserved,
+            came * block.requested, block.pool.small,
+        )  # fmt: skip
+
+    def _tally(self, device: int) -> Tally:
+        """Up to now. What came and went is read off its rows where somebody asks."""
+        self._free_queued()
+        rows = self.clock.rows.memory.columns(self._counted)
+        self._counted += rows.shape[1]
+        for one in self._devices:
+            one.tally.use(*rows[4:, rows[1] == one.device][[0, 2, 3]])
+        return self._devices[device].tally
 
     def _segment(self, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
@@ -249,13 +377,13 @@ class Memory:
         if one.reserved + wanted > limit:
             one.tally.failures += 1
             free = self.size - CONTEXT - one.reserved
-            raise OutOfMemory(out_of_memory_text(one.device, size, self.size, free, one.tally, one.allowed))
+            raise OutOfMemory(_out_of_memory(one.device, size, self.size, free, self._tally(one.device), one.allowed))
         self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
         block = Block(one.device, stream, one.address, wanted, pools.small if small else pools.large)
         pools.segments += 1
         one.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
         one.reserved += wanted
-        count(one.tally.segments, small, 1, wanted, wanted)
+        _count(one.tally.segments, small, 1, wanted, wanted)
         one.look_up_fragments()
         return block
 
@@ -263,12 +391,9 @@ class Memory:
         while self._freed:
             block = self._freed.popleft()
             one = self._devices[block.device]
-            one.tally.journal.append((block.pool.small, -1, -block.size, -block.requested))
-            self._note(block, -block.size)
-            if len(one.tally.journal) > _LONG_JOURNAL:
-                one.tally.used  # noqa: B018  # which reads it
+            self._note(block, -1)
             if block.users:
-                count(one.tally.waiting, block.pool.small, 1, block.size, 0)
+                _count(one.tally.waiting, block.pool.small, 1, block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
                 one.in_use_elsewhere.append((block, moments))
                 block.users = None
@@ -280,7 +405,7 @@ class Memory:
         for _ in range(len(one.in_use_elsewhere)):
             block, moments = one.in_use_elsewhere.popleft()
             if at_once or all(map(self.clock.passed, moments)):
-                count(one.tally.waiting, block.pool.small, -1, block.size, 0)
+                _count(one.tally.waiting, block.pool.small, -1, block.size, 0)
                 self._return(block)
             else:
                 one.in_use_elsewhere.append((block, moments))
@@ -307,5 +432,5 @@ class Memory:
                     pool.remove(block)
                     pools.segments -= 1
                     one.reserved -= block.size
-                    count(one.tally.segments, pool.small, -1, block.size, block.size)
+                    _count(one.tally.segments, pool.small, -1, block.size, block.size)
         one.graphs = {name: pools for name, pools in one.graphs.items() if pools.graphs or pools.segments}

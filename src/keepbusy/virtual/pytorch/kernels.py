@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch
 _INTEGER = frozenset([int])
 _NOTHING_DONE = object()
 _NO_TENSORS = -2
-_NOT_PLAIN: tuple[int, list[Any]] = (NONE, [])
+_NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -131,8 +131,16 @@ def _returned(schema: Any) -> tuple[tuple[int, str] | None, ...]:
     return tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
 
 
-_ONE_NEW = (None,)
-"""What an operator returns that makes one tensor."""
+_ONE_NEW, _OTHERWISE = -1, -2
+"""What a call returns: one new tensor, or something else than that or an argument."""
+
+
+class KnownCall(NamedTuple):
+    """What is known of calls that differ in nothing but values."""
+
+    call: Callable[..., Any]  # what the host computes
+    kernels: Sequence[tuple[str, int]]  # by name and time
+    returned: int  # the place of the argument that it returns, or one of the two above
 
 
 class Kernel:
@@ -175,76 +183,79 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host, place = MACHINE.pause_at()
         try:
+            key = None
             if self.is_plain and MACHINE.recording is None and VALUES.real:
-                done = self._run_plainly(place, args, kwargs)
-                if done is not _NOTHING_DONE:
-                    return done
-            return self._run(place, args, kwargs)
+                key, device, host_args = self._read(args, kwargs)
+                known = MACHINE.costs.by_call.get(key)
+                if known is not None:
+                    done = self._run_again(known, place, device, host_args, args, kwargs)
+                    if done is not _NOTHING_DONE:
+                        return done
+            return self._run(place, args, kwargs, key)
         finally:
             host.resume()
 
-    def _run_plainly(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call on tensors of one device, beside numbers and the like: what it launches is known by its key.
-
-        Nothing is done where it is more than that.
-        """
-        key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
-        device, host_args = self._read(args, key)
-        if device < 0:
-            return _NOTHING_DONE
-        for name, option in kwargs.items():
-            if type(option) not in _PLAIN:
-                return _NOTHING_DONE
-            key += (name, option if self.named_shapes[name] else type(option))
-        by_call = MACHINE.costs.by_call
-        known = tuple(key)
-        call, kernels = by_call.get(known) or (self.on_host or self._chosen(args), None)
-        try:
-            out = self.compute(device, host_args, kwargs) if self.is_random else call(*host_args, **kwargs)
-        except RuntimeError:  # the other way knows what can be done about it, or raises it again
-            return _NOTHING_DONE
-        if kernels is None:
-            inputs: list[Tensor] = []
-            map_tensors(inputs.append, host_args)
-            self._check_types(inputs)
-            kernels = self._kernels(inputs, out, args, kwargs)
-            by_call[known] = call, kernels
-        stream = MACHINE.stream(device)
-        if self.is_list_operator:
-            listed = sum(len(one) for one in args if isinstance(one, list))
-            MACHINE.clock.spend(MACHINE.device.host.lists(listed))
-        MACHINE.clock.operator(self.name, place, stream, kernels)
-        if self.returned == _ONE_NEW and isinstance(out, Tensor) and out.layout is torch.strided:
-            return MACHINE.place_on(out, device, stream)
-        return self._on_device(device, out, args, kwargs)
-
-    def _read(self, args: tuple[Any, ...], key: list[Any]) -> tuple[int, list[Any]]:
-        """The device of a plain call, or less than 0, and the arguments as the host sees them.
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, list[Any]]:
+        """Of a call on tensors of one device, beside numbers and the like: its key, its device, and what the host sees.
 
         Whatever the kernels may depend on joins the key, and which arguments are numbers: so does what the host calls.
         """
+        key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
         device, host_args = -1, list(args)
         for at, one in enumerate(args):
             kind = type(one)
             if kind in _PLAIN:
                 key.append(one if self.shapes[at] or kind not in _NUMBERS else kind)
-            elif isinstance(one, Tensor):
+                continue
+            if isinstance(one, Tensor):
                 index = one.get_device()
-                if index != device:
-                    if index < 0 or device >= 0:
-                        return _NOT_PLAIN
-                    device = index
+                if index < 0:
+                    return _NOT_PLAIN
                 layout = one.shape, one.stride(), one.dtype
                 key.append(layout)
                 host_args[at] = MACHINE.seen_by_host(one, layout)
             elif kind is list:
                 index, host_args[at] = _read_list(one, key, self.shapes[at])
-                if index == NONE or (index >= 0 <= device != index):
-                    return _NOT_PLAIN
-                device = max(device, index)
             else:
                 return _NOT_PLAIN
-        return device, host_args
+            if index != device:
+                if index == NONE or (index >= 0 <= device):
+                    return _NOT_PLAIN
+                device = max(device, index)
+        for name, option in kwargs.items():
+            if type(option) not in _PLAIN:
+                return _NOT_PLAIN
+            key += (name, option if self.named_shapes[name] else type(option))
+        return _NOT_PLAIN if device < 0 else (tuple(key), device, host_args)
+
+    def _run_again(
+        self, known: KnownCall, place: int, device: int, host_args: list[Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """A call whose like was seen before: what it computes, launches and returns is known."""
+        try:
+            out = self.compute(device, host_args, kwargs) if self.is_random else known.call(*host_args, **kwargs)
+        except RuntimeError:  # the other way knows what can be done about it, or raises it again
+            return _NOTHING_DONE
+        stream = MACHINE.stream(device)
+        if self.is_list_operator:
+            MACHINE.clock.spend(MACHINE.device.host.lists(args))
+        MACHINE.clock.operator(self.name, place, stream, known.kernels)
+        if known.returned >= 0:
+            return args[known.returned]
+        if known.returned == _ONE_NEW:
+            return MACHINE.place_on(out, device, stream)
+        return self._on_device(device, out, args, kwargs)
+
+    def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> KnownCall:
+        """What to do when such a call comes again."""
+        returned = _OTHERWISE
+        if len(self.returned) == 1 and isinstance(out, Tensor) and out.layout is torch.strided:
+            source = self.returned[0]
+            if source is None:
+                returned = _ONE_NEW
+            elif source[0] < len(args) and args[source[0]].shape == out.shape:
+                returned = source[0]
+        return KnownCall(self.on_host or self._chosen(args), kernels, returned)
 
     def _check_types(self, inputs: list[Tensor]) -> None:
         """Refuses what CUDA has no kernel for, as CUDA does."""
@@ -252,12 +263,8 @@ class Kernel:
         if kernel and inputs and inputs[0].dtype in _INTEGERS:
             raise NotImplementedError(f"\"{kernel}\" not implemented for '{_INTEGERS[inputs[0].dtype]}'")
 
-    def _kernels(self, inputs: list[Tensor], out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a GPU would run, by name and time."""
-        asked = self.asked(args, kwargs) if self.asks or self.is_list_operator else kwargs
-        return MACHINE.kernels(self.short, inputs, _new_tensors(self.returned, out), asked)
-
-    def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        """Any call. `key`: by which it is known from now on; None where it is not like any other."""
         operands = Operands(self)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
@@ -275,9 +282,12 @@ class Kernel:
         if recording is not None:
             recording.about_to_write(*self.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
-        kernels = self._kernels(operands.inputs, out, args, kwargs)
+        asked = self.asked(args, kwargs) if self.asks or self.is_list_operator else kwargs
+        kernels = MACHINE.kernels(self.short, operands.inputs, _new_tensors(self.returned, out), asked)
+        if key is not None:
+            MACHINE.costs.by_call[key] = self._known(kernels, out, args)
         if self.is_list_operator:
-            MACHINE.clock.spend(MACHINE.device.host.lists(len(operands.inputs)))
+            MACHINE.clock.spend(MACHINE.device.host.lists(args))
         MACHINE.clock.operator(self.name, place, MACHINE.stream(device), kernels)
         if waits:
             with DeviceCall(waits):  # the host learns what only the device knows: a small copy home, and a wait for it
@@ -401,8 +411,6 @@ class Kernel:
 
 def _new_tensors(returned: tuple[Any, ...], out: Any) -> list[Tensor]:
     """Of a result the tensors that were not there before; of sparse ones their parts."""
-    if returned == (None,) and isinstance(out, Tensor) and out.layout is torch.strided:
-        return [out]
     parts = (out,) if len(returned) == 1 else out or ()
     found: list[Tensor] = []
     for source, part in zip(returned, parts, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -119,12 +119,13 @@ def _sparse_kernels() -> dict[str, Callable[..., Any]]:
 
 def _native(overload: Any, keys: torch._C.DispatchKeySet) -> Callable[..., Any]:
     """PyTorch's own kernel for the host, on tensors of the device."""
+    native = partial(overload._handle.redispatch_boxed, keys)
 
     def look(*args: Any, **kwargs: Any) -> Any:
         host = MACHINE.pause()
-        MACHINE.clock.spend_on_view()
+        MACHINE.clock.spend_on_view(host)
         try:
-            return overload.redispatch(keys, *args, **kwargs)
+            return native(*args, **kwargs)
         finally:
             host.resume()
 

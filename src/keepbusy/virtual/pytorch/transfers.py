@@ -171,7 +171,7 @@ def read_scalar(tensor: Tensor) -> Any:
 
 def empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
     """Memory alone: no kernel runs."""
-    MACHINE.clock.spend_on_view()
+    MACHINE.clock.spend_on_view(MACHINE.clock.host())
     return _blank(_aten.empty.memory_format, (size,), options, CURRENT.index(device))
 
 
