@@ -6,6 +6,7 @@ import dis
 import gzip
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,71 @@ def test_what_goes_wrong_at_the_end_is_no_end_of_the_program(tmp_path: Path, mon
     last = facts_in(run.folder)
     assert (last["run"], last["loaders"]) == (None, [])
     assert "ZeroDivisionError" in last["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "part", ["marks.end", "share.read", "loops.end", "loaders.used", "others.end", "_give_way", "leave", "unfollow"]
+)
+def test_whatever_fails_at_the_end_the_rest_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """As where the disk is full, or the GPU has failed."""
+    run = Run(RunOptions(str(tmp_path)))
+    run.begin()
+    owner, _, name = part.rpartition(".")
+    undone = getattr(run, owner) if owner else run
+    whole = getattr(undone, name)
+    monkeypatch.setattr(undone, name, lambda *_, **__: 1 // 0)
+    run.end()
+    assert (run.is_going_on, facts_in(run.folder) == {}) == (False, part == "leave")
+    whole()
+
+
+def test_a_window_does_not_wait_for_a_device_that_never_comes_to_an_end(
+    patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rank's whose peer has died: its collective never ends, and the program must."""
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    run.begin()
+    try:
+        compute(run, range(1, STEPS_BEFORE_WINDOW + 2))
+        window = run.window
+        assert window.is_open
+        ends = [False, True]
+        monkeypatch.setattr(window, "_device_comes_to_an_end", lambda: ends.pop(0))
+        window.close()
+        assert window.is_open  # asked again at the next turn
+        window.close()
+        assert not window.is_open
+        assert ends == []
+    finally:
+        run.end()
+
+
+def test_at_the_end_such_a_window_is_given_up(patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    run.begin()
+    compute(run, range(1, STEPS_BEFORE_WINDOW + 2))
+    with monkeypatch.context() as stuck:
+        stuck.setattr(run.window, "_device_comes_to_an_end", lambda: False)
+        run.end()
+    assert (run.window.is_open, (run.folder / TRACE).exists()) == (False, False)
+    assert facts_in(run.folder)["run"] is not None
+    assert sys.gettrace() is None
+    run.window._close()  # this process goes on
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="lines are no longer told by sys.settrace")
+def test_what_the_program_traces_itself_stays(tmp_path: Path) -> None:
+    def own(*_: object) -> None: ...
+
+    before, window = sys.gettrace(), Window(tmp_path)
+    sys.settrace(None)
+    try:
+        window.open()
+        sys.settrace(own)
+        window.close()
+        assert sys.gettrace() is own
+    finally:
+        sys.settrace(before)
 
 
 def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ KEPT_TURNS = 1 << 19
 """Turns of one loop whose times are kept."""
 DEEPEST = 64
 """Frames of a chain, from the outside in."""
+THINKS_AT_MOST = 10.0
+"""Seconds, until the looking thread is not waited for any longer."""
 IMPORT_SYSTEM = "<frozen importlib"
 IMPORTING = -1
 
@@ -151,7 +153,7 @@ class LoopWatch:
     def end(self) -> None:
         self._let_go()
         if self._thread is not None and self._thread.is_alive():
-            self._thread.join(1.0)
+            self._thread.join(THINKS_AT_MOST)  # Python ends a process whose threads go on into its own end
         if self._counters is not None:
             self._counters.end()
         self.looks.ended = self._clock()

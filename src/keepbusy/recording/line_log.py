@@ -375,7 +375,7 @@ class TraceFollower:
         return ""
 
     def end(self) -> None:
-        if self._follows:
+        if self._follows and sys.gettrace() == self._entered:  # else the program traces itself by now
             sys.settrace(None)
         self._follows = False
         for frame in self._frames:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -118,7 +119,7 @@ class Run:
         os.environ.setdefault(_LETS_GO, "1")  # without it every launch stays slow when the window has closed
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)  # it tells of its beginning and end on standard error
         os.register_at_fork(after_in_child=self._forked)
-        when_imported("torch", self._hook_in)
+        when_imported("torch", lambda: self._guarded(self._hook_in))
         self._think_at = self.clock() + _FIRST_THOUGHT
         self.loops.meanwhile = self._meanwhile
         self.loops.begin()
@@ -135,17 +136,14 @@ class Run:
         if os.getpid() != self.process or not self.is_going_on:
             return
         self.is_going_on = False
-        self.unfollow()
-        self.loops.end()
-        self.share.read()
-        self._give_way()
-        self.marks.end()
-        self.others.end()
-        self.loaders.end()
         told: dict[str, Any] = {"loaders": [], "run": None}
-        for know in (self._know_marks, lambda: told.update(run=asdict(self._tree()))):
-            self._guarded(know)  # what goes wrong here is no end of the program's
-        self.leave(**told | {"loaders": [asdict(one) for one in self.loaders.used()]})
+        last = (
+            self.unfollow, self.loops.end, self.share.read, self._give_way, self.window.forget, self.marks.end,
+            self.others.end, self.loaders.end, self._know_marks, lambda: told.update(run=asdict(self._tree())),
+            lambda: told.update(loaders=[asdict(one) for one in self.loaders.used()]), lambda: self.leave(**told),
+        )  # fmt: skip
+        for each in last:
+            self._guarded(each)  # what goes wrong here is no end of the program's
 
     def _tree(self) -> Part:
         return tree_of(self.loops.looks, self._busy_until, sources=self._sources)
@@ -290,14 +288,16 @@ class Run:
         except Exception as error:
             self.notes.append(f"Recording failed ({type(error).__name__}: {error}), so it was given up.")
             self.loops.follow(frozenset(), None)
-            self.window.is_open = False
+            with suppress(Exception):
+                self.window.forget()
             self._opened = self._opened or -1
             self.marks.look_closely(False)
 
     def _step(self, count: int) -> None:
         if self.window.is_open and self._sees_script():
             self.window.cut()
-            self._closed()
+            if not self.window.is_open:
+                self._closed()
         if self.window.is_open:
             self._advance(count)
         elif not self._opened:
@@ -408,10 +408,8 @@ class Run:
         """For the program's own profiler: CUPTI would else let go in the middle of what that one records."""
         lets_go = os.environ.get(_LETS_GO, "0")
         os.environ[_LETS_GO] = "0"
-        try:
-            self._give_way()
-        finally:
-            os.environ[_LETS_GO] = lets_go
+        self._guarded(self._give_way)
+        os.environ[_LETS_GO] = lets_go
 
     def _give_way(self) -> None:
         self.loops.follow(frozenset(), None)

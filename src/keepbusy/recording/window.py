@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keepbusy.instrument.patches import Function, Patches
 from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.frame_roles import OWN_STEP
@@ -25,23 +26,18 @@ class OtherProfilers:
     def __init__(self, give_way: Callable[[], None]) -> None:
         self._give_way = give_way
         self._ours = False
-        self._before: dict[str, Any] = {}
+        self._patches = Patches()
         self.at_work = False
         self.seen = False
 
     def begin(self) -> None:
         from torch.autograd import profiler
 
-        self._wrap(profiler, "_prepare_profiler", self._begins)
-        self._wrap(profiler, "_enable_profiler", self._begins)
-        self._wrap(profiler, "_disable_profiler", self._ends)
+        for name, tell in (("_prepare", self._begins), ("_enable", self._begins), ("_disable", self._ends)):
+            self._patches.wrap(profiler, f"{name}_profiler", self._telling(tell))
 
     def end(self) -> None:
-        from torch.autograd import profiler
-
-        for name, function in self._before.items():
-            setattr(profiler, name, function)
-        self._before.clear()
+        self._patches.undo()
 
     @contextmanager
     def ourselves(self) -> Iterator[None]:
@@ -52,15 +48,13 @@ class OtherProfilers:
         finally:
             self._ours = False
 
-    def _wrap(self, profiler: Any, name: str, tell: Callable[[], None]) -> None:
-        function = self._before[name] = getattr(profiler, name)
-
-        def told(*arguments: Any, **options: Any) -> Any:
+    def _telling(self, tell: Callable[[], None]) -> Function:
+        def told(function: Function, *arguments: Any, **options: Any) -> Any:
             if not self._ours:
                 tell()
             return function(*arguments, **options)
 
-        setattr(profiler, name, told)
+        return told
 
     def _begins(self) -> None:
         self.at_work = self.seen = True
@@ -88,6 +82,8 @@ many a window closes in the middle of its first turn, and with so many of a late
 EVENTS_A_TENSOR = 10
 """Of each that is made on the device, on average."""
 NEXT_ASK = 50_000_000
+DEVICE_PATIENCE = 5_000_000_000
+"""Where the device has not come to an end after so long, a window stays open: perhaps a peer waits for this rank."""
 
 
 TRACE, LINES = "window.json", "lines.npz"
@@ -192,15 +188,17 @@ class Window:
             self._ask.at = self.clock() + NEXT_ASK
             return
         self.cut()
-        if self._closed is not None:
+        self._ask.at = self.clock() + NEXT_ASK
+        if self._closed is not None and not self.is_open:
             self._closed()
 
     def cut(self) -> None:
         """Close it within a turn. Where it has not even settled, turns have ceased to come, and it leaves nothing."""
-        self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
-        if len(self.ticks) == 1:
-            self.ticks.append(_tick(self._count + 1, self.clock))
-        self.close()
+        if self._device_comes_to_an_end():
+            self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
+            if len(self.ticks) == 1:
+                self.ticks.append(_tick(self._count + 1, self.clock))
+            self._close()
 
     def _has_much_to_close(self) -> bool:
         if self._log.is_full or self.clock() - self._opened > self.at_most:
@@ -213,10 +211,12 @@ class Window:
 
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""
+        if self.is_open and self._device_comes_to_an_end():
+            self._close()
+
+    def _close(self) -> None:
         import torch
 
-        if not self.is_open:
-            return
         self.is_open = False
         self._follower.end()
         if torch.cuda.is_initialized():
@@ -233,13 +233,25 @@ class Window:
         self._log = Log(self.clock)
         self.cost += self.clock() - began
 
+    def _device_comes_to_an_end(self) -> bool:
+        """With what it has been given. Where a peer has died it never does, and the program must end without us."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return True
+        last, until = torch.cuda.Event(), self.clock() + DEVICE_PATIENCE
+        last.record()
+        while not last.query() and self.clock() < until:
+            time.sleep(0.001)
+        return last.query()
+
     def open_for(self) -> int:
         """For how long the next window may be open, after what closing this one took."""
         allowed = HELD_UP_AT_ONCE * self.was_open / max(1, self.cost)
         return max(WHOLE_TURNS_AFTER, min(OPEN_AT_MOST, round(allowed)))
 
     def forget(self) -> None:
-        """In a child that was forked while the window was open: it is the parent's."""
+        """As in a child that was forked while the window was open: it is the parent's."""
         if self.is_open:
             self.is_open = False
             self._follower.end()

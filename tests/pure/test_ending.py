@@ -1,0 +1,114 @@
+"""How a program ends that we look on at: as it would alone, whatever comes in its last moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
+BEGINS = """\
+import atexit, os, signal, sys, threading, time
+from keepbusy.instrument.ending import Ending
+"""
+FINISHES = "Ending(lambda: print('finished', flush=True), in_handler=%s)\n"
+
+
+def ended(program: str, in_handler: bool = True, before: str = "") -> subprocess.CompletedProcess[str]:
+    source = BEGINS + before + FINISHES % in_handler + program
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    quiet = "-Wignore::DeprecationWarning"  # since Python 3.12, of each fork beside a thread
+    return subprocess.run(
+        [sys.executable, quiet, "-c", source], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+    return done.returncode, done.stdout, done.stderr
+
+
+TERMINATES = "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(20)\n"
+both = pytest.mark.parametrize("in_handler", [True, False])
+
+
+@both
+def test_what_is_done_last_comes_after_the_programs_own_handlers(in_handler: bool) -> None:
+    done = ended("atexit.register(print, 'its own')\nsys.exit(3)\n", in_handler)
+    assert said(done) == (3, "its own\nfinished\n", "")
+
+
+@both
+def test_a_signal_ends_it_once_all_is_done(in_handler: bool) -> None:
+    assert said(ended(TERMINATES, in_handler)) == (-signal.SIGTERM, "finished\n", "")
+
+
+@both
+def test_a_signal_within_its_exit_handlers_ends_it_too(in_handler: bool) -> None:
+    """Python starts no thread by then."""
+    handler = "def last():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(20)\natexit.register(last)\n"
+    assert said(ended(handler, in_handler)) == (-signal.SIGTERM, "finished\n", "")
+
+
+def test_what_goes_wrong_in_the_signals_handler_keeps_no_program_alive() -> None:
+    done = ended(TERMINATES, before="Ending(lambda: 1 // 0)\n")
+    assert done.returncode == -signal.SIGTERM
+
+
+HANGS = """\
+import ctypes
+mutex = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+libc.pthread_mutex_lock(mutex)  # never comes back, and no signal gets it out
+"""
+
+
+def test_a_program_that_hangs_in_a_call_is_ended_by_the_signal_as_it_would_be_alone() -> None:
+    """As a rank that waits for a peer which has died."""
+    assert said(ended(HANGS)) == (-signal.SIGTERM, "", "")
+
+
+def test_a_handler_of_the_programs_own_is_left_alone() -> None:
+    own = "def own(*_):\n    print('saved', flush=True)\n    sys.exit(5)\n"
+    assert said(ended(f"{own}signal.signal(signal.SIGTERM, own)\n{TERMINATES}")) == (5, "saved\nfinished\n", "")
+
+
+def test_the_program_is_not_told_of_our_handler() -> None:
+    """One that finds a handler there may call it before it has ended well."""
+    asks = (
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.getsignal(signal.SIGINT).__name__)\n"
+        "print(signal.signal(signal.SIGTERM, signal.SIG_IGN) is signal.SIG_DFL)\n"
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)\n"
+    )
+    assert ended(asks).stdout == "True default_int_handler\nTrue\nTrue\nfinished\n"
+
+
+def test_a_child_that_is_forked_dies_of_the_signal_alone() -> None:
+    forks = (
+        "child = os.fork()\n"
+        "if not child:\n    time.sleep(20)\n"
+        "time.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+    )
+    assert said(ended(forks)) == (0, f"{-signal.SIGTERM}\nfinished\n", "")
+
+
+def test_signals_to_a_forked_child_are_none_of_its_parents() -> None:
+    """Both hold the same pipe."""
+    forks = (
+        "child = os.fork()\n"
+        "if not child:\n    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))\n    time.sleep(20)\n"
+        "time.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\ntime.sleep(3.5)\n"
+    )
+    assert said(ended(forks)) == (0, "7\nfinished\n", "")
+
+
+def test_an_interrupt_while_all_is_done_shows_no_traceback() -> None:
+    done = ended("", before="Ending(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n")
+    assert said(done) == (0, "finished\n", "")
