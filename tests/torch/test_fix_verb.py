@@ -129,6 +129,45 @@ def test_ranks_are_fixed_together(folder: Path) -> None:
     assert "predicted; the same to the last bit\n" in done.stdout
 
 
+SPAWNING = """\
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank, folder):
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data, total = torch.randn(8192, 64, device="cuda"), 0.0
+    for step in range(16):
+        noise = torch.randn(60_000)  # of the host
+        loss = model(data).sin().cos().tanh().square().mean() * (rank + 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.item()
+    print(total)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, args=(folder,), nprocs=2)
+"""
+
+
+def test_ranks_that_the_program_spawns_are_fixed_and_proven(folder: Path) -> None:
+    """They run the candidate, or nothing would be gained, and say what they compute, or nothing could be compared."""
+    (folder / "spawning.py").write_text(SPAWNING)
+    done = keepbusy(folder, "fix", "--write", "--on", "l4", "--clock", "modelled", "--gpus", "2", "spawning.py")
+    assert done.returncode == 0, done
+    assert "readback at spawning.py:18\n  gains " in done.stdout
+    assert "predicted; the same to the last bit\n" in done.stdout
+    assert "total += loss.detach().double()" in (folder / "spawning.py").read_text()
+
+
 MANY_LAUNCHES = """\
 import torch
 

@@ -18,6 +18,7 @@ from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, explained, rendered, save, write_page
 from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of, without_pytorch
 from keepbusy.cli.program import launch, machine_options, supervised_run
+from keepbusy.instrument.children import follow_with
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.errors import BadInput
 
@@ -191,13 +192,18 @@ def _program(
         with suppress(OSError):
             os.dup2(2, 1)
     if "KEEPBUSY_CANDIDATE" in os.environ:  # `keepbusy fix` tries another source
-        from keepbusy.fix.source import proof
-        from keepbusy.virtual.machine import MACHINE
-
-        proof.begin(MACHINE.peek)
+        follow_with(be_candidate)
     if options.fix:
         _fix(options, streams, timeline)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
+
+
+def be_candidate() -> None:
+    """In this process, and in those that the program spawns."""
+    from keepbusy.fix.source import proof
+    from keepbusy.virtual.machine import MACHINE
+
+    proof.begin(MACHINE.peek, lambda: launch.rank() if MACHINE.rank is None else MACHINE.rank)
 
 
 def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None) -> None:

@@ -30,6 +30,8 @@ _SCRIPT, _MODULE = _MAIN = ("init_main_from_path", "init_main_from_name")
 
 _followed = Patches()
 """What `follow` replaced last."""
+_THEN: list[dict[str, Any]] = []
+"""What children call besides, once they have begun."""
 
 
 def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[], None]:
@@ -46,7 +48,7 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
             data = prepare(name)
             main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
             told = {name: value() if callable(value) else value for name, value in options.items()}
-            os.environ[CHILD] = json.dumps({**child, "options": told, **main})
+            os.environ[CHILD] = json.dumps({**child, "options": told, "then": _THEN, **main})
             return data | {_SCRIPT: _FILE}
 
         return prepared
@@ -55,10 +57,17 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
     return _followed.undo
 
 
+def follow_with(then: Callable[..., object], **options: Any) -> None:
+    """Call it now, and in spawned children that are followed once they have begun."""
+    _THEN.append({"module": then.__module__, "function": then.__qualname__, "options": options})
+    then(**options)
+
+
 def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
     """Python runs this file in place of the script: become what the parent is, then be the script as Python would."""
-    begin = getattr(import_module(child["module"]), child["function"])
-    begin(**child["options"])
+    for one in (child, *child["then"]):
+        begin = getattr(import_module(one["module"]), one["function"])
+        begin(**one["options"])
     script, module = child.get(_SCRIPT), child.get(_MODULE)
     main: dict[str, Any] = {}
     if script is not None:

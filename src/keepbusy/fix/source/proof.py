@@ -7,6 +7,7 @@ roots of backward passes; of a program that only infers, what its models return 
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import random
@@ -33,8 +34,11 @@ Peek: TypeAlias = "Callable[[Callable[[Tensor], Any], Tensor], Any]"
 """Calls a function with a tensor as the host sees it, in no time of the program's."""
 
 
-def begin(peek: Peek) -> None:
-    """In the child, before the program. What it draws at random it draws as the other runs do."""
+def begin(peek: Peek, rank: Callable[[], int]) -> None:
+    """In the child, before the program. What it draws at random it draws as the other runs do.
+
+    The same in processes that the program spawns: each says at its end which rank it was.
+    """
     asked = json.loads(Path(os.environ[ASKED]).read_text(encoding="utf-8"))
     sources: dict[str, str] = asked["sources"]
 
@@ -50,13 +54,24 @@ def begin(peek: Peek) -> None:
 
         return get_code
 
+    def opening(plain: Function) -> Function:
+        """The script, which spawned processes read once more."""
+
+        def open_code(path: str) -> Any:
+            source = sources.get(str(Path(path).resolve()))
+            return plain(path) if source is None else io.BytesIO(source.encode())
+
+        return open_code
+
     script.COMPILE.append(compiled)
-    Patches().replace(SourceFileLoader, "get_code", reading)
+    patches = Patches()
+    patches.replace(SourceFileLoader, "get_code", reading)
+    patches.replace(io, "open_code", opening)
     random.seed(0)
     when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
     witness = _Witness(peek)
     when_imported("torch", witness.begin)
-    atexit.register(witness.leave, Path(asked["witness"]))
+    atexit.register(lambda: witness.leave(Path(asked["witness"]), rank()))
 
 
 @dataclass(frozen=True)
@@ -129,11 +144,12 @@ class _Witness:
         patches.replace(torch.nn.Module, "__call__", self._calling)
         register_optimizer_step_post_hook(self._stepped)
 
-    def leave(self, folder: Path) -> None:
+    def leave(self, folder: Path, rank: int) -> None:
+        """A process that computed nothing only spawned those that did."""
         for one in (one for optimizer in self._optimizers for one in _parameters(optimizer)):
             self._computed.last.append(self._peek(_size, one))
-        path = folder / f"rank{os.environ.get('RANK', '0')}.json"
-        path.write_text(json.dumps(vars(self._computed)), encoding="utf-8")
+        if any(vars(self._computed).values()):
+            (folder / f"rank{rank}.json").write_text(json.dumps(vars(self._computed)), encoding="utf-8")
 
     def _going_back(self, plain: Function) -> Function:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
