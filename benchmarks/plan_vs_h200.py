@@ -1,6 +1,7 @@
 """What `keepbusy plan` says of a layout, and what it takes on real GPUs.
 
     python benchmarks/plan_vs_h200.py --gpus 2 --out measured.json             # on the GPUs: each layout as it is
+    python benchmarks/plan_vs_h200.py --gpus 2 --out rest.json --only tables small
     python benchmarks/plan_vs_h200.py --gpus 2 --against measured.json         # anywhere: planned, beside it
 
 The programs of benchmarks/plans call `spread` and tell a step's seconds and the memory that tensors took at most. Told
@@ -15,19 +16,42 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from itertools import combinations
 from pathlib import Path
 
 PLANS = Path(__file__).resolve().parent / "plans"
-PROGRAMS = {"gpt": ("0,1", "2,1", "3,1", "0,2"), "wide": ("0,1", "2,1", "3,1", "0,2"), "resnet": ("0,1", "3,1")}
-LIMIT = 120
+PROGRAMS = {
+    "gpt": ("0,1", "3,1", "0,2"),
+    "wide": ("0,1", "2,1", "0,2"),
+    "llama": ("0,1", "1,1", "0,2"),
+    "encoder": ("0,1", "3,1"),
+    "vit": ("0,1", "2,1"),
+    "resnet": ("0,1", "3,1"),
+    "tables": ("0,1", "3,1"),
+    "small": ("0,1", "3,1"),
+}
+"""Each with the layouts that are tried on several GPUs, as `spread` is asked for them: shard and tensor. On one GPU
+there is one layout, so all eight take two minutes there; the nineteen on two GPUs may take two calls."""
+ARGUMENTS = {"small": ("gpt.py", "2", "14", "512", "6")}
+"""A program that is another one with arguments."""
+LIMIT = 60
 
 
-def measured(gpus: int) -> dict[str, dict]:
+def program(name: str) -> list[str]:
+    file, *arguments = ARGUMENTS.get(name, (f"{name}.py",))
+    return [str(PLANS / file), *arguments]
+
+
+def measured(gpus: int, only: list[str], until: float) -> dict[str, dict]:
+    """Until the time given; what is left is for another call."""
     found = {}
     for name, layouts in PROGRAMS.items():
-        for layout in layouts:
-            command = ["torchrun", "--standalone", f"--nproc-per-node={gpus}", str(PLANS / f"{name}.py")]
+        for layout in layouts if gpus > 1 else ("0,1",):
+            if (only and name not in only) or time.monotonic() > until:
+                continue
+            agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+            command = [*agent, *program(name)]
             done = subprocess.run(
                 command,
                 env={**os.environ, "KEEPBUSY_LAYOUT": layout},
@@ -51,7 +75,7 @@ def planned(gpus: int, real: dict[str, dict]) -> dict[str, dict]:
             continue
         asked = ",".join(f"shard={shard}+tensor={tensor}" for shard, tensor in wanted)
         command = [sys.executable, "-m", "keepbusy", "plan", "--gpus", str(gpus), "--layouts", asked, "--json"]
-        done = subprocess.run([*command, str(PLANS / f"{name}.py")], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *program(name)], capture_output=True, text=True, check=False)
         for one in json.loads(done.stdout)["layouts"] if done.returncode == 0 else ():
             found[f"{name} {one['shard']},{one['tensor']}"] = {"step": one["step"] / 1e3, "peak": one["peak"]}
     return found
@@ -78,13 +102,15 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--gpus", type=int, default=2)
     arguments.add_argument("--out", type=Path)
+    arguments.add_argument("--only", nargs="*", default=[], help="programs")
+    arguments.add_argument("--seconds", type=float, default=215.0, help="no program is begun after these")
     arguments.add_argument("--against", type=Path)
     options = arguments.parse_args()
     if options.against:
         real = json.loads(options.against.read_text())
         compare(real, planned(options.gpus, real))
     else:
-        found = measured(options.gpus)
+        found = measured(options.gpus, options.only, time.monotonic() + options.seconds)
         if options.out:
             options.out.write_text(json.dumps(found, indent=1))
 

@@ -1,4 +1,5 @@
-"""A GPT of a billion parameters, written for one GPU but for the call of `spread`. Arguments: sequences and steps."""
+"""A GPT of a billion parameters, written for one GPU but for the call of `spread`. Arguments: sequences, steps, and its
+width and layers."""
 
 import sys
 
@@ -9,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import keepbusy
 
-WIDTH, LAYERS, LENGTH, WORDS = 2048, 16, 1024, 50304
-BATCH, STEPS = map(int, sys.argv[1:] or (16, 14))
+LENGTH, WORDS = 1024, 50304
+BATCH, STEPS, WIDTH, LAYERS = [*map(int, sys.argv[1:]), *(16, 14, 2048, 16)[len(sys.argv) - 1 :]]
 
 
 class Attention(nn.Module):
