@@ -42,11 +42,12 @@ PATIENCE = 120.0
 PLAIN, OURS = "plain", "keepbusy"
 _VARYING = (
     (re.compile(rb"0x[0-9a-f]{6,}"), b"0x..."),
+    (re.compile(rb"object refcount : \d+"), b"object refcount : ..."),  # what Python dumps where it cannot print
     (re.compile(rb"\bin \d+\.\d+s"), b"in ...s"),  # what unittest says of itself
 )
-_NOTES = re.compile(rb"(keepbusy: (?!this is a bug)[^\n]*\n)+\Z")
+_NOTES = re.compile(rb"(keepbusy: (?!this is a bug)[^\n]*\n)+(?=(?:Exception ignored in: .*)?\Z)", re.DOTALL)
 _REPORT = re.compile(rb"(\A|\n)keepbusy \S+ [^\n]*\n(?:(?!\nkeepbusy ).)*\nagain  [^\n]*\n\Z", re.DOTALL)
-"""Both stand at the very end of what was said, or are a difference."""
+"""Both stand at the very end of what was said, or are a difference. What Python says still later, it says by itself."""
 
 
 @dataclass(frozen=True)

@@ -106,12 +106,14 @@ from .sibling import value
 print(__name__, __package__, __spec__.name, __file__, sys.argv, sys.path[0], type(__loader__).__name__, value)
 print(sibling.__name__, type(__builtins__), "__annotations__" in globals())
 """
+WORDING = "of a text that cannot be read Python says otherwise than of such a file: the same error, at the same line"
 CASES = [
     Case("annotations are real types", ANNOTATIONS),
     Case("annotations of a script that wants strings", "from __future__ import annotations\n" + ANNOTATIONS),
     Case("the names of a script", GLOBALS),
     Case("its file, after chdir", CHDIR),
-    Case("the state of the interpreter", INTERPRETER),
+    Case("the state of the interpreter", INTERPRETER,
+         allowed={"stdout": "the first SIGTERM is taken, threads change every 0.25 ms so that one can look on, and the import of Triton is awaited"}),
     Case(
         "the modules that are there",
         "import sys\nprint([name for name in ('torch', 'numpy', 'rich', 'keepbusy') if name in sys.modules])\n",
@@ -140,7 +142,8 @@ CASES = [
         start=("folder", "--epochs", "3"),
     ),
     Case("a folder program, named with a slash", files={"folder/__main__.py": "import sys\nprint(sys.argv, __file__)\n"}, start=("folder/",)),
-    Case("a folder without a program", files={"folder/other.py": ""}, start=("folder",)),
+    Case("a folder without a program", files={"folder/other.py": ""}, start=("folder",),
+         allowed={"stderr": "keepbusy says it in a sentence of its own", "exit": "as for any bad input"}),
     Case("a zip program", prepare=_archive, start=("app.zip", "--epochs", "3")),
     Case("a compiled program", prepare=_compiled, start=("script.pyc",)),
     Case("a symbolic link", prepare=_linked, start=("link.py",)),
@@ -167,9 +170,10 @@ CASES = [
     Case("line ends of Windows", b"x = '''a\r\nb'''\r\nprint(repr(x))\r\nraise ValueError(x)\r\n"),
     Case("a byte order mark", b"\xef\xbb\xbf# -*- coding: utf-8 -*-\r\nprint('\xc3\xbc', __doc__)\r\n"),
     Case("a declared encoding", "# -*- coding: latin-1 -*-\nprint('ü'.encode(), 'ß')\nraise ValueError('ü')  # ö\n".encode("latin-1")),
-    Case("an encoding that is not declared", "print('ü')\n".encode("latin-1")),
+    Case("an encoding that is not declared", "print('ü')\n".encode("latin-1"),
+         allowed={"stderr": WORDING}),
     Case("no newline at its end, and a first line for the shell", b"#!/usr/bin/env python\n\x0c\nif True:\n\tprint('tab')"),
-    Case("a null byte", b"print('before')\n\0\n"),
+    Case("a null byte", b"print('before')\n\0\n", allowed={"stderr": WORDING}),
     Case("without assertions", '"doc"\nassert False\nprint(__doc__, __debug__)\n', python=("-OO",)),
     Case(
         "a safe path",

@@ -53,7 +53,7 @@ print("no newline", end="")
 CASES = [
     *(Case(name, source) for name, (source, _) in REPLACED.items()),
     *(Case(f"{name}; with work on the device", LOOP + source, device=6) for name, (source, _) in REPLACED.items() if name in (
-        "sys.stdout with write and flush only", "sys.stdout is None", "sys.stdout is closed", "sys.stdout is a StringIO",
+        "sys.stdout with write and flush only", "sys.stdout is None", "sys.stdout is deleted", "sys.stdout is closed", "sys.stdout is a StringIO",
         "sys.stdout is UTF-16", "sys.stdout is detached", "sys.stdout fails", "both are closed", "descriptors 1 and 2 are closed",
         "descriptor 1 leads into a file", "sys.stderr with write and flush only, and an exception")),
     Case("raw and binary output", BINARY),

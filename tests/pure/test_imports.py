@@ -130,14 +130,14 @@ LINES = {
     "hang": 663,
     "timeline": 2538,
     "traces": 2461,
-    "instrument": 1968,
+    "instrument": 2032,
     "recording": 3992,
-    "virtual": 8540,
+    "virtual": 8542,
     "explain": 4048,
     "report": 3252,
     "runtime": 5447,
-    "cli": 3477,
-    "fix": 4920,
+    "cli": 3478,
+    "fix": 4919,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -214,7 +214,7 @@ def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callab
     fixes.begin()
 
     def tell() -> None:
-        flush(sys.stdout, sys.stderr)
+        flush()
         told = fixes.told(_plan_without(fixes, options, timeline))
         if options.json:
             sys.stderr.write(f"{told}\n")
@@ -302,7 +302,8 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
     diagnosis = explained(timeline, None, options.what_if, options.workers, turns=options.page is not None)
     if options.page:
         write_page(diagnosis, options.page_at, Path(options.script).name)
-    flush(sys.__stdout__, sys.stdout if isinstance(sys.stdout, TextIOWrapper) else None)
+    its_own = getattr(sys, "stdout", None)
+    flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
     text = rendered(diagnosis, options.json, _again(options), streams.screen)
     if options.before is not None:
         text = _held_against(options, diagnosis, text, streams)

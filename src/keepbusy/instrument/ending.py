@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
 from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.script import flush
+from keepbusy.instrument.script import NAMESAKES, flush
+from keepbusy.instrument.unseen_thread import UnseenThread
 
 _set, _get = signal.signal, signal.getsignal
 _AGAIN = 0.002
@@ -77,11 +79,12 @@ class Ending:
             os.kill(os.getpid(), number)
 
     def _last(self) -> None:
-        """`finish`, with as deep a stack as when this was made: the program may have limited its own."""
+        """`finish`, with our own modules, and as deep a stack as there was before the program could limit it."""
         its_own = sys.getrecursionlimit()
         sys.setrecursionlimit(max(its_own, self._depth))
         try:
-            self._finish()
+            with NAMESAKES[-1].ours() if NAMESAKES else nullcontext():
+                self._finish()
         finally:
             sys.setrecursionlimit(its_own)
 
@@ -98,7 +101,7 @@ class Ending:
         heard, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        threading.Thread(target=self._hear, args=(heard,), name="keepbusy ending", daemon=True).start()
+        UnseenThread(lambda: self._hear(heard))
 
     def _hear(self, heard: int) -> None:
         while came := os.read(heard, 1):
@@ -137,6 +140,6 @@ def _is_within_us(frame: FrameType | None) -> bool:
 
 
 def _die_of(number: int) -> None:
-    flush(sys.stdout, sys.stderr)
+    flush()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

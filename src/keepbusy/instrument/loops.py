@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
+from keepbusy.instrument.unseen_thread import UnseenThread
 
 LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
@@ -109,7 +110,7 @@ class LoopWatch:
             threading.Lock()
         )  # free once nothing is to be looked at any more; cheaper to wait for than an event
         self._stop.acquire()
-        self._thread: threading.Thread | None = None
+        self._thread: UnseenThread | None = None
         self._counters = TurnCounters(self.looks, clock) if sys.version_info >= (3, 12) else None
 
     def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
@@ -147,12 +148,11 @@ class LoopWatch:
             frame = frame.f_back
 
     def begin(self) -> None:
-        self._thread = threading.Thread(target=self._look_on, name="keepbusy loops", daemon=True)
-        self._thread.start()
+        self._thread = UnseenThread(self._look_on)
 
     def end(self) -> None:
         self._let_go()
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(THINKS_AT_MOST)  # Python ends a process whose threads go on into its own end
         if self._counters is not None:
             self._counters.end()

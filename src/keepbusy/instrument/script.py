@@ -7,9 +7,9 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -73,7 +73,43 @@ def _new_main(first: str, arguments: Sequence[str]) -> ModuleType:
 def _set_first_path(folder: str) -> None:
     """Python put ours there, unless it was told to put none."""
     if not sys.flags.safe_path:
+        NAMESAKES.append(_Namesakes(folder))
         sys.path[0:1] = [folder]
+
+
+class _Namesakes:
+    """Modules beside the program that are named like others: the program finds its own, as ever, and we find ours.
+
+    PyTorch and what it needs are imported before the program, which would be given those for its own.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = [*sys.path]
+        self._others = dict[str, ModuleType]()
+        beside = [*Path(folder).iterdir()] if os.path.isdir(folder) else []  # noqa: PTH112  # else an archive
+        self._names = {one.stem for one in beside if one.suffix == ".py" or (one / "__init__.py").is_file()}
+        for name in self._names - {"torch", "keepbusy", "encodings"}:  # the last is there before any program
+            origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+            if origin not in (None, "built-in", "frozen") and not Path(origin).is_relative_to(folder):
+                within = [one for one in sys.modules if one.partition(".")[0] == name]
+                self._others |= {one: sys.modules.pop(one) for one in within}
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """What is imported meanwhile is not the program's."""
+        path, sys.path = sys.path, self._path
+        doubled = {name for name in self._names if name in self._others or PathFinder.find_spec(name, self._path)}
+        its_own = {one: sys.modules.pop(one) for one in [*sys.modules] if one.partition(".")[0] in doubled}
+        sys.modules.update(self._others)
+        try:
+            yield
+        finally:
+            sys.path = path
+            sys.modules.update(its_own)
+
+
+NAMESAKES: list[_Namesakes] = []
+"""Of the program that is run, once it is."""
 
 
 def _holds_a_program(path: str) -> bool:
@@ -104,7 +140,7 @@ def _to_its_end(program: object) -> int:
         raise
     except BaseException as error:
         failed = error
-    flush(sys.stderr, sys.stdout)
+    flush()
     if failed is None:
         return 0
     _show(failed)  # no longer being handled, or what goes wrong in a hook would have it for its context
@@ -112,8 +148,8 @@ def _to_its_end(program: object) -> int:
 
 
 def flush(*streams: TextIO | None) -> None:
-    """As Python does when a script has ended, whatever the program has put in a stream's place."""
-    for stream in streams:
+    """As Python does with both when a script has ended, whatever the program has put in their place."""
+    for stream in streams or (getattr(sys, "stderr", None), getattr(sys, "stdout", None)):
         with suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
 
@@ -133,13 +169,11 @@ def _show(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    hook = getattr(sys, "excepthook", None)
     another: BaseException | None = None
     try:
-        if hook is None:
+        if not hasattr(sys, "excepthook"):
             _say("sys.excepthook is missing\n")
-            hook = sys.__excepthook__
-        hook(type(error), error, error.__traceback__)
+        getattr(sys, "excepthook", sys.__excepthook__)(type(error), error, error.__traceback__)
     except SystemExit:
         raise
     except BaseException as raised:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
+
+from keepbusy.instrument.unseen_thread import UnseenThread
 
 _AT_THE_END = 5
 """Seconds that the program's end waits for what is under way."""
@@ -17,18 +18,16 @@ _AT_THE_END = 5
 class Background:
     """Calls, one after the other. A child that the program forks has none: its calls are made at once."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: UnseenThread | None = None
         self._process = 0
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
         promised: Future[Any] = Future()
         if self._thread is None:
             self._process = os.getpid()
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = UnseenThread(self._work)
             atexit.register(self.stop)
         if self._process == os.getpid():
             self._queue.put((work, promised))

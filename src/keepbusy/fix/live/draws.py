@@ -93,7 +93,7 @@ class DrawsAhead:
     def __init__(self) -> None:
         self.switch = FixSwitch("draws", "draws of random numbers on the CPU made while the program did something else")
         self._plain: dict[str, Function] = {}
-        self._thread = Background("keepbusy draws")
+        self._thread = Background()
         self._follows: dict[Context, Draw] = {}
         self._seen: Counter[tuple[Context, Draw]] = Counter()
         self._slow: set[Draw] = set()

@@ -147,7 +147,7 @@ class LateNumbers:
         self.switch = FixSwitch("late_numbers", "values that are only summed or kept, read when somebody looks")
         self._pages: dict[tuple[torch.device, torch.dtype], ValuePage] = {}
         self._seen: set[Any] = set()
-        self._carriage = Background("keepbusy reads")
+        self._carriage = Background()
         self._on_their_way: deque[LateValue] = deque()
         self._timed: deque[tuple[tuple[Any, ...], LateValue]] = deque()
         self._lock = Lock()

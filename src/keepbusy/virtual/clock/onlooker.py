@@ -12,6 +12,8 @@ from itertools import zip_longest
 from time import perf_counter_ns
 from types import FrameType
 
+from keepbusy.instrument.unseen_thread import UnseenThread
+
 INTERVAL = 0.001
 """Seconds between two looks: cheap enough to go unnoticed, and a wait that is shorter is hardly worth a line."""
 
@@ -30,7 +32,7 @@ class Onlooker:
         self._stop = threading.Event()
         # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
         sys.setswitchinterval(INTERVAL / 4)
-        threading.Thread(target=self._look, name="keepbusy", daemon=True).start()
+        UnseenThread(self._look)
 
     def _look(self) -> None:
         while not self._stop.wait(INTERVAL):

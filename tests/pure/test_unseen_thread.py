@@ -1,0 +1,21 @@
+"""A thread that the program does not find among its own."""
+
+from __future__ import annotations
+
+import threading
+
+from keepbusy.instrument.unseen_thread import UnseenThread
+
+
+def test_it_is_nowhere_among_the_threads_and_can_be_waited_for() -> None:
+    let_go, done = threading.Event(), list[int]()
+    before = threading.enumerate()
+    thread = UnseenThread(lambda: let_go.wait(60) and done.append(threading.get_ident()))
+    assert threading.enumerate() == before
+    thread.join(0.0)  # it is still at work
+    assert done == []
+    let_go.set()
+    for _ in range(2):
+        thread.join(60)
+        assert len(done) == 1
+    assert done != [threading.get_ident()]
