@@ -395,11 +395,13 @@ def test_another_process_finds_the_loop_by_where_it_stands(train: Watched) -> No
     two_epochs(train)
     sources = SourceLoops(read_source)
     for one in innermost_loops(train.looks, half):
-        jumps = jumps_of(one.site, train.looks, sources)
+        jumps, _ = jumps_of(one.site, train.looks, sources)
         assert jumps >= one.jumps
         loops = {sources.of_jump(train.looks.codes[code], target) for code, target in jumps}
         assert [loop.first for loop in loops if loop] == [one.site.line]
-        assert not jumps_of(one.site._replace(file="other.py"), train.looks, sources)
+        assert jumps_of(one.site._replace(file="other.py"), train.looks, sources) == (frozenset(), frozenset())
+    inner, outer = sorted(innermost_loops(train.looks, half), key=lambda one: -one.site.line)
+    assert jumps_of(inner.site, train.looks, sources)[1] == jumps_of(outer.site, train.looks, sources)[0] != frozenset()
 
 
 def test_a_loop_that_is_counted_no_further_cannot_be_looked_at(train: Watched) -> None:

@@ -25,6 +25,7 @@ from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TUR
 from keepbusy.recording.window_plan import Occasion
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.run_facts import SCRIPT, STALL
+from keepbusy.timeline.run_tree import LOOP
 
 
 def stepping(run: Run, due: Callable[[int], Occasion | None], steps: int = 40) -> None:
@@ -274,6 +275,49 @@ def test_the_loop_that_takes_the_steps_is_not_looked_at_again(tmp_path: Path) ->
     nowhere, none = LoopSite("", "", 0, 0), np.zeros(0, np.int64)
     loops = [BusyLoop(frozenset([(code, jumps[code])]), nowhere, "", 0, 0, none) for code in (0, 1)]
     assert [run._is_unseen(one) for one in loops] == [False, True]
+
+
+ROLLOUTS = """\
+import torch
+
+def collect(run):
+    for iteration in range(200):
+        for move in range(8):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+            wait(0.001)
+        wait(0.02)
+        if run.closed():
+            break
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="turns are counted since Python 3.12")
+def test_what_lies_between_two_runs_of_a_loop_is_none_of_its_turns(
+    patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the update after each rollout, which takes far longer than a move."""
+    monkeypatch.chdir(tmp_path)
+    Path("rollouts.py").write_text(ROLLOUTS, encoding="utf-8")
+    names: dict[str, Any] = {"wait": time.sleep}
+    exec(compile(ROLLOUTS, str(tmp_path / "rollouts.py"), "exec"), names)
+    run = Run(RunOptions(str(tmp_path)))
+    run.closed = lambda: bool(run._further) and not run.window.is_open  # type: ignore[attr-defined]
+    code = names["collect"].__code__
+    site = LoopSite(code.co_filename, code.co_name, code.co_firstlineno, 5)
+    run.loops.looks.codes.append(code)
+    run._plan.planned = Occasion(LOOP, 1, 20, {"place": "rollouts.py:5"}, loop=site, usual=1_200_000)
+    run._plan_windows(run.clock())
+    try:
+        names["collect"](run)
+    finally:
+        run.loops.end()
+    run.leave()
+    assert run.notes == []
+    [look] = facts_in(run.folder)["further"]
+    took = [(last[1] - first[1]) / 1e6 for first, last in itertools.pairwise(look["ticks"])]
+    assert len(took) == 20
+    assert 2 <= len(look["beside"]) <= 3
+    assert {row for row, one in enumerate(took) if one > 19} == set(look["beside"])
 
 
 WINDOW = SETTLING_TURNS + RECORDED_TURNS

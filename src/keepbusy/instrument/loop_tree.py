@@ -124,18 +124,22 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
     return sorted(found, key=lambda one: -one.waits)
 
 
-def jumps_of(site: LoopSite, looks: Looks, sources: SourceLoops) -> frozenset[tuple[int, int]]:
-    """The jumps that end its turns, also before any was seen; none where no look has met its function."""
+Jumps = frozenset[tuple[int, int]]
+"""Of a code, by number, and of the instruction that turns begin at."""
+
+
+def jumps_of(site: LoopSite, looks: Looks, sources: SourceLoops) -> tuple[Jumps, Jumps]:
+    """Those that end turns of this loop, and of the ones around it in its function, also before any was seen; none
+    where no look has met that function."""
     codes = enumerate(list(looks.codes))
     own = [one for one in codes if (one[1].co_filename, one[1].co_name, one[1].co_firstlineno) == site[:3]]
-    back = [
-        (number, code, jump.argval)
-        for number, code in own
-        for jump in dis.get_instructions(code)
-        if jump.opname.startswith("JUMP_BACKWARD")
-    ]
-    loops = ((number, target, sources.of_jump(code, target)) for number, code, target in back)
-    return frozenset((number, target) for number, target, loop in loops if loop and loop.first == site.line)
+    found: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
+    for number, code in own:
+        for jump in dis.get_instructions(code):
+            loop = sources.of_jump(code, jump.argval) if jump.opname.startswith("JUMP_BACKWARD") else None
+            if loop and loop.first <= site.line <= loop.last:
+                found[loop.first == site.line].add((number, jump.argval))
+    return frozenset(found[True]), frozenset(found[False])
 
 
 def worth_a_look(loops: Sequence[BusyLoop]) -> list[BusyLoop]:

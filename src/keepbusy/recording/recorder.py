@@ -25,6 +25,7 @@ from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
+    Jumps,
     innermost_loops,
     jumps_of,
     read_source,
@@ -105,6 +106,8 @@ class Run:
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
         self._loop = ""  # whose turns the steps are: its place
         self._followed: Occasion | None = None  # whose loop's turns are told now
+        self._around: Jumps = frozenset()  # turns of the loops around that one
+        self._begun = 0  # how often it may have begun from the start
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._blind = 0  # the step at which the first window had seen nothing of the GPU
         self._marks_facts: dict[str, Any] = {}
@@ -205,8 +208,9 @@ class Run:
         elif (told := self._shared.heard()) is not None:
             self._plan.follow(told)
         if (occasion := self._plan.take_loop()) is not None and occasion.loop is not None:
+            jumps, self._around = jumps_of(occasion.loop, self.loops.looks, self._sources)
             self._followed = occasion
-            self.loops.follow(jumps_of(occasion.loop, self.loops.looks, self._sources), self._on_turn)
+            self.loops.follow(jumps, self._on_turn)
 
     def _is_script(self, now: int) -> bool:
         """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""
@@ -313,13 +317,24 @@ class Run:
     def _turn(self) -> None:
         self._turns += 1
         if self._sees_a_loop():
+            if self._begins_anew():
+                self.window.beside.add(self._turns)
             self._advance(self._turns)
         elif (one := self._followed) is not None and not self.window.is_open and not self.others.at_work:
             is_due = self.marks.count >= one.opens and self.clock() >= one.not_before
             if is_due:
                 self._turns = 0
+                self._begins_anew()
                 self._add_window(one, brief=True)
                 self._open(self._turns)
+
+    def _begins_anew(self) -> bool:
+        """Whether the loop may have begun from the start since this was asked last: what lay in between is no turn."""
+        looks, before = self.loops.looks, self._begun
+        codes = {code for code, _ in self.loops.followed}
+        self._begun = sum(len(looks.entries.get(code, ())) for code in codes)
+        self._begun += sum(len(looks.turns.get(jump, ())) for jump in self._around)
+        return self._begun != before
 
     def _open_script(self) -> None:
         if self._steps or self.window.is_open or self.others.at_work:
@@ -464,7 +479,7 @@ class Run:
     def _about(self, window: Window) -> dict[str, Any]:
         turn = next((one.usual for one, its in self._further if its is window and one.loop is not None), None)
         plain = self._plain_step(window) if turn is None else turn
-        no_step = self.marks.beside() if turn is None and window.ticks else set()
+        no_step = window.beside if turn is not None else self.marks.beside() if window.ticks else set()
         return {
             "beside": [row for row, tick in enumerate(window.ticks[1:]) if tick.number in no_step],
             "ticks": window.ticks,

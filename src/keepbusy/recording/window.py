@@ -119,6 +119,8 @@ class Window:
         self.longest, self.at_most = LONGEST_OPEN, OPEN_AT_MOST
         self.is_open = False
         self.ticks: list[Tick] = []
+        self.beside: set[int] = set()
+        """Of a loop: what ended with these of its turns was more than one turn."""
         self.is_cut = self.is_part = False
         """Whether it has seen one turn alone, and whether of that a part."""
         self.is_blind = False
