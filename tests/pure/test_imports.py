@@ -135,7 +135,7 @@ LINES = {
     "virtual": 8542,
     "explain": 4048,
     "report": 3252,
-    "runtime": 5447,
+    "runtime": 5542,
     "cli": 3478,
     "fix": 4919,
 }

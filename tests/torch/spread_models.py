@@ -59,6 +59,54 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+class PackedAttention(nn.Module):
+    """Queries, keys and values of one layer: of equal width; or with fewer keys; or head by head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.heads, self.kv_heads, self.dim = kind, HEADS, HEADS // 2, WIDTH // HEADS
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH if kind == "fewer" else 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        packed = self.qkv(x)
+        if self.kind == "fewer":
+            sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
+            q, k, v = (one.view(b, t, -1, self.dim).transpose(1, 2) for one in packed.split(sizes, -1))
+        elif self.kind == "by head":
+            q, k, v = packed.view(b, t, self.heads, 3, self.dim).permute(3, 0, 2, 1, 4)
+        else:
+            q, k, v = packed.reshape(b, t, 3, self.heads, self.dim).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kind == "fewer")
+        return self.out(mixed.transpose(1, 2).reshape(b, t, -1))
+
+
+class PackedBlock(nn.Module):
+    """Its gate and what it gates are one layer, too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), PackedAttention(kind), nn.LayerNorm(WIDTH)
+        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        gate, up = self.gate_up(self.second(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(PackedBlock(kind) for kind in ("equal", "fewer", "by head")))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.words(tokens)))
+
+
 class Basic(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()

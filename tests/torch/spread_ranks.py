@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spread_models import GPT, HEADS, WIDTH, WORDS, Encoder, ResNet
+from spread_models import GPT, HEADS, WIDTH, WORDS, Encoder, Packed, ResNet
 from torch import Tensor, nn
 
 from keepbusy.runtime.accumulate import accumulate
@@ -30,7 +30,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         **{f"shard={one}, tensor=2": {"shard": one, "tensor": 2} for one in (0, 2, 3)},
     },
 }
-MODELS: dict[str, Callable[..., nn.Module]] = {"GPT": GPT, "ResNet": ResNet, "encoder": Encoder}
+MODELS: dict[str, Callable[..., nn.Module]] = {"GPT": GPT, "ResNet": ResNet, "encoder": Encoder, "packed": Packed}
 Batch = tuple[Tensor, Tensor]
 
 
@@ -226,24 +226,24 @@ def scaled() -> dict[str, Any]:
     return found
 
 
-def resumed() -> dict[str, Any]:
+def resumed(kind: str = "GPT") -> dict[str, Any]:
     """Every layout's checkpoint, read by every other."""
     with tempfile.TemporaryDirectory() as mine:
         folder: list[Any] = [mine]
         dist.broadcast_object_list(folder)
-        found = _resumed_from(Path(folder[0]))
+        found = _resumed_from(Path(folder[0]), kind)
         dist.barrier()
         return found
 
 
-def _resumed_from(root: Path) -> dict[str, Any]:
-    example = batch("GPT", 9)[0]
+def _resumed_from(root: Path, kind: str) -> dict[str, Any]:
+    example = batch(kind, 9)[0]
     found, saving = {}, None
-    model, optimizer = made("GPT")
-    train(model, optimizer, batches("GPT", 0, 2))
-    found["one process"] = train(model, optimizer, batches("GPT", 2, 2))
+    model, optimizer = made(kind)
+    train(model, optimizer, batches(kind, 0, 2))
+    found["one process"] = train(model, optimizer, batches(kind, 2, 2))
     for name, layout in LAYOUTS[RANKS].items():
-        model, optimizer, pairs = spread(*made("GPT"), batches("GPT", 0, 2), example=example, **layout)
+        model, optimizer, pairs = spread(*made(kind), batches(kind, 0, 2), example=example, **layout)
         train(model, optimizer, pairs)
         saving = save_later(state_of(model, optimizer), root / name)
     assert saving is not None
@@ -251,10 +251,21 @@ def _resumed_from(root: Path) -> dict[str, Any]:
     dist.barrier()
     names = list(LAYOUTS[RANKS])
     for written, read in [*zip(names, [*names[1:], names[0]], strict=True), (names[0], names[-1])]:
-        model, optimizer, pairs = spread(*made("GPT"), batches("GPT", 2, 2), example=example, **LAYOUTS[RANKS][read])
+        model, optimizer, pairs = spread(*made(kind), batches(kind, 2, 2), example=example, **LAYOUTS[RANKS][read])
         resume(model, optimizer, root / written)
         found[f"{written} read as {read}"] = train(model, optimizer, pairs)
     return found
+
+
+def packed() -> dict[str, Any]:
+    """What trains, which parameters are cut, and what a state says of rows that lie in another order."""
+    layout = {"tensor": 2} if RANKS == 2 else {"shard": 3, "tensor": 2}
+    model, optimizer, pairs = spread(*made("packed"), batches("packed"), example=batch("packed", 9)[0], **layout)
+    state, right = state_of(model)["model"], made("packed")[0].state_dict()
+    own = all(torch.equal(state[name].full_tensor(), one) for name, one in right.items())
+    cut = [name for name, one in model.named_parameters() if one.placements[-1].is_shard()]
+    losses = {"one process": train(*made("packed"), batches("packed")), "packed": train(model, optimizer, pairs)}
+    return {"losses": losses, "cut": cut, "own": own}
 
 
 def dropped() -> dict[str, Any]:
@@ -443,11 +454,13 @@ RUNS: dict[str, Callable[[], Any]] = {
     "GPT": lambda: layouts_of("GPT"),
     "states from before": with_states_from_before,
     "resume": resumed,
+    "packed": packed,
     "dropout": dropped,
 }
 AMONG_TWO: dict[str, Callable[[], Any]] = {
     "ResNet": lambda: layouts_of("ResNet"),
     "encoder": lambda: layouts_of("encoder"),
+    "packed resume": lambda: resumed("packed"),
     "norms of the optimizer": normed,
     "accumulate": accumulated,
     "scaler": scaled,

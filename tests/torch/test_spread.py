@@ -49,6 +49,7 @@ def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5)
         ("GPT", 5),
         ("ResNet", 4),
         ("encoder", 5),
+        ("packed resume", 6),
         ("without an example", 4),
         ("tied over blocks", 1),
         ("read by another", 1),
@@ -81,6 +82,16 @@ def test_learning_rates_schedules_and_momenta_of_each_group_go_along(ranks: int,
 def test_a_checkpoint_of_any_layout_is_read_by_any_other(ranks: int, request: Any) -> None:
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["resume"]
     assert_like_one_process(found, {2: 6, 4: 5}[ranks])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_layer_that_holds_several_is_cut_through_each_of_them(ranks: int, request: Any) -> None:
+    """Queries, keys and values of equal width, of fewer keys, and head by head; a gate and what it gates."""
+    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["packed"]
+    assert_like_one_process(found["losses"], 1)
+    packed = [f"blocks.{one}.{name}.weight" for one in range(3) for name in ("attention.qkv", "gate_up")]
+    assert set(packed) < set(found["cut"])
+    assert found["own"], "a state has the rows in the model's own order"
 
 
 def test_accumulation_defers_in_each_layout(two: Found) -> None:

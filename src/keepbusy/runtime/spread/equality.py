@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from keepbusy.runtime.spread.batch_share import share_of
 from keepbusy.runtime.spread.blocks import without_dropout
 from keepbusy.runtime.spread.layout import RankLayout, own_part
+from keepbusy.runtime.spread.parameters import orders_of, reordered
 from keepbusy.runtime.spread.traffic import Theory, Traffic
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
@@ -147,13 +148,18 @@ def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole ones, on the host."""
-    named = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    named = {name: one for name, one in model.named_parameters() if one.grad is not None}
+    orders = orders_of(model)
     notes = logging.getLogger("torch.distributed.tensor._redistribute")
     level = notes.level
     notes.setLevel(logging.ERROR)  # that whole gradients are slow to gather matters once
-    whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in named.items()}
+    found = {}
+    for name, one in named.items():
+        whole = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+        back = orders[id(one)].argsort() if id(one) in orders else None
+        found[name] = reordered(whole.detach().float().cpu(), back)
     notes.setLevel(level)
-    return {name: one.detach().float().cpu() for name, one in whole.items()}
+    return found
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -1,7 +1,10 @@
-"""The optimizer of a model whose parameters were replaced: it trains those that took their place."""
+"""Parameters that were replaced, or whose rows lie in another order: the optimizer trains those that took their place,
+and what is saved is as the model's own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +33,21 @@ class TrainedNames:
         states go with them, cut as they are."""
         if self._optimizer is None:
             return
-        present = dict(model.named_parameters(remove_duplicate=False))
+        present, orders = dict(model.named_parameters(remove_duplicate=False)), orders_of(model)
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             replaced = [(old, present[name]) for old, name in zip(group["params"], names, strict=True)]
             group["params"] = [new for _, new in replaced]
             for old, new in replaced:
                 if old in self._optimizer.state:
                     state = self._optimizer.state.pop(old)
-                    self._optimizer.state[new] = {key: _as_parameter(one, new) for key, one in state.items()}
+                    self._optimizer.state[new] = {
+                        key: _as_parameter(one, new, orders.get(id(new))) for key, one in state.items()
+                    }
+        if orders:
+            self._optimizer.register_state_dict_post_hook(
+                partial(_turned, orders={key: one.argsort() for key, one in orders.items()})
+            )
+            self._optimizer.register_load_state_dict_pre_hook(partial(_turned, orders=orders))
         self.prove(model)
 
     def prove(self, model: nn.Module) -> None:
@@ -49,11 +59,58 @@ class TrainedNames:
                     raise RuntimeError(f"the optimizer would train a parameter {name} that the model no longer has")
 
 
-def _as_parameter(value: Any, parameter: Any) -> Any:
+def _as_parameter(value: Any, parameter: Any, order: Tensor | None) -> Any:
     """What an optimizer keeps for a parameter lies where it does, in the same parts."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.dim():
         return value
-    value = value.to(parameter.device)
+    value = reordered(value.to(parameter.device), order)
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+# Rows in another order
+
+
+def reordered(value: Any, order: Tensor | None) -> Any:
+    """Rows in that order; those of a DTensor are in the same parts afterwards."""
+    if order is None:
+        return value
+    if not isinstance(value, DTensor):
+        return value[order.to(value.device)]
+    whole = value.full_tensor()[order.to(value.device)]
+    return distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
+
+
+def keep_order(module: nn.Module, order: Tensor) -> None:
+    """From now on the rows of its parameters lie so; in a state they are as the module has them by itself."""
+    module.row_order = order
+    module.register_state_dict_post_hook(partial(_in_state, order=order.argsort()))
+    module.register_load_state_dict_pre_hook(partial(_in_state, order=order))
+
+
+def orders_of(model: nn.Module) -> dict[int, Tensor]:
+    """Of parameters whose rows lie in another order, by id."""
+    packed = [one for one in model.modules() if "row_order" in vars(one)]
+    return {id(own): one.row_order for one in packed for own in one.parameters(recurse=False)}
+
+
+def _in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any, order: Tensor) -> None:
+    for name in module._parameters:
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = reordered(state[f"{prefix}{name}"], order)
+
+
+def _turned(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Mapping[int, Tensor]) -> dict[str, Any]:
+    """An optimizer's state, whose rows are turned with those of its parameters."""
+    keys = [key for group in saved["param_groups"] for key in group["params"]]  # numbers, or names
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    state = dict(saved["state"])
+    for key, parameter in zip(keys, held, strict=True):
+        if id(parameter) in orders and key in state:
+            order = orders[id(parameter)]
+            state[key] = {
+                name: reordered(one, order) if getattr(one, "shape", None) == parameter.shape else one
+                for name, one in state[key].items()
+            }
+    return saved | {"state": state}

@@ -31,11 +31,20 @@ class Region:
     numbers: dict[tuple[nn.Module, str], int]
     inside: set[nn.Module] = field(default_factory=set)
     """Modules between columns and row that have parameters of their own, whose gradients are sums over the group."""
+    segments: tuple[int, ...] = ()
+    """Of one column that makes several things, as queries, keys and values: the rows of each, all of which are cut."""
 
     def role(self, module: nn.Module) -> str:
         if module in self.columns:
             return "column"
         return "row" if module is self.row else "inside" if module in self.inside else "whole"
+
+    def order(self, module: nn.Module, parts: int) -> Tensor | None:
+        """How the rows of a packed column must lie, so that each rank's share is one piece; None of any other."""
+        if not self.segments or module not in self.columns:
+            return None
+        rows = torch.arange(sum(self.segments)).split(self.segments)
+        return torch.cat([one.chunk(parts)[rank] for rank in range(parts) for one in rows])
 
     def divide(self, parts: int) -> None:
         for (module, name), value in self.numbers.items():
@@ -57,7 +66,7 @@ def regions_of(name: str, module: nn.Module, claimed: set[nn.Module], kept: set[
     """What may be cut in a module, by the shapes of its Linear layers, most likely first; a trial tells if it is right.
 
     All but the last make features of one input, which the last brings together again: queries, keys, values and the
-    projection; gate, up and down. Or they follow each other in pairs.
+    projection; gate, up and down. Or they follow each other in pairs. One layer may hold several of the features.
     """
     inner = module.named_modules(prefix=name)
     layers = [one for _, one in inner if type(one) is nn.Linear and one not in claimed]
@@ -66,21 +75,30 @@ def regions_of(name: str, module: nn.Module, claimed: set[nn.Module], kept: set[
     if len(layers) > 2:
         choices += [([first], second) for first, second in itertools.pairwise(layers)]
     for columns, row in choices:
-        if _fit(columns, row, parts):
-            for numbers in _numbers(module, columns, row, parts):
-                yield Region(name, module, columns, row, numbers)
+        for segments in _segments(columns, row):
+            if not any(rows % parts for rows in (*segments, *(one.out_features for one in columns))):
+                for numbers in _numbers(module, columns, row, segments, parts):
+                    yield Region(name, module, columns, row, numbers, segments=segments)
 
 
-def _fit(columns: list[Any], row: Any, parts: int) -> bool:
-    same_input = len({one.in_features for one in columns}) == 1
-    return (
-        same_input
-        and columns[0].out_features == row.in_features
-        and not any(one.out_features % parts for one in columns)
-    )
+def _segments(columns: list[Any], row: Any) -> Iterator[tuple[int, ...]]:
+    """How the columns' rows may be meant: as one thing each; or of a single one, as so many things of the row's width,
+    as one of it and two narrower ones (keys and values of fewer heads), or head by head."""
+    width, narrow = columns[0].out_features, row.in_features
+    if len({one.in_features for one in columns}) > 1 or width < narrow:
+        return
+    if width > narrow and len(columns) == 1:
+        if width % narrow == 0:
+            yield (narrow,) * (width // narrow)
+        if (width - narrow) % 2 == 0 and width != 3 * narrow:
+            yield narrow, (width - narrow) // 2, (width - narrow) // 2
+    if width == narrow or len(columns) == 1:
+        yield ()
 
 
-def _numbers(module: nn.Module, columns: list[Any], row: Any, parts: int) -> list[dict[tuple[nn.Module, str], int]]:
+def _numbers(
+    module: nn.Module, columns: list[Any], row: Any, segments: tuple[int, ...], parts: int
+) -> list[dict[tuple[nn.Module, str], int]]:
     whole = {
         (one, key): value
         for one in module.modules()
@@ -91,7 +109,7 @@ def _numbers(module: nn.Module, columns: list[Any], row: Any, parts: int) -> lis
     heads = {place: value for place, value in whole.items() if HEADS.search(place[1])}
     if any(value % parts for value in heads.values()):
         return []
-    widths = {one.out_features for one in columns}
+    widths = {row.in_features, *segments, *(one.out_features for one in columns)}
     wide = heads | {place: value for place, value in whole.items() if value in widths}
     return [one for one, _ in itertools.groupby([heads, wide, {}])]
 

@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from keepbusy.runtime.spread.blocks import tied_parameters
 from keepbusy.runtime.spread.layout import RankLayout
+from keepbusy.runtime.spread.parameters import keep_order, reordered
 from keepbusy.runtime.spread.region import Cut, Region, Seeds, cut_of, regions_of
 
 TOLERANCE = 1e-2
 """Of the norm: what a region may differ from the whole one. Sums in another order differ by 1e-6, with TF32 and
 bfloat16 by some 1e-3, and what is wrong by 0.1 and more."""
 
-_Known = tuple[list[str], str, list[tuple[str, str]], list[str]]
+_Known = tuple[list[str], str, list[tuple[str, str]], list[str], tuple[int, ...]]
 Calls = Mapping[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 """What each module was called with when the example ran."""
 
@@ -38,15 +39,16 @@ class TensorPlan:
         claimed: set[nn.Module] = set()
         decided: dict[str, _Known | None] = {}
         for name, module in reversed(list(model.named_modules())):  # inner ones come first
-            if module in calls and list(module.children()):
-                look = f"{module} {[path for path, one in module.named_modules() if one in claimed]}"
+            while module in calls and list(module.children()):  # a module may hold several
+                look = f"{module} {_ways(module)} {[path for path, one in module.named_modules() if one in claimed]}"
                 if look not in decided:
                     found = self._first_right(regions_of(name, module, claimed, kept, layout.tensor))
                     decided[look] = _described(found, module) if found else None
-                if (known := decided[look]) is not None:
-                    region = _like(known, name, module)
-                    self.regions.append(region)
-                    claimed |= {*region.columns, region.row}
+                if (known := decided[look]) is None:
+                    break
+                region = _like(known, name, module)
+                self.regions.append(region)
+                claimed |= {*region.columns, region.row}
         self.regions.reverse()
         if not self.regions:
             raise ValueError(
@@ -86,7 +88,7 @@ class TensorPlan:
         cuts = {one: Cut(one, region, layout.tensor_group, seeds) for one in owners.values()}
         parts = {}
         for name, parameter in whole.items():
-            part = _part(parameter, cut_of(region.role(owners[name]), name.rpartition(".")[2]), layout)
+            part = _part(parameter, region, owners[name], name, layout)
             parts[name] = cuts[owners[name]].trial[name.rpartition(".")[2]] = part.detach().requires_grad_(True)
         handles = [handle for one, cut in cuts.items() for handle in cut.attach(self._caller(one))]
         region.divide(layout.tensor)
@@ -108,9 +110,8 @@ class TensorPlan:
     def _parameter_differs(self, region: Region, owner: nn.Module, name: str, got: Any, right: Any) -> float:
         if right is None or got is None:
             return 0.0 if right is got else float("inf")
-        cut = cut_of(region.role(owner), name.rpartition(".")[2])
-        if cut is not None:
-            return _distance(got, _part(right, cut, self._layout), self._floor)
+        if cut_of(region.role(owner), name.rpartition(".")[2]) is not None:
+            return _distance(got, _part(right, region, owner, name, self._layout), self._floor)
         alone, summed = _distance(got, right, self._floor), got.clone()
         dist.all_reduce(summed, group=self._layout.tensor_group)
         if owner is not region.row and alone > TOLERANCE >= _distance(summed, right, self._floor):
@@ -132,14 +133,17 @@ class TensorPlan:
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
             region = region_of.get(module)
-            role = region.role(module) if region else "whole"
+            role, order = (region.role(module), region.order(module, layout.tensor)) if region else ("whole", None)
+            if order is not None:
+                keep_order(module, order)
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 cut = cut_of(role, name)
                 placement = Replicate() if cut is None else Shard(cut)
                 if id(parameter) not in made:
-                    shared = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                    whole = reordered(parameter.detach(), order)
+                    shared = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
                     made[id(parameter)] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
             if module._parameters:
@@ -152,22 +156,32 @@ def _asked(name: str, asked: Mapping[str, str]) -> str | None:
     return next((role for pattern, role in asked.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
+def _ways(module: nn.Module) -> list[Any]:
+    """Words and switches by which modules that look alike may compute something else."""
+    return [value for one in module.modules() for value in vars(one).values() if isinstance(value, str | bool)]
+
+
 def _described(region: Region, module: nn.Module) -> _Known:
     """By names within the module, so that its siblings need no trial."""
     name = {one: path for path, one in module.named_modules()}
     numbers = [(name[one], key) for one, key in region.numbers]
-    return [name[one] for one in region.columns], name[region.row], numbers, [name[one] for one in region.inside]
+    inside = [name[one] for one in region.inside]
+    return [name[one] for one in region.columns], name[region.row], numbers, inside, region.segments
 
 
 def _like(known: _Known, name: str, module: nn.Module) -> Region:
-    columns, row, numbers, inside = known
+    columns, row, numbers, inside, segments = known
     at = module.get_submodule
     values = {(at(path), key): getattr(at(path), key) for path, key in numbers}
-    return Region(name, module, [at(one) for one in columns], at(row), values, {at(one) for one in inside})
+    return Region(name, module, [at(one) for one in columns], at(row), values, {at(one) for one in inside}, segments)
 
 
-def _part(whole: Tensor, cut: int | None, layout: RankLayout) -> Tensor:
-    return whole if cut is None else whole.chunk(layout.tensor, cut)[layout.tensor_rank]
+def _part(whole: Tensor, region: Region, owner: nn.Module, name: str, layout: RankLayout) -> Tensor:
+    """What this rank holds of a parameter."""
+    cut = cut_of(region.role(owner), name.rpartition(".")[2])
+    if cut is None:
+        return whole
+    return reordered(whole, region.order(owner, layout.tensor)).chunk(layout.tensor, cut)[layout.tensor_rank]
 
 
 def _run(module: nn.Module, arguments: Any, options: Any, parameters: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
