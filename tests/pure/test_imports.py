@@ -129,7 +129,7 @@ MOST_FILES = 12
 LINES = {
     "hang": 663,
     "timeline": 2538,
-    "traces": 2461,
+    "traces": 2439,
     "instrument": 2040,
     "recording": 4009,
     "virtual": 8542,
