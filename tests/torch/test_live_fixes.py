@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import fix_programs
 import pytest
 import torch
 from torch import nn
+from warm_python import warm
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
@@ -273,6 +275,47 @@ found = torch.tensor(found)
         names.append(held)
     assert names[1]["optimizer"].defaults["fused"]
     assert torch.allclose(names[0]["found"], names[1]["found"], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def gradients() -> dict[str, Any]:
+    """What two ranks over gloo found: `late_gradients_ranks.py`."""
+    finished = warm().python("late_gradients_ranks.py", cwd=Path(__file__).parent, ranks=2)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "off_because"),
+    [
+        ("four micro-batches", 23, ""),
+        ("clipped once a step", 23, ""),
+        ("an inner loop", 15, ""),
+        ("a group that is left, and thrown away", 55, ""),
+        ("a group that is left, and goes on", 55, ""),
+        ("evaluated in between", 55, ""),
+        ("gradients looked at in the middle", 14, "the program looks at gradients between micro-batches"),
+        ("a step in the middle", 14, "an optimizer stepped in a turn that was not to be the last"),
+        ("gradients looked at after each", 0, ""),
+        ("a function after each", 0, ""),
+        ("a condition that the turn changes", 0, ""),
+        (
+            "other turns on each rank",
+            0,
+            "optimizers step in other turns than the source says",
+        ),
+        ("a hook for what travels", 0, ""),
+    ],
+)
+def test_gradients_travel_once_a_step_and_the_weights_are_the_same(
+    gradients: dict[str, Any], name: str, times: int, off_because: str
+) -> None:
+    """Weights, buffers, losses and what the program found of its gradients, on both ranks."""
+    for furthest, done, why, collectives, with_it in gradients[name]:
+        assert furthest < 5e-6 if times else furthest == 0
+        assert done == times
+        assert why.startswith(off_because) if off_because else not why
+        assert with_it < collectives or not times
 
 
 def test_numbers_are_drawn_ahead_once_their_order_is_known(tmp_path: Path) -> None:

@@ -108,7 +108,11 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
         help="of these, not: copies,late_numbers,draws,workers,batches,syncs,cache,garbage",
     )
     parser.add_argument(
-        "--also", type=_names, metavar="FIXES", default=(), help="and those whose values differ by rounding: fused"
+        "--also",
+        type=_names,
+        metavar="FIXES",
+        default=(),
+        help="and those whose values differ by rounding: fused,gradients",
     )
 
 

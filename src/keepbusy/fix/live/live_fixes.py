@@ -13,6 +13,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from keepbusy.fix.live.first_moves import TAKEN, first_moves
+from keepbusy.fix.live.last_turns import MARK, mark_last_turns
 from keepbusy.fix.live.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
 SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "syncs", "cache", "garbage")
-ASKED = ("fused",)
+ASKED = ("fused", "gradients")
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
-_READING = {"batches", "late_numbers"}
+_READING = {"batches", "late_numbers", "gradients"}
 """Those that know the program's source."""
-_BY_THEMSELVES = ("workers",)
-"""Those that compare times before and after: they cannot be switched by turns."""
+_BY_THEMSELVES = ("workers", "gradients")
+"""Those that cannot be switched by turns: what workers gain is seen before and after; ranks must all do the same."""
 NOISE = 0.02
 """Of a turn: who gains less is switched off."""
 _SHOWN = 4
@@ -46,6 +47,7 @@ _MADE_BY = {
     "cache": {"keep_memory"},
     "garbage": {"move_off_the_loop"},
     "fused": {"fuse_optimizer"},
+    "gradients": {"accumulate"},
 }
 """Of each fix that is made while the program runs, the plan's fixes that it stands for."""
 
@@ -80,7 +82,7 @@ class LiveFixes:
             script.COMPILE.append(self.compile)
             self._patches.later(script.COMPILE.pop)
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
-            for name, plain in ((NAME, ReadsAtOnce()), (TAKEN, lambda iterated, _: iterated)):
+            for name, plain in ((NAME, ReadsAtOnce()), (TAKEN, lambda one, _: one), (MARK, lambda *_: None)):
                 setattr(builtins, name, plain)
                 self._patches.later(partial(delattr, builtins, name))
         when_imported("torch", self._meet_torch)
@@ -93,12 +95,13 @@ class LiveFixes:
         """The program as it is to run."""
         try:
             tree = ast.parse(source)
+            marked = mark_last_turns(tree) if "gradients" in self._names else 0
             moves = first_moves(tree, is_script) if "batches" in self._names else {}
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
         self._moves[path] = {line: frozenset((path, one) for one in found) for line, found in moves.items() if found}
-        if not lines and not self._moves[path]:
+        if not (lines or marked or self._moves[path]):
             return script.COMPILE[0](source, path)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
@@ -122,6 +125,7 @@ class LiveFixes:
         from keepbusy.fix.live.batch_copies import DeferredCopies
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.draws import DrawsAhead
+        from keepbusy.fix.live.late_gradients import LateGradients
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial, InferenceTurns
@@ -131,9 +135,10 @@ class LiveFixes:
         trial = self.trial = FixTrial()
         self._inference = InferenceTurns(trial.turn)
         late, copies = LateNumbers(self._inference.passed), DeferredCopies()
-        batches = BatchesAhead(self._moves, copies)
+        batches, gradients = BatchesAhead(self._moves, copies), LateGradients()
         setattr(builtins, NAME, late)
         setattr(builtins, TAKEN, batches.take)
+        setattr(builtins, MARK, gradients.mark)
         fixes: dict[str, Any] = {
             "copies": copies,
             "batches": batches,
@@ -144,6 +149,7 @@ class LiveFixes:
             "cache": KeptCache(lambda: trial.turns),
             "garbage": QuickCollection(lambda: trial.turns),
             "fused": FusedOptimizers(),
+            "gradients": gradients,
         }
         copies.patch(self._patches)  # in any case: it sees what the others have to know of the program
         for name in self._names:
