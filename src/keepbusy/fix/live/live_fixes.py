@@ -12,9 +12,9 @@ from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.fix.live.first_moves import TAKEN, first_moves
-from keepbusy.fix.live.last_turns import MARK, mark_last_turns
-from keepbusy.fix.live.rewriting import NAME, ReadsAtOnce, rewritten
+from keepbusy.fix.syntax.first_moves import TAKEN, first_moves
+from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
+from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of

@@ -24,7 +24,7 @@ from libcst.metadata import (
     PositionProvider,
 )
 
-from keepbusy.fix.live.rewriting import rewritten
+from keepbusy.fix.syntax.rewriting import rewritten
 
 _COMPARING = {"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"}
 

@@ -15,7 +15,7 @@ import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from keepbusy.fix.live.last_turns import last_turn
+from keepbusy.fix.syntax.last_turns import last_turn
 
 _DDP = m.OneOf(*(m.Name(name) for name in ("DDP", "DistributedDataParallel")))
 _WRAPS = m.Call(func=m.OneOf(_DDP, m.Attribute(attr=_DDP)))

@@ -16,7 +16,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from keepbusy.fix.live.rewriting import scopes_of
+from keepbusy.fix.syntax.rewriting import scopes_of
 
 TAKEN = "__keepbusy_taken__"
 """The function that is shown what is gone through, and the line: `for x, y in __keepbusy_taken__(loader, 12):`."""

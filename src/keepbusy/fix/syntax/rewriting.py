@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.fix.live.formulas import FormulaParts, is_formula, is_plain
+from keepbusy.fix.syntax.formulas import FormulaParts, is_formula, is_plain
 
 NAME = "__keepbusy_late__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
