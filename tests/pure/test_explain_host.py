@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ from build import LAUNCH, MS, US, Run, loop
 from told import cause, explained, harmless, names, near, told
 
 from keepbusy.explain.edit import GRAPH_SAVES
+from keepbusy.timeline.model import Direction
 from keepbusy.timeline.plain_run import PlainRun
 
 SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -199,6 +201,44 @@ def test_the_rank_whose_loader_is_late_is_named() -> None:
 
     found = told(body, ranks=2)
     assert cause(found, "input_late").what.startswith("Rank 1 waits for its loader's workers")
+
+
+ENV = "ppo.py(205): main"
+
+
+def in_one_statement(run: Run, back: bool = True, statement: str = ENV) -> None:
+    """`envs.step(action.cpu())`, and what comes of it is copied to the GPU."""
+    run.launch(500)
+    with run.inside(ENV, exact=True):
+        run.copy(64, 5, way=Direction.DEVICE_TO_HOST, at=["aten::to"])
+        if statement == ENV:
+            run.work(2_000, at=["envs.py(9): step"])
+    if statement != ENV:
+        with run.inside(statement, exact=True):
+            run.work(2_000, at=["envs.py(9): step"])
+    if back:
+        run.copy(64, 5, at=["aten::to"])
+    run.launch(10)
+
+
+def test_what_needs_a_value_and_is_needed_cannot_go_on_beside_the_gpu() -> None:
+    found = told(in_one_statement)
+    fix = found.plan[0]
+    assert (fix.fix, [str(place) for place in fix.where], fix.causes) == (
+        "compute_on_gpu",
+        ["ppo.py:205"],
+        ("host_work",),
+    )
+    assert "needs the value that is read there" in fix.reason
+    assert fix.predicted.step < found.plain_step <= fix.predicted.high + found.noise  # at worst nothing of it can go
+
+
+@pytest.mark.parametrize("change", [{"back": False}, {"statement": "ppo.py(206): main"}])
+def test_other_work_after_a_read_can_be_put_beside_it(change: dict[str, Any]) -> None:
+    """It may need the value, and nobody waits for it; or it is another statement, as the next batch's preparation."""
+    found = told(lambda run: in_one_statement(run, **change))
+    assert "compute_on_gpu" not in {one.fix for one in found.plan}
+    assert "move_off_the_loop" in {one.fix for one in found.plan}
 
 
 def test_of_a_compiled_program_that_ran_as_written_nothing_is_said_of_its_launches() -> None:

@@ -252,22 +252,22 @@ def use(**given: Any) -> LoaderUse:
 
 def test_the_smallest_number_that_keeps_up() -> None:
     assert use().turn == 84 * MS
-    assert use().enough == 6
-    assert use().enough * use().turn >= SPARE * use().in_worker > (use().enough - 1) * use().turn
+    assert use().enough() == 6
+    assert use().enough() * use().turn >= SPARE * use().in_worker > (use().enough() - 1) * use().turn
 
 
 @pytest.mark.parametrize(("cores", "enough"), [(16, 6), (7, 6), (6, 5), (5, 4), (2, 3), (1, 3)])
 def test_there_are_no_more_workers_than_cores(cores: int, enough: int) -> None:
     """One is for the program; and nobody is told to take fewer than today."""
-    assert use(cores=cores).enough == enough
+    assert use(cores=cores).enough() == enough
 
 
 def test_a_loader_that_keeps_up_has_enough() -> None:
-    assert use(in_worker=100 * MS).enough == 3
+    assert use(in_worker=100 * MS).enough() == 3
 
 
 def test_of_a_loader_that_nobody_measured_nothing_is_said() -> None:
-    assert use(in_worker=-1).enough == -1
+    assert use(in_worker=-1).enough() == -1
     assert use(in_worker=-1).waits_with(9) == 6_000 * MS
 
 
@@ -285,7 +285,7 @@ def test_a_turn_that_takes_long_lets_workers_fill_the_queue_and_no_more() -> Non
     loader = use(workers=4, batches=80, in_worker=220 * MS, waited=2_300 * MS, looped=16_000 * MS, turns=turns)
     assert loader.turn == 24 * MS
     assert loader.waits_with(4) == pytest.approx((79 - 8) * (55 - 24) * MS, rel=0.1)
-    assert loader.enough > 8
+    assert loader.enough() > 8
 
 
 @given(
@@ -570,6 +570,20 @@ def test_what_saves_the_run_most_comes_first() -> None:
     plan = plan_of_run(told, ())
     assert [(one.loop, one.every) for one in plan] == [("train.py:70", 0.0), ("", 12.0), ("", 0.0)]
     assert [one.run_gain for one in plan] == [640 * 4 * MS, 750 * MS, 240 * MS]
+
+
+def test_of_a_loop_no_more_is_saved_than_the_gpu_waits_in_it() -> None:
+    own = replace(HEALTHY, plan=(shortened(5, 1),))
+    loop = Part(LOOP, place="train.py:70", time=3_000 * MS, busy=1_000 * MS, turns=640)
+    told = replace(HEALTHY, loops=(LoopDiagnosis("train.py:70", 640, own),), run=replace(TREE, parts=(loop,)))
+    assert [one.run_gain for one in plan_of_run(told, ())] == [2_000 * MS]
+
+
+def test_where_steps_are_not_the_plain_ones_their_fixes_ask_for_no_workers() -> None:
+    """Two unusual steps were recorded: that they could be shorter says nothing of the turns that take batches."""
+    own = replace(HEALTHY, plan=(shortened(700, 200),), plain_given=False, steps=2, run=run_of(26_000, 4_000))
+    first, *_ = with_loader(own.plan, [use()], own)
+    assert first.fix == "num_workers=6"
 
 
 # how it is told

@@ -13,8 +13,16 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, replay, settle
-from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.steps import by_pattern, period, repetition, sample, whole_steps, without_timer_reads
+from keepbusy.timeline.run_facts import RunFacts, WindowReason
+from keepbusy.timeline.steps import (
+    by_pattern,
+    period,
+    repetition,
+    sample,
+    whole_steps,
+    within_loop,
+    without_timer_reads,
+)
 
 
 def steps_of(timeline: Timeline, rank: int = 0) -> int:
@@ -40,6 +48,20 @@ def test_what_stands_before_the_first_mark_and_after_the_last_is_left_out() -> N
         kernels(run.step(), 3)
     whole = whole_steps(run.timeline())
     assert (steps_of(whole), launches(whole)) == (4, 12)
+
+
+def test_what_follows_a_loop_until_it_is_entered_again_is_none_of_its_turns() -> None:
+    """Rollouts of three turns, and between them an update of 90 launches, which lengthens the last turn's mark."""
+    run = Run.of()
+    for turn in range(7):
+        kernels(run.step().work(100), 3)
+        if turn == 3:
+            kernels(run, 90)
+    window = run.timeline().change_facts(reason=WindowReason("loop", place="ppo.py:192"))
+    whole = whole_steps(within_loop(window))
+    assert (steps_of(whole), launches(whole)) == (5, 15)
+    assert pace(whole) < pace(whole_steps(window)) / 2
+    assert within_loop(window.change_facts(reason=None)).facts.beside == ()  # of steps the recorder knows it
 
 
 def test_each_launch_keeps_its_command_whenever_it_ran() -> None:

@@ -22,7 +22,7 @@ from keepbusy.timeline.model import NONE, FrameKind, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import DRIFT, STALL
 from keepbusy.timeline.run_tree import LOOP, Part
-from keepbusy.timeline.steps import sample, step_alone, whole_steps, without_steps, without_timer_reads
+from keepbusy.timeline.steps import sample, step_alone, whole_steps, within_loop, without_steps, without_timer_reads
 
 __all__ = ["CAUSES", "explain"]
 
@@ -224,7 +224,7 @@ _WRITES = ("host_work", "blocking_copy", "host_sync")
 
 def ordinary_steps(timeline: Timeline) -> Timeline:
     """Without what is known to be rare in them: neither the plain step nor what is said of it means that."""
-    timeline = without_timer_reads(timeline)
+    timeline = without_timer_reads(within_loop(timeline))
     stalls = [stall for run in timeline.facts.plain_runs.values() for stall in run.stalls if stall.punctual]
     if not stalls:
         return timeline

@@ -37,7 +37,7 @@ from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Ints, Kind
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, SPARE, LoaderUse, Part
 
 Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3
@@ -62,6 +62,9 @@ MERGED_WORK = 0.5
 """Of what the GPU does in rounds that become one, so much stays: nobody knows how full each of them keeps it. The range
 goes from none of it to all."""
 SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
+BOTH_WAYS = (
+    "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
+)
 ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
@@ -149,7 +152,7 @@ def _few(same: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
-    groups = by_place(scene, finding.rows, of_one_rank=cause == "peer_late")
+    groups = by_place(scene, finding.rows, cause)
     remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
@@ -163,7 +166,10 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
             share = COMPILED_AWAY if remedy.fix == "compile" else 1.0
-            yield Candidate(remedy, tuple(places), (cause,), edit, middle, share)
+            bounds, reason = tuple[Edit, ...](), ""
+            if remedy.fix == "compute_on_gpu":  # nobody knows how much of it a GPU can do, or several at once need
+                bounds, reason = (edit, Edit.nothing(scene.timeline)), BOTH_WAYS
+            yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
 
 
 def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
@@ -418,7 +424,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     parts = [with_loader(told.plan, uses, told)]
     parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
     parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
-    parts += [_of_loop(one) for one in told.loops]
+    parts += [_of_loop(one, told) for one in told.loops]
     parts += [_of_line(one) for one in _idle_lines(told)]
     return tuple(_set(fix, told) for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
 
@@ -426,8 +432,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
 def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     """As a setting of the trainer that holds the loop, where the fix is one."""
     places = {str(place) for place in fix.where}
-    loops = [part for part in (told.run.within() if told.run else ()) if part.kind == LOOP and part.place in places]
-    setting = setting_of(fix.causes, [part.function for part in loops])
+    setting = setting_of(fix.causes, [part.function for part in _loops_of(told) if part.place in places])
     return replace(fix, code=setting, reason=f"{fix.reason} The trainer sets it: {setting}".strip()) if setting else fix
 
 
@@ -456,14 +461,15 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     least, shorter = (
         (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if _feeds_steps(use, told) else (1, 0)
     )
-    enough = use.workers if use.idle else use.enough_for(shorter, least)
+    enough = use.workers if use.idle else use.enough(shorter, least)
     saved = min(use.saved_with(enough, least), _largest_gain(told))
     held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
     if (enough == use.workers and not use.idle) or (saved < NOISE * run.time and not held_up):
         return tuple(_no_faster_than(known, use, use.workers, told))
     edit = next((one.edit for one in plan if one.fix == "prepare_in_workers"), None)
     fed = _no_faster_than(rest, use, enough, told)
-    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed
+    slow = min(saved, use.saved_with(enough, least, SPARE))  # workers share the cores: batches may take longer
+    return replace(_more_workers(use, enough, max(0, saved), max(0, slow), told), edit=edit), *fed
 
 
 def _loader_known(uses: Sequence[LoaderUse], told: Diagnosis) -> LoaderUse | None:
@@ -476,7 +482,7 @@ def _loader_known(uses: Sequence[LoaderUse], told: Diagnosis) -> LoaderUse | Non
 
 def _feeds_steps(use: LoaderUse, told: Diagnosis) -> bool:
     """Else the steps of this plan are others than those that take the loader's batches."""
-    return 2 * use.batches >= told.steps_of_run > 0 and not told.loop_turns
+    return told.plain_given and 2 * use.batches >= told.steps_of_run > 0 and not told.loop_turns
 
 
 def _largest_gain(told: Diagnosis) -> int:
@@ -520,10 +526,11 @@ def _no_faster_than(fixes: Iterable[PlannedFix], use: LoaderUse, workers: int, t
         before = after
 
 
-def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> PlannedFix:
-    """A turn of its loop is told as it is on average, waiting included."""
+def _more_workers(use: LoaderUse, enough: int, saved: int, least: int, told: Diagnosis) -> PlannedFix:
+    """A turn of its loop is told as it is on average, waiting included. `least`: what is saved in any case."""
     batches = max(1, use.batches)
-    turn = round((use.looped or use.turn * batches + use.waited) / batches) - saved // batches
+    now = round((use.looped or use.turn * batches + use.waited) / batches)
+    turn, high = now - saved // batches, round((1 + NOISE) * (now - least // batches))
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
     are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
     are += f", {use.idle} of them without anything to prepare," if use.idle else ""
@@ -536,7 +543,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
         [Where.of(use.place)] if use.place else [],
         ("input_late",),
         saved // batches,
-        Prediction(turn, turn, turn),
+        Prediction(turn, turn, max(turn, min(now, high))),
         run_gain=saved,
         reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
         f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
@@ -672,13 +679,20 @@ def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
     """Whether the stall is a loop that was explained by its own turns."""
     lines = set(map(_place, stall.lines))
     explained = {one.place for one in told.loops}
-    loops = [part for part in (told.run.within() if told.run else ()) if part.place in explained]
+    loops = [part for part in _loops_of(told) if part.place in explained]
     return any(line.place in lines for part in loops for inner in part.within() for line in inner.lines)
 
 
-def _of_loop(one: LoopDiagnosis) -> Plan:
+def _loops_of(told: Diagnosis) -> list[Part]:
+    return [part for part in (told.run.within() if told.run else ()) if part.kind == LOOP]
+
+
+def _of_loop(one: LoopDiagnosis, told: Diagnosis) -> Plan:
+    """Of all its turns no more goes than the GPU waits in the loop, as the run's tree tells."""
+    parts = [part for part in _loops_of(told) if part.place == one.place]
+    most = min((part.time if part.waits == NONE else part.waits for part in parts), default=1 << 62)
     return tuple(
-        replace(fix, loop=one.place, run_gain=fix.gain * one.turns if one.turns else NONE) for fix in one.diagnosis.plan
+        replace(_of_all_steps(fix, one.turns, most) if one.turns else fix, loop=one.place) for fix in one.diagnosis.plan
     )
 
 

@@ -340,7 +340,7 @@ class Story:
 
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]
-        groups = by_place(self.scene, finding.rows, of_one_rank=cause == "peer_late")
+        groups = by_place(self.scene, finding.rows, cause)
         sites = self._sites(finding, groups)
         remedy = remedy_for(self.scene, finding, sites[0].where, groups[sites[0].where])
         return Cause(
@@ -412,11 +412,10 @@ def _rounded(total: int, parts: dict[str, float]) -> dict[str, int]:
 
 def _traced_step(whole: Timeline) -> int:
     """As the host's marks show it, recording included."""
-    rank = whole.ranks[0]
-    rows = np.flatnonzero((whole.rank_of_rows == rank) & ~whole.on_device)
-    spans, marks = whole.spans, whole.marks_of(rank)
-    left_out = whole.facts.left_out_time
-    return int((spans.end[rows].max() - spans.start[marks[0]] - left_out) / len(marks))
+    spans, marks = whole.spans, whole.marks_of(whole.ranks[0])
+    rows = np.flatnonzero((whole.rank_of_rows == whole.ranks[0]) & ~whole.on_device)
+    ends = np.maximum.reduceat(spans.end[rows], np.searchsorted(rows, marks))  # steps may have been left out between
+    return int((ends - spans.start[marks]).mean())
 
 
 def sources_of(timeline: Timeline) -> tuple[str, ...]:

@@ -120,13 +120,15 @@ def _counts_steps(timeline: Timeline, frame: int) -> bool:
     return timeline.names[timeline.frames.name[frame]].startswith((OWN_STEP, PROFILER_STEP))
 
 
-def by_place(scene: Scene, rows: Ints, of_one_rank: bool = False) -> dict[Where, Ints]:
+def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
     """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
 
-    `of_one_rank`: the place is where a rank leaves the path of the others, if it does.
+    What makes a rank late is where it leaves the path of the others, if it does; work that needs a value is where that
+    is read.
     """
-    spans = scene.timeline.spans
-    within = scene.frame_of_one_rank[rows] if of_one_rank else np.full(len(rows), NONE)
+    spans, within = scene.timeline.spans, np.full(len(rows), NONE)
+    if cause in ("peer_late", "host_work"):
+        within = (scene.frame_of_one_rank if cause == "peer_late" else scene.needs_read)[rows]
     frame = np.where(within == NONE, spans.frame[rows], within)
     path = np.where(frame == NONE, spans.name[rows], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
@@ -162,7 +164,7 @@ def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
     rows = rows[on_device == computing]
     hosts = finding.culprit[rows]
     of_host = np.bincount(hosts, excess[rows], len(excess))
-    places = by_place(scene, np.unique(hosts), of_one_rank=True)
+    places = by_place(scene, np.unique(hosts), "peer_late")
     worst = max(places, key=lambda place: of_host[places[place]].sum())
     ranks, late = len(scene.timeline.ranks), excess[rows].sum() / scene.steps
     if computing:  # it would keep its share of what it does beyond the others

@@ -159,6 +159,13 @@ def _before_the_gradients(scene: Scene, row: int) -> bool:
     return bool(backward[row : marks[np.searchsorted(marks, row, side="right")]].any()) or not backward.any()
 
 
+def _of_work(seen: Seen) -> Remedy | None:
+    """Of work that the GPU waits for and that waits for the GPU nothing can be put beside it."""
+    if _writes(seen):
+        return PARTICULAR["checkpoint"]
+    return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
+
+
 def _writes(seen: Seen) -> bool:
     return "serialization" in seen.where.library
 
@@ -185,7 +192,7 @@ CHOICES: dict[str, Callable[[Seen], Remedy | None]] = {
     "blocking_copy": _of_a_blocking_copy,
     "copy_not_overlapped": lambda seen: PARTICULAR["beside"] if seen.scene.timeline.facts.runs_once else None,
     "host_sync": _of_a_sync,
-    "host_work": lambda seen: PARTICULAR["checkpoint"] if _writes(seen) else None,
+    "host_work": _of_work,
 }
 """Of causes with more than one remedy, who chooses by what was seen; none where the usual one fits."""
 

@@ -11,6 +11,7 @@ from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import (
     NONE,
     WORKERS,
+    Direction,
     FrameKind,
     Ints,
     Kind,
@@ -18,6 +19,7 @@ from keepbusy.timeline.model import (
     Mask,
     Timeline,
     last_before,
+    next_kept,
     previous_on_lane,
 )
 
@@ -110,6 +112,24 @@ class Scene:
         np.minimum.at(first, which, ranks)
         np.maximum.at(last, which, ranks)
         return self.outermost(first[which] == last[which])
+
+    @cached_property
+    def needs_read(self) -> Ints:
+        """Of each row the statement around it that read a value first, and makes of it what goes back to the device in
+        the same turn, as `envs.step(action.cpu())` does; or NONE. The GPU has nothing to do until that is done."""
+        spans, frames, marks = self.timeline.spans, self.timeline.frames, self.timeline.marks
+        line = self.innermost_line
+        exact = np.append(frames.kind == FrameKind.LINE, False)[line]
+        reads = np.flatnonzero(self.is_sync & exact & (spans.direction[self.copy_of_sync] == Direction.DEVICE_TO_HOST))
+        first = np.full(len(frames) + 1, len(spans), np.int64)
+        np.minimum.at(first, line[reads], reads)
+        around = self.outermost(first[:-1] < len(spans))
+        back = (self.command != NONE) & (spans.direction[self.command] == Direction.HOST_TO_DEVICE)
+        after = next_kept(spans.lane, self.command != NONE)
+        same_turn = np.searchsorted(marks, after, side="right") == np.searchsorted(
+            marks, np.arange(len(spans)), "right"
+        )
+        return np.where((first[around] < np.arange(len(spans))) & back[after] & same_turn, around, NONE)
 
     @cached_property
     def hands_over_gradients(self) -> Mask:

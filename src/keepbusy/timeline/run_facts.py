@@ -97,7 +97,6 @@ class RunFacts:
     traced: bool = False  # by a profiler, for whatever its user wanted: perhaps a single call
     marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
     left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
-    left_out_time: int = 0
     cluster: Cluster | None = None  # of which only some ranks are kept whole
     first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
     loop: str = ""  # the one whose turns are the steps, where the run's tree of loops tells: file:line

@@ -119,32 +119,33 @@ class LoaderUse:
     def _mean(self) -> float:
         return max(1.0, (self.looped - (self.waited - self.began)) / max(1, self.batches))
 
-    @property
-    def enough(self) -> int:
-        """The smallest number of workers that keeps up, as far as there are cores; NONE where nobody knows."""
-        return self.enough_for(0.0)
-
-    def enough_for(self, shorter: float, least: float = 1.0) -> int:
-        """The same, were each turn that much shorter, and none shorter than `least`."""
+    def enough(self, shorter: float = 0.0, least: float = 1.0) -> int:
+        """The smallest number of workers that keeps up, as far as there are cores, were each turn that much shorter and
+        none shorter than `least`: with more the run would hardly wait less, what they take to start included."""
         if self.in_worker == NONE:
             return NONE
-        most = max(self.workers, self.cores - 1, 1)
-        bearable = self.waits_with(most, shorter, least, SPARE) + BEARABLE * self.batches * self._mean
-        numbers = range(max(1, self.workers), most)
-        return next((one for one in numbers if self.waits_with(one, shorter, least, SPARE) <= bearable), most)
+        costs = dict[int, int]()
+        for workers in range(max(1, self.workers), max(self.workers, self.cores - 1, 1) + 1):
+            waits = self.waits_with(workers, shorter, least, SPARE)
+            costs[workers] = waits + self.starting(workers - self.workers)
+            if not waits:
+                break
+        bearable = min(costs.values()) + BEARABLE * self.batches * self._mean
+        return next(workers for workers, cost in costs.items() if cost <= bearable)
 
     def pace(self, workers: int) -> float:
         """Nanoseconds from one batch to the next, however soon it is asked for."""
         return self.in_worker / workers if self.in_worker != NONE and workers else 0.0
 
     def starting(self, workers: int) -> int:
-        """What it takes to start so many workers once: the first batch of a pass waits for that, too."""
-        first = self.began / max(1, self.passes) - max(0, self.in_worker)
-        return round(max(0.0, first) / self.workers * workers) if self.workers else 0
+        """What it takes to start so many workers for each pass, whose first batch waits for that, too."""
+        first = self.began - self.passes * max(0, self.in_worker)
+        return round(max(0, first) / self.workers * workers) if self.workers else 0
 
-    def saved_with(self, workers: int, least: int) -> int:
+    def saved_with(self, workers: int, least: int, spare: float = 1.0) -> int:
         """What the run would no longer wait with so many, were no turn shorter than `least`."""
-        saved = self.waited - self.began - self.waits_with(workers) - self.starting(workers - self.workers)
+        waits = self.waits_with(workers, spare=spare)
+        saved = self.waited - self.began - waits - self.starting(workers - self.workers)
         return min(saved, self.looped - self.batches * least)
 
     def waits_with(self, workers: int, shorter: float = 0.0, least: float = 1.0, spare: float = 1.0) -> int:

@@ -16,6 +16,7 @@ from keepbusy.timeline.frame_roles import DDP_FORWARD, EVENT_WAIT
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.run_tree import LOOP
 
 SAME_PART, OTHER_PART = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
@@ -27,6 +28,8 @@ ONE_CALL = (
     "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
     "with whatever happens only the first time."
 )
+LEAVES_LOOP = 4
+"""A turn that launches so many times as much as others do has left its loop."""
 WHOLE_STRETCH = 0.5
 """A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
@@ -152,7 +155,7 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
     if not len(dropped) or len(took) - len(dropped) < 2:
         return timeline
     left_out = tuple(numbers[step + 1] for step in dropped.tolist())
-    return _without(timeline, dropped).change_facts(left_out_steps=left_out, left_out_time=int(took[dropped].sum()))
+    return _without(timeline, dropped).change_facts(left_out_steps=left_out)
 
 
 def _without(timeline: Timeline, dropped: Ints) -> Timeline:
@@ -176,6 +179,17 @@ def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
         needed[frame] = True
         frame = np.unique(alone.frames.parent[frame])
     return alone.keep_frames(needed[:-1]).change(memory=MemoryUse.of(0))
+
+
+def within_loop(timeline: Timeline) -> Timeline:
+    """Of a window on a loop: its last turn before it is left goes on until it is entered again, and what the program
+    does until then lies beside the loop."""
+    reason = timeline.facts.reason
+    if reason is None or reason.why != LOOP or timeline.facts.beside or len(timeline.marks) < 3:
+        return timeline
+    launched = commands_between(timeline, timeline.marks_of(timeline.ranks[0]))
+    beside = np.flatnonzero(launched > LEAVES_LOOP * np.median(launched)).tolist()
+    return timeline.change_facts(beside=tuple(beside))
 
 
 def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeline:
