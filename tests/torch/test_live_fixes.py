@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -254,27 +255,50 @@ def test_a_fix_that_costs_is_switched_off_alone() -> None:
     assert "by itself it saves " in fixes.told()
 
 
-def test_fused_optimizers_stay_within_their_tolerance(tmp_path: Path) -> None:
-    source = (
-        fix_programs.HEAD
-        + """
-net = model(); optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-for x, y in DataLoader(Rows(), batch_size=2): found.append(train(net, x.cuda(), y.cuda(), optimizer).item())
+FUSED = """
+net = model(); optimizer = torch.optim.{kind}(net.parameters(), lr=1e-3, weight_decay=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+for x, y in DataLoader(Rows(), batch_size=1):
+    found.append(train(net, x.cuda(), y.cuda(), optimizer).item()); schedule.step()
 found = torch.tensor(found)
 """
-    )
-    names: list[Any] = []
-    for also in ((), ("fused",)):
-        held: dict[str, Any] = {"__name__": "__main__"}
-        fixes = LiveFixes(chosen(also=also))
-        fixes.begin()
-        try:
-            exec(fixes.compile(source.encode(), str(tmp_path / "train.py")), held)
-        finally:
-            fixes.end()
-        names.append(held)
-    assert names[1]["optimizer"].defaults["fused"]
-    assert torch.allclose(names[0]["found"], names[1]["found"], rtol=1e-5)
+
+
+def fused(kind: str, folder: Path, also: tuple[str, ...]) -> tuple[dict[str, Any], LiveFixes]:
+    source, held = fix_programs.HEAD + FUSED.format(kind=kind), dict[str, Any](__name__="__main__")
+    fixes = LiveFixes(chosen(also=also))
+    fixes.begin()
+    try:
+        exec(fixes.compile(source.encode(), str(folder / "train.py")), held)
+    finally:
+        fixes.end()
+    return held, fixes
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_optimizers_stay_within_their_tolerance(kind: str, tmp_path: Path) -> None:
+    plain, (held, fixes) = fused(kind, tmp_path, ())[0], fused(kind, tmp_path, ("fused",))
+    assert held["optimizer"].param_groups[0]["fused"]
+    assert torch.allclose(plain["found"], held["found"], rtol=1e-5)
+    (switch,) = [one for one in fixes.switches if one.name == "fused"]
+    assert switch.checked == 3
+    assert fixes.trial is not None
+    assert fixes.trial.turns == 6, "a step on copies is none of the program's"
+
+
+def test_a_fused_step_that_came_out_different_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, adam = fused("Adam", tmp_path, ())[0], sys.modules["torch.optim.adam"]
+    step = adam._fused_adam
+
+    def wrong(params: list[Any], *given: Any, **named: Any) -> None:
+        step(params, *given, **named)
+        params[0].add_(0.01)
+
+    monkeypatch.setattr(adam, "_fused_adam", wrong)
+    held, fixes = fused("Adam", tmp_path, ("fused",))
+    assert [one.off_because for one in fixes.switches if one.name == "fused"] == ["a step came out different"]
+    assert torch.equal(plain["found"], held["found"])
+    assert all(map(torch.equal, plain["net"].parameters(), held["net"].parameters()))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
 
 Place: TypeAlias = tuple[str, int]
 """A file and a line."""
-_CHECKED = 3
+CHECKED = 3
 """So many times a thing is done both ways and compared."""
 
 
@@ -45,7 +45,7 @@ class FixSwitch:
 
     def checked_against(self, made: Any, plain: Callable[[], Any], different: str) -> Any:
         """What was made; the first times it must be what the plain way makes, or that counts from then on."""
-        if self.checked >= _CHECKED:
+        if self.checked >= CHECKED:
             return made
         self.checked += 1
         with ours():
