@@ -133,7 +133,7 @@ LINES = {
     "instrument": 2040,
     "recording": 4009,
     "virtual": 8542,
-    "explain": 4090,
+    "explain": 4180,
     "report": 3252,
     "runtime": 5542,
     "cli": 3482,

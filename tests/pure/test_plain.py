@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from build import MS, US, WIRE, Run, loop
@@ -12,9 +15,10 @@ from strategies import loops
 from keepbusy.explain import explain
 from keepbusy.explain.plain import LARGEST_COST, SLOWEST_HOST, deflate, on_an_idle_device, other_view, plain_run
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import Kind, Timeline
+from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, settle
+from keepbusy.timeline.run_tree import LOOP, RUN, Part
 from keepbusy.timeline.steps import whole_steps
 
 OPERATOR = 25
@@ -225,6 +229,81 @@ def test_what_differs_now_and_then_between_ranks_is_noise() -> None:
     late = plain.timeline.spans.work[plain.timeline.spans.kind == Kind.WORK]
     assert np.ptp(late) < 20 * US
     assert plain.ratio == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_collective_whose_peer_was_no_longer_recorded_takes_what_its_like_take() -> None:
+    """The last one waits 40 ms for a rank that closes its window: that is no work of any step."""
+    run = Run.of(ranks=2)
+    for _ in range(5):
+        for rank in run.ranks:
+            run.on(rank).step().work(100).launch(kernel=100)
+        run.collective(wire=50)
+        for rank in run.ranks:
+            run.on(rank).sync(None)
+    timeline = run.timeline()
+    parts = np.flatnonzero(timeline.spans.kind == Kind.COLLECTIVE)
+    last, work, meeting = parts[-2:], timeline.spans.work.copy(), timeline.spans.meeting.copy()
+    work[last[0]], meeting[last] = 40 * MS, NONE
+    cut = timeline.change_spans(work=work, meeting=meeting)
+    assert plain_run(cut, None).timeline.spans.work[last].tolist() == [50 * US, 50 * US]
+    assert plain_run(timeline, None).timeline.spans.work.tolist() == timeline.spans.work.tolist()
+    met_nobody = np.where(timeline.spans.kind == Kind.COLLECTIVE, NONE, meeting)
+    alone = timeline.change_spans(work=work, meeting=met_nobody)
+    assert plain_run(alone, None).timeline.spans.work[last[0]] == 40 * MS
+
+
+# A sample of the plain step
+
+
+def part_of_a_step(step: float, busy: float = 0.1, body: Callable[[Run], None] = forward) -> Timeline:
+    """The first turn of one that takes `step` ms when it is plain; in its loop the GPU is at work for a share."""
+    marks = PlainRun("optimizer", 100, round(step * MS), 0, 0)
+    took = round(100 * step * MS)
+    tree = Part(LOOP, "train.py:7", time=took, busy=round(busy * took), turns=100, turn=round(step * MS))
+    run = Part(RUN, time=2 * took, busy=tree.busy, parts=(tree,))
+    return loop(body, steps=1, one_turn=True, plain_runs={0: marks}, run=run, loop="train.py:7")
+
+
+def test_a_part_of_a_step_is_a_sample_of_the_plain_one() -> None:
+    """Of 0.77 ms, once the recorder is taken out, all goes but the kernels' 0.2: of 60 ms as large a share."""
+    said = explain(part_of_a_step(60))
+    assert (said.plain_step, said.plain_given, said.steps_of_run) == (60 * MS, True, 100)
+    [fix] = said.plan
+    assert fix.predicted.step / said.plain_step == pytest.approx(0.2 / 0.77, rel=0.1)
+    assert fix.predicted.low <= 0.1 * said.plain_step
+    assert fix.predicted.high > 0.9 * said.plain_step
+    assert fix.run_gain == 100 * fix.gain
+    assert any("Gains are those of the recorded part" in note for note in said.notes)
+
+
+@given(st.floats(0.3, 300), st.floats(0, 1))
+@settings(max_examples=20, deadline=None)
+def test_no_step_becomes_shorter_than_its_gpu_is_at_work(step: float, busy: float) -> None:
+    told = explain(part_of_a_step(step, busy))
+    for one in told.plan:
+        assert one.predicted.low <= one.predicted.step <= one.predicted.high <= told.plain_step
+        assert one.predicted.step >= 0.99 * busy * told.plain_step
+    assert sum(one.run_gain for one in told.plan) <= 1.01 * (1 - busy) * told.run.parts[0].time
+
+
+def test_a_recording_whose_work_is_too_long_is_laid_on_the_step_that_was_measured() -> None:
+    """The device needs 1.2 ms where a step of the run took 0.7: the sample stands for those, less surely."""
+    timeline = launch_bound(kernel=60)
+    own = explain(timeline.change_facts(plain_step=round(0.7 * MS)))
+    assert (own.plain_step, own.plain_given) == (round(0.7 * MS), True)
+    assert any("1.7 times the plain step, more than recording explains" in note for note in own.notes)
+    with pytest.raises(BadInput, match="cannot have a plain step"):
+        explain(timeline, plain_step=round(0.7 * MS))
+
+
+def test_where_many_turns_take_far_longer_the_mean_is_what_one_takes() -> None:
+    """Half of them wait for the queue of the device, so what a turn usually takes is less than its kernels."""
+    timeline = launch_bound(kernel=60)
+    tree = Part(LOOP, "train.py:7", time=130 * MS, turns=100, turn=round(1.3 * MS))
+    known = timeline.change_facts(plain_step=round(0.7 * MS), loop="train.py:7", run=tree)
+    assert explain(known).plain_step == pytest.approx(pace(timeline), rel=0.01)
+    short = replace(tree, turn=round(0.75 * MS))
+    assert explain(known.change_facts(run=short)).plain_step == round(0.7 * MS)
 
 
 def test_a_run_knows_its_own_plain_step_and_where_that_does_not_fit_the_recorded_steps_are_told() -> None:

@@ -14,7 +14,7 @@ from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Later, LoopDiagnosis, Prediction, Rare, Where
 from keepbusy.explain.fix_plan import plan_of, plan_of_run, without_planned
 from keepbusy.explain.ledger import NOISE, Story, sources_of
-from keepbusy.explain.plain import as_recorded
+from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part
 from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import Owner, source_line
@@ -60,7 +60,7 @@ def explain(
 
     if plain_step is not None:
         return told(timeline, plain_step)
-    known = timeline.facts.plain_step
+    known = timeline.facts.plain_step or turn_of_part(timeline)
     try:
         return told(timeline, known)
     except BadInput as misfit:
@@ -162,13 +162,16 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
             continue
         place = one.facts.reason.place
         with suppress(BadInput):
-            found.append(LoopDiagnosis(place, _turns_at(run, place), explain(one, workers=workers, turns=drawn)))
+            told = explain(one.change_facts(run=innermost_at(run, place)), workers=workers, turns=drawn)
+            if told.steps:
+                found.append(LoopDiagnosis(place, _turns_at(run, place), replace(told, run=None)))
     return tuple(found)
 
 
 def _turns_at(run: Part | None, place: str) -> int:
     """How often a loop of the run turned, the innermost of those at a line; 0 where nobody counted."""
-    return max((part.turns for part in run.within() if part.place == place), default=0) if run else 0
+    loop = innermost_at(run, place)
+    return loop.turns if loop is not None else 0
 
 
 def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int) -> None:

@@ -136,7 +136,18 @@ class Forecast:
         return self._spent[edit]
 
     def step(self, edit: Edit) -> int:
-        return min(self.plain.step, round(self.spent(edit).step))
+        return min(self.plain.step, max(self._least(edit), round(self.spent(edit).step)))
+
+    def _least(self, edit: Edit) -> int:
+        """Of a step that a sample stands for: what the run's GPU is at work in it, without what the fix takes away."""
+        if not self.plain.at_work:
+            return 0
+        before, after = (one.computing + one.copying + one.wire for one in map(self.spent, (self._unchanged, edit)))
+        return max(0, self.plain.at_work - round(before - after))
+
+    @cached_property
+    def _unchanged(self) -> Edit:
+        return Edit.nothing(self.plain.timeline)
 
     def gain(self, edit: Edit) -> int:
         return self.plain.step - self.step(edit)
@@ -146,6 +157,9 @@ class Forecast:
             step, spread = self.step(edit), self.noise // 2
             other = min(self.plain.step, round(self.other.ratio * pace(apply(self.other.timeline, edit))))
             low, high = min(step, other) - spread, min(self.plain.step, max(step, other) + spread)
+            if (alike := self.plain.alike) < 1:  # what was not seen may gain nothing, or go altogether
+                low = max(min(step, self._least(edit)), round(alike * low))
+                high = self.plain.step - round(alike * (self.plain.step - high))
             self._predicted[edit] = Prediction(step, max(0, low), high)
         return self._predicted[edit]
 
@@ -476,7 +490,17 @@ def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> 
             "Other ranks are not in the recording, so waiting for them counts as communication.",
         ),
         (
-            plain_given and not 0.85 < plain.ratio < 1.15,
+            plain.alike < 1 and facts.one_turn,
+            "Gains are those of the recorded part, laid on the plain step: what was not seen may gain nothing, or go "
+            "altogether, so the ranges are wide.",
+        ),
+        (
+            plain.alike < 1 and not facts.one_turn,
+            f"What was recorded takes {1 / plain.ratio:.1f} times the plain step, more than recording explains: gains "
+            "are laid on the plain step, and their ranges are wider for it.",
+        ),
+        (
+            plain_given and plain.alike == 1 and not 0.85 < plain.ratio < 1.15,
             f"The plain step and the recording differ by more than recording explains; {why}",
         ),
     ]

@@ -17,6 +17,8 @@ from keepbusy.explain.edit import Floats
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, WORKERS, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace
+from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.run_tree import Part
 
 USUAL_COST = 1.0
 """The costs in traces/host_spans.py were measured, so one is the factor of a host like that one."""
@@ -44,6 +46,8 @@ class Plain:
     step: int  # what the user measured, or what the recording shows
     ratio: float  # of that step to what the unchanged timeline replays to
     factor: float  # how strongly recording was taken out
+    alike: float = 1.0  # how much of the plain step can be told from what was recorded, where that is a sample of it
+    at_work: int = 0  # in such a step the GPU is at work for so long, as the run's tree has it
 
 
 def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
@@ -99,6 +103,9 @@ def waits_for_absent_peers(timeline: Timeline) -> Floats:
 
 def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
+    timeline = _as_long_as_met(timeline)
+    if plain_step is not None and plain_step == turn_of_part(timeline):
+        return _sampled(deflate(timeline, USUAL_COST), plain_step, USUAL_COST)
     if plain_step is not None:
         timeline = even_hosts(_with_ready_batches(_no_slower_than_steps(timeline, plain_step), plain_step))
     recorded = pace(timeline)
@@ -120,12 +127,64 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     deflated = deflate(timeline, factor, speed)
     reached = max(1.0, pace(deflated))
     if plain_step < UNREACHABLE * reached:
+        if plain_step == timeline.facts.plain_step:  # of this very run, so that the recording has to fit
+            if (mean := _mean_turn(timeline.facts)) >= UNREACHABLE * reached:
+                return plain_run(timeline.change_facts(plain_step=None), min(mean, round(reached)))
+            if plain_step >= SLOWEST_HOST * reached:
+                return _sampled(deflated, plain_step, factor)
         raise BadInput(
             f"{timeline.facts.named} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of "
             f"recording its work takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on "
             "the same program."
         )
     return Plain(deflated, plain_step, plain_step / reached, factor)
+
+
+def turn_of_part(timeline: Timeline) -> int | None:
+    """What a step takes of which only the beginning was recorded; None of other windows."""
+    facts = timeline.facts
+    steps = [run.step for run in facts.plain_runs.values() if run.steps]
+    is_part = facts.one_turn and facts.reason is None and not facts.virtual and facts.plain_step is None
+    return max(steps) if is_part and steps else None
+
+
+def _sampled(timeline: Timeline, plain_step: int, factor: float) -> Plain:
+    """A plain step that goes as these turns went, though they took less or more of it than can be explained."""
+    reached, loop = max(1.0, pace(timeline)), innermost_at(timeline.facts.run, timeline.facts.loop)
+    ratio, known = plain_step / reached, loop is not None and loop.busy != NONE and len(timeline.ranks) == 1
+    at_work = plain_step * loop.busy // max(1, loop.time) if loop is not None and known else 0
+    return Plain(timeline, plain_step, ratio, factor, min(ratio, 1 / ratio), at_work)
+
+
+def innermost_at(run: Part | None, place: str) -> Part | None:
+    """The loop at a line of the run, of several the one that turns most."""
+    parts = run.within() if run is not None and place else ()
+    return max((part for part in parts if part.place == place), key=lambda part: part.turns, default=None)
+
+
+def _mean_turn(facts: RunFacts) -> int:
+    """Of the recorded loop, once it is warm. What a turn usually takes means nothing where many take far longer."""
+    loop = innermost_at(facts.run, facts.loop)
+    return loop.turn - loop.warm_up_time // loop.turns if loop is not None and loop.turns else 0
+
+
+def _as_long_as_met(timeline: Timeline) -> Timeline:
+    """A collective whose peers' windows do not reach it takes as long as others of its kind where all came.
+
+    What it waited for is not known: at the end of a window it may be a peer that closes its own.
+    """
+    spans = timeline.spans
+    rows = np.flatnonzero(spans.kind == Kind.COLLECTIVE)
+    met = spans.meeting[rows] != NONE
+    if met.all() or not met.any():
+        return timeline
+    work = spans.work.copy()
+    _, kind = np.unique(np.stack([spans.group[rows], spans.name[rows], spans.size[rows]]), axis=1, return_inverse=True)
+    for one in np.unique(kind[~met]).tolist():
+        alone, together = rows[(kind == one) & ~met], rows[(kind == one) & met]
+        if len(together):
+            work[alone] = np.minimum(work[alone], int(np.median(work[together])))
+    return timeline.change_spans(work=work)
 
 
 def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
@@ -174,7 +233,11 @@ def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
 def other_view(timeline: Timeline, plain: Plain) -> Plain:
     """The same run, had the recorder slowed all host work evenly instead of event by event."""
     timeline = even_hosts(timeline)
-    if plain.factor == 0.0 or pace(deflate(timeline, 0.0, SLOWEST_HOST)) > plain.step * (1 + FACTOR_TOLERANCE):
+    if (
+        plain.factor == 0.0
+        or plain.alike < 1
+        or pace(deflate(timeline, 0.0, SLOWEST_HOST)) > plain.step * (1 + FACTOR_TOLERANCE)
+    ):
         return plain
     speed = _sought(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST_HOST, 1.0, plain.step)
     even = deflate(timeline, 0.0, speed)

@@ -142,10 +142,10 @@ def _notes(left: Mapping[str, Any]) -> tuple[str, ...]:
 def _part_of_a_turn(left: Mapping[str, Any]) -> str:
     """To close a window takes as long as all that it has seen, so a long step is not recorded to its end."""
     (number, began, _), (_, _, ended) = left["ticks"]
-    takes = f" takes {_lasting(left['plain_step'])}," if left.get("plain_step") else " is long,"
+    takes = f"takes {_lasting(left['plain_step'])}" if left.get("plain_step") else "is long"
     return (
-        f"{NOTE_OF_RECORDED} the first {_lasting(ended - began)} of step {number + 1}. A step{takes} "
-        "so what is said here of a step is said of that part alone."
+        f"{NOTE_OF_RECORDED} the first {_lasting(ended - began)} of step {number + 1}. A step {takes}: "
+        "what is said here of its causes is said of that part alone."
     )
 
 
