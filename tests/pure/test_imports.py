@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -52,9 +54,36 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "helper", "misc
 FORBIDDEN_CLASSES = ("Manager", "Handler", "Analyzer")
 
 
+class Parsed(NamedTuple):
+    """What the tests here ask of a file: parsed once, for that is most of what they take."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    at_import: list[ast.ImportFrom]  # of these, what is neither inside functions nor for the type checker alone
+    classes: list[ast.ClassDef]
+    functions: list[ast.FunctionDef]
+
+
+@cache
+def parsed(path: Path) -> Parsed:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    found = Parsed([], top, [], [])
+    for node in list(ast.walk(tree)):
+        for kinds, these in (
+            ((ast.Import, ast.ImportFrom), found.imports),
+            (ast.ClassDef, found.classes),
+            (ast.FunctionDef, found.functions),
+        ):
+            if isinstance(node, kinds):
+                these.append(node)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            node.body = []  # it is not asked for again
+    return found
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every module that the file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in parsed(path).imports:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,13 +171,8 @@ LINES = {
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
 
-def _classes() -> list[tuple[str, ast.ClassDef]]:
-    return [
-        (name, node)
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    ]
+def _classes() -> list[ast.ClassDef]:
+    return [node for path in FILES for node in parsed(path).classes]
 
 
 def test_a_folder_holds_few_files() -> None:
@@ -157,7 +181,7 @@ def test_a_folder_holds_few_files() -> None:
 
 
 def test_no_class_and_no_module_has_the_name_of_another() -> None:
-    classes = Counter(node.name for _, node in _classes())
+    classes = Counter(node.name for node in _classes())
     modules = Counter(path.stem for path in FILES if path.name != "__init__.py")
     assert {name for names in (classes, modules) for name, times in names.items() if times > 1} == set()
 
@@ -165,7 +189,7 @@ def test_no_class_and_no_module_has_the_name_of_another() -> None:
 def test_no_class_of_ours_inherits_from_one_that_inherits() -> None:
     bases = {
         node.name: {part.id for base in node.bases for part in ast.walk(base) if isinstance(part, ast.Name)}
-        for _, node in _classes()
+        for node in _classes()
     }
     chains = {
         (name, base, further)
@@ -188,13 +212,14 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+NAMES = {_module(path) for path in FILES}
+
+
 def _at_import(path: Path) -> Iterator[str]:
     """Modules of ours imported when the file is: not inside functions, nor for the type checker alone."""
-    known = {_module(one) for one in FILES}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
-            named = [f"{node.module}.{name.name}" for name in node.names]
-            yield from {one if one in known else str(node.module) for one in named} & known - {_module(path)}
+    for node in parsed(path).at_import:
+        named = [f"{node.module}.{name.name}" for name in node.names]
+        yield from {one if one in NAMES else str(node.module) for one in named} & NAMES - {_module(path)}
 
 
 @pytest.mark.parametrize("module", ["torch", "rich", "numpy", "msgspec"])
@@ -246,17 +271,13 @@ def test_the_verb_explain_works_whatever_was_imported_before(first: str) -> None
 
 def test_nothing_is_named_after_a_drawer() -> None:
     parts = {part.removesuffix(".py") for path in FILES for part in path.relative_to(SOURCES).parts}
-    classes = {
-        node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
-    }
     assert parts & FORBIDDEN_NAMES == set()
-    assert [name for name in classes if name.endswith(FORBIDDEN_CLASSES)] == []
+    assert [node.name for node in _classes() if node.name.endswith(FORBIDDEN_CLASSES)] == []
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_no_function_is_left_without_types(name: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            given = [one for one in (*node.args.args, *node.args.kwonlyargs) if one.arg not in ("self", "cls")]
-            assert node.returns is not None, f"{name}:{node.lineno} {node.name}"
-            assert all(one.annotation for one in given), f"{name}:{node.lineno} {node.name}"
+    for node in parsed(MODULES[name]).functions:
+        given = [one for one in (*node.args.args, *node.args.kwonlyargs) if one.arg not in ("self", "cls")]
+        assert node.returns is not None, f"{name}:{node.lineno} {node.name}"
+        assert all(one.annotation for one in given), f"{name}:{node.lineno} {node.name}"
