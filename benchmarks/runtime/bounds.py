@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import keepbusy
-from keepbusy.runtime import pinned_pages, scalar_readback
+from keepbusy.runtime import pinned_pages, readback
 from keepbusy.runtime.prefetch import batch_transfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
@@ -238,7 +238,7 @@ def measure_readback(found: dict[str, Any]) -> None:
         "event.query()": event.query,
         "a new Event": torch.cuda.Event,
         "is capturing": torch.cuda.is_current_stream_capturing,
-        "current stream, ours": lambda: scalar_readback._current_stream(loss.device),
+        "current stream, ours": lambda: readback._current_stream(loss.device),
         "slot.on_host.tolist()": slot.on_host.tolist,
         "nothing at all": lambda: None,
     }

@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8542,
     "explain": 4180,
     "report": 3252,
-    "runtime": 5542,
+    "runtime": 5529,
     "cli": 3482,
     "fix": 5205,
 }

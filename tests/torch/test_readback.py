@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keepbusy
-from keepbusy.runtime import Readings, scalar_readback
+from keepbusy.runtime import Readings
+from keepbusy.runtime import readback as reading
 from keepbusy.runtime.pinned_pages import SLOT_DOUBLES, PinnedSlot
-from keepbusy.runtime.readback import Reading
-from keepbusy.runtime.scalar_readback import ScalarReadback
+from keepbusy.runtime.readback import Reading, ScalarReadback
 from keepbusy.runtime.tensor_readback import TensorReadback
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
@@ -87,8 +87,8 @@ class OneSlot:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = torch.full((SLOT_DOUBLES,), math.nan, dtype=torch.float64)
         self.slot, self.given_back = PinnedSlot(memory, memory), 0
-        monkeypatch.setattr(scalar_readback, "take", lambda _device: self.slot)
-        monkeypatch.setattr(scalar_readback, "give_back", self.give_back)
+        monkeypatch.setattr(reading, "take", lambda _device: self.slot)
+        monkeypatch.setattr(reading, "give_back", self.give_back)
 
     def give_back(self, _device: torch.device, slot: PinnedSlot) -> None:
         self.given_back += 1
