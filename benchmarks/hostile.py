@@ -68,6 +68,8 @@ ROOM = 3 << 30
 """Address space that a worker may take beyond what it begins with."""
 PATIENCE = 60.0
 """Seconds of real time until a worker that says nothing is killed."""
+SMALL = 1 << 16
+"""Characters from which on a fact is not made a thousand times as large: it is to fit into memory until it is read."""
 BATCH = 100
 """Files for one worker process: few enough that thirty workers end together."""
 NOUNS = {"trace": "traces", "busy": ".busy files"}
@@ -364,7 +366,8 @@ def facts(busy: Busy, random: Random) -> None:
         while isinstance(where[key], dict | list) and where[key] and (key == "facts" or random.random() < 0.8):
             where = where[key]
             key = random.choice(list(where)) if isinstance(where, dict) else random.randrange(len(where))
-        where[key] = odd(random, random.choice(NAMES), [copy.deepcopy(where[key])] * random.choice([2, 1000]))
+        several = random.choice([2, 1000]) if len(json.dumps(where[key])) < SMALL else 1
+        where[key] = odd(random, random.choice(NAMES), [copy.deepcopy(where[key])] * several)
         if isinstance(where, dict) and where is not busy.header and random.random() < 0.2:
             del where[key]
 
@@ -837,7 +840,8 @@ def said(process: subprocess.Popen[bytes]) -> Iterator[bytes | None]:
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KEEPBUSY"))}
-    return {**kept, "PYTHONPATH": str(ROOT / "src"), "OPENBLAS_NUM_THREADS": "1", "NO_COLOR": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:

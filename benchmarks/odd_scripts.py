@@ -237,7 +237,7 @@ def environment(case: Case, temporary: Path) -> dict[str, str]:
     foreign = ("PYTHON", "LC_", "LANG", "KEEPBUSY")
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
-        "PYTHONPATH": str(SOURCE),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")])),
         "PYTHONHASHSEED": "0",
         "TMPDIR": str(temporary),
         "LC_ALL": "C.UTF-8",

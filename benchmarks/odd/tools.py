@@ -161,10 +161,11 @@ profile.disable()
 print(sorted(key[2] for key in pstats.Stats(profile).stats))
 cProfile.Profile().enable()
 """
+WATCHED = "who follows every call sees that keepbusy flushes the streams as Python does, and returns"
 CASES = [
     Case("sys.settrace and sys.setprofile", TRACED),
-    Case("a trace that is never taken off", WATCHING.replace("{what}", "trace")),
-    Case("a profile that is never taken off", WATCHING.replace("{what}", "profile")),
+    Case("a trace that is never taken off", WATCHING.replace("{what}", "trace"), allowed={"stdout": WATCHED}),
+    Case("a profile that is never taken off", WATCHING.replace("{what}", "profile"), allowed={"stdout": WATCHED}),
     Case("a profile of threads", "import threading\n" + WATCHING.replace("{what}", "profile").replace("sys.setprofile", "threading.setprofile")),
     Case("sys.monitoring", MONITORED, since=(3, 12)),
     Case("it looks into itself", INSPECTED),

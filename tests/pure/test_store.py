@@ -302,6 +302,7 @@ def test_a_launch_of_what_is_no_command_is_refused() -> None:
         ONE_LAUNCH.change_spans(work=np.full(len(ONE_LAUNCH), 1 << 62)),
         ONE_LAUNCH.change_spans(lag=np.full(len(ONE_LAUNCH), -(1 << 63))),
         ONE_LAUNCH.change_spans(size=np.full(len(ONE_LAUNCH), 1 << 62)),
+        ONE_LAUNCH.change_spans(recording=np.full(len(ONE_LAUNCH), -1)),
         ONE_LAUNCH.change_spans(end=ONE_LAUNCH.spans.end + (1 << 53)),
         ONE_LAUNCH.change_spans(start=ONE_LAUNCH.spans.end + 1),
         ONE_LAUNCH.change(lanes=tuple(lane._replace(rank=10**30) for lane in ONE_LAUNCH.lanes)),

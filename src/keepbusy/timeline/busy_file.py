@@ -146,6 +146,8 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
         if any(one.further for one in within):
             raise ValueError("moments within a moment")
         timeline = timeline.change(further=within)
+    except BadInput:  # of a timeline within it, and said already
+        raise
     except MemoryError:
         raise BadInput(f"{path} needs more memory than this machine has; open it on a larger one.") from None
     except _FAULTS as error:
