@@ -82,6 +82,11 @@ MODULES = {
 NOT_WRITTEN = "what was asked for by --save cannot be written there any more, which a sentence says"
 ALLOWED = {
     "files are limited": {"report": NOT_WRITTEN},
+    "no descriptor is left": {"report": NOT_WRITTEN},
+    "functions of the standard library are replaced": dict.fromkeys(
+        ("stderr", "exit", "report"),
+        "whoever replaces what Python itself ends a script with, sys.exit among it, has replaced it for keepbusy",
+    ),
 }
 TORCH_STATE = """\
 torch.set_grad_enabled(False)
@@ -98,7 +103,7 @@ Refuses().__enter__()
 print("x")
 """
 CASES = [
-    *(Case(name, source) for name, source in MODULES.items()),
+    *(Case(name, source, allowed={aspect: why for aspect, why in ALLOWED.get(name, {}).items() if aspect != "report"}) for name, source in MODULES.items()),
     *(Case(f"{name}; with work on the device", LOOP + source, device=6, allowed=ALLOWED.get(name, {})) for name, source in MODULES.items()),
     Case("modes of torch that it leaves on", LOOP + TORCH_STATE, device=6),
     Case("few descriptors from the start", "print('x')\n", shell='ulimit -n 24; exec "$@"'),

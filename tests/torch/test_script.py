@@ -178,6 +178,17 @@ def test_a_script_finds_its_own_modules_and_the_report_finds_its(tmp_path: Path)
     assert "The run took" in ours.stdout, ours.stderr
 
 
+def test_the_report_bears_what_a_script_did_to_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        WORK + "x.sum().item()\nimport builtins, sys\nsys.path.clear()\nsys.meta_path.clear()\n"
+        "del sys.modules['__main__'], sys.modules['json'], sys.modules['keepbusy']\n"
+        "sys.modules['rich'] = sys.modules['shlex'] = None\nbuiltins.open = builtins.sorted = None\n"
+    )
+    ours = python(tmp_path, "-m", "keepbusy", "run", "--clock", "measured", "train.py")
+    assert "The run took" in ours.stdout, ours.stderr
+    assert ours.stderr == ""
+
+
 def test_all_threads_that_a_script_finds_are_its_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         WORK + "import threading, time\nfor _ in range(9):\n    x.sum().item()\n    time.sleep(0.01)\n"

@@ -9,13 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
 from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.script import NAMESAKES, flush
+from keepbusy.instrument.script import as_before, flush
 from keepbusy.instrument.unseen_thread import UnseenThread
 
 _set, _get = signal.signal, signal.getsignal
@@ -79,11 +78,11 @@ class Ending:
             os.kill(os.getpid(), number)
 
     def _last(self) -> None:
-        """`finish`, with our own modules, and as deep a stack as there was before the program could limit it."""
+        """`finish`, in the interpreter as it was before the program, which may have limited its stack, too."""
         its_own = sys.getrecursionlimit()
         sys.setrecursionlimit(max(its_own, self._depth))
         try:
-            with NAMESAKES[-1].ours() if NAMESAKES else nullcontext():
+            with as_before():
                 self._finish()
         finally:
             sys.setrecursionlimit(its_own)

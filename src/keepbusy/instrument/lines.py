@@ -131,7 +131,7 @@ def _program() -> str:
 
     It is the user's own wherever it lies.
     """
-    main = sys.modules["__main__"]
+    main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or "<none>"
     depth = spec.name.count(".") if spec is not None else 0
     return f"{Path(file).parents[depth - 1]}{os.sep}" if depth else file

@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
 from itertools import pairwise
 from pathlib import Path
@@ -73,43 +73,57 @@ def _new_main(first: str, arguments: Sequence[str]) -> ModuleType:
 def _set_first_path(folder: str) -> None:
     """Python put ours there, unless it was told to put none."""
     if not sys.flags.safe_path:
-        NAMESAKES.append(_Namesakes(folder))
+        _BEFORE.append(_Interpreter(folder))
         sys.path[0:1] = [folder]
 
 
-class _Namesakes:
-    """Modules beside the program that are named like others: the program finds its own, as ever, and we find ours.
+class _Interpreter:
+    """What Python's imports and built-in functions were before the program: the report finds them so again.
 
-    PyTorch and what it needs are imported before the program, which would be given those for its own.
+    Modules beside the program may have names of others, which PyTorch has imported already: the program finds its own,
+    as ever. And it may change or empty what everybody imports from.
     """
 
     def __init__(self, folder: str) -> None:
-        self._path = [*sys.path]
-        self._others = dict[str, ModuleType]()
+        self._path, self._finders = [*sys.path], [*sys.meta_path]
+        self._modules, self._builtins = {**sys.modules}, {**vars(builtins)}
         beside = [*Path(folder).iterdir()] if os.path.isdir(folder) else []  # noqa: PTH112  # else an archive
-        self._names = {one.stem for one in beside if one.suffix == ".py" or (one / "__init__.py").is_file()}
-        for name in self._names - {"torch", "keepbusy", "encodings"}:  # the last is there before any program
+        self._beside = {one.stem for one in beside if one.suffix == ".py" or (one / "__init__.py").is_file()}
+        for name in self._beside - {"torch", "keepbusy", "encodings"}:  # the last is there before any program
             origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
             if origin not in (None, "built-in", "frozen") and not Path(origin).is_relative_to(folder):
-                within = [one for one in sys.modules if one.partition(".")[0] == name]
-                self._others |= {one: sys.modules.pop(one) for one in within}
+                _taken_out(name)
 
     @contextmanager
-    def ours(self) -> Iterator[None]:
-        """What is imported meanwhile is not the program's."""
-        path, sys.path = sys.path, self._path
-        doubled = {name for name in self._names if name in self._others or PathFinder.find_spec(name, self._path)}
-        its_own = {one: sys.modules.pop(one) for one in [*sys.modules] if one.partition(".")[0] in doubled}
-        sys.modules.update(self._others)
+    def again(self) -> Iterator[None]:
+        path, finders, its_builtins = sys.path, sys.meta_path, {**vars(builtins)}
+        vars(builtins).update(self._builtins)
+        sys.path, sys.meta_path = self._path, self._finders
+        doubled = {name for name in self._beside if name in self._modules or PathFinder.find_spec(name, self._path)}
+        doubled |= {name.partition(".")[0] for name, module in [*sys.modules.items()] if module is None}  # forbidden
+        its_own = {one: module for name in doubled for one, module in _taken_out(name).items()}
+        its_own |= {name: sys.modules[name] for name in self._modules.keys() & sys.modules.keys()}
+        sys.modules.update(self._modules)
         try:
             yield
         finally:
-            sys.path = path
             sys.modules.update(its_own)
+            sys.path, sys.meta_path = path, finders
+            vars(builtins).update(its_builtins)
 
 
-NAMESAKES: list[_Namesakes] = []
+def _taken_out(name: str) -> dict[str, ModuleType]:
+    """A module and those within it."""
+    return {one: sys.modules.pop(one) for one in [*sys.modules] if one.partition(".")[0] == name}
+
+
+_BEFORE: list[_Interpreter] = []
 """Of the program that is run, once it is."""
+
+
+def as_before() -> AbstractContextManager[None]:
+    """The interpreter as it was before the program."""
+    return _BEFORE[-1].again() if _BEFORE else nullcontext()
 
 
 def _holds_a_program(path: str) -> bool:
