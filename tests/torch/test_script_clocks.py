@@ -42,6 +42,29 @@ print(json.dumps({
 }), file=sys.stderr)
 """
 
+ASLEEP = """
+import sys, time
+begun = time.perf_counter()
+time.sleep(0.2)
+import torch
+a = torch.ones(64, 64, device="cuda")
+for _ in range(5):
+    (a @ a).sum().item()
+    time.sleep(0.05)
+time.sleep(0.3)
+print(time.perf_counter() - begun, file=sys.stderr)
+time.sleep(0.25)
+sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("clock", ["modelled", "measured"])
+def test_what_a_program_sleeps_is_a_part_of_its_run_to_the_end(run, clock: str) -> None:
+    done = run(ASLEEP, before=("--clock", clock, "--json"))
+    own, took = float(done.stderr.splitlines()[0]), json.loads(done.stdout)["run"]["time"]
+    assert own >= 0.75
+    assert own + 0.25 <= took < own + 0.35
+
 
 @pytest.mark.parametrize("clock", ["modelled", "measured"])
 def test_a_launch_returns_at_once_and_the_synchronize_takes_the_kernels_time(run, clock: str) -> None:

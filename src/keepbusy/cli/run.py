@@ -268,6 +268,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     ending = Ending(finish, in_handler=False)
     # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
     from keepbusy.virtual import virtual_run
+    from keepbusy.virtual.machine import MACHINE
 
     device = "h200" if options.on == "auto" else options.on
     if device.endswith(".toml"):
@@ -276,7 +277,10 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
     alike = options.ranks if options.alike else 1
     asked = virtual_run.Options(device, launch.devices(options.gpus), measured, real, clocks, alike)
     timeline = virtual_run.start(asked, launch.rank(), left)
-    code = _program(options, streams, timeline)
+    try:
+        code = _program(options, streams, timeline)
+    finally:
+        MACHINE.end()
     if code < 0:
         ending.by(-code)
     sys.exit(code if code >= 0 else 128 - code)

@@ -234,6 +234,11 @@ class Machine:
         host.resume()
         return moment, True
 
+    def end(self) -> None:
+        """The program is at its end: what it did last is a part of the run, and how Python is left is none."""
+        self.look_at_clock()
+        self.clock.pause()
+
     def peek(self, read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """What a function makes of a tensor as the host sees it: nothing is copied, and no time passes."""
         host = self.clock.pause()

@@ -86,6 +86,7 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     clocks = ScriptClocks(machine) if options.script_clocks else None
 
     def timeline(**facts: Any) -> Timeline:
+        machine.look_at_clock()  # what the program did since its last operator is a part of the run
         notes = machine.facts()["notes"]
         if clocks is not None and clocks.looks:
             notes += (NOTE,)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import zip_longest
 from time import perf_counter_ns
@@ -35,13 +36,15 @@ class Onlooker:
         UnseenThread(self._look)
 
     def _look(self) -> None:
+        clock, ran = time.pthread_getcpuclockid(self._watched or 0), 0
         while not self._stop.wait(INTERVAL):
-            begun = perf_counter_ns()
+            begun, ran_before, ran = perf_counter_ns(), ran, time.clock_gettime_ns(clock)
             frame = sys._current_frames().get(self._watched or 0)
             if frame is not None:
                 self.looks.append((begun, self._place(frame)))
             del frame  # it would keep the program's variables alive
-            self._cost += perf_counter_ns() - begun + THREAD_SWITCH
+            if ran - ran_before > THREAD_SWITCH:  # a program that sleeps is not held up
+                self._cost += perf_counter_ns() - begun + THREAD_SWITCH
 
     def watches_caller(self) -> bool:
         return threading.get_ident() == self._watched
