@@ -161,11 +161,11 @@ LINES = {
     "traces": 2439,
     "instrument": 2053,
     "recording": 4009,
-    "virtual": 8542,
+    "virtual": 8498,
     "explain": 4180,
     "report": 3252,
     "runtime": 5529,
-    "cli": 3482,
+    "cli": 3486,
     "fix": 5205,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

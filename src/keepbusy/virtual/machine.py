@@ -20,8 +20,7 @@ from torch.nn import functional
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime
-from keepbusy.virtual.clock.onlooker import Onlooker
+from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime, Onlooker
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.current_device import ACCELERATOR_ERROR, Current

@@ -2,7 +2,9 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
-_NAMES = tomllib.loads(Path(__file__).with_name("operator_names.toml").read_text(encoding="utf-8"))
-OPERATORS: dict[str, tuple[str, ...]] = {kind: tuple(names.split()) for kind, names in _NAMES.items()}
-"""What must be known of operators by their names: operator_names.toml says what."""
+NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("operator_names.toml").read_text(encoding="utf-8"))
+"""What must be known of operators and types by their names: operator_names.toml says what."""
+OPERATORS = {kind: tuple(names.split()) for kind, names in NAMES.items() if isinstance(names, str)}
+"""Lists of operators in it."""

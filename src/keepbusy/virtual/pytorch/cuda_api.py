@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tomllib
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch.cuda_graphs import AcceleratorGraph, CUDAGraph, graph_pool_handle
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, GeneratorOfAnyDevice
+
+_ANSWERS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cuda_answers.toml").read_text(encoding="utf-8"))
 
 # `torch.cuda.set_sync_debug_mode`: a warning wherever the host is about to wait for the device, or an error instead.
 # PyTorch sees copies that block, reads, and `Stream.synchronize`; not events, nor `torch.cuda.synchronize`, nor what
@@ -405,28 +408,13 @@ def _properties(device: Any = None) -> types.SimpleNamespace:
     about, (major, minor) = MACHINE.device, MACHINE.device.capability
     return types.SimpleNamespace(
         name=about.name, major=major, minor=minor, total_memory=about.memory.size,
-        multi_processor_count=about.multiprocessors, max_threads_per_multi_processor=2048, warp_size=32,
-        is_integrated=0, is_multi_gpu_board=0, regs_per_multiprocessor=65536, shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20,
-        gcnArchName="", uuid="0",
+        multi_processor_count=about.multiprocessors, **_ANSWERS["properties"],
     )  # fmt: skip
 
 
-_NOTHING = (
-    "_cuda_init", "_host_emptyCache", "_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool",
-    "_cuda_resetPeakHostMemoryStats", "_cuda_resetAccumulatedHostMemoryStats", "_cuda_record_memory_history",
-    "_cuda_record_memory_history_legacy", "_cuda_ipc_collect", "_accelerator_emptyHostCache",
-)  # fmt: skip
-"""In `torch._C`, what has nothing to do here, or was done where a capture ended."""
 _NATIVE: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(_NOTHING, _constant(None)),
-    "_cuda_hasPrimaryContext": _constant(True),
-    "_cuda_canDeviceAccessPeer": _constant(True),
-    "_accelerator_isAllocatorInitialized": _constant(True),
-    "_cuda_isInBadFork": _constant(False),
-    "_cuda_isHistoryEnabled": _constant(False),
-    "_cuda_getCurrentBlasHandle": _constant(0),
-    "_cuda_getCurrentRawStream": _constant(0),
+    **dict.fromkeys(_ANSWERS["nothing"].split(), _constant(None)),
+    **{name: _constant(value) for name, value in _ANSWERS["native"].items()},
     "_show_config": _show_config,
     "_cuda_getDeviceCount": lambda: CURRENT.count,
     "_cuda_getDevice": lambda: CURRENT.device,
@@ -450,16 +438,8 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     "_cuda_memoryStats": _memory_stats,
     "_cuda_resetPeakMemoryStats": _reset_peak,
     "_cuda_resetAccumulatedMemoryStats": _reset_accumulated,
-    "_cuda_hostMemoryStats": _constant({}),
     "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
     "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
-    "_cuda_memorySnapshot": lambda *_: {
-        "segments": [],
-        "device_traces": [],
-        "allocator_settings": {},
-        "external_annotations": [],
-    },
-    "_nccl_version": _constant(2 << 32 | 27 << 16 | 3),
     "_nccl_version_suffix": _constant(b""),
     "_accelerator_emptyCache": _empty_cache,
     "_accelerator_getDeviceStats": _memory_stats,
@@ -485,14 +465,13 @@ _NATIVE: dict[str, Callable[..., Any]] = {
 }
 """In `torch._C`."""
 _PYTHON: dict[str, Callable[..., Any]] = {
+    **{name: _constant(value) for name, value in _ANSWERS["python"].items()},
     "init": Initialization.request,
     "_lazy_init": Initialization.request,
     "_lazy_call": lambda does, **_: does(),
     "is_initialized": Initialization.happened,
-    "_is_compiled": _constant(True),
     "_exchange_device": CURRENT.change,
     "_maybe_exchange_device": CURRENT.change,
-    "is_available": _constant(True),
     "device_count": lambda: CURRENT.count,
     "cudart": _constant(
         types.SimpleNamespace(cudaHostRegister=host_memory.register, cudaHostUnregister=host_memory.unregister)
@@ -503,24 +482,17 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "get_arch_list": lambda: [_architecture()],
     "mem_get_info": _memory_info,
     "ipc_collect": _constant(None),
-    "utilization": _constant(0),
     "is_tf32_supported": lambda: MACHINE.device.capability >= (8, 0),
     "memory_summary": _memory_summary,
 }
 """In `torch.cuda`."""
-_SETTINGS = (
-    "_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", "_cuda_get_conv_benchmark_empty_cache",
-    "_cuda_tunableop", "_cuda_record_untuned", "_cuda_CUDAAllocator", "_cuda_getAllocatorBackend",
-)  # fmt: skip
-"""Of `torch._C`, what only reads or writes a setting, and stays."""
 
 
 def patch() -> None:
     """From now on Python finds a GPU."""
     cuda, backends = torch.cuda, torch.backends
-    native = [
-        name for name in dir(torch._C) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(_SETTINGS)
-    ]
+    settings = tuple(_ANSWERS["settings"].split())
+    native = [one for one in dir(torch._C) if one.startswith(("_cuda_", "_nccl_")) and not one.startswith(settings)]
     replace_everywhere(torch._C, {**{name: _refusal(name) for name in native}, **_NATIVE})
     replace_everywhere(cuda, _PYTHON)
     for module, name, value in (

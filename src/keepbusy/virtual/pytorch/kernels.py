@@ -17,7 +17,7 @@ from keepbusy.timeline.model import NONE, Direction
 from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
-from keepbusy.virtual.pytorch import OPERATORS, cuda_api, randomness
+from keepbusy.virtual.pytorch import NAMES, OPERATORS, cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.outlines import META, VALUES, computed
 from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, to_host
@@ -28,7 +28,6 @@ _NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List
 _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
 """Arguments of these types are compared as they are."""
 _INTEGER = frozenset([int])
-_NOTHING_DONE = object()
 _NO_TENSORS = -2
 _NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -183,17 +182,33 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host, place = MACHINE.pause_at()
         try:
-            key = None
             if self.is_plain and MACHINE.recording is None and VALUES.real:
-                key, device, host_args = self._read(args, kwargs)
-                known = MACHINE.costs.by_call.get(key)
-                if known is not None:
-                    done = self._run_again(known, place, device, host_args, args, kwargs)
-                    if done is not _NOTHING_DONE:
-                        return done
-            return self._run(place, args, kwargs, key)
+                return self._run_plainly(place, args, kwargs)
+            return self._run(place, args, kwargs)
         finally:
             host.resume()
+
+    def _run_plainly(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of a call whose like was seen before it is known what it computes, launches and returns."""
+        key, device, host_args = self._read(args, kwargs)
+        known = MACHINE.costs.by_call.get(key)
+        out = None
+        if known is not None:
+            try:
+                out = self.compute(device, host_args, kwargs) if self.is_random else known.call(*host_args, **kwargs)
+            except RuntimeError:  # the other way knows what can be done about it, or raises it again
+                known = None
+        if known is None:
+            return self._run(place, args, kwargs, key)
+        stream = MACHINE.stream(device)
+        if self.is_list_operator:
+            MACHINE.clock.spend(MACHINE.device.host.lists(args))
+        MACHINE.clock.operator(self.name, place, stream, known.kernels)
+        if known.returned >= 0:
+            return args[known.returned]
+        if known.returned == _ONE_NEW:
+            return MACHINE.place_on(out, device, stream)
+        return self._on_device(device, out, args, kwargs)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, list[Any]]:
         """Of a call on tensors of one device, beside numbers and the like: its key, its device, and what the host sees.
@@ -228,24 +243,6 @@ class Kernel:
             key += (name, option if self.named_shapes[name] else type(option))
         return _NOT_PLAIN if device < 0 else (tuple(key), device, host_args)
 
-    def _run_again(
-        self, known: KnownCall, place: int, device: int, host_args: list[Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """A call whose like was seen before: what it computes, launches and returns is known."""
-        try:
-            out = self.compute(device, host_args, kwargs) if self.is_random else known.call(*host_args, **kwargs)
-        except RuntimeError:  # the other way knows what can be done about it, or raises it again
-            return _NOTHING_DONE
-        stream = MACHINE.stream(device)
-        if self.is_list_operator:
-            MACHINE.clock.spend(MACHINE.device.host.lists(args))
-        MACHINE.clock.operator(self.name, place, stream, known.kernels)
-        if known.returned >= 0:
-            return args[known.returned]
-        if known.returned == _ONE_NEW:
-            return MACHINE.place_on(out, device, stream)
-        return self._on_device(device, out, args, kwargs)
-
     def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> KnownCall:
         """What to do when such a call comes again."""
         returned = _OTHERWISE
@@ -263,7 +260,7 @@ class Kernel:
         if kernel and inputs and inputs[0].dtype in _INTEGERS:
             raise NotImplementedError(f"\"{kernel}\" not implemented for '{_INTEGERS[inputs[0].dtype]}'")
 
-    def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+    def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Any:
         """Any call. `key`: by which it is known from now on; None where it is not like any other."""
         operands = Operands(self)
         host_args = [operands.take(one) for one in args]
@@ -436,10 +433,7 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
 
 # What CUDA computes in sixteen bits and the host does not: as CUDA's kernels do, in thirty-two, and rounded at the end.
 
-_WITHOUT_HALF = (
-    "not implemented for 'Half'", "not implemented for 'BFloat16'", "not implemented for 'ComplexHalf'",
-    "on CPU does not support dtype", "half to float", "tensors of type: Half", "tensors of type: ComplexHalf",
-)  # fmt: skip
+_WITHOUT_HALF: list[str] = NAMES["without_half"]
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
@@ -473,15 +467,6 @@ _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
     "trace": lambda truths: truths.long().trace(),
     "nansum": lambda tensor, *dims, **options: torch.where(tensor.isnan(), 0, tensor).sum(*dims or (None,), **options),
 }
-_OF_FLOATS_ALONE = {
-    "mm": "addmm_cuda", "addmm": "addmm_cuda", "addbmm": "addmm_cuda", "bmm": "baddbmm_cuda", "baddbmm": "baddbmm_cuda",
-    "mv": "addmv_impl_cuda", "addmv": "addmv_impl_cuda", "dot": "dot", "vdot": "vdot",
-    "convolution": "slow_conv2d_cuda", "avg_pool2d": "avg_pool2d_out_cuda_frame", "avg_pool3d": "avg_pool3d_out_frame",
-    "max_pool2d_with_indices": "max_pool2d_with_indices_out_cuda_frame",
-    "max_pool3d_with_indices": "max_pool3d_with_indices_out_frame",
-}  # fmt: skip
+_OF_FLOATS_ALONE = {name: refusing for refusing, names in NAMES["of_floats_alone"].items() for name in names.split()}
 """Of operators, the kernel that CUDA names when it refuses."""
-_INTEGERS = {
-    torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
-    torch.bool: "Bool",
-}  # fmt: skip
+_INTEGERS = {getattr(torch, name): scalar for name, scalar in NAMES["integers"].items()}

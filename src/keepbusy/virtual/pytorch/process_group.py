@@ -22,6 +22,7 @@ from keepbusy.virtual.clock.streams import Moment
 from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
+from keepbusy.virtual.pytorch import NAMES
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
@@ -104,11 +105,6 @@ class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is no
 
 _TIME_TAG = 1 << 20
 """Added to the tag of a message, for the time at which it was sent."""
-_KERNELS = {
-    "all_reduce": "AllReduce", "broadcast": "Broadcast", "reduce": "Reduce", "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter", "all_to_all": "SendRecv", "gather": "SendRecv", "scatter": "SendRecv",
-    "send": "SendRecv", "recv": "SendRecv",
-}  # fmt: skip
 
 
 class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
@@ -206,7 +202,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
         wire = MACHINE.device.wire.collective(name, size, self.members, self._hosts)
-        kernel = f"ncclDevKernel_{_KERNELS[name]}"
+        kernel = f"ncclDevKernel_{NAMES['collective_kernels'][name]}"
         clock.collective(stream, kernel, wire, size, self._number(peer), 2 if peer >= 0 else self.members, meet)
         return clock.record(stream)
 
