@@ -37,7 +37,7 @@ from keepbusy.explain.fix_plan import candidates, plan_of_run, with_loader, with
 from keepbusy.explain.ledger import Story
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.as_json import planned, run_as_json
-from keepbusy.timeline.busy_file import from_bytes, to_bytes
+from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
 from keepbusy.timeline.model import Lane, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import RunFacts
@@ -565,7 +565,7 @@ def test_what_was_recorded_of_unusual_steps_is_not_said_of_all() -> None:
 
 
 def test_what_saves_the_run_most_comes_first() -> None:
-    own = replace(HEALTHY, plan=(shortened(5, 1),))
+    own = replace(HEALTHY, plan=(replace(shortened(5, 1), fix="readback"),))
     told = stalled(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))
     plan = plan_of_run(told, ())
     assert [(one.loop, one.every) for one in plan] == [("train.py:70", 0.0), ("", 12.0), ("", 0.0)]
@@ -577,6 +577,43 @@ def test_of_a_loop_no_more_is_saved_than_the_gpu_waits_in_it() -> None:
     loop = Part(LOOP, place="train.py:70", time=3_000 * MS, busy=1_000 * MS, turns=640)
     told = replace(HEALTHY, loops=(LoopDiagnosis("train.py:70", 640, own),), run=replace(TREE, parts=(loop,)))
     assert [one.run_gain for one in plan_of_run(told, ())] == [2_000 * MS]
+
+
+def test_a_loop_within_the_step_does_not_ask_for_the_same_again() -> None:
+    own = replace(HEALTHY, plan=(shortened(5, 1),))
+    told = replace(HEALTHY, plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),), run=TREE)
+    [fix] = plan_of_run(told, ())
+    assert fix.loop == "train.py:70"
+
+
+def test_what_saves_nothing_of_the_run_is_no_row_unless_another_one_needs_it() -> None:
+    small = replace(shortened(30, 29), fix="drop_sync", run_gain=MS)
+    large = replace(shortened(29, 9), fix="readback", run_gain=9_000 * MS)
+    text = " ".join(terminal.render(replace(HEALTHY, run=TREE, plan=(small, large))).split())
+    assert "1 read the value later" in text
+    assert "1 more would save less than 78.0 ms of this run each: drop the synchronization." in text
+    needed = replace(large, needs=(small.named,))
+    assert "more would save" not in terminal.render(replace(HEALTHY, run=TREE, plan=(small, needed)))
+
+
+def test_garbage_that_is_collected_now_and_then_is_no_work_to_be_moved() -> None:
+    stall = RareStall("garbage collection", 43, 8.0, True, 140 * MS, 6_000 * MS, 0.2, lines=("gp.py(77): main",))
+    marks = PlainRun("optimizer", 392, step=41 * MS, low=1, high=1 << 40, stalls=(stall,))
+    told = replace(HEALTHY, plain_step=41 * MS, plain_runs={0: marks}, run=TREE)
+    [fix] = plan_of_run(told, ())
+    assert (fix.fix, fix.api, [str(place) for place in fix.where]) == (
+        "collect_between_epochs",
+        "gc.freeze",
+        ["gp.py:77"],
+    )
+
+
+def test_a_cause_asks_for_as_many_workers_as_the_plan() -> None:
+    told = explain(load(Path(__file__).parents[1] / "gpu" / "truth" / "public" / "mnist.busy"))
+    [workers] = [one for one in told.plan if one.fix.startswith("num_workers=")]
+    [late] = [one for one in told.causes if one.cause == "input_late"]
+    assert late.remedy == workers.code
+    assert "four times" not in late.advice
 
 
 def test_where_steps_are_not_the_plain_ones_their_fixes_ask_for_no_workers() -> None:
@@ -734,8 +771,8 @@ def test_a_fix_in_a_trainers_loop_is_told_as_its_setting() -> None:
         Where("lora.py", 141, library="transformers/trainer.py:1847 in run"),
     )
     rows = (
-        PlannedFix("prepare_in_workers", (here,), ("input_late",), 9 * MS, step, 9 * MS, 1),
-        PlannedFix("move_off_the_loop", (here,), ("host_work",), 5 * MS, step, 5 * MS, 1),
+        PlannedFix("prepare_in_workers", (here,), ("input_late",), 9 * MS, step, 9 * MS, 900 * MS),
+        PlannedFix("move_off_the_loop", (here,), ("host_work",), 5 * MS, step, 5 * MS, 500 * MS),
     )
     held = Part(LOOP, place="lora.py:141", function="transformers/trainer.py:1805 in run", time=1_000 * MS, turns=100)
     told = replace(HEALTHY, plan=rows, run=Part(RUN, time=2_000 * MS, parts=(held,)))

@@ -392,7 +392,7 @@ def main(model, device):
 def test_a_remedy_speaks_the_programs_own_words(program: Path, line: int, api: str, remedy: str, written: str) -> None:
     program.write_text(LOOPS)
     where = Where("train.py", line, "main", exact=True)
-    name = "made_on_host" if api == "torch.randn" else COPY.cause
+    name = {"torch.randn": "made_on_host", "keepbusy.readback": "host_sync"}.get(api, COPY.cause)
     cause = replace(COPY, cause=name, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),))
     assert fix_line(cause).startswith(written)
 

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Later, LoopDiagnosis, Prediction, Rare, Where
+from keepbusy.explain.diagnosis import (
+    CAUSES,
+    Cause,
+    Diagnosis,
+    Later,
+    LoopDiagnosis,
+    PlannedFix,
+    Prediction,
+    Rare,
+    Where,
+)
 from keepbusy.explain.fix_plan import plan_of, plan_of_run, without_planned
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part
@@ -141,7 +151,16 @@ def _explained(
         notes=(*told.notes, *left_unexplained(timeline, rare)),
     )
     plan = plan_of_run(told, timeline.facts.loaders)
-    return replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
+    told = replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
+    workers_told = next((one for one in plan if one.fix.startswith("num_workers=")), None)
+    return told if workers_told is None else replace(told, causes=tuple(_as_planned(told.causes, workers_told)))
+
+
+def _as_planned(causes: Sequence[Cause], workers: PlannedFix) -> Iterator[Cause]:
+    """The plan knows how many workers keep up, a cause only that there are too few."""
+    for one in causes:
+        asked = one.cause == "input_late" and one.api == workers.api
+        yield replace(one, advice=workers.advice, remedy=workers.code) if asked else one
 
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:

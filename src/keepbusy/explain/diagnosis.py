@@ -59,6 +59,11 @@ class Where:
         file, _, line = place.rpartition(":")
         return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a line of the program, or within what the program calls by a name; else a call of CUDA's."""
+        return bool(self.file) or self.around.startswith("in ")
+
     def __str__(self) -> str:
         if self.file:
             return f"{self.file}:{self.line}"

@@ -65,6 +65,8 @@ SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes
 BOTH_WAYS = (
     "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
 )
+OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTICULAR["collect_between"]}
+"""Remedies of stalls whose reason was seen."""
 ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
@@ -157,11 +159,14 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
-        apart = [[place] for place in mine[:PLACES_APART]] + [mine[PLACES_APART:]]
+        at_lines = [place for place in mine if place.is_known] or mine
+        apart = [[place] for place in at_lines[:PLACES_APART]] + [at_lines[PLACES_APART:]]
         whole = cause in WHOLE_LOOP or remedy.fix in ONE_FIX
-        for places in [mine] if whole else filter(None, apart):
-            rows = np.concatenate([groups[place] for place in places])
-            edit = finding.edit if len(places) == len(groups) else finding.only(rows)
+        for places in [at_lines] if whole else filter(None, apart):
+            # what was seen at no line of the program goes with the costliest line
+            beside = [place for place in mine if place not in at_lines] if places[0] is at_lines[0] else []
+            rows = np.concatenate([groups[place] for place in (*places, *beside)])
+            edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
             if cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
@@ -426,7 +431,17 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
     parts += [_of_loop(one, told) for one in told.loops]
     parts += [_of_line(one) for one in _idle_lines(told)]
-    return tuple(_set(fix, told) for part in sorted(parts, key=lambda part: -sum(map(_saved, part))) for fix in part)
+    parts.sort(key=lambda part: -sum(map(_saved, part)))
+    return tuple(_set(fix, told) for fix in _told_once(chain(*parts)))
+
+
+def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:
+    """A loop within a step is a part of it: what is fixed at a line in one of the two is fixed in the other."""
+    seen: dict[tuple[str, str], str] = {}
+    for one in fixes:
+        if all(seen.setdefault((one.fix, str(place)), one.loop) == one.loop for place in one.where[:1]):
+            yield one
+            seen.update(((one.fix, str(place)), one.loop) for place in one.where)
 
 
 def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
@@ -537,7 +552,8 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, least: int, told: Dia
     remedy = PARTICULAR["shared_among_workers" if use.idle else "more_workers"]
     if not use.idle:
         code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
-        remedy = remedy._replace(fix=f"num_workers={enough}", code=code)
+        advice = f"Give the loader {enough} workers: more would hardly wait less."
+        remedy = remedy._replace(fix=f"num_workers={enough}", code=code, advice=advice)
     return _row(
         remedy,
         [Where.of(use.place)] if use.place else [],
@@ -655,9 +671,7 @@ def _place(name: str) -> str:
 def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
     ranks = len(told.ranks)
-    remedy = PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"]
-    if stall.what == "checkpoint":
-        remedy = PARTICULAR["checkpoint"]
+    remedy = OF_STALLS.get(stall.what) or (PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"])
     idle = _idle_at(_place_of(stall, told), stall, told)
     gain = idle - (idle // ranks if remedy.fix == "share_among_ranks" else 0)
     after = told.plain_step + stall.time - gain

@@ -22,6 +22,8 @@ from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part, SlowTurns
 WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
 MOST_PARTS = 12
+WORTH_A_ROW = 0.003
+"""Of the run: a fix that saves less of it is no row of the plan."""
 _NAMES = {IMPORTS: "imports", FIRST_USE: "first use of the GPU"}
 MATTERS = 0.02
 """Of a step: what takes less of it is not told."""
@@ -122,7 +124,7 @@ def _sentences(part: Part) -> Iterator[str]:
 
 def _how_often(slow: SlowTurns) -> str:
     """`every second turn takes`, `3 turns take`."""
-    if slow.regular and slow.every >= 1.5:
+    if slow.regular and slow.every >= 1.5 and slow.count > 2:  # two of them are no rhythm
         return f"{words.every(slow.every, 'turn')} takes"
     return "one turn takes" if slow.count == 1 else f"{slow.count} turns take"
 
@@ -136,21 +138,41 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if not diagnosis.plan:
         return
     yield line(("What to do", STRONG))
-    saved = 0
-    for number, one in enumerate(diagnosis.plan, 1):
+    rows, number, saved = _worth_a_row(diagnosis), 0, 0
+    for one in diagnosis.plan:
         before, saved = saved, saved + max(0, one.run_gain)
-        spots = [words.spot(place, 48) for place in one.where[:2]]
-        told = one.where[: 1 if any(", " in spot for spot in spots) else 2]  # `aten::mm, after aten::cat` is one place
+        if one not in rows:
+            continue
+        number += 1
+        where = sorted(one.where, key=lambda place: not place.file)
+        spots = [words.spot(place, 48) for place in where[:2]]
+        told = where[: 1 if any(", " in spot for spot in spots) else 2]  # `aten::mm, after aten::cat` is one place
         places = ", ".join(spots[: len(told)])
         more = f" and {len(one.where) - len(told)} more" if len(one.where) > len(told) else ""
         lead = " at " if told and told[0].file else words.leading(places)
-        where = (lead, (f"{places}{more}", PLACE + link_to(told[0]))) if places else ()
+        at = (lead, (f"{places}{more}", PLACE + link_to(told[0]))) if places else ()
         others = _partners(diagnosis, one)
         waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
         after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, before, saved)
-        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *where, "   ", *after)
+        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *at, "   ", *after)
         for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
+    if diagnosis.run is not None and (left := [one for one in diagnosis.plan if one not in rows]):
+        named = words.listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
+        time = duration(round(WORTH_A_ROW * diagnosis.run.time))
+        yield line((f"{len(left)} more would save less than {time} of this run each: {named}.", FAINT))
+
+
+def _worth_a_row(diagnosis: Diagnosis) -> list[PlannedFix]:
+    """What saves something of the run, and what that needs; at lines of the program, where lines are known."""
+    run, plan = diagnosis.run, diagnosis.plan
+    if run is None:
+        return list(plan)
+    lines = any(place.is_known for one in plan for place in one.where)
+    known = [one for one in plan if not (lines and one.where) or any(place.is_known for place in one.where)]
+    rows = [one for one in known if one.run_gain == NONE or one.run_gain >= WORTH_A_ROW * run.time]
+    needed = {name for one in rows for name in one.needs}
+    return [one for one in plan if one in rows or one.named in needed]
 
 
 def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) -> Iterator[str]:
@@ -173,7 +195,7 @@ def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) 
 
 def _partners(diagnosis: Diagnosis, one: PlannedFix) -> str:
     """Without which fixes it gains nothing, as the plan numbers them; nothing where one of them is not in it."""
-    numbers = {other.named: number for number, other in enumerate(diagnosis.plan, 1)}
+    numbers = {other.named: number for number, other in enumerate(_worth_a_row(diagnosis), 1)}
     known = all(other in numbers for other in one.needs)
     return words.listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
 
@@ -185,7 +207,7 @@ def _after(diagnosis: Diagnosis, one: PlannedFix, before: int, saved: int) -> li
         (f"{words.transition(turn, one.predicted.step)} {turns_meant(one)}", GAIN),
         (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
     ]
-    if diagnosis.run is not None and saved:
+    if diagnosis.run is not None and saved and one.run_gain != NONE:
         whole = diagnosis.run.time
         after.append((f" · the run {words.transition(max(0, whole - before), max(0, whole - saved))}", GAIN))
     return after

@@ -113,6 +113,7 @@ _FIXES = {
     "accumulate": "let gradients travel once a step",
     "align_ranks": "give every rank the same work",
     "average_once": "average gradients once a step",
+    "collect_between_epochs": "collect garbage between epochs",
     "compile": "torch.compile",
     "compute_on_gpu": "compute it on the GPU",
     "compute_meanwhile": "compute something else meanwhile",
