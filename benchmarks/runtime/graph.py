@@ -1,6 +1,6 @@
 """`keepbusy.graph` against the eager loop, `torch.compile(mode="reduce-overhead")` and `make_graphed_callables`.
 
-    python benchmarks/runtime/graph/graphed_step.py [--out FILE] [--small]      (needs a GPU)
+    python benchmarks/runtime/graph.py [--out FILE] [--small]      (needs a GPU)
 
 Every contender trains the same model on the same batches, which lie on the device already, and takes turns with the
 others. `bound` is what the device needs for one replay of the whole step in which the host plays no part.
