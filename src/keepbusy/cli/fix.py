@@ -24,6 +24,7 @@ from keepbusy.cli.console.output import replacing, show, without_pytorch
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.run_folder import make_folder
+from keepbusy.report.words import duration
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def _tried(runs: CandidateRuns, before: Tried) -> dict[str, str]:
     from keepbusy.fix.source.source_edits import ways_of
 
     plan, last = before.diagnosis.plan, before
-    show([f"{runs.name}: a step takes {_time(before.diagnosis.plain_step)}; {_several(len(plan))}\n"])
+    several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
+    show([f"{runs.name}: a step takes {duration(before.diagnosis.plain_step)}; the plan has {several}\n"])
     held: dict[str, str] = {}
     vain: list[dict[str, str]] = []
     for planned in plan:
@@ -164,12 +166,12 @@ class CandidateRuns:
         if was - now >= least and not self._is_modelled:
             was = min(was, self.tried(sources, f"without {way}, again").time(planned))
         if was - now < least:
-            raise BadInput(f"it gains nothing: {_time(was)} before, {_time(now)} after")
+            raise BadInput(f"it gains nothing: {duration(was)} before, {duration(now)} after")
         same = f"losses within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
         if planned.every or planned.loop:
-            return f"gains {_time(was - now)} of the run's {_time(was)}; {same}"
-        predicted = f", {_time(max(0, planned.gain))} predicted" if way == planned.fix else ""
-        return f"gains {_time(was - now)} a step{predicted}; {same}"
+            return f"gains {duration(was - now)} of the run's {duration(was)}; {same}"
+        predicted = f", {duration(max(0, planned.gain))} predicted" if way == planned.fix else ""
+        return f"gains {duration(was - now)} a step{predicted}; {same}"
 
     def _agree_with_itself(self, own: Tried) -> None:
         """A program that does not compute the same twice proves nothing of a fix."""
@@ -248,13 +250,3 @@ def _diffs(held: dict[str, str]) -> Iterator[str]:
         before = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
         yield "\n"
         yield from difflib.unified_diff(before, source.splitlines(keepends=True), f"a/{file}", f"b/{file}")
-
-
-def _time(time: int) -> str:
-    from keepbusy.report.words import duration
-
-    return duration(time)
-
-
-def _several(count: int) -> str:
-    return f"the plan has {count} {'fix' if count == 1 else 'fixes'}"

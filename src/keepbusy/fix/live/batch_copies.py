@@ -16,9 +16,10 @@ What could tell the difference, and what is done about it:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ _IN_FLIGHT = 4
 """Large copies that may be under way at once; who is further ahead waits for the oldest."""
 _NUMBERS = {int, float, bool}
 _DIFFERENT = "a copy came out different"
+Destination: TypeAlias = tuple[torch.device | None, torch.dtype | None, bool, torch.memory_format | None]
+"""Where a tensor is to go, as what, whether Python need not wait, and in which layout."""
 
 
 class DeferredCopies:
@@ -46,6 +49,8 @@ class DeferredCopies:
         self._side: dict[int, Any] = {}
         self._flying: deque[Any] = deque()
         self._pinned: list[StorageWeakRef] = []
+        self.ahead: Callable[[Tensor, torch.device | None, torch.dtype | None, bool], Tensor | None] = lambda *_: None
+        """Asked first, of each move from the host: what is on the device already. A device, if nothing else changes."""
         self.own_streams = False
         self.brings_home = False
         """Whether the program has copies to the host that it does not wait for."""
@@ -56,8 +61,8 @@ class DeferredCopies:
         return bool(self._pinned)
 
     def patch(self, patches: Patches) -> None:
-        patches.replace(Tensor, "to", self._to)
-        patches.replace(Tensor, "cuda", self._cuda)
+        patches.replace(Tensor, "to", lambda plain: self._moving(plain, torch._C._nn._parse_to))
+        patches.replace(Tensor, "cuda", lambda plain: self._moving(plain, _parse_cuda))
         patches.replace(Tensor, "copy_", self._copy_)
         admit_lazy_parameters(patches)
         _device_constructors()  # which keeps functions by identity, and is to keep PyTorch's own
@@ -68,41 +73,29 @@ class DeferredCopies:
 
     # what the program calls
 
-    def _to(self, plain: Function) -> Function:
+    def _moving(self, plain: Function, where: Callable[..., Destination]) -> Function:
         @left_alone
-        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if is_ours():
-                return plain(tensor, *args, **kwargs)
-            if tensor.is_cuda:
-                self._note_home(args, kwargs)
-            if tensor.is_cuda or not self.switch.on:
-                self._note_pinned(tensor, kwargs.get("non_blocking") or True in args[1:])
-                return plain(tensor, *args, **kwargs)
-            with suppress(TypeError, RuntimeError):
-                device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-                if device is not None and device.type == "cuda" and layout is None:
-                    sent = self._send(tensor, device, dtype or tensor.dtype, non_blocking)
-                    if sent is not None:
-                        return self.switch.checked_against(sent, partial(plain, tensor, *args, **kwargs), _DIFFERENT)
-            return plain(tensor, *args, **kwargs)
+        def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent = None
+            if not is_ours():
+                with suppress(TypeError, RuntimeError):  # what is wrong with it PyTorch says itself
+                    sent = self._moved(tensor, partial(plain, tensor, *args, **kwargs), *where(*args, **kwargs))
+            return plain(tensor, *args, **kwargs) if sent is None else sent
 
-        return to
+        return move
 
-    def _cuda(self, plain: Function) -> Function:
-        @left_alone
-        def cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if is_ours() or not self.switch.on or tensor.is_cuda or kwargs.get("memory_format") is not None:
-                self._note_pinned(tensor, kwargs.get("non_blocking") or True in args)
-                return plain(tensor, *args, **kwargs)
-            device = args[0] if args else kwargs.get("device")
-            non_blocking = bool(args[1]) if len(args) > 1 else bool(kwargs.get("non_blocking"))
-            chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-            sent = self._send(tensor, chosen, tensor.dtype, non_blocking)
-            if sent is None:
-                return plain(tensor, *args, **kwargs)
-            return self.switch.checked_against(sent, partial(plain, tensor, *args, **kwargs), _DIFFERENT)
-
-        return cuda
+    def _moved(self, tensor: Tensor, plain: Callable[[], Tensor], *destination: Any) -> Tensor | None:
+        device, dtype, non_blocking, layout = destination
+        if tensor.is_cuda:
+            self.brings_home = self.brings_home or non_blocking
+            return None
+        self._note_pinned(tensor, non_blocking)
+        is_move = device is not None and device.type == "cuda" and layout is None
+        ahead = self.ahead(tensor, device if is_move else None, dtype, not non_blocking)
+        if ahead is not None or not is_move or not self.switch.on:
+            return ahead
+        sent = self._send(tensor, device, dtype or tensor.dtype, non_blocking)
+        return None if sent is None else self.switch.checked_against(sent, plain, _DIFFERENT)
 
     def _copy_(self, plain: Function) -> Function:
         @left_alone
@@ -157,10 +150,6 @@ class DeferredCopies:
         if non_blocking and not tensor.is_cuda and tensor.is_pinned():
             self._pinned.append(StorageWeakRef(tensor.untyped_storage()))
 
-    def _note_home(self, args: Any, kwargs: Any) -> None:
-        if kwargs.get("non_blocking") or True in args[1:]:
-            self.brings_home = True
-
     # streams of the program's own
 
     def _entering(self, plain: Function) -> Function:
@@ -198,7 +187,6 @@ class DeferredCopies:
         small = tensor.numel() * dtype.itemsize <= _SMALL
         if small and pinned and non_blocking:
             return None  # that is what the plain copy does
-        self._note_pinned(tensor, non_blocking)
         with ours():
             if small:  # the driver takes the bytes of ordinary memory along
                 source = tensor if dtype == tensor.dtype and not pinned else tensor.to(dtype, copy=True)
@@ -230,6 +218,12 @@ class DeferredCopies:
         if wait:  # the program may change its own pinned memory from here on
             copied.synchronize()
         return sent
+
+
+def _parse_cuda(device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Destination:
+    """The arguments of `Tensor.cuda`, as PyTorch parses those of `Tensor.to`."""
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    return chosen, None, non_blocking, memory_format
 
 
 def may_be_sent(tensor: Tensor) -> bool:

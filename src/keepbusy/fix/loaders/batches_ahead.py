@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +36,10 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from keepbusy.fix.live.batch_copies import DeferredCopies, may_be_sent
-from keepbusy.fix.live.switch import FixSwitch, Place, is_ours, ours, place_of
+from keepbusy.fix.live.switch import FixSwitch, Place, ours, place_of
 from keepbusy.fix.loaders.more_workers import room_in_shared_memory
 from keepbusy.fix.loaders.reach import Reach, Unshared
-from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
+from keepbusy.instrument.patches import Function, Patches
 from keepbusy.runtime.prefetch import prefetch
 
 _SAMPLERS = {
@@ -230,9 +229,7 @@ class BatchesAhead:
 
     def patch(self, patches: Patches) -> None:
         patches.replace(DataLoader, "__iter__", self._iterating)
-        patches.replace(Tensor, "to", lambda plain: self._moving(plain, _where_to))
-        patches.replace(Tensor, "cuda", lambda plain: self._moving(plain, _which_cuda))
-        admit_lazy_parameters(patches)
+        self._copies.ahead = self._moved
 
     def _iterating(self, plain: Function) -> Function:
         def iterate(loader: DataLoader[Any]) -> Any:
@@ -243,55 +240,35 @@ class BatchesAhead:
 
         return iterate
 
-    def _moving(self, plain: Function, where: Callable[..., tuple[torch.device | None, bool]]) -> Function:
-        @left_alone
-        def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.handed and not is_ours() and not tensor.is_cuda:
-                with suppress(TypeError, RuntimeError):
-                    device, waits = where(*args, **kwargs)
-                    sent = self._sent(tensor, device, waits, sys._getframe(1))
-                    if sent is not None:
-                        return self.switch.checked_against(sent, partial(plain, tensor, *args, **kwargs), _DIFFERENT)
-            return plain(tensor, *args, **kwargs)
-
-        return move
-
-    def _sent(self, tensor: Tensor, device: torch.device | None, waits: bool, frame: FrameType) -> Tensor | None:
+    def _moved(
+        self, tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None, waits: bool
+    ) -> Tensor | None:
+        """What the program's own move gives, if it is there."""
         if device is None:  # what stays on the host goes by another name from here on
             self.handed.clear()
-            return None
         part = self.handed.pop(id(tensor), None)
         same: Any = part and part.tensor()
-        if part is None or same is not tensor or part.version != _version(tensor):
-            return None
-        if place_of(frame) not in part.moves:
+        frame = sys._getframe(3)
+        if (
+            part is None
+            or device is None
+            or dtype is not None
+            or same is not tensor
+            or place_of(frame) not in part.moves
+        ):
             return None
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         part.asked(device)
         if part.sent is None or part.sent.device != device or not self.may() or not may_be_sent(tensor):
             return None
+        if part.version != _version(tensor):
+            return None
         if waits and tensor.is_pinned():  # which may be changed from here on
             with ours():
                 part.copied.synchronize()
         self.switch.count(frame)
-        return part.sent.clone()
-
-
-def _where_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, bool]:
-    """The device, if it is a GPU and nothing but the place changes; and whether Python waits for it."""
-    device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-    if device is None or device.type != "cuda":
-        return None, True
-    if dtype is not None or layout is not None:
-        raise TypeError
-    return device, not non_blocking
-
-
-def _which_cuda(device: Any = None, non_blocking: bool = False, **settings: Any) -> tuple[torch.device | None, bool]:
-    if settings:
-        raise TypeError
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda"), not non_blocking
+        return self.switch.checked_against(part.sent.clone(), lambda: tensor.to(device), _DIFFERENT)
 
 
 def _may_be_asked_early(loader: DataLoader[Any]) -> bool:
