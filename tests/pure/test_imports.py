@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2053,
     "recording": 4009,
     "virtual": 8498,
-    "explain": 4218,
+    "explain": 4256,
     "report": 3275,
     "runtime": 5529,
     "cli": 3478,

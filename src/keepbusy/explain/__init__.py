@@ -138,6 +138,7 @@ def _explained(
     run, rare = timeline.facts.run, rare_of(timeline, told, workers)
     told = replace(
         told,
+        loop=loop.place if loop else timeline.facts.loop,
         loop_turns=loop.turns if loop else 0,
         run_steps=_steps_of_run(timeline, whole) if run is not None and not timeline.facts.plain_runs else 0,
         one_turn=whole.facts.runs_once,

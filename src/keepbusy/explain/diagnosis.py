@@ -223,6 +223,7 @@ class Diagnosis:
     run: Part | None = None  # the whole run, where it was watched
     cluster: Cluster | None = None  # all ranks, where only some of them were kept whole
     run_steps: int = 0  # that the run took, where each of them was recorded: on a virtual GPU
+    loop: str = ""  # whose turns the steps are, where the run's tree knows it: file:line
     loop_turns: int = 0  # of the loop whose steps these are, where most steps of the run were taken in another one
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at

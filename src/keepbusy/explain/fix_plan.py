@@ -429,10 +429,10 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     parts = [with_loader(told.plan, uses, told)]
     parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
     parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
-    parts += [_of_loop(one, told) for one in told.loops]
+    parts += [_of_loop(one) for one in told.loops]
     parts += [_of_line(one) for one in _idle_lines(told)]
     parts.sort(key=lambda part: -sum(map(_saved, part)))
-    return tuple(_set(fix, told) for fix in _told_once(chain(*parts)))
+    return tuple(_set(fix, told) for fix in _as_far_as_loops_took(_told_once(chain(*parts)), told))
 
 
 def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:
@@ -513,7 +513,7 @@ def _over_the_run(plan: Iterable[PlannedFix], told: Diagnosis) -> list[PlannedFi
     return [_of_all_steps(one, steps, most) for one in plan] if steps else list(plan)
 
 
-def _of_all_steps(one: PlannedFix, steps: int, most: int) -> PlannedFix:
+def _of_all_steps(one: PlannedFix, steps: int, most: int = 1 << 62) -> PlannedFix:
     if one.fix != "compile":
         return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"
@@ -701,13 +701,49 @@ def _loops_of(told: Diagnosis) -> list[Part]:
     return [part for part in (told.run.within() if told.run else ()) if part.kind == LOOP]
 
 
-def _of_loop(one: LoopDiagnosis, told: Diagnosis) -> Plan:
-    """Of all its turns no more goes than the GPU waits in the loop, as the run's tree tells."""
-    parts = [part for part in _loops_of(told) if part.place == one.place]
-    most = min((part.time if part.waits == NONE else part.waits for part in parts), default=1 << 62)
-    return tuple(
-        replace(_of_all_steps(fix, one.turns, most) if one.turns else fix, loop=one.place) for fix in one.diagnosis.plan
+def _of_loop(one: LoopDiagnosis) -> Plan:
+    fixes = one.diagnosis.plan
+    return tuple(replace(_of_all_steps(fix, one.turns) if one.turns else fix, loop=one.place) for fix in fixes)
+
+
+def _as_far_as_loops_took(fixes: Iterable[PlannedFix], told: Diagnosis) -> Iterator[PlannedFix]:
+    """No loop becomes shorter, nor any around it, than what the GPU computes in those of its turns that were looked at,
+    of the time that the run's tree has for it. Beside the loops nothing is saved by what is done in them.
+
+    What the driver counts as the GPU's work is no such bound: it also counts copies, and waits of one rank for another.
+    """
+    loops = _loops_of(told)
+    stays = {one.place: _stays(one.diagnosis, one.turns) for one in told.loops}
+    stays |= {told.loop: _stays(told, told.steps_of_run)} if told.steps else {}
+    left = {part.place: 0 for part in loops}
+    for part in loops:
+        left[part.place] += part.time - _computed_in(part, stays)
+    whole = (
+        sum(part.time - _computed_in(part, stays) for part in told.run.parts if part.kind == LOOP) if told.run else 0
     )
+    for one in fixes:
+        place = one.loop or told.loop
+        around = [part.place for part in loops if any(inner.place == place for inner in part.within())]
+        bounds = [*([whole] if loops else []), *(left[other] for other in around)]
+        saved = min([one.run_gain, *(max(0, bound) for bound in bounds)])
+        yield replace(one, run_gain=saved) if saved < one.run_gain else one
+        whole -= max(0, saved)
+        for other in dict.fromkeys(around):
+            left[other] -= max(0, saved)
+
+
+def _stays(told: Diagnosis, turns: int) -> tuple[float, int]:
+    """What the GPU computes in a loop, or less where fixes leave it less: the share of a turn, and the sum of all."""
+    least = min([told.ledger.get(COMPUTING, 0), *(one.predicted.step for one in told.plan)])
+    return min(1.0, least / max(1, told.plain_step)), least * turns
+
+
+def _computed_in(part: Part, stays: Mapping[str, tuple[float, int]]) -> int:
+    """Of a loop's time; where it was not looked at, what is known of the loops in it."""
+    if part.place in stays:
+        share, of_all = stays[part.place]
+        return min(round(part.time * share), of_all)
+    return sum(_computed_in(inner, stays) for inner in part.parts if inner.kind == LOOP)
 
 
 def _idle_lines(told: Diagnosis) -> list[Part]:
