@@ -19,5 +19,5 @@ for case in "${cases[@]}"; do
   echo "== $(basename "$case")"
   timeout 60 python -m keepbusy run --quiet --save "$kept/before.busy" "$case" >/dev/null 2>"$kept/said" || { tail -1 "$kept/said"; continue; }
   timeout 60 python -m keepbusy run --fix --against "$kept/before.busy" --quiet "$case" 2>"$kept/said" |
-    grep -E "^(copies|late_numbers|draws|workers|syncs|cache|garbage|gain)|foretold|switched off" || tail -1 "$kept/said"
+    grep -E "^(copies|late_numbers|draws|workers|batches|syncs|cache|garbage|gain)|foretold|switched off" || tail -1 "$kept/said"
 done

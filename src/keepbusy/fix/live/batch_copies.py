@@ -87,7 +87,7 @@ class DeferredCopies:
     def _moved(self, tensor: Tensor, plain: Callable[[], Tensor], *destination: Any) -> Tensor | None:
         device, dtype, non_blocking, layout = destination
         if tensor.is_cuda:
-            self.brings_home = self.brings_home or non_blocking
+            self.brings_home |= non_blocking and device is not None and device.type == "cpu"
             return None
         self._note_pinned(tensor, non_blocking)
         is_move = device is not None and device.type == "cuda" and layout is None
