@@ -808,7 +808,7 @@ def test_a_fix_in_a_trainers_loop_is_told_as_its_setting() -> None:
     )
     rows = (
         PlannedFix("prepare_in_workers", (here,), ("input_late",), 9 * MS, step, 9 * MS, 900 * MS),
-        PlannedFix("move_off_the_loop", (here,), ("host_work",), 5 * MS, step, 5 * MS, 500 * MS),
+        PlannedFix("move_off_the_loop", (here,), ("host_work",), 5 * MS, step, 5 * MS, 90 * MS),
     )
     held = Part(LOOP, place="lora.py:141", function="transformers/trainer.py:1805 in run", time=1_000 * MS, turns=100)
     told = replace(HEALTHY, plan=rows, run=Part(RUN, time=2_000 * MS, parts=(held,)))
