@@ -64,6 +64,7 @@ FLAGS = {
         "--json": (None, 0, False),
         "--timeline": (None, 0, False),
         "--save": ("RUN.busy", None, None),
+        "--ray": (None, 0, False),
         "--quiet": (None, 0, False),
     },
     "run": {
@@ -257,10 +258,10 @@ def test_nonsense_is_no_time(text: str) -> None:
         values.duration(text)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "8.0", "many", "²", "100000"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "8.0", "many", "²", "100000", "1" * 5000])
 def test_nonsense_is_no_number_of_workers(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        values.workers(text)
+        values.whole_number("workers", 1024)(text)
 
 
 def test_causes_are_named() -> None:

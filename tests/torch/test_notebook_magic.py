@@ -39,7 +39,7 @@ def test_a_cell_is_run_and_explained() -> None:
     assert report.startswith("keepbusy · cell.py · NVIDIA H200 · 4 steps\n\nThe run took ")
     assert "\n\nWhat to do\n1  " in report
     assert printed(about) == "Diagnosis 4\n"
-    assert printed(nonsense).startswith("keepbusy: argument --ranks: 'nonsense' is not a number of GPUs")
+    assert printed(nonsense).startswith("keepbusy: argument --ranks: 'nonsense' is no number of GPUs")
     assert printed(failed) == (
         "Traceback (most recent call last):\n"
         '  File "cell.py", line 1, in <module>\n    print(1 / 0)\n          ~~^~~\n'

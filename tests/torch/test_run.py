@@ -112,7 +112,7 @@ def test_the_lines_of_an_installed_module_that_was_named_are_the_users_own(
     ("before", "says"),
     [
         (("--on", "h300"), "'h300' is no device; the devices are"),
-        (("--gpus", "none"), "is not a number of GPUs"),
+        (("--gpus", "none"), "is no number of GPUs"),
         (("--save", "run.json"), "a saved run is named *.busy"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from keepbusy.cli.console.output import check_place, replacing, show, without_pytorch
 from keepbusy.cli.console.sources import SAVED
+from keepbusy.cli.console.values import whole_number
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 
@@ -38,11 +39,12 @@ LIMIT_EXCEEDED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    times = whole_number("times", 1 << 31, least=0)
     parser.add_argument(
-        "--max-syncs", type=_limit, metavar="N", help="so many reads and synchronisations may be in a step"
+        "--max-syncs", type=times, metavar="N", help="so many reads and synchronisations may be in a step"
     )
     parser.add_argument(
-        "--max-blocking-copies", type=_limit, metavar="N", help="so many copies that Python waits for may be in a step"
+        "--max-blocking-copies", type=times, metavar="N", help="so many copies that Python waits for may be in a step"
     )
     parser.add_argument(
         "--allow",
@@ -64,12 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "program", metavar="PROGRAM", nargs=argparse.PARSER, help="a script with its own arguments, or a saved run"
     )
-
-
-def _limit(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of times; give 0 or more")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:

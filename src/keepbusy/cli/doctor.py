@@ -42,7 +42,7 @@ _DRIVER = Path("/dev/nvidiactl")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
-        type=values.ranks,
+        type=values.whole_number("ranks", 4096),
         metavar="N",
         help="measure the links of so many ranks (default: as many as there are GPUs)",
     )

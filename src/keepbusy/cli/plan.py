@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keepbusy.cli.console.output import complain, without_pytorch
+from keepbusy.cli.console.values import whole_number
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.report.words import duration, listing, share
 from keepbusy.timeline.errors import BadInput
@@ -86,23 +87,25 @@ class Trial:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--gpus", type=_count, required=True, metavar="N", help="how many, on as many hosts as they need"
+        "--gpus",
+        type=whole_number("GPUs", 1 << 20),
+        required=True,
+        metavar="N",
+        help="how many, on as many hosts as they need",
     )
     parser.add_argument("--on", metavar="DEVICE", default="h200", help="a virtual GPU, or a .toml file (default h200)")
     parser.add_argument("--layouts", metavar="LAYOUTS", help="only these: shard=3,shard=2+tensor=8")
     parser.add_argument("--price", type=float, metavar="DOLLARS", help="of a GPU-hour: what a million batches cost")
     parser.add_argument(
-        "--jobs", type=_count, default=min(4, os.cpu_count() or 1), metavar="N", help="trials at a time"
+        "--jobs",
+        type=whole_number("trials", 1024),
+        default=min(4, os.cpu_count() or 1),
+        metavar="N",
+        help="trials at a time",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
     parser.add_argument("program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program, and its own arguments")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give 1 or more")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:

@@ -72,7 +72,10 @@ def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
 def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     """What is looked at, and what is told of it."""
     parser.add_argument(
-        "--after", type=_steps, metavar="N", help="record after N steps (default: after 8, once they are steady)"
+        "--after",
+        type=values.whole_number("steps", (1 << 31) - 1),
+        metavar="N",
+        help="record after N steps (default: after 8, once they are steady)",
     )
     values.add_what_if(parser)
     values.add_workers(parser)
@@ -118,12 +121,6 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; give 1 or more")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:

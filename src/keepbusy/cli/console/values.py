@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
 
 _UNITS = {"": 1e6, "ms": 1e6, "s": 1e9, "us": 1e3, "µs": 1e3, "ns": 1.0}
 _LONGEST = 24 * 3600 * 1e9
@@ -73,27 +74,24 @@ WORKERS = 8
 def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=workers,
+        type=whole_number("workers", 1024),
         metavar="N",
         default=WORKERS,
         help=f"loader workers that a prediction may count on (default {WORKERS})",
     )
 
 
-def workers(text: str) -> int:
-    """A whole number of loader workers."""
-    count = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= count <= 1024:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers; give a whole number from 1 to 1024")
-    return count
+def whole_number(of_what: str, most: int, least: int = 1) -> Callable[[str], int]:
+    """How such a one is read."""
 
+    def read(text: str) -> int:
+        if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no number of {of_what}; give a whole number from {least} to {most:,}"
+            )
+        return int(text)
 
-def ranks(text: str) -> int:
-    """Whose links are measured."""
-    count = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= count <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number from 1 to 4096")
-    return count
+    return read
 
 
 def amount(text: str) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
+from keepbusy.cli.console.values import whole_number
+
 MOST_RANKS = 64
 """That are started on one machine."""
 
@@ -18,9 +20,15 @@ def add_to(parser: argparse.ArgumentParser, on: str) -> None:
         help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
         f"(default: {'the real GPU where there is one, else h200' if on == 'auto' else on})",
     )
-    parser.add_argument("--gpus", type=_count, metavar="N", default=1, help="how many of them (default 1)")
     parser.add_argument(
-        "--ranks", type=_ranks, metavar="N", default=1, help="run N ranks, a GPU each, through torchrun"
+        "--gpus", type=whole_number("GPUs", MOST_RANKS), metavar="N", default=1, help="how many of them (default 1)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=whole_number("GPUs", 1 << 20),
+        metavar="N",
+        default=1,
+        help="run N ranks, a GPU each, through torchrun",
     )
     parser.add_argument(
         "--clock",
@@ -50,17 +58,3 @@ def handed_on(
             text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
             given += [f"--{name.replace('_', '-')}", *text]
     return given
-
-
-def _count(text: str) -> int:
-    return _number(text, MOST_RANKS)
-
-
-def _ranks(text: str) -> int:
-    return _number(text, 1 << 20)
-
-
-def _number(text: str, most: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give 1 to {most:,}")
-    return int(text)
