@@ -69,10 +69,28 @@ if __name__ == "__main__":
 """
 
 
+UNANNOUNCED = """\
+import torch
+
+x = torch.ones(1024, 1024, device="cuda")
+
+
+def work():
+    for turn in range(100):
+        y = (x @ x).relu()
+        z = y.sum()
+        if turn % 7 == 3:
+            z.item()
+
+
+work()
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    for name, text in (("train", TRAIN), ("ranks", RANKS), ("spawned", SPAWNED)):
+    for name, text in (("train", TRAIN), ("ranks", RANKS), ("spawned", SPAWNED), ("unannounced", UNANNOUNCED)):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     return folder
 
@@ -138,3 +156,14 @@ def test_a_measured_run_holds_what_really_took_time(warm_python: WarmPython, fol
     assert loop["turns"] == 4
     longest = max(loop["lines"], key=lambda line: line["time"])
     assert (longest["where"], longest["time"] > 0.19) == ("slow.py:4", True)
+
+
+def test_where_nothing_announces_a_step_it_is_a_turn_of_the_loop_that_the_gpu_works_in(
+    warm_python: WarmPython, folder: Path
+) -> None:
+    """And not seven of them, after which the launches repeat themselves."""
+    said = told(warm_python, folder, "run", "--clock", "modelled", "--json", "unannounced.py")
+    [loop] = [part for part in said["run"]["parts"] if part["kind"] == "loop"]
+    assert loop["turns"] == 100
+    assert 80 <= said["steps"] <= 100
+    assert said["plain_step"] == pytest.approx(loop["turn"], rel=0.3)

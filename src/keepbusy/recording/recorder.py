@@ -238,7 +238,11 @@ class Run:
         return has_looked and not self.others.seen and not self.marks.replays_graphs
 
     def _unseen_loops(self) -> list[BusyLoop]:
-        return [one for one in worth_a_look(self._know_loops()) if one.jumps and self._is_unseen(one)]
+        """Where nothing announces a step, the loop with most of the GPU's work comes first: its turns are the steps."""
+        loops = [one for one in self._know_loops() if one.jumps]
+        if self._steps or self._further:
+            return [one for one in worth_a_look(loops) if self._is_unseen(one)]
+        return sorted(loops, key=lambda one: (one.time - one.waits, one.time))[-1:]
 
     def _is_unseen(self, one: BusyLoop) -> bool:
         """It did not turn while a window was open, nor did the first one open in it: turns are counted only once a loop

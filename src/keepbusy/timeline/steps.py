@@ -291,18 +291,23 @@ def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
 
 
 def _guessed(timeline: Timeline) -> Timeline:
-    """By the pattern of launches. Where a whole script was recorded, and most of what its GPU waits does not come again
-    in each of these turns, they were there to warm up, and the script is explained whole.
-    """
+    """By the pattern of launches."""
     guessed = by_pattern(timeline)
-    marks = guessed.marks_of(guessed.ranks[0])
-    if not timeline.facts.virtual or len(marks) < 2:
-        return guessed
+    return guessed if not timeline.facts.virtual or comes_again(guessed) else timeline
+
+
+def comes_again(timeline: Timeline) -> bool:
+    """Of a script that was recorded whole: whether most of what its GPU waits comes again in each of these turns. Else
+    they were there to warm up, and the script is explained whole.
+    """
+    marks = timeline.marks_of(timeline.ranks[0])
+    if len(marks) < 2:
+        return True
     row, gap, lasted = _waits_for_kernels(timeline)
     turn = np.searchsorted(marks, row, side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
     again = len(marks) * np.median(waits)
-    return guessed if waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * lasted) else timeline
+    return bool(waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * lasted))
 
 
 def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:

@@ -10,9 +10,9 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from types import CodeType
 
 import numpy as np
@@ -34,16 +34,20 @@ from keepbusy.instrument.loop_tree import (
 from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoops, TurnCounters
 from keepbusy.instrument.step_loop import Nest, beside, loop_that_trains
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
 from keepbusy.timeline.run_facts import WindowReason
 from keepbusy.timeline.run_tree import LOOP
-from keepbusy.timeline.steps import turns_alone
+from keepbusy.timeline.steps import by_pattern, comes_again, turns_alone
 
 STAY, STAY_SHARE = 60_000_000, 0.05
 """A function holds loops of the run if it lasts so long each time, as where a run is recorded; of a short run, if it
 lasts so much of it. What is shorter, as a model's loop over its layers, is a part of a turn."""
 TURNS_A_SECOND, TURNS_IN_A_ROW = 1_000_000, 1 << 14
 """A loop that turns more often, so many times in a row, computes in Python, and is counted no further."""
+WORKING_SHARE = 0.5
+"""Of the GPU's work, where no step is announced: a loop with less of it is not what the program is for."""
+FEWEST_TURNS = 6
+"""Of a loop that nothing but its work makes the program's."""
 FEWEST_MARKS = 3
 """For two whole turns."""
 
@@ -102,7 +106,12 @@ class RunLoops:
         )
         turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
         nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
-        nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns)
+        is_marked = len(timeline.marks) > 0
+        if is_marked:
+            nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns)
+        else:
+            held = {loop for one in innermost_loops(looks, busy, sources) for loop in one.nest}
+            nest = _working_loop(timeline, visits.of_frame, [_lasting(one, held) for one in nests], turns)
         looks = replace(looks, holders=frozenset(code for code, _ in (*nest, *_beside(nest, nests))))
         told = timeline.change_facts(run=tree_of(looks, busy, sources))
         if not nest:
@@ -113,7 +122,10 @@ class RunLoops:
             return told
         worth = {one.nest for one in worth_a_look(loops)}
         further = [_window(told, lane, one) for one in beside(trains, loops) if one.nest in worth]
-        return _marked(told, lane, trains).change(further=tuple(one for one in further if one is not None))
+        marked = _marked(told, lane, trains)
+        if not is_marked and not _is_told_by_turns(trains, marked, by_pattern(told)):
+            return told
+        return marked.change(further=tuple(one for one in further if one is not None))
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
         code, line = lines[name]
@@ -189,6 +201,33 @@ def _step_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns:
         return found
 
     return loop_that_trains(counted(timeline.spans.frame[timeline.marks]), counted(passes), turns)
+
+
+def _lasting(nest: Nest, held: Container[LoopKey]) -> Nest:
+    """Without what another function does in a part of a turn, as a model with its layers."""
+    inner = (index for index, (one, loop) in enumerate(pairwise(nest), 1) if loop[0] != one[0] and loop not in held)
+    return nest[: next(inner, len(nest))]
+
+
+def _working_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns: Mapping[LoopKey, Ints]) -> Nest:
+    """Of a program in which nothing announces a step, the loop that most of the GPU's work is launched from."""
+    launches = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    chain, work = of_frame[timeline.spans.frame[launches.source]], timeline.spans.work[launches.target]
+    held = Counter[Nest]()
+    for number, each in enumerate(np.bincount(chain, work, len(nests)).tolist()):
+        held[nests[number]] += round(each)
+    nest = loop_that_trains(held, {}, turns)
+    within = sum(each for one, each in held.items() if one[: len(nest)] == nest)
+    return nest if within > WORKING_SHARE * work.sum() else ()
+
+
+def _is_told_by_turns(loop: BusyLoop, marked: Timeline, guessed: Timeline) -> bool:
+    """Whether turns tell more than the pattern of launches: they do where every seventh turn prints something, and not
+    where launches repeat themselves as often as the loop turns."""
+    steps = len(guessed.marks_of(guessed.ranks[0]))
+    if len(loop.ends) < FEWEST_TURNS or abs(steps - len(loop.ends)) <= 2:
+        return False
+    return comes_again(guessed if steps > FEWEST_MARKS else marked)
 
 
 def _beside(nest: Nest, nests: Iterable[Nest]) -> Iterator[LoopKey]:
