@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2561,
     "traces": 2439,
     "instrument": 2053,
-    "recording": 4013,
+    "recording": 4063,
     "virtual": 8537,
     "explain": 4256,
     "report": 3275,

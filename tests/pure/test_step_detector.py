@@ -42,3 +42,12 @@ def test_a_round_that_repeats_gives_one_step_a_round(order: list[int], times: in
     told = ends(*order * times)
     assert told[len(order) :].count(ENDS) == times - 1
     assert told.count(BEGINS) == 1
+
+
+def test_one_that_is_no_more_is_not_waited_for() -> None:
+    """As where each fit makes an optimizer of its own."""
+    rounds, told = Rounds(), []
+    for who in range(6):
+        told.append(rounds.ended(who))
+        rounds.forget(who)
+    assert told == [BEGINS] + [ENDS] * 5

@@ -19,9 +19,18 @@ from pretended import pretend
 
 from keepbusy.instrument.loop_tree import BusyLoop, LoopSite
 from keepbusy.instrument.loops import Line
+from keepbusy.recording.line_log import LINES, NOTHING
 from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in, timeline_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, STEPS_TO_LET_GO, Run, RunOptions
-from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, TRACE, Window, _tells_of_the_device
+from keepbusy.recording.window import (
+    LONGEST_OPEN,
+    RECORDED_TURNS,
+    SETTLES_WITHIN,
+    SETTLING_TURNS,
+    TRACE,
+    Window,
+    _tells_of_the_device,
+)
 from keepbusy.recording.window_plan import Occasion
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.run_facts import SCRIPT, STALL
@@ -318,6 +327,25 @@ def test_what_lies_between_two_runs_of_a_loop_is_none_of_its_turns(
     assert len(took) == 20
     assert 2 <= len(look["beside"]) <= 3
     assert {row for row, one in enumerate(took) if one > 19} == set(look["beside"])
+
+
+def test_a_turn_that_a_librarys_lines_have_slowed_is_looked_at_again_without_them(
+    patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a turn that is usually over by then only its beginning was seen."""
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    monkeypatch.setattr(run.marks, "plain_step", lambda *near: SETTLES_WITHIN)
+    monkeypatch.setattr("keepbusy.recording.recorder.is_granted", lambda *_: True)
+    stepping(run, lambda count: None, STEPS_BEFORE_WINDOW)
+    first = run.window
+    busy_turn(first, 3 * SETTLES_WITHIN // 1_000_000)
+    assert first.is_open
+    first.cut()
+    run._closed()
+    assert (first.is_open, first.is_slow, run.window is first) == (False, True, False)
+    details = [window._log.detail(pytest.approx.__code__) for window in (Window(tmp_path), run.window)]
+    assert details == [LINES, NOTHING]
+    assert run.notes == []
 
 
 WINDOW = SETTLING_TURNS + RECORDED_TURNS

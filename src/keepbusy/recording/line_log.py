@@ -37,8 +37,9 @@ class Log:
     """What was seen, in the order in which it was: time, the system's number of the thread, what (LINE, ENTER or
     LEAVE), the number of the code, and the line. Numbers alone, for objects would be the garbage collector's work."""
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, libraries: bool = True) -> None:
         self.clock = clock
+        self._detail_of = _DETAIL if libraries else {**_DETAIL, LIBRARY: NOTHING}
         self.entries = array("q")
         self.codes: list[CodeType] = []
         self._numbers: dict[int, int] = {}  # by identity: the same words in two files are equal
@@ -58,7 +59,7 @@ class Log:
 
     def _remember(self, code: CodeType) -> int:
         """Whichever thread meets it first; the others find it once all is known of it."""
-        detail = _DETAIL.get(kind_of(code.co_filename), NOTHING)
+        detail = self._detail_of.get(kind_of(code.co_filename), NOTHING)
         with self._remembering:
             number = self._numbers.get(id(code), len(self.codes))
             if number == len(self.codes):

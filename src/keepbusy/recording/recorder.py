@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -43,7 +43,7 @@ from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfile
 from keepbusy.recording.window_plan import Occasion, SharedWindows, WindowPlan, is_granted
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.run_facts import DRIFT, SCRIPT
 from keepbusy.timeline.run_tree import Part
 
@@ -149,7 +149,8 @@ class Run:
             self._guarded(each)  # what goes wrong here is no end of the program's
 
     def _tree(self) -> Part:
-        return tree_of(self.loops.looks, self._busy_until, sources=self._sources)
+        whole = tree_of(self.loops.looks, self._busy_until, sources=self._sources)
+        return _without_catching_up(whole, self._loop, self._marks_facts.get("lead", NONE))
 
     @property
     def _busy_until(self) -> BusyUntil | None:
@@ -395,16 +396,17 @@ class Run:
 
     def _saw_no_step(self) -> bool:
         """The first window saw nothing, or one rank's saw none but turns that take far longer than usual, as those in
-        which an epoch begins."""
+        which an epoch begins, or made the first turn so long, by a library's lines, that it saw a part of it alone."""
         passed, alone = self.clock() - self.loops.looks.began, self._rank_and_world()[1] == 1
-        if not alone or not self._first.saw_others or not is_granted(passed, self._spent(), self._first.cost):
+        if not alone or not is_granted(passed, self._spent(), self._first.cost):
             return self._first.is_blind
-        return True
+        return self._first.is_blind or self._first.saw_others or self._first.is_slow
 
     def _look_afresh(self) -> None:
         """What an earlier profile of this process has left of CUPTI told nothing. It lets go now, and the next window
         finds it new."""
-        window = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory)
+        libraries = not self._first.is_slow
+        window = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory, libraries=libraries)
         window.cost = self._first.cost
         self.window = self._first = window
         self._opened, self._blind = 0, self._steps
@@ -517,6 +519,16 @@ class Run:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             self._place = distributed.get_rank(), distributed.get_world_size()
         return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+CATCHES_UP = 1.25
+"""Times the host's lead, the longest that it may take for its GPU to come to where it is."""
+
+
+def _without_catching_up(part: Part, loop: str, lead: int) -> Part:
+    """A host that is ahead of its GPU waits for it now and then, as where it prints a loss: that holds nothing up."""
+    kinds = part.kinds if part.place != loop else tuple(one for one in part.kinds if one.longer > CATCHES_UP * lead)
+    return replace(part, kinds=kinds, parts=tuple(_without_catching_up(one, loop, lead) for one in part.parts))
 
 
 def _own_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:

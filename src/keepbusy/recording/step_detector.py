@@ -7,6 +7,7 @@ while another goes on gives way to it: a step that was captured whole shows no o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -57,6 +58,13 @@ class Rounds:
             self._known = set(self._stepped)
             return self._next(BEGINS)
         return GOES_ON
+
+    def forget(self, who: int) -> None:
+        """It is no more: the next one may well have its number."""
+        self._known.discard(who)
+        self._missed.discard(who)
+        self._stepped.pop(who, None)
+        self._only = None
 
     def _next(self, verdict: int) -> int:
         self._stepped.clear()
@@ -149,6 +157,7 @@ class StepEnds:
         self._rounds = Rounds()
         self._passed_over = 0
         self._optimizer_steps = 0
+        self._optimizers: set[int] = set()
         self._patches = Patches()
         self._forward = ForwardPasses(lambda module: self._heard(StepSource.FORWARD, id(module)))
 
@@ -194,7 +203,14 @@ class StepEnds:
     @left_alone
     def _stepped(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         self._optimizer_steps += 1
+        if id(optimizer) not in self._optimizers:  # one that is made anew for each fit goes with it
+            self._optimizers.add(id(optimizer))
+            weakref.finalize(optimizer, self._is_gone, id(optimizer)).atexit = False
         self._heard(StepSource.OPTIMIZER, id(optimizer))
+
+    def _is_gone(self, optimizer: int) -> None:
+        self._optimizers.discard(optimizer)
+        self._rounds.forget(optimizer)
 
     def _scaler_step(self, original: Function) -> Function:
         """A scaler that meets an infinity lets no optimizer step. The program's step has ended all the same."""

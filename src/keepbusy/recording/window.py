@@ -76,9 +76,11 @@ closing takes about as long as all that was seen, and holds the program up."""
 HELD_UP_AT_ONCE = 300_000_000
 """Once it is known how long closing takes here, a window may be open for as long as that allows, but no longer than:"""
 OPEN_AT_MOST = 3_000_000_000
-EVENTS_AT_ONCE, EVENTS_WITH_A_TURN = 40_000, 20_000
+EVENTS_AT_ONCE = 40_000
 """What takes long to close are the events, 6 to 8 µs each on an H200's host; a turn that waits has few of them. With so
-many a window closes in the middle of its first turn, and with so many of a later one."""
+many a window closes in the middle of a turn, and with the first turn where a second one would make them as many."""
+SLOWED = 2.0
+"""A turn that recording has made so many times as long, without an end of it, was slowed by the lines that it told."""
 EVENTS_A_TENSOR = 10
 """Of each that is made on the device, on average."""
 NEXT_ASK = 50_000_000
@@ -109,15 +111,17 @@ class Window:
         brief: bool = False,
         closed: Callable[[], object] | None = None,
         memory: bool = False,
+        libraries: bool = True,
     ) -> None:
         """`brief`: two whole turns are enough where they take long, as one is like the other. `closed` is called where
-        it has closed within a turn. `memory`: what is taken of the device's, and given back, is noted, too."""
+        it has closed within a turn. `memory`: what is taken of the device's, and given back, is noted, too.
+        `libraries`: their lines are followed as the program's own."""
         self.folder, self.clock = folder, clock
         self.is_brief = brief
         self.usual = 0
         """What a turn takes when nobody looks, where that is known."""
         self.longest, self.at_most = LONGEST_OPEN, OPEN_AT_MOST
-        self.is_open = False
+        self.is_open = self._is_closing = False
         self.ticks: list[Tick] = []
         self.beside: set[int] = set()
         """Of a loop: what ended with these of its turns was more than one turn."""
@@ -132,12 +136,12 @@ class Window:
         self.no_lines = ""
         self._turns = turns
         self._settling = 0
-        self._log = Log(clock)
+        self._log = Log(clock, libraries)
         self._ask = Ask(1 << 62, self._is_asked)
         self._follower = follower(self._log, self._ask)
         self._closed, self._memory = closed, memory
         self._profile: Any = None
-        self._opened = self._thread = self._count = self._worked = self._allocated = 0
+        self._opened = self._thread = self._count = self._worked = self._allocated = self._of_a_turn = 0
 
     def open(self, count: int = 0) -> None:
         """`count` turns have ended."""
@@ -154,7 +158,7 @@ class Window:
         self.no_lines = self._follower.begin()
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
-        self._worked, self._allocated = time.thread_time_ns(), allocations_so_far()
+        self._allocated, self._worked = allocations_so_far(), time.thread_time_ns()
         self._opened = self.clock()
         self.cost += self._opened - began
         self._ask.at = began + self.longest  # no sooner: lines begin within what is called here, too
@@ -166,6 +170,7 @@ class Window:
             self._settling -= 1
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
+            self._of_a_turn = self._of_a_turn or self._events() * (len(self.ticks) == 2)
         if len(self.ticks) > self._turns or self._has_seen_enough():
             self.close()
 
@@ -196,7 +201,7 @@ class Window:
 
     def cut(self) -> None:
         """Close it within a turn. Where it has not even settled, turns have ceased to come, and it leaves nothing."""
-        if self._device_comes_to_an_end():
+        if self._may_close():
             self.is_cut, self.is_part = len(self.ticks) < 3, len(self.ticks) < 2
             if len(self.ticks) == 1:
                 self.ticks.append(_tick(self._count + 1, self.clock))
@@ -205,16 +210,32 @@ class Window:
     def _has_much_to_close(self) -> bool:
         if self._log.is_full or self.clock() - self._opened > self.at_most:
             return True
-        events = EVENTS_A_TENSOR * (allocations_so_far() - self._allocated)
-        worked, has_a_turn = time.thread_time_ns() - self._worked, len(self.ticks) > 1
-        if events >= (EVENTS_WITH_A_TURN if has_a_turn else EVENTS_AT_ONCE):
+        worked, has_a_turn, events = time.thread_time_ns() - self._worked, len(self.ticks) > 1, self._events()
+        if events >= EVENTS_AT_ONCE or (len(self.ticks) == 2 and 2 * self._of_a_turn >= EVENTS_AT_ONCE):
             return True
         return worked >= LONGEST_OPEN and (not self._allocated or (has_a_turn and worked >= 2 * LONGEST_OPEN))
 
+    def _events(self) -> int:
+        """So far, as the device's tensors tell."""
+        return EVENTS_A_TENSOR * (allocations_so_far() - self._allocated)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a usual turn would have been over long before: the lines of a library that computes in Python."""
+        return self.is_part and self.was_open > SLOWED * self.usual > 0
+
     def close(self) -> None:
         """Stop looking, and leave what was seen in the folder."""
-        if self.is_open and self._device_comes_to_an_end():
+        if self._may_close():
             self._close()
+
+    def _may_close(self) -> bool:
+        """What is called meanwhile may begin lines that ask the same."""
+        if not self.is_open or self._is_closing:
+            return False
+        self._is_closing = True
+        self._is_closing = self._device_comes_to_an_end()
+        return self._is_closing
 
     def _close(self) -> None:
         import torch
@@ -232,7 +253,7 @@ class Window:
                 results.save(str(part))
                 self._log.record().save(self.folder / LINES)
             self.is_blind = allocations_so_far() > self._allocated and not _tells_of_the_device(self.folder / TRACE)
-        self._log = Log(self.clock)
+        self._log = Log(self.clock)  # what was in it is no longer needed
         self.cost += self.clock() - began
 
     def _device_comes_to_an_end(self) -> bool:
