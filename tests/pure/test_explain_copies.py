@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from build import HOME, IN, MB, Run
-from told import cause, harmless, names, near, told
+from told import TRAIN, cause, harmless, names, near, told
 
 from keepbusy.timeline.model import Direction
 
@@ -16,6 +16,18 @@ PINNED = 52.0
 def pinned(size: int) -> float:
     """Microseconds."""
     return size / PINNED / 1_000 + 2
+
+
+def test_what_goes_to_pinned_memory_between_kernels_could_go_beside_them() -> None:
+    """Waves that are kept on the host until they are wanted again; no batch, so there is nothing to prefetch."""
+
+    def keeps(run: Run) -> None:
+        run.launch(1_000)
+        run.copy(48 * MB, 1_000, way=Direction.DEVICE_TO_HOST, pinned=True, blocking=False, at=[TRAIN, "aten::copy_"])
+
+    [fix] = told(keeps).plan
+    assert (fix.fix, fix.causes) == ("copy_beside", ("copy_not_overlapped",))
+    assert fix.predicted.step == near(1_000)
 
 
 # Blocking

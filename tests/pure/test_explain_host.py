@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 from build import LAUNCH, MS, US, Run, loop
-from told import cause, explained, harmless, names, near, told
+from told import TRAIN, cause, explained, harmless, names, near, told
 
 from keepbusy.explain.edit import GRAPH_SAVES
 from keepbusy.timeline.model import Direction
@@ -239,6 +239,27 @@ def test_other_work_after_a_read_can_be_put_beside_it(change: dict[str, Any]) ->
     found = told(lambda run: in_one_statement(run, **change))
     assert "compute_on_gpu" not in {one.fix for one in found.plan}
     assert "move_off_the_loop" in {one.fix for one in found.plan}
+
+
+def test_what_pytorch_prepares_for_each_new_shape_is_not_taken_out_of_the_loop() -> None:
+    """cuDNN plans attention anew for a length that it has not seen, within the operator that launches it."""
+
+    def attends(run: Run) -> None:
+        run.launch(200)
+        with run.inside(TRAIN, "aten::scaled_dot_product_attention", "aten::_cudnn_attention_forward"):
+            run.work(5_000).launch(200)
+
+    [fix] = told(attends).plan
+    assert (fix.fix, fix.causes) == ("pad_to_few_lengths", ("host_work",))
+
+
+def test_a_message_through_the_host_is_no_work_of_it() -> None:
+    def exchanges(run: Run) -> None:
+        run.launch(500)
+        run.sync(at=[TRAIN, "aten::item"])
+        run.work(2_000, at=[TRAIN, "gloo:recv"])
+
+    assert "send_from_gpu_to_gpu" in {one.fix for one in told(exchanges).plan}
 
 
 def test_of_a_compiled_program_that_ran_as_written_nothing_is_said_of_its_launches() -> None:

@@ -113,6 +113,13 @@ def _of_a_blocking_copy(seen: Seen) -> Remedy | None:
     return PARTICULAR["pinned"] if seen.scene.timeline.facts.runs_once else None
 
 
+def _of_a_copy_in_line(seen: Seen) -> Remedy | None:
+    """What goes to the host is none of a batch that could be fetched ahead."""
+    copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
+    back = (seen.scene.timeline.spans.direction[copies] == Direction.DEVICE_TO_HOST).all()
+    return PARTICULAR["beside"] if back or seen.scene.timeline.facts.runs_once else None
+
+
 def _of_a_sync(seen: Seen) -> Remedy | None:
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
@@ -160,10 +167,23 @@ def _before_the_gradients(scene: Scene, row: int) -> bool:
 
 
 def _of_work(seen: Seen) -> Remedy | None:
-    """Of work that the GPU waits for and that waits for the GPU nothing can be put beside it."""
+    """Not all that holds Python up is work of the program's own, nor can all of it go on beside the GPU."""
     if _writes(seen):
         return PARTICULAR["checkpoint"]
+    if seen.scene.within(Role.THROUGH_HOST)[seen.rows].all():
+        return PARTICULAR["from_gpu_to_gpu"]
+    if _prepares(seen):
+        return PARTICULAR["pad_lengths"]
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
+
+
+def _prepares(seen: Seen) -> bool:
+    """Whether it is PyTorch that works, before it launches a kernel: cuDNN looks for one whenever a shape is new."""
+    scene, frame = seen.scene, seen.scene.timeline.spans.frame[seen.rows]
+    frames, work = scene.timeline.frames, scene.timeline.spans.work[seen.rows]
+    computes = ~scene.launch_free & ~scene.frames_with(Role.MOVES | Role.READS | Role.MAKES | Role.BACKWARD)
+    operators = np.append((frames.kind == FrameKind.OPERATOR) & computes, False)
+    return bool(2 * work[operators[frame]].sum() > work.sum())
 
 
 def _writes(seen: Seen) -> bool:
@@ -190,7 +210,7 @@ CHOICES: dict[str, Callable[[Seen], Remedy | None]] = {
     "made_on_host": _of_a_maker,
     "input_late": lambda seen: PARTICULAR["more_workers"] if "_MultiProcessing" in seen.where.operator else None,
     "blocking_copy": _of_a_blocking_copy,
-    "copy_not_overlapped": lambda seen: PARTICULAR["beside"] if seen.scene.timeline.facts.runs_once else None,
+    "copy_not_overlapped": _of_a_copy_in_line,
     "host_sync": _of_a_sync,
     "host_work": _of_work,
 }

@@ -50,6 +50,7 @@ class Role(IntFlag):
     RECEIVES = 131072  # of messages, the one that comes
     PIECE = 262144  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
     LAYER = 524288  # an operator that multiplies matrices: what comes next needs it
+    THROUGH_HOST = 2097152  # a message to other ranks, from memory of the host
     TABLE = 1048576  # an operator on rows of a table, or on its sparse gradient
 
 
@@ -72,6 +73,7 @@ _BEGINNINGS = (
     (("FSDP::",), Role.SHARDS),
     (("nccl:send", "nccl:recv"), Role.MESSAGE),
     (("nccl:recv",), Role.RECEIVES),
+    (("gloo:",), Role.THROUGH_HOST | Role.INTERNAL),
     (("nccl:", "DistributedDataParallel."), Role.INTERNAL),
 )
 _OPERATORS = (

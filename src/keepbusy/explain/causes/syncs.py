@@ -115,9 +115,10 @@ def blocking(scene: Scene) -> Mask:
 def find_in_line(scene: Scene) -> Finding:
     """Asynchronous, and yet the compute waits for it: on its own stream, or on one that it waits for at once."""
     draft, spans = Draft("copy_not_overlapped", scene.timeline), scene.timeline.spans
-    inbound = (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES)
-    copies = np.flatnonzero(scene.is_copy & inbound & (scene.sync_of_copy == NONE) & (scene.launch != NONE))
-    draft.edit.lane[copies] = SideLane.FETCH
+    inbound, outbound = (spans.direction == way for way in (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
+    alone = scene.is_copy & (scene.sync_of_copy == NONE) & (scene.launch != NONE) & (spans.size > STAGED_BYTES)
+    copies = np.flatnonzero(alone & (inbound | outbound))
+    draft.edit.lane[copies] = np.where(inbound[copies], SideLane.FETCH, SideLane.RETURN)
     draft.culprit[copies] = scene.launch[copies]
     return draft.finding()
 
