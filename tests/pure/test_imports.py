@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8537,
     "explain": 4277,
     "report": 3277,
-    "runtime": 5529,
+    "runtime": 5697,
     "cli": 3466,
     "fix": 5176,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spread_models import GPT, HEADS, WIDTH, WORDS, Encoder, Packed, ResNet
+from spread_models import GPT, HEADS, WIDTH, WORDS, Encoder, Packed, Repeated, ResNet
 from torch import Tensor, nn
 
 from keepbusy.runtime.accumulate import accumulate
@@ -30,7 +30,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         **{f"shard={one}, tensor=2": {"shard": one, "tensor": 2} for one in (0, 2, 3)},
     },
 }
-MODELS: dict[str, Callable[..., nn.Module]] = {"GPT": GPT, "ResNet": ResNet, "encoder": Encoder, "packed": Packed}
+MODELS: dict[str, Callable[..., nn.Module]] = {"GPT": GPT, "ResNet": ResNet, "encoder": Encoder}
+MODELS |= {"packed": Packed, "repeated": Repeated}
 Batch = tuple[Tensor, Tensor]
 
 
@@ -268,6 +269,22 @@ def packed() -> dict[str, Any]:
     return {"losses": losses, "cut": cut, "own": own}
 
 
+def sequences() -> dict[str, Any]:
+    """Each rank of two holds half of every sequence between layers; also where activations are dropped."""
+    layout = {"tensor": 2, "shard": 0 if RANKS == 2 else 3, "plan": "sequence"}
+    found: dict[str, Any] = {}
+    for kind in ("GPT", "packed"):
+        model, optimizer, pairs = spread(*made(kind), batches(kind), example=batch(kind, 9)[0], **layout)
+        cut = train(model, optimizer, pairs)
+        found[kind] = {"one process": train(*made(kind), batches(kind)), "cut": cut}
+    for kind in ("GPT", "repeated"):
+        pair = made(kind, dropout=0.5)
+        model, optimizer, pairs = spread(*pair, batches("GPT"), example=batch("GPT", 9)[0], **layout)
+        torch.manual_seed(5)
+        found[f"{kind} that drops"] = train(model, optimizer, pairs)
+    return found
+
+
 def dropped() -> dict[str, Any]:
     """What random numbers outside and inside of regions are, by rank."""
     model, optimizer = made("GPT", dropout=0.5)
@@ -398,6 +415,14 @@ def cuts_what_cannot_be() -> None:
     spread(*sgd(nn.Linear(4, 4)), tensor=2, example=torch.randn(2, 4))
 
 
+def cuts_sequences_that_are_read_whole() -> None:
+    spread(*made("encoder"), tensor=2, plan="sequence", example=batch("encoder", 9)[0])
+
+
+def cuts_sequences_that_do_not_divide() -> None:
+    spread(*made("GPT"), tensor=2, plan="sequence", example=batch("GPT", 9)[0][:, :11])
+
+
 def cuts_without_an_example() -> None:
     spread(*sgd(nn.Linear(4, 4)), tensor=2)
 
@@ -455,6 +480,7 @@ RUNS: dict[str, Callable[[], Any]] = {
     "states from before": with_states_from_before,
     "resume": resumed,
     "packed": packed,
+    "sequences": sequences,
     "dropout": dropped,
 }
 AMONG_TWO: dict[str, Callable[[], Any]] = {
@@ -483,6 +509,8 @@ ERRORS = [
     wraps_twice,
     cuts_what_cannot_be,
     cuts_without_an_example,
+    cuts_sequences_that_are_read_whole,
+    cuts_sequences_that_do_not_divide,
     divides_badly,
     has_no_values,
     resumes_from_nothing,

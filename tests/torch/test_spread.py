@@ -94,6 +94,14 @@ def test_a_layer_that_holds_several_is_cut_through_each_of_them(ranks: int, requ
     assert found["own"], "a state has the rows in the model's own order"
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["GPT", "packed"])
+def test_pieces_of_sequences_train_as_whole_ones(ranks: int, kind: str, request: Any) -> None:
+    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["sequences"]
+    assert_like_one_process(found[kind], 1)
+    assert found["repeated that drops"] == pytest.approx(found["GPT that drops"], rel=1e-5)
+
+
 def test_accumulation_defers_in_each_layout(two: Found) -> None:
     assert_like_one_process(two["accumulate"], 5)
 
@@ -139,6 +147,8 @@ def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
         ("weighs_rows_by_the_batch", "differs from one process by 0.75 and the gradient of layer."),
         ("wraps_twice", "ValueError: the model is wrapped already, by Replicas"),
         ("cuts_what_cannot_be", "ValueError: spread found no layers to cut in 2"),
+        ("cuts_sequences_that_are_read_whole", "to what is not cut: encoder.layers.0.self_attn, "),
+        ("cuts_sequences_that_do_not_divide", "whose second dimension, its sequence, cannot be cut in 2"),
         ("cuts_without_an_example", "ValueError: spread needs example= with tensor="),
         ("divides_badly", "ValueError: spread got tensor=3 for 2 ranks; it must divide them"),
         ("has_no_values", "ValueError: weight has no values (it is on the meta device)"),

@@ -37,6 +37,7 @@ class Example:
     def __init__(self, model: nn.Module, batch: Any, device: torch.device) -> None:
         self._batch = tree_map(lambda one: _of_first_rank(one, device), batch)
         self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.repeats = False  # a module ran twice, as one that is computed again in the backward pass
         with ExitStack() as watched:
             for one in model.modules():
                 watched.callback(one.register_forward_pre_hook(self._note, with_kwargs=True).remove)
@@ -48,6 +49,7 @@ class Example:
 
     def _note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         kept = {name: one for name, one in options.items() if "Cache" not in type(one).__name__}  # it grows by each run
+        self.repeats |= module in self.calls
         self.calls.setdefault(module, (arguments, kept))
 
     def forget_calls(self) -> set[nn.Module]:
@@ -56,8 +58,8 @@ class Example:
         self.calls.clear()
         return called
 
-    def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory) -> str:
-        """What was compared, as a sentence; raises `NotEqual`."""
+    def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory, uncut: str) -> str:
+        """What was compared, as a sentence; raises `NotEqual`. `uncut`: what may be to blame if sequences are cut."""
         sizes = {one.shape[0] for one in tree_leaves(self._batch) if isinstance(one, Tensor) and one.dim()}
         divides = all(size % layout.data == 0 for size in sizes)
         counted = Traffic()
@@ -65,7 +67,7 @@ class Example:
             with counted:
                 loss = _loss_of_run(model, inner, share_of(self._batch, layout) if divides else self._batch)
         except Exception as error:
-            raise NotEqual(f"{layout}: {_where(error, inner)}") from error
+            raise NotEqual(f"{layout}: {_where(error, inner)}{uncut}") from error
         gradients = _gradients(inner)
         model.zero_grad()
         dist.all_reduce(loss, group=layout.data_group)
@@ -78,9 +80,10 @@ class Example:
             raise NotEqual(
                 f"{layout}: of the example the loss differs from one process by {far:.2g} and {what} (allowed "
                 f"{allowed:g}); between it and the loss something depends on the rows of a batch or is drawn at random"
+                f"{uncut}"
             )
         if counted.number and (told := theory.differs(counted)):
-            raise NotEqual(f"{layout}: {told}; a module is run twice or not at all, or sends something of its own")
+            raise NotEqual(f"{layout}: {told}; a module is not run at all, or sends something of its own")
         moved = f"; it moves {counted}" if counted.number else ""
         if not any(self._norms.values()):
             return f"nothing could be compared with one process: the example's gradients are all zero{moved}"

@@ -75,9 +75,9 @@ def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
         raise ValueError(f"spread got shard={shard!r}; it is 0 (DDP), 1, 2 or 3 (the stages of ZeRO)")
     if tensor is not None and (not isinstance(tensor, int) or tensor < 1):
         raise ValueError(f"spread got tensor={tensor!r}; it is the number of GPUs that share each layer, or None")
-    if plan != "auto" and (isinstance(plan, str) or {*plan.values()} - {"whole"}):
+    if plan not in ("auto", "sequence") and (isinstance(plan, str) or {*plan.values()} - {"whole"}):
         raise ValueError(
-            f'spread got plan={plan!r}; it is "auto", or names what is not cut: {{"*.attention": "whole"}}'
+            f'spread got plan={plan!r}; it is "auto", "sequence", or names what is not cut: {{"*.attention": "whole"}}'
         )
 
 

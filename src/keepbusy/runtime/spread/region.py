@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from keepbusy.runtime.spread.layout import own_part
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names since PyTorch 2.13
+_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+Exchange: TypeAlias = Callable[[Tensor, Any], Tensor]
 HEADS = re.compile(r"heads?$")
 """Attributes that count the heads of an attention: num_heads, n_head, num_key_value_heads."""
 
@@ -33,6 +36,8 @@ class Region:
     """Modules between columns and row that have parameters of their own, whose gradients are sums over the group."""
     segments: tuple[int, ...] = ()
     """Of one column that makes several things, as queries, keys and values: the rows of each, all of which are cut."""
+    gathers: str = ""
+    """Where sequences are cut: what brings them together at its entrance, the `module` or its `columns`."""
 
     def role(self, module: nn.Module) -> str:
         if module in self.columns:
@@ -60,6 +65,11 @@ def cut_of(role: str, name: str) -> int | None:
     if role == "column":
         return 0
     return 1 if role == "row" and name == "weight" else None
+
+
+def is_summed(role: str, name: str, on_pieces: bool) -> bool:
+    """Whether each rank's gradient of a parameter is a part: of its features, or of its piece of the sequences."""
+    return cut_of(role, name) is None and (role == "inside" or on_pieces)
 
 
 def regions_of(name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int) -> Iterator[Region]:
@@ -121,9 +131,12 @@ class Cut:
     mixes them with plain tensors nor pays for their dispatch.
     """
 
-    def __init__(self, module: nn.Module, region: Region | None, group: Any, seeds: Seeds) -> None:
+    def __init__(
+        self, module: nn.Module, region: Region | None, group: Any, seeds: Seeds, on_pieces: bool = False
+    ) -> None:
         self._module, self._region, self._group, self._seeds = module, region, group, seeds
         self._role = region.role(module) if region else "whole"
+        self._on_pieces = on_pieces
         self._bias: Tensor | None = None
         self.trial: dict[str, Tensor] = {}
 
@@ -137,12 +150,14 @@ class Cut:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 own = self.trial.get(name, parameter) if self.trial else own_part(parameter)
-                module.__dict__[name] = _Copied.apply(own, self._group) if self._role == "inside" else own
+                summed = is_summed(self._role, name, self._on_pieces)
+                module.__dict__[name] = _Exchange.apply(own, self._group, *COPIED) if summed else own
         if self._role == "row":
             self._bias, module.__dict__["bias"] = module.bias, None
             self._seeds.leave()
-        if self._role == "column":
-            return (self._seeds.copied(arguments[0], self._group), *arguments[1:])
+        gathers = self._region.gathers if self._region else ""
+        if self._role == "column" and gathers != "module":
+            return (self._seeds.copied(arguments[0], self._group, GATHERED if gathers else COPIED), *arguments[1:])
         return None
 
     def _after(self, _caller: nn.Module, _arguments: Any, output: Any) -> Any:
@@ -151,7 +166,8 @@ class Cut:
         if output is None:  # it failed
             return None
         if self._role == "row":
-            output = _Summed.apply(output, self._group)
+            pieces = self._region is not None and self._region.gathers
+            output = _Exchange.apply(output, self._group, *(SCATTERED if pieces else SUMMED))
             bias, self._bias = self._bias, None
             return output if bias is None else output + bias.to(output.dtype)
         if self._role == "column":
@@ -169,32 +185,37 @@ class Seeds:
     def __init__(self, rank: int, device: torch.device, random: bool) -> None:
         self._rank, self._device, self._random = rank, device, random
         self._inside: Any = None
+        self._key_inside = -1
+        self._stays = False
         self._copy: tuple[Tensor, Tensor] | None = None
 
-    def copied(self, whole: Tensor, group: Any) -> Tensor:
+    def copied(self, whole: Tensor, group: Any, how: tuple[Exchange, Exchange]) -> Tensor:
         """One sum of gradients for all that read the same input, in the type in which autocast will have them read."""
         if self._copy is None or self._copy[0] is not whole or self._copy[1].requires_grad != torch.is_grad_enabled():
-            kind = whole.device.type
-            low = torch.is_autocast_enabled(kind) and whole.dtype == torch.float32
-            self._copy = whole, _Copied.apply(whole.to(torch.get_autocast_dtype(kind)) if low else whole, group)
+            self._copy = whole, _Exchange.apply(_as_read(whole), group, *how)
         return self._copy[1]
 
-    def enter(self) -> None:
+    def enter(self, stays: bool = False) -> None:
+        """`stays`: throughout a stretch, whose regions begin and end within."""
+        self._stays = stays or self._stays
         if not self._random or self._inside is not None:
             return
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index]
-            self._inside, offset = generator.initial_seed(), generator.get_offset()
-            generator.manual_seed(self._inside ^ (self._rank + 1) << 20)
+            outside, offset = generator.initial_seed(), generator.get_offset()
+            if outside == self._key_inside:  # what is computed again began inside
+                return
+            self._inside, self._key_inside = outside, outside ^ (self._rank + 1) << 20
+            generator.manual_seed(self._key_inside)
             generator.set_offset(offset)
         else:
             seed = int(torch.randint(1 << 30, ()))
             self._inside = torch.get_rng_state()
             torch.manual_seed(seed + self._rank)
 
-    def leave(self) -> None:
-        self._copy = None
-        if self._inside is None:
+    def leave(self, stays: bool | None = None) -> None:
+        self._copy, self._stays = None, self._stays if stays is None else stays
+        if self._inside is None or self._stays:
             return
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index]
@@ -206,32 +227,102 @@ class Seeds:
         self._inside = None
 
 
-class _Copied(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
-    """The same on all ranks of a group, each of which does something else with it: gradients are summed."""
+def _as_read(whole: Tensor) -> Tensor:
+    """In the type in which autocast has layers read it: half as much is sent, and they share what they keep."""
+    kind = whole.device.type
+    low = torch.is_autocast_enabled(kind) and whole.dtype == torch.float32
+    return whole.to(torch.get_autocast_dtype(kind)) if low else whole
+
+
+class BlockStretch:
+    """Blocks that follow each other, between which each rank of a group holds its piece of every sequence: what is not
+    cut by features computes a piece then, and holds one. Regions gather what they read, and scatter what they sum."""
+
+    def __init__(self, name: str, blocks: list[nn.Module], group: Any, seeds: Seeds) -> None:
+        self._name, self._group, self._ranks = name, group, dist.get_world_size(group)
+        blocks[0].register_forward_pre_hook(self._cut)
+        blocks[-1].register_forward_hook(self._join)
+        for one in blocks:  # each by itself, as one that is computed again begins where it began, and may be cut short
+            one.register_forward_pre_hook(lambda *_: seeds.enter(stays=True))
+            one.register_forward_hook(lambda *_: seeds.leave(stays=False), always_call=True)
+
+    def _cut(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole = arguments[0]
+        if whole.dim() != 3 or whole.shape[1] % self._ranks:
+            raise ValueError(
+                f"{self._name} got an input of shape {tuple(whole.shape)}, whose second dimension, its sequence, "
+                f"cannot be cut in {self._ranks}; pad the batches to a multiple of it, or leave plan='sequence' out"
+            )
+        return (_Exchange.apply(whole, self._group, *CUT), *arguments[1:])
+
+    def _join(self, _module: nn.Module, _arguments: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_Exchange.apply(output[0], self._group, *JOINED), *output[1:])
+        return _Exchange.apply(output, self._group, *JOINED)
+
+    def gather_at(self, module: nn.Module, width: int) -> None:
+        """What a module reads whose region is cut: the first of its arguments that is a piece."""
+
+        def gathered(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            given = [*arguments, *options.values()]
+            place = next(number for number, one in enumerate(given) if _is_piece(one, width))
+            given[place] = _Exchange.apply(_as_read(given[place]), self._group, *GATHERED)
+            return tuple(given[: len(arguments)]), dict(zip(options, given[len(arguments) :], strict=True))
+
+        module.register_forward_pre_hook(gathered, with_kwargs=True)
+
+
+def _is_piece(value: Any, width: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[2] == width
+
+
+class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
+    """What is done between ranks on the way there, and to gradients on the way back."""
 
     @staticmethod
-    def forward(context: Any, whole: Tensor, group: Any) -> Tensor:
-        context.group = group
-        return whole.view_as(whole)
+    def forward(context: Any, value: Tensor, group: Any, there: Exchange, back: Exchange) -> Tensor:
+        context.group, context.back = group, back
+        return there(value, group)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, context.group), None
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return context.back(gradient, context.group), None, None, None
 
 
-class _Summed(torch.autograd.Function):  # type: ignore[misc]
-    """The sum of what each rank of a group has; the gradient is that of the sum."""
-
-    @staticmethod
-    def forward(_context: Any, part: Tensor, group: Any) -> Tensor:
-        return _sum(part, group)
-
-    @staticmethod
-    def backward(_context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+def _same(value: Tensor, _group: Any) -> Tensor:
+    return value.view_as(value)
 
 
 def _sum(part: Tensor, group: Any) -> Tensor:
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def _piece(whole: Tensor, group: Any) -> Tensor:
+    """This rank's, of every sequence."""
+    return whole.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
+def _pieces(piece: Tensor, group: Any) -> Tensor:
+    """All ranks', as whole sequences."""
+    pieces = piece.new_empty(dist.get_world_size(group), *piece.shape)
+    _gather(pieces.view(-1), piece.reshape(-1), group=group)
+    return pieces.movedim(0, 1).flatten(1, 2)
+
+
+def _piece_of_sum(part: Tensor, group: Any) -> Tensor:
+    pieces = part.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()
+    own = torch.empty_like(pieces[0])
+    _scatter(own.view(-1), pieces.view(-1), group=group)
+    return own
+
+
+COPIED = _same, _sum
+"""The same on all ranks of a group, each of which does something else with it: gradients are summed."""
+SUMMED = _sum, _same
+"""The sum of what each rank of a group has; the gradient is that of the sum."""
+CUT, JOINED = (_piece, _pieces), (_pieces, _piece)
+"""Sequences, outside of whose pieces all ranks do the same."""
+GATHERED, SCATTERED = (_pieces, _piece_of_sum), (_piece_of_sum, _pieces)
+"""Copied and summed, where each rank has but a piece of the sequences before and after."""

@@ -54,7 +54,8 @@ def spread(
     it each rank brings its own batches, and ranks of one tensor group the same. `example`: what the model is called
     with (a tensor, a tuple of arguments or a dict of options). One step on it is compared with one process before
     anything is trained, and tensor parallelism tries its plan on it; the whole model must fit on a GPU for that.
-    `plan`: patterns of module names that are not to be cut, as in `{"*.attention": "whole"}`.
+    `plan`: patterns of module names that are not to be cut, as in `{"*.attention": "whole"}`; or "sequence", and each
+    rank of a tensor group holds a piece of every sequence between the layers that are cut, norms and dropouts as well.
     """
     shard, tensor = planned(shard, tensor)
     check_arguments(shard, tensor, plan)
@@ -110,15 +111,16 @@ class _Spreading:
             self._place(model)
         proof = None if example is None else Example(model, example, layout.device)
         norms = synchronise(model, layout.device, layout.data_group) if layout.data > 1 else 0
-        regions, sums = self._cut(proof, plan)
+        cut = self._cut(proof, plan)
         blocks = self._wrap(proof, whole)
         trained.repoint(self._inner)
         told = f"{layout}, {self._local_share():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
-        if regions:
-            told += f", {regions} regions cut"
+        if cut:
+            told += f", {len(cut.regions)} regions cut"
+            told += f", sequences cut in {len(cut.stretches)} stretches" if cut.stretches else ""
         if proof is not None:
-            theory = Theory(model, layout, sums, norms, proof.unused)
-            told += f"\nkeepbusy: {proof.prove(self.model, model, layout, theory)}"
+            theory = Theory(model, layout, cut.collectives if cut else {}, norms, proof.unused, proof.repeats)
+            told += f"\nkeepbusy: {proof.prove(self.model, model, layout, theory, cut.uncut if cut else '')}"
         if optimizer is not None:
             FirstStep(model, optimizer, layout)
             if layout.wraps and layout.shard == 1:
@@ -137,15 +139,17 @@ class _Spreading:
         if held:
             dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
 
-    def _cut(self, proof: Example | None, plan: Any) -> tuple[int, int]:
-        """How many regions tensor parallelism cuts, and how many sums it needs."""
+    def _cut(self, proof: Example | None, plan: Any) -> TensorPlan | None:
+        """What tensor parallelism cuts."""
         if self._layout.tensor == 1 or proof is None:
-            return 0, 0
+            return None
         random = bool(dropouts_of(self._inner))
         with without_dropout(self._inner):
-            found = TensorPlan(self._inner, self._layout, proof.calls, {} if plan == "auto" else plan)
+            found = TensorPlan(self._inner, self._layout, proof.calls, {} if isinstance(plan, str) else plan)
+        if plan == "sequence":
+            found.cut_sequences()
         found.apply(random)
-        return len(found.regions), found.sums
+        return found
 
     def _wrap(self, proof: Example | None, placed: bool) -> str:
         """What is not called is not gathered, so that a block whose parameters are read by others is none. What is not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from keepbusy.runtime.spread.blocks import tied_parameters
+from keepbusy.runtime.spread.blocks import blocks_of, tied_parameters
 from keepbusy.runtime.spread.layout import RankLayout
 from keepbusy.runtime.spread.parameters import keep_order, reordered
-from keepbusy.runtime.spread.region import Cut, Region, Seeds, cut_of, regions_of
+from keepbusy.runtime.spread.region import BlockStretch, Cut, Region, Seeds, cut_of, is_summed, regions_of
 
 TOLERANCE = 1e-2
 """Of the norm: what a region may differ from the whole one. Sums in another order differ by 1e-6, with TF32 and
@@ -31,6 +32,8 @@ class TensorPlan:
 
     def __init__(self, model: nn.Module, layout: RankLayout, calls: Calls, asked: Mapping[str, str]) -> None:
         self.regions: list[Region] = []
+        self.stretches: list[dict[str, nn.Module]] = []
+        """Blocks that hold pieces of the sequences between their regions, by name."""
         self._model, self._layout, self._calls = model, layout, calls
         kept, names = set(tied_parameters(model)), {one: name for name, one in model.named_modules()}
         self._names = names
@@ -119,21 +122,71 @@ class TensorPlan:
             return 0.0
         return alone
 
+    def cut_sequences(self) -> None:
+        """Blocks that follow each other hold pieces of the sequences between their regions."""
+        lists: dict[str, dict[str, nn.Module]] = {}
+        for name, block in blocks_of(self._model).items():
+            lists.setdefault(name.rpartition(".")[0], {})[name] = block
+        for blocks in lists.values():
+            modules = {one for block in blocks.values() for one in block.modules()}
+            regions = [one for one in self.regions if one.module in modules]
+            if regions and all(block in self._calls for block in blocks.values()):
+                self.stretches.append(blocks)
+                for region in regions:
+                    region.gathers = "columns" if region.name in blocks else "module"
+        if not self.stretches:
+            raise ValueError("spread found no blocks that follow each other and are cut; leave plan='sequence' out")
+
     @property
-    def sums(self) -> int:
-        """Collectives of a step: each region's output, the gradient of its input, and those of parameters inside."""
-        inside = [one for region in self.regions for module in region.inside for one in module._parameters.values()]
-        return 2 * len(self.regions) + sum(one is not None for one in inside)
+    def collectives(self) -> dict[str, int]:
+        """Of a step: each region's output and the gradient of its input, each a gather and a scatter where there are
+        pieces of sequences; those at a stretch's ends; and those of parameters that compute a part."""
+        on_pieces = 2 * sum(bool(one.gathers) for one in self.regions)
+        sums = sum(
+            is_summed(self._role(module), name, module in self._on_pieces)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        )
+        found = {"all-reduce": 2 * len(self.regions) - on_pieces + sums}
+        if on_pieces:
+            found |= {"all-gather": on_pieces + 2 * len(self.stretches), "reduce-scatter": on_pieces}
+        return found
+
+    @property
+    def uncut(self) -> str:
+        """Where sequences are cut: who reads but its rank's piece, and might have to read all of it."""
+        if not self.stretches:
+            return ""
+        readers = [
+            f"{name}.{path}" if path else name
+            for blocks in self.stretches
+            for name, block in blocks.items()
+            for path, one in block.named_modules()
+            if one not in self._region_of and any(own.dim() > 1 for own in one.parameters(recurse=False))
+        ]
+        named = f": {', '.join(readers[:3])}" if readers else ""
+        return f"; plan='sequence' gives a piece of each sequence to what is not cut{named}"
+
+    def _role(self, module: nn.Module) -> str:
+        return self._region_of[module].role(module) if module in self._region_of else "whole"
+
+    @cached_property
+    def _region_of(self) -> dict[nn.Module, Region]:
+        return {one: region for region in self.regions for one in (*region.columns, region.row, *region.inside)}
+
+    @cached_property
+    def _on_pieces(self) -> set[nn.Module]:
+        return {one for blocks in self.stretches for block in blocks.values() for one in block.modules()}
 
     def apply(self, random: bool) -> None:
         """Every parameter becomes a DTensor, so that optimizers and clipping never meet two kinds."""
         mesh, layout = self._layout.mesh["tensor"], self._layout
         seeds = Seeds(layout.tensor_rank, layout.device, random)
-        region_of = {one: region for region in self.regions for one in (*region.columns, region.row, *region.inside)}
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
-            region = region_of.get(module)
-            role, order = (region.role(module), region.order(module, layout.tensor)) if region else ("whole", None)
+            region, role = self._region_of.get(module), self._role(module)
+            order = region.order(module, layout.tensor) if region else None
             if order is not None:
                 keep_order(module, order)
             for name, parameter in module._parameters.items():
@@ -147,9 +200,15 @@ class TensorPlan:
                     made[id(parameter)] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
             if module._parameters:
-                Cut(module, region, layout.tensor_group, seeds).attach(self._caller(module))
+                own = Cut(module, region, layout.tensor_group, seeds, module in self._on_pieces)
+                own.attach(self._caller(module))
         for region in self.regions:
             region.divide(layout.tensor)
+        for blocks in self.stretches:
+            stretch = BlockStretch(next(iter(blocks)), [*blocks.values()], layout.tensor_group, seeds)
+            for region in self.regions:
+                if region.gathers == "module" and any(region.module in {*one.modules()} for one in blocks.values()):
+                    stretch.gather_at(region.module, region.columns[0].in_features)
 
 
 def _asked(name: str, asked: Mapping[str, str]) -> str | None:
