@@ -161,7 +161,7 @@ LINES = {
     "traces": 2439,
     "instrument": 2053,
     "recording": 4063,
-    "virtual": 8537,
+    "virtual": 8541,
     "explain": 4277,
     "report": 3277,
     "runtime": 5697,

@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import sys
 import threading
 
 import pytest
@@ -273,3 +274,17 @@ def test_products_of_whole_numbers_are_refused_as_cuda_refuses_them(compute, ker
     for _ in range(2):  # what is known of a call does not let it pass
         with pytest.raises(NotImplementedError, match=f"\"{kernel}\" not implemented for '{name}'"):
             compute(WHOLE.to(dtype).cuda())
+
+
+def test_the_profiler_does_not_fail_at_each_operator(capfd: pytest.CaptureFixture[str]) -> None:
+    kinds = torch.profiler.ProfilerActivity
+    x = torch.ones(4, 4, device="cuda")
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        (x @ x).sum().item()
+    assert {"aten::mm", "aten::sum"} <= {one.key for one in profile.key_averages()}
+    assert "Exception raised" not in capfd.readouterr().err
+
+
+def test_what_the_compiler_imports_of_a_build_with_cuda_is_there() -> None:
+    torch._dynamo.reset()
+    assert "torch._inductor.cudagraph_trees" in sys.modules

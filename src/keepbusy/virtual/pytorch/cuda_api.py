@@ -493,7 +493,11 @@ def patch() -> None:
     cuda, backends = torch.cuda, torch.backends
     settings = tuple(_ANSWERS["settings"].split())
     native = [one for one in dir(torch._C) if one.startswith(("_cuda_", "_nccl_")) and not one.startswith(settings)]
+    native += [one for one in _ANSWERS["compiler"].split() if not hasattr(torch._C, one)]
     replace_everywhere(torch._C, {**{name: _refusal(name) for name in native}, **_NATIVE})
+    # else the profiler would record native events, and say of each that it cannot
+    recorded = torch._C._autograd._supported_activities() | {torch.profiler.ProfilerActivity.CUDA}
+    replace_everywhere(torch._C._autograd, {"_supported_activities": _constant(recorded)})
     replace_everywhere(cuda, _PYTHON)
     for module, name, value in (
         *((cuda.nvtx, name, 0) for name in ("range_push", "range_pop", "mark", "range_start", "range_end")),
