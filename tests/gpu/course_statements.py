@@ -69,4 +69,28 @@ end.record()
 assert y.shape == (1024, 1024) and y.dtype == torch.float32 and y.device.type == "cuda"
 assert not end.query()
 """,
+    "while there is something in the queue, it does not matter what Python does": BEGIN.format(width=4096)
+    + """
+def timed(pause):
+    begin.record()
+    for _ in range(8):
+        torch.mm(x, x, out=y)
+    time.sleep(pause)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+timed(0.0)
+idle, at_work = timed(0.0), timed(0.005)
+assert idle > 10, idle  # milliseconds: longer than Python is at work
+assert at_work < 1.1 * idle, (at_work, idle)
+""",
+    "tensors that are made on the device are waited for by nobody": BEGIN.format(width=64)
+    + """
+torch.cuda._sleep(200_000_000)
+end.record()
+for made in (torch.zeros(1000, device="cuda"), torch.arange(1000, device="cuda"), x > 0):
+    assert made.device.type == "cuda", made.device
+assert not end.query()
+""",
 }
