@@ -122,6 +122,14 @@ def ours(contest: Contest, shard: int, tensor: int | None) -> Step:
     return contest.stepping(model, optimizer)
 
 
+def by_pieces(contest: Contest, shard: int, tensor: int) -> Step:
+    """keepbusy's own, with a piece of every sequence on each rank between the layers that are cut."""
+    model, optimizer = contest.fresh()
+    example = contest.batches[0]
+    model, optimizer = spread(model, optimizer, shard=shard, tensor=tensor, plan="sequence", example=example)
+    return contest.stepping(model, optimizer)
+
+
 def ddp(contest: Contest, *_layout: Any) -> Step:
     model, optimizer = contest.fresh()
     model = DistributedDataParallel(model, [contest.device.index] if CUDA else None, gradient_as_bucket_view=True)
@@ -233,7 +241,7 @@ LAYOUTS: dict[str, tuple[int, int | None, dict[str, Any]]] = {
     "shard=1": (1, None, {"ZeroRedundancyOptimizer": redundancy, "DeepSpeed": deepspeed}),
     "shard=2": (2, None, {"FSDP2": fsdp, "Accelerate": accelerate, "Lightning Fabric": fabric, "DeepSpeed": deepspeed}),
     "shard=3": (3, None, {"FSDP2": fsdp, "Accelerate": accelerate, "Lightning Fabric": fabric, "DeepSpeed": deepspeed}),
-    "tensor=2": (0, 2, {"DTensor": by_dtensor}),
+    "tensor=2": (0, 2, {"DTensor": by_dtensor, 'plan="sequence"': by_pieces}),
     "shard=2, tensor=2": (2, 2, {"FSDP2 and DTensor": by_dtensor}),
     "shard=3, tensor=2": (3, 2, {"FSDP2 and DTensor": by_dtensor}),
 }
