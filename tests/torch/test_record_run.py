@@ -347,8 +347,9 @@ RARE_OF_RANKS = (
 
 
 def test_ranks_open_later_windows_at_the_same_step(record, tmp_path: Path) -> None:
+    """Turns alone say when they close: on a busy machine one rank's would be over within its first turn."""
     with (tmp_path / "sitecustomize.py").open("a") as site:
-        site.write(LOOKS_OFTEN)
+        site.write(IS_IN_NO_HURRY + LOOKS_OFTEN)
     done = record(RARE_OF_RANKS, "--ranks", "2", "--save", "run.busy", "--quiet", agent=True)
     assert done.returncode == 0, done.stderr
     later = [one for one in load(tmp_path / "run.busy").further if one.facts.reason.why in (STALL, DRIFT)]
