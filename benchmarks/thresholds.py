@@ -174,6 +174,9 @@ RECORDED = {
         Threshold("STEADY_DRIFT", INFINITE, "Steady turns differ by no more than 15% between their halves."),
         Threshold("CHANGE", 0.0, "Turns have changed where they take a tenth more or less."),
         Threshold("LASTING_TURNS", 8, "A change that lasts holds for 128 turns."),
+        Threshold("LASTING_AT_LEAST", 1, "It holds for half of the turns there are where these are fewer, and for 32."),
+        Threshold("TRIMMED", 0.0, "What turns usually take is told without a tenth of them at either end, ..."),
+        Threshold("CERTAINTY", 0.0, "... and a change is three times as large as the error of that."),
         Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
         Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
         Threshold("STALL_MATTERS", 0.0, "A stall with a beat or reason is told from a two-hundredth of the run on."),
@@ -185,11 +188,13 @@ RECORDED = {
     "keepbusy.recording.window": (
         Threshold("SETTLING_TURNS", 0, "The first turn of a window shows the recorder settling in."),
         Threshold("SETTLES_WITHIN", INFINITE, "In turns of 30 ms it settles within the first of them."),
+        Threshold("SLOWED", INFINITE, "A turn recorded twice as long, and not ended, was slowed by its lines."),
         Threshold("FAR_LONGER", INFINITE, "Two turns four times as long as usual are not all that is wanted."),
         Threshold("WHOLE_TURNS_AFTER", INFINITE, "A window that was open for 0.1 s closes with its second turn."),
     ),
     "keepbusy.recording.window_plan": (
         Threshold("WINDOWS_SHARE", INFINITE, "Windows hold a run up for a hundredth of it."),
+        Threshold("STEPS_AROUND_FIRST", 1, "The first window stands for sixteen plain steps around it."),
         Threshold("STALL_IS_WORTH", 0.0, "A stall is looked at if it takes a hundredth of the run."),
         Threshold("SEEN_ANYWAY_BELOW", 0, "What comes more often than every eighth step the first window sees."),
         Threshold("TURNS_BEFORE", 0, "A stall may come a step early."),
@@ -200,6 +205,7 @@ RECORDED = {
         Threshold("LONGEST_TURN", INFINITE, "Nobody waits for a turn of ten seconds."),
     ),
     "keepbusy.recording.recorder": (
+        Threshold("CATCHES_UP", INFINITE, "A GPU comes to where its host is within the host's lead and a quarter."),
         Threshold("STEPS_BEFORE_WINDOW", 0, "The window opens after eight steps."),
         Threshold("STEPS_DDP_TIMES", 0, "Of several ranks it opens after eleven: DDP times itself in the first ten."),
         Threshold("LATEST_BEGIN", 8, "Steps that are not alike by the sixteenth are looked at as they are."),
@@ -211,6 +217,8 @@ RECORDED = {
 VIRTUAL = {
     "keepbusy.virtual.run_loops": (
         Threshold("STAY", INFINITE, "On a virtual GPU, a function that lasts 60 ms may hold loops of the run, ..."),
+        Threshold("WORKING_SHARE", 0.0, "A loop with half of the GPU's work is what the program is for, ..."),
+        Threshold("FEWEST_TURNS", 1, "... if it turns six times."),
         Threshold("STAY_SHARE", 0.0, "... and in a short run one that lasts a twentieth of it."),
     ),
 }
@@ -219,7 +227,16 @@ THRESHOLDS = EXPLAINED | MERGED | RECORDED | VIRTUAL
 
 BOUNDS = {
     "keepbusy.instrument.loops": (
-        *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
+        *(
+            "LOOK_INTERVAL",
+            "TIMES_ITS_COST",
+            "GROWTH",
+            "KEPT_LOOKS",
+            "KEPT_TURNS",
+            "DEEPEST",
+            "IMPORTING",
+            "THINKS_AT_MOST",
+        ),
         *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
     ),
     "keepbusy.instrument.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "RECORDED_AT_MOST"),
@@ -227,7 +244,7 @@ BOUNDS = {
     "keepbusy.instrument.slow_turns": (),
     "keepbusy.recording.turn_times": ("COURSE_ROWS",),
     "keepbusy.recording.window": (
-        *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK"),
+        *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK", "DEVICE_PATIENCE"),
         *("EVENTS_AT_ONCE", "EVENTS_WITH_A_TURN", "EVENTS_A_TENSOR"),
     ),
     "keepbusy.recording.window_plan": (
@@ -239,6 +256,7 @@ BOUNDS = {
             "MARKS_CONSIDERED",
             "THINKING_SHARE",
             "AT_ONCE",
+            "TOLD_AHEAD",
         ),
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
