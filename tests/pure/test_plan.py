@@ -580,6 +580,15 @@ def test_of_a_loop_no_more_is_saved_than_it_took_beside_what_its_gpu_computes() 
     assert [one.run_gain for one in plan_of_run(told, ())] == [pytest.approx(1_000 * MS * (1 - 1 / 31.3), abs=1)]
 
 
+def test_what_the_gpu_does_when_the_host_has_left_the_loop_is_the_loops_still() -> None:
+    """The host runs ten turns of 10 ms in 20 ms and waits behind them: nine tenths of all ten can go."""
+    ahead = Part(LOOP, place="late.py:21", began=5 * MS, time=20 * MS, turns=10)
+    run = Part(RUN, time=105 * MS, parts=(ahead,))
+    steps = replace(HEALTHY, plain_step=10 * MS, ledger={"computing": MS}, loop="late.py:21", run_steps=10)
+    plan = plan_of_run(replace(steps, plan=(shortened(10, 1),), run=run), ())
+    assert [one.run_gain for one in plan] == [90 * MS]
+
+
 @given(
     st.lists(st.integers(0, 4_000), min_size=4, max_size=4),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60), st.integers(1, 900)), min_size=2, max_size=2),
@@ -591,8 +600,8 @@ def test_after_all_fixes_a_run_still_has_what_lies_beside_its_loops_and_what_is_
     """Whatever recorded turns are said to take and to save: a loop, one within it and one after it are all there is."""
     start_up, inner, beside, other = (time * MS for time in times)
     nested = Part(LOOP, place="ppo.py:192", time=inner, turns=turns[0][2])
-    outer = Part(LOOP, place="ppo.py:185", time=inner + beside, turns=31, parts=(nested,))
-    last = Part(LOOP, place="ppo.py:300", time=other, turns=turns[1][2])
+    outer = Part(LOOP, place="ppo.py:185", began=start_up, time=inner + beside, turns=31, parts=(nested,))
+    last = Part(LOOP, place="ppo.py:300", began=start_up + outer.time, time=other, turns=turns[1][2])
     run = Part(RUN, time=start_up + outer.time + other, parts=(Part(LINE, "a.py:1", time=start_up), outer, last))
     ledger = {"computing": computing * MS}
     loops = tuple(

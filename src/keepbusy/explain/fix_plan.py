@@ -721,6 +721,10 @@ def _as_far_as_loops_took(fixes: Iterable[PlannedFix], told: Diagnosis) -> Itera
     whole = (
         sum(part.time - _computed_in(part, stays) for part in told.run.parts if part.kind == LOOP) if told.run else 0
     )
+    behind = _done_behind_the_loops(told, loops)
+    whole += behind
+    for place in {part.place for part in loops if any(inner.place == told.loop for inner in part.within())}:
+        left[place] += behind
     for one in fixes:
         place = one.loop or told.loop
         around = [part.place for part in loops if any(inner.place == place for inner in part.within())]
@@ -730,6 +734,15 @@ def _as_far_as_loops_took(fixes: Iterable[PlannedFix], told: Diagnosis) -> Itera
         whole -= max(0, saved)
         for other in dict.fromkeys(around):
             left[other] -= max(0, saved)
+
+
+def _done_behind_the_loops(told: Diagnosis, loops: Sequence[Part]) -> int:
+    """What of the steps the GPU did, or a rank waited for, when the host had left all loops: it had run ahead."""
+    took = sum(part.time for part in loops if part.place == told.loop)
+    if told.run is None or not took:
+        return 0
+    ends = max(part.began + part.time for part in told.run.parts if part.kind == LOOP)
+    return max(0, min(told.steps_of_run * told.plain_step - took, told.run.time - ends))
 
 
 def _stays(told: Diagnosis, turns: int) -> tuple[float, int]:

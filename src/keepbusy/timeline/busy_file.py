@@ -203,6 +203,8 @@ def _inflated(content: memoryview, most: int) -> bytes:
     """No more than so many bytes, whatever the content claims."""
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(content, max(1, most))  # 0 would mean without a limit
+    if not unpacker.eof and len(text) >= most:
+        raise ValueError(f"a part of it would take more than the {most >> 20} MB of memory that are left for it")
     if not unpacker.eof:
         raise ValueError("a part of it does not end")
     return text
