@@ -6,7 +6,7 @@ together, so sets of fixes are replayed, not only single ones; and only what gai
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -159,12 +159,7 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
-        at_lines = [place for place in mine if place.is_known] or mine
-        apart = [[place] for place in at_lines[:PLACES_APART]] + [at_lines[PLACES_APART:]]
-        whole = cause in WHOLE_LOOP or remedy.fix in ONE_FIX
-        for places in [at_lines] if whole else filter(None, apart):
-            # what was seen at no line of the program goes with the costliest line
-            beside = [place for place in mine if place not in at_lines] if places[0] is at_lines[0] else []
+        for places, beside in _changed_together(mine, cause in WHOLE_LOOP or remedy.fix in ONE_FIX):
             rows = np.concatenate([groups[place] for place in (*places, *beside)])
             edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
             if cause == "made_on_host" and "blocking_copy" in found:
@@ -175,6 +170,16 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
             if remedy.fix == "compute_on_gpu":  # nobody knows how much of it a GPU can do, or several at once need
                 bounds, reason = (edit, Edit.nothing(scene.timeline)), BOTH_WAYS
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
+
+
+def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:
+    """Of one remedy, the costliest first: the places of each change, and what was seen at no line of the program, which
+    goes with the costliest line."""
+    lines = [place for place in places if place.is_known] or places
+    beside = [place for place in places if place not in lines]
+    changes = [lines] if is_one else [*([place] for place in lines[:PLACES_APART]), lines[PLACES_APART:]]
+    for number, change in enumerate(filter(None, changes)):
+        yield change, [] if number else beside
 
 
 def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
@@ -206,10 +211,10 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said = _told_of(scene, [one for place in mine for one in there[place]])
         remedy = _as_one_call(mine[0], mine == of_tables)
-        if (
-            remedy.fix == "do_at_once"
-        ):  # parameters and tables do not need each other; of others only their author knows
-            edit = limits[1]  # so nothing is expected beyond what launching them takes
+        if remedy.fix == "do_at_once":
+            # parameters and tables do not need each other; of others only their author knows, so nothing is expected
+            # beyond what launching them takes
+            edit = limits[1]
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
         yield Candidate(remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
 
@@ -713,27 +718,39 @@ def _as_far_as_loops_took(fixes: Iterable[PlannedFix], told: Diagnosis) -> Itera
     What the driver counts as the GPU's work is no such bound: it also counts copies, and waits of one rank for another.
     """
     loops = _loops_of(told)
+    left = _left_to_save(told, loops)
+    for one in fixes:
+        around = _around(one.loop or told.loop, loops)
+        saved = min([one.run_gain, *(max(0, left[place]) for place in around)])
+        yield replace(one, run_gain=saved) if saved < one.run_gain else one
+        for place in around:
+            left[place] -= max(0, saved)
+
+
+ALL_LOOPS = ""
+
+
+def _around(place: str, loops: Sequence[Part]) -> list[str]:
+    """The loop there and those around it, and all loops together."""
+    around = [part.place for part in loops if any(inner.place == place for inner in part.within())]
+    return [ALL_LOOPS, *dict.fromkeys(around)] if loops else []
+
+
+def _left_to_save(told: Diagnosis, loops: Sequence[Part]) -> dict[str, int]:
+    """Of each loop, what it took beside what its turns compute; of all of them, what those not within another took."""
     stays = {one.place: _stays(one.diagnosis, one.turns) for one in told.loops}
     stays |= {told.loop: _stays(told, told.steps_of_run)} if told.steps else {}
-    left = {part.place: 0 for part in loops}
-    for part in loops:
-        left[part.place] += part.time - _computed_in(part, stays)
-    whole = (
-        sum(part.time - _computed_in(part, stays) for part in told.run.parts if part.kind == LOOP) if told.run else 0
-    )
+    parts = (
+        () if told.run is None else (told.run,) if told.run.kind == LOOP else told.run.parts
+    )  # a loop explained alone
+    outermost = [part for part in parts if part.kind == LOOP]
+    left: Counter[str] = Counter()
+    for place, part in [*((part.place, part) for part in loops), *((ALL_LOOPS, part) for part in outermost)]:
+        left[place] += part.time - _computed_in(part, stays)
     behind = _done_behind_the_loops(told, loops)
-    whole += behind
-    for place in {part.place for part in loops if any(inner.place == told.loop for inner in part.within())}:
+    for place in _around(told.loop, loops):
         left[place] += behind
-    for one in fixes:
-        place = one.loop or told.loop
-        around = [part.place for part in loops if any(inner.place == place for inner in part.within())]
-        bounds = [*([whole] if loops else []), *(left[other] for other in around)]
-        saved = min([one.run_gain, *(max(0, bound) for bound in bounds)])
-        yield replace(one, run_gain=saved) if saved < one.run_gain else one
-        whole -= max(0, saved)
-        for other in dict.fromkeys(around):
-            left[other] -= max(0, saved)
+    return left
 
 
 def _done_behind_the_loops(told: Diagnosis, loops: Sequence[Part]) -> int:
@@ -741,7 +758,7 @@ def _done_behind_the_loops(told: Diagnosis, loops: Sequence[Part]) -> int:
     took = sum(part.time for part in loops if part.place == told.loop)
     if told.run is None or not took:
         return 0
-    ends = max(part.began + part.time for part in told.run.parts if part.kind == LOOP)
+    ends = max(part.began + part.time for part in loops)
     return max(0, min(told.steps_of_run * told.plain_step - took, told.run.time - ends))
 
 

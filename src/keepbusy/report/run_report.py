@@ -144,23 +144,28 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         if one not in rows:
             continue
         number += 1
-        where = sorted(one.where, key=lambda place: not place.file)
-        spots = [words.spot(place, 48) for place in where[:2]]
-        told = where[: 1 if any(", " in spot for spot in spots) else 2]  # `aten::mm, after aten::cat` is one place
-        places = ", ".join(spots[: len(told)])
-        more = f" and {len(one.where) - len(told)} more" if len(one.where) > len(told) else ""
-        lead = " at " if told and told[0].file else words.leading(places)
-        at = (lead, (f"{places}{more}", PLACE + link_to(told[0]))) if places else ()
         others = _partners(diagnosis, one)
         waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
         after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, before, saved)
-        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *at, "   ", *after)
+        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *_places(one), "   ", *after)
         for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
     if diagnosis.run is not None and (left := [one for one in diagnosis.plan if one not in rows]):
         named = words.listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
         time = duration(round(WORTH_A_ROW * diagnosis.run.time))
         yield line((f"{len(left)} more would save less than {time} of this run each: {named}.", FAINT))
+
+
+def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
+    """` at train.py:31, train.py:40 and 2 more`: lines before what is no line."""
+    where = sorted(one.where, key=lambda place: not place.file)
+    spots = [words.spot(place, 48) for place in where[:2]]
+    told = where[: 1 if any(", " in spot for spot in spots) else 2]  # `aten::mm, after aten::cat` is one place
+    if not told:
+        return ()
+    places = ", ".join(spots[: len(told)])
+    more = f" and {len(where) - len(told)} more" if len(where) > len(told) else ""
+    return (" at " if told[0].file else words.leading(places), (f"{places}{more}", PLACE + link_to(told[0])))
 
 
 def _worth_a_row(diagnosis: Diagnosis) -> list[PlannedFix]:
