@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def assert_same(said: dict[str, Any], timeline: Timeline, edits: list[Edit]) -> 
     np.testing.assert_array_equal(times(said["start"], origin), done.start)
     np.testing.assert_array_equal(times(said["end"], origin), done.end)
     assert said["pace"] == paced.pace
-    spent = busy(changed, done)
+    spent = busy(changed, replace(done, lasted=paced.lasted))
     shares = [said["busy"][name] for name in ("computing", "copying", "wire")]
     np.testing.assert_allclose(shares, [spent.computing, spent.copying, spent.wire], atol=2)
 

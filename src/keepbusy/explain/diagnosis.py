@@ -61,8 +61,8 @@ class Where:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is a line of the program; else an operator, or a call of CUDA's."""
-        return bool(self.file)
+        """Whether it is a line of the program, or within what the program calls by a name; else a call of CUDA's."""
+        return bool(self.file) or self.around.startswith("in ")
 
     def __str__(self) -> str:
         if self.file:

@@ -175,7 +175,7 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
 def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:
     """Of one remedy, the costliest first: the places of each change, and what was seen at no line of the program, which
     goes with the costliest line."""
-    lines = [place for place in places if place.is_known] or places
+    lines = [place for place in places if place.is_known] if any(place.file for place in places) else places
     beside = [place for place in places if place not in lines]
     changes = [lines] if is_one else [*([place] for place in lines[:PLACES_APART]), lines[PLACES_APART:]]
     for number, change in enumerate(filter(None, changes)):
@@ -720,7 +720,7 @@ def _as_far_as_loops_took(fixes: Iterable[PlannedFix], told: Diagnosis) -> Itera
     loops = _loops_of(told)
     left = _left_to_save(told, loops)
     for one in fixes:
-        around = _around(one.loop or told.loop, loops)
+        around = _around(one.loop or told.loop, loops) if one.loop or not told.one_turn else []
         saved = min([one.run_gain, *(max(0, left[place]) for place in around)])
         yield replace(one, run_gain=saved) if saved < one.run_gain else one
         for place in around:

@@ -327,7 +327,7 @@ class CUDAGraph:
                 recording.finish()
 
     def reset(self) -> None:
-        if self._graph is not None:
+        if self._graph is not None and MACHINE is not None:  # Python takes modules apart before the last objects
             MACHINE.memory.forget(self._device, self._pool)
         self._graph = self._recording = self._tracker = None
         self._ready = False
