@@ -334,8 +334,10 @@ def main() -> None:
     def compared(case: str, name: str, with_all: Outcome, one: Outcome) -> None:
         if with_all.is_better_than(one):
             found[name].lost.append(case)
+            print(f"{case:44} lost without {name}", flush=True)
         elif one.is_better_than(with_all):
             found[name].gained.append(case)
+            print(f"{case:44} gained without {name}", flush=True)
 
     context = multiprocessing.get_context("fork")
     programs = options.programs if PROGRAM_SET in options.sets else []
