@@ -4,7 +4,7 @@
 
 First each layout trains a small model for a few steps, and its losses are held against those of one GPU. Then, layout
 by layout, the contenders train a GPT of 0.4 billion parameters on the same batches, in turns. The lines of each are
-those that it needs beyond the loop of one GPU. It takes some two minutes.
+those that it needs beyond the loop of one GPU. It takes some two minutes; what was found is written layout by layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,17 +55,31 @@ class Attention(nn.Module):
         self.head_dim = 64 if width > 64 else 8
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
+    def projected(self, x: Tensor) -> Sequence[Tensor]:
+        return self.query(x), self.key(x), self.value(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            one(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in (self.query, self.key, self.value)
-        ]
+        heads = [one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in self.projected(x)]
         return self.out(scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class PackedAttention(Attention):
+    """One layer makes queries, keys and values."""
+
     def __init__(self, width: int) -> None:
+        super().__init__(width)
+        del self.query, self.key, self.value
+        self.packed = nn.Linear(width, 3 * width)
+
+    def projected(self, x: Tensor) -> Sequence[Tensor]:
+        return self.packed(x).chunk(3, -1)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, packed: bool) -> None:
         super().__init__()
-        self.first, self.attention, self.second = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = PackedAttention(width) if packed else Attention(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,10 +88,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, width: int, layers: int, words: int) -> None:
+    def __init__(self, width: int, layers: int, words: int, packed: bool) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, packed) for _ in range(layers))
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -77,6 +99,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `spread` is asked for, and who else does it."""
+
+    shard: int
+    tensor: int | None
+    peers: Mapping[str, Any]
+    plan: str = "auto"
+    packed: bool = False
 
 
 class Contest:
@@ -94,10 +127,10 @@ class Contest:
         shape = (self.rows, self.length)
         self.batches = [torch.randint(self.words, shape, generator=generator, device=self.device) for _ in range(STEPS)]
 
-    def fresh(self) -> tuple[GPT, torch.optim.Optimizer]:
+    def fresh(self, packed: bool = False) -> tuple[GPT, torch.optim.Optimizer]:
         torch.manual_seed(0)
         with self.device:
-            model = GPT(self.width, self.layers, self.words)
+            model = GPT(self.width, self.layers, self.words, packed)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA)
 
     def loss(self, model: nn.Module, x: Tensor) -> Tensor:
@@ -116,27 +149,19 @@ class Contest:
         return steps
 
 
-def ours(contest: Contest, shard: int, tensor: int | None) -> Step:
-    model, optimizer = contest.fresh()
-    model, optimizer = spread(model, optimizer, shard=shard, tensor=tensor, example=contest.batches[0])
-    return contest.stepping(model, optimizer)
+def ours(contest: Contest, layout: Layout) -> Step:
+    model, optimizer = contest.fresh(layout.packed)
+    given = {"shard": layout.shard, "tensor": layout.tensor, "plan": layout.plan}
+    return contest.stepping(*spread(model, optimizer, example=contest.batches[0], **given))
 
 
-def by_pieces(contest: Contest, shard: int, tensor: int) -> Step:
-    """keepbusy's own, with a piece of every sequence on each rank between the layers that are cut."""
-    model, optimizer = contest.fresh()
-    example = contest.batches[0]
-    model, optimizer = spread(model, optimizer, shard=shard, tensor=tensor, plan="sequence", example=example)
-    return contest.stepping(model, optimizer)
-
-
-def ddp(contest: Contest, *_layout: Any) -> Step:
+def ddp(contest: Contest, _layout: Layout) -> Step:
     model, optimizer = contest.fresh()
     model = DistributedDataParallel(model, [contest.device.index] if CUDA else None, gradient_as_bucket_view=True)
     return contest.stepping(model, optimizer)
 
 
-def redundancy(contest: Contest, *_layout: Any) -> Step:
+def redundancy(contest: Contest, _layout: Layout) -> Step:
     model, optimizer = contest.fresh()
     model = DistributedDataParallel(model, [contest.device.index] if CUDA else None, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
@@ -145,27 +170,27 @@ def redundancy(contest: Contest, *_layout: Any) -> Step:
     return contest.stepping(model, optimizer)
 
 
-def fsdp(contest: Contest, shard: int, _tensor: Any) -> Step:
+def fsdp(contest: Contest, layout: Layout) -> Step:
     model, optimizer = contest.fresh()
     mesh = init_device_mesh(contest.device.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=shard == 3)
+        fully_shard(block, mesh=mesh, reshard_after_forward=layout.shard == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA)
     return contest.stepping(model, optimizer)
 
 
-def by_dtensor(contest: Contest, shard: int, tensor: int) -> Step:
+def by_dtensor(contest: Contest, layout: Layout) -> Step:
     model, optimizer = contest.fresh()
-    shape = (dist.get_world_size() // tensor, tensor)
+    shape = (dist.get_world_size() // layout.tensor, layout.tensor)
     mesh = init_device_mesh(contest.device.type, shape, mesh_dim_names=("data", "tensor"))
     for block in model.blocks:
         plan = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
         plan |= {"attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh["tensor"], plan)
-        if shard:
-            fully_shard(block, mesh=mesh["data"], reshard_after_forward=shard == 3)
-    if shard:
+        if layout.shard:
+            fully_shard(block, mesh=mesh["data"], reshard_after_forward=layout.shard == 3)
+    if layout.shard:
         fully_shard(model, mesh=mesh["data"], reshard_after_forward=False)
     cut = [one for one in model.parameters() if getattr(one, "device_mesh", None) in (mesh, mesh["tensor"])]
     rest = [one for one in model.parameters() if not any(one is other for other in cut)]  # two kinds do not mix
@@ -173,22 +198,39 @@ def by_dtensor(contest: Contest, shard: int, tensor: int) -> Step:
     return contest.stepping(model, optimizer)
 
 
-def accelerate(contest: Contest, shard: int, _tensor: Any) -> Step:
+def by_dtensor_pieces(contest: Contest, layout: Layout) -> Step:
+    """As PyTorch's tutorial on tensor parallelism does it; it cuts embeddings and head, too."""
+    model, optimizer = contest.fresh()
+    mesh = init_device_mesh(contest.device.type, (layout.tensor,))
+    piece, whole = Shard(1), Replicate()
+    ends = {"words": RowwiseParallel(input_layouts=whole, output_layouts=piece), "norm": SequenceParallel()}
+    parallelize_module(model, mesh, ends | {"head": ColwiseParallel(input_layouts=piece, output_layouts=whole)})
+    for block in model.blocks:
+        plan = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {"first": SequenceParallel(), "second": SequenceParallel()}
+        plan["attention"] = PrepareModuleInput(input_layouts=piece, desired_input_layouts=whole)
+        plan |= {"attention.out": RowwiseParallel(output_layouts=piece), "up": ColwiseParallel(input_layouts=piece)}
+        parallelize_module(block, mesh, plan | {"down": RowwiseParallel(output_layouts=piece)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA)
+    return contest.stepping(model, optimizer)
+
+
+def accelerate(contest: Contest, layout: Layout) -> Step:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     model, optimizer = contest.fresh()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        reshard_after_forward=shard == 3,
+        reshard_after_forward=layout.shard == 3,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
     )
-    accelerator = Accelerator(cpu=not CUDA, **({"fsdp_plugin": plugin} if shard else {}))
+    accelerator = Accelerator(cpu=not CUDA, **({"fsdp_plugin": plugin} if layout.shard else {}))
     model, optimizer = accelerator.prepare(model, optimizer)
     return contest.stepping(model, optimizer, accelerator.backward)
 
 
-def fabric(contest: Contest, shard: int, _tensor: Any) -> Step:
+def fabric(contest: Contest, layout: Layout) -> Step:
     try:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -198,15 +240,15 @@ def fabric(contest: Contest, shard: int, _tensor: Any) -> Step:
 
     def parallel(model: Any, mesh: Any) -> nn.Module:
         for block in model.blocks:
-            fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=shard == 3)
+            fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=layout.shard == 3)
         return fully_shard(model, mesh=mesh["data_parallel"], reshard_after_forward=False)
 
     ranks = dist.get_world_size()
-    strategy = ModelParallelStrategy(parallel, ranks, 1) if shard else DDPStrategy(gradient_as_bucket_view=True)
+    strategy = ModelParallelStrategy(parallel, ranks, 1) if layout.shard else DDPStrategy(gradient_as_bucket_view=True)
     run = Fabric(accelerator="cuda" if CUDA else "cpu", devices=ranks, strategy=strategy)
     run.launch()
     model, optimizer = contest.fresh()
-    if shard:  # `setup` of both leaves the optimizer with parameters that are no longer there
+    if layout.shard:  # `setup` of both leaves the optimizer with parameters that are no longer there
         model = run.setup_module(model)
         optimizer = run.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA))
     else:
@@ -214,13 +256,13 @@ def fabric(contest: Contest, shard: int, _tensor: Any) -> Step:
     return contest.stepping(model, optimizer, run.backward)
 
 
-def deepspeed(contest: Contest, shard: int, _tensor: Any) -> Step:
+def deepspeed(contest: Contest, layout: Layout) -> Step:
     import deepspeed as ds
 
     model, optimizer = contest.fresh()
     config = {
         "train_micro_batch_size_per_gpu": contest.rows,
-        "zero_optimization": {"stage": shard},
+        "zero_optimization": {"stage": layout.shard},
         "zero_allow_untested_optimizer": True,
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     }
@@ -236,25 +278,25 @@ def deepspeed(contest: Contest, shard: int, _tensor: Any) -> Step:
     return steps
 
 
-LAYOUTS: dict[str, tuple[int, int | None, dict[str, Any]]] = {
-    "shard=0": (0, None, {"DDP": ddp, "Accelerate": accelerate, "Lightning Fabric": fabric}),
-    "shard=1": (1, None, {"ZeroRedundancyOptimizer": redundancy, "DeepSpeed": deepspeed}),
-    "shard=2": (2, None, {"FSDP2": fsdp, "Accelerate": accelerate, "Lightning Fabric": fabric, "DeepSpeed": deepspeed}),
-    "shard=3": (3, None, {"FSDP2": fsdp, "Accelerate": accelerate, "Lightning Fabric": fabric, "DeepSpeed": deepspeed}),
-    "tensor=2": (0, 2, {"DTensor": by_dtensor, 'plan="sequence"': by_pieces}),
-    "shard=2, tensor=2": (2, 2, {"FSDP2 and DTensor": by_dtensor}),
-    "shard=3, tensor=2": (3, 2, {"FSDP2 and DTensor": by_dtensor}),
+SHARDING = {"FSDP2": fsdp, "Accelerate": accelerate, "Lightning Fabric": fabric, "DeepSpeed": deepspeed}
+LAYOUTS: dict[str, Layout] = {
+    "tensor=2": Layout(0, 2, {"DTensor": by_dtensor}),
+    'tensor=2, plan="sequence"': Layout(0, 2, {"DTensor": by_dtensor_pieces}, "sequence"),
+    "tensor=2, packed": Layout(0, 2, {}, packed=True),
+    'tensor=2, packed, plan="sequence"': Layout(0, 2, {}, "sequence", packed=True),
+    "shard=1": Layout(1, None, {"ZeroRedundancyOptimizer": redundancy, "DeepSpeed": deepspeed}),
+    "shard=0": Layout(0, None, {"DDP": ddp, "Accelerate": accelerate, "Lightning Fabric": fabric}),
+    "shard=2": Layout(2, None, SHARDING),
+    "shard=3": Layout(3, None, SHARDING),
+    "shard=2, tensor=2": Layout(2, 2, {"FSDP2 and DTensor": by_dtensor}),
+    "shard=3, tensor=2": Layout(3, 2, {"FSDP2 and DTensor": by_dtensor}),
 }
 
 
-def layouts() -> dict[str, tuple[int, int | None, dict[str, Any]]]:
+def layouts() -> dict[str, Layout]:
     """Those that these ranks can have: two of them cannot share both batches and layers."""
     ranks = dist.get_world_size()
-    return {
-        name: layout
-        for name, layout in LAYOUTS.items()
-        if not layout[1] or (ranks > 2 and layout[0]) or (ranks == 2 and not layout[0])
-    }
+    return {name: one for name, one in LAYOUTS.items() if not one.tensor or bool(one.shard) == (ranks > 2)}
 
 
 def lines_of(make: Callable[..., Step]) -> int:
@@ -263,12 +305,12 @@ def lines_of(make: Callable[..., Step]) -> int:
     return len(source) - 3
 
 
-def worst_loss(device: torch.device, shard: int, tensor: int | None) -> tuple[float, float]:
+def worst_loss(device: torch.device, layout: Layout) -> tuple[float, float]:
     """The largest difference of four losses from those of one process, in 32 bits; and the first loss."""
 
     def made() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = GPT(64, 3, 64).to(device)
+        model = GPT(64, 3, 64, layout.packed).to(device)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def losses(model: nn.Module, optimizer: Any, batches: Any) -> list[Tensor]:
@@ -285,7 +327,8 @@ def worst_loss(device: torch.device, shard: int, tensor: int | None) -> tuple[fl
     generator = torch.Generator().manual_seed(5)
     batches = [torch.randint(64, (16, 32), generator=generator).to(device) for _ in range(4)]
     right = torch.stack(losses(*made(), batches))
-    found = torch.stack(losses(*spread(*made(), batches, shard=shard, tensor=tensor, example=batches[0])))
+    given = {"shard": layout.shard, "tensor": layout.tensor, "plan": layout.plan}
+    found = torch.stack(losses(*spread(*made(), batches, example=batches[0], **given)))
     dist.all_reduce(found)
     return float((found / dist.get_world_size() - right).abs().max()), float(right[0])
 
@@ -313,16 +356,16 @@ def timed(steps: Step) -> float:
     return float(taken)
 
 
-def compared(contest: Contest, shard: int, tensor: int | None, peers: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    contest.draw(dist.get_rank() // (tensor or 1))
+def compared(contest: Contest, layout: Layout) -> dict[str, dict[str, Any]]:
+    contest.draw(dist.get_rank() // (layout.tensor or 1))
     ready: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name, make in {"keepbusy": ours, **peers}.items():
+    for name, make in {"keepbusy": ours, **layout.peers}.items():
         began = time.perf_counter()
         if make is accelerate:
             forget_accelerate()
         try:
-            ready[name] = make(contest, shard, tensor)
+            ready[name] = make(contest, layout)
             for _ in range(2):
                 ready[name]()
             sync()
@@ -367,12 +410,12 @@ def main() -> None:
     facts: dict[str, Any] = {"ranks": dist.get_world_size(), "torch": torch.__version__, "losses": {}, "steps": {}}
     contest = Contest(options.small)
     say(f"{facts['ranks']} ranks, PyTorch {facts['torch']}; losses beside one process, in 32 bits:")
-    for name, (shard, tensor, _) in layouts().items():
-        off, loss = worst_loss(contest.device, shard, tensor)
+    for name, layout in layouts().items():
+        off, loss = worst_loss(contest.device, layout)
         facts["losses"][name] = off
-        say(f"  {name:26} differ by {off:.1e} at most, of {loss:.3f}")
-    for name, (shard, tensor, peers) in layouts().items():
-        rows = facts["steps"][name] = compared(contest, shard, tensor, peers)
+        say(f"  {name:36} differ by {off:.1e} at most, of {loss:.3f}")
+    for name, layout in layouts().items():
+        rows = facts["steps"][name] = compared(contest, layout)
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()

@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8541,
     "explain": 4307,
     "report": 3282,
-    "runtime": 5697,
+    "runtime": 5702,
     "cli": 3466,
     "fix": 5176,
 }

@@ -71,13 +71,14 @@ class Repeated(GPT):
 
 
 class PackedAttention(nn.Module):
-    """Queries, keys and values of one layer: of equal width; or with fewer keys; or head by head."""
+    """Queries, keys and values of one layer: of equal width; or with fewer keys; or head by head. Which layer comes
+    first is seen as it runs, not by which was made first."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.heads, self.kv_heads, self.dim = kind, HEADS, HEADS // 2, WIDTH // HEADS
-        self.qkv = nn.Linear(WIDTH, 2 * WIDTH if kind == "fewer" else 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH if kind == "fewer" else 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape

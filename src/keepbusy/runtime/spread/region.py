@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -72,15 +72,19 @@ def is_summed(role: str, name: str, on_pieces: bool) -> bool:
     return cut_of(role, name) is None and (role == "inside" or on_pieces)
 
 
-def regions_of(name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int) -> Iterator[Region]:
+def regions_of(
+    name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int, turns: Mapping[nn.Module, int]
+) -> Iterator[Region]:
     """What may be cut in a module, by the shapes of its Linear layers, most likely first; a trial tells if it is right.
 
     All but the last make features of one input, which the last brings together again: queries, keys, values and the
     projection; gate, up and down. Or they follow each other in pairs. One layer may hold several of the features.
+    `turns`: which module was called how early; in which order they were made says less.
     """
     inner = module.named_modules(prefix=name)
     layers = [one for _, one in inner if type(one) is nn.Linear and one not in claimed]
     layers = [one for one in layers if not any(id(own) in kept for own in one.parameters())]
+    layers.sort(key=lambda one: turns.get(one, -1))
     choices = [(layers[:-1], layers[-1])] if len(layers) > 1 else []
     if len(layers) > 2:
         choices += [([first], second) for first, second in itertools.pairwise(layers)]

@@ -40,12 +40,13 @@ class TensorPlan:
         self._whole = {one for one, name in names.items() if _asked(name, asked) == "whole"}
         kept |= {id(own) for one in self._whole for own in one.parameters()}
         claimed: set[nn.Module] = set()
+        turns = {one: turn for turn, one in enumerate(calls)}
         decided: dict[str, _Known | None] = {}
         for name, module in reversed(list(model.named_modules())):  # inner ones come first
             while module in calls and list(module.children()):  # a module may hold several
                 look = f"{module} {_ways(module)} {[path for path, one in module.named_modules() if one in claimed]}"
                 if look not in decided:
-                    found = self._first_right(regions_of(name, module, claimed, kept, layout.tensor))
+                    found = self._first_right(regions_of(name, module, claimed, kept, layout.tensor, turns))
                     decided[look] = _described(found, module) if found else None
                 if (known := decided[look]) is None:
                     break
