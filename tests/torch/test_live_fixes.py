@@ -6,14 +6,15 @@ import builtins
 import gc
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fix_programs
+import late_gradients_ranks
 import pytest
 import torch
+from fix_programs import fixed, found_by
 from torch import nn
 from warm_python import warm
 
@@ -30,34 +31,10 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
 
 
-def found_by(source: str, path: str, compiled: Callable[[bytes, str], Any]) -> str:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compiled(source.encode(), path), names)
-    return repr(names["found"])
-
-
-def plain(source: bytes, path: str) -> Any:
-    return compile(source, path, "exec")
-
-
-def fixed(source: str, path: str, tried: bool = True) -> tuple[str, LiveFixes]:
-    fixes, frozen = LiveFixes(chosen(), tried), gc.get_freeze_count()
-    fixes.begin()
-    try:
-        return found_by(source, path, fixes.compile), fixes
-    finally:
-        fixes.end()
-        if gc.get_freeze_count() > frozen:  # one of the fixes does so
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
-
-
 @pytest.mark.parametrize("name", fix_programs.PROGRAMS)
 def test_the_result_is_the_same(name: str, tmp_path: Path) -> None:
-    source, path = fix_programs.HEAD + fix_programs.PROGRAMS[name], str(tmp_path / "train.py")
-    Path(path).write_text(source)
-    expected = found_by(source, path, plain)
+    source, path = fix_programs.HEAD + fix_programs.PROGRAMS[name], tmp_path / "train.py"
+    expected = found_by(source, path)
     assert expected != "[]"
     found, fixes = fixed(source, path)
     assert found == expected
@@ -66,7 +43,7 @@ def test_the_result_is_the_same(name: str, tmp_path: Path) -> None:
 
 def done(name: str, tmp_path: Path) -> dict[str, int]:
     source = fix_programs.HEAD + fix_programs.PROGRAMS[name]
-    return {one.name: one.done.total() for one in fixed(source, str(tmp_path / "train.py"), tried=False)[1].switches}
+    return {one.name: one.done.total() for one in fixed(source, tmp_path / "train.py", tried=False)[1].switches}
 
 
 @pytest.mark.parametrize(
@@ -115,16 +92,14 @@ def test_a_fix_can_be_left_out() -> None:
 
 def test_everything_is_put_back(tmp_path: Path) -> None:
     before = torch.Tensor.to, torch.Tensor.copy_, torch.tensor, torch.cuda.empty_cache, gc.collect
-    fixed("found = [1]", str(tmp_path / "train.py"))
+    fixed("found = [1]", tmp_path / "train.py")
     assert (torch.Tensor.to, torch.Tensor.copy_, torch.tensor, torch.cuda.empty_cache, gc.collect) == before
     assert not hasattr(builtins, "__keepbusy_late__")
 
 
 def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> None:
     source = fix_programs.HEAD + fix_programs.PROGRAMS["many turns, with a trial in between"]
-    path = tmp_path / "train.py"
-    path.write_text(source)
-    told = fixed(source, str(path))[1].told()
+    told = fixed(source, tmp_path / "train.py")[1].told()
     assert "copies" in told
     assert "done both ways, all the same" in told
     assert "ms a turn" in told or "µs a turn" in told
@@ -133,14 +108,14 @@ def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> Non
 
 def test_a_program_that_only_infers_has_turns_too(tmp_path: Path) -> None:
     source = fix_programs.HEAD + fix_programs.PROGRAMS["a model that only infers"]
-    told = fixed(source, str(tmp_path / "infer.py"))[1].told()
+    told = fixed(source, tmp_path / "infer.py")[1].told()
     assert "too few to compare" not in told
     assert " a turn, " in told
 
 
 def test_what_was_tried_before_the_training_says_nothing_of_it(tmp_path: Path) -> None:
     source = fix_programs.HEAD + fix_programs.PROGRAMS["validated before it is trained"]
-    _, fixes = fixed(source, str(tmp_path / "train.py"))
+    _, fixes = fixed(source, tmp_path / "train.py")
     assert fixes.trial is not None
     assert fixes.trial.turns == 8
     assert fixes.result is None
@@ -197,7 +172,7 @@ def run():
     return sums, kept, total, value
 found = run()
 """
-    assert fixed(source, str(tmp_path / "train.py"))[0] == "([2.0, 4.0], [0.0, 1.0, 2.0, 3.0], 6.0, 3.0)"
+    assert fixed(source, tmp_path / "train.py")[0] == "([2.0, 4.0], [0.0, 1.0, 2.0, 3.0], 6.0, 3.0)"
 
 
 def test_two_optimizers_in_one_turn_are_one_turn() -> None:
@@ -304,42 +279,14 @@ def test_a_fused_step_that_came_out_different_is_taken_back(tmp_path: Path, monk
 @pytest.fixture(scope="module")
 def gradients() -> dict[str, Any]:
     """What two ranks over gloo found: `late_gradients_ranks.py`."""
-    finished = warm().python("late_gradients_ranks.py", cwd=Path(__file__).parent, ranks=2)
+    finished = warm().python("late_gradients_ranks.py", cwd=Path(fix_programs.__file__).parent, ranks=2)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(finished.stdout)
 
 
-@pytest.mark.parametrize(
-    ("name", "times", "off_because"),
-    [
-        ("four micro-batches", 23, ""),
-        ("clipped once a step", 23, ""),
-        ("an inner loop", 15, ""),
-        ("a group that is left, and thrown away", 55, ""),
-        ("a group that is left, and goes on", 55, ""),
-        ("evaluated in between", 55, ""),
-        ("gradients looked at in the middle", 14, "the program looks at gradients between micro-batches"),
-        ("a step in the middle", 14, "an optimizer stepped in a turn that was not to be the last"),
-        ("gradients looked at after each", 0, ""),
-        ("a function after each", 0, ""),
-        ("a condition that the turn changes", 0, ""),
-        (
-            "other turns on each rank",
-            0,
-            "optimizers step in other turns than the source says",
-        ),
-        ("a hook for what travels", 0, ""),
-    ],
-)
-def test_gradients_travel_once_a_step_and_the_weights_are_the_same(
-    gradients: dict[str, Any], name: str, times: int, off_because: str
-) -> None:
-    """Weights, buffers, losses and what the program found of its gradients, on both ranks."""
-    for furthest, done, why, collectives, with_it in gradients[name]:
-        assert furthest < 5e-6 if times else furthest == 0
-        assert done == times
-        assert why.startswith(off_because) if off_because else not why
-        assert with_it < collectives or not times
+@pytest.mark.parametrize("name", late_gradients_ranks.PROGRAMS)
+def test_gradients_travel_once_a_step_and_the_weights_are_the_same(gradients: dict[str, Any], name: str) -> None:
+    late_gradients_ranks.check(name, gradients[name])
 
 
 def test_numbers_are_drawn_ahead_once_their_order_is_known(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
-"""Two ranks over gloo: programs with micro-batches, as they are and with late gradients. Prints JSON."""
+"""Two ranks: programs with micro-batches, as they are and with late gradients. Prints JSON.
+
+Over gloo on the host; called with `nccl`, on a GPU each.
+"""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import json
+import os
+import sys
 from typing import Any
 
 import torch
@@ -72,6 +77,27 @@ for step in range(8):
     "evaluated in between": turn() + "model.eval()\nwith torch.no_grad(): found.append(loss_of(data[0]).item())\n"
     "model.train()\n" + turn(),
 }
+HELD = {
+    **dict.fromkeys(("four micro-batches", "clipped once a step"), (23, "")),
+    "an inner loop": (15, ""),
+    **dict.fromkeys(
+        ("a group that is left, and thrown away", "a group that is left, and goes on", "evaluated in between"), (55, "")
+    ),
+    "gradients looked at in the middle": (14, "the program looks at gradients between micro-batches"),
+    "a step in the middle": (14, "an optimizer stepped in a turn that was not to be the last"),
+    "other turns on each rank": (0, "optimizers step in other turns than the source says"),
+}
+"""How many backward passes keep their gradients for later, and why it ends; elsewhere none does."""
+
+
+def check(name: str, ranks: list[tuple[float, int, str, int, int]]) -> None:
+    """What `main` tells of a program: weights, buffers, losses and what it found of its gradients, on both ranks."""
+    times, off_because = HELD.get(name, (0, ""))
+    for furthest, done, why, collectives, with_it in ranks:
+        assert furthest < 5e-6 if times else furthest == 0
+        assert done == times
+        assert why.startswith(off_because) if off_because else not why
+        assert with_it < collectives or not times
 
 
 def result(source: str, fix: LateGradients | None) -> tuple[list[torch.Tensor], int]:
@@ -94,7 +120,11 @@ def result(source: str, fix: LateGradients | None) -> tuple[list[torch.Tensor], 
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    backend = "nccl" if "nccl" in sys.argv else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group(backend)
     told = {}
     for name, source in PROGRAMS.items():
         fix = LateGradients()
@@ -109,4 +139,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,36 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keepbusy.fix.live.live_fixes import LiveFixes, chosen
+
+
+def found_by(source: str, path: Path, compiled: Callable[[bytes, str], Any] | None = None) -> str:
+    """`compiled`: as the fixes have it; as it is written without."""
+    path.write_text(source)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compiled(source.encode(), str(path)) if compiled else compile(source, path, "exec"), names)
+    return repr(names["found"])
+
+
+def fixed(source: str, path: Path, tried: bool = True, also: Sequence[str] = ()) -> tuple[str, LiveFixes]:
+    """What it finds with the fixes, and what they did."""
+    fixes, frozen = LiveFixes(chosen(also=also), tried), gc.get_freeze_count()
+    fixes.begin()
+    try:
+        return found_by(source, path, fixes.compile), fixes
+    finally:
+        fixes.end()
+        if gc.get_freeze_count() > frozen:  # one of the fixes does so
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
+
 HEAD = """\
 import copy, gc, itertools, random, sys, weakref
 import numpy as np
