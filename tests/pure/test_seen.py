@@ -22,7 +22,8 @@ from keepbusy.recording.line_log import (
 )
 from keepbusy.recording.recorded_run import placed, trace_offset
 from keepbusy.recording.window import Tick
-from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.timeline.frame_roles import OWN_STEP, Owner
+from keepbusy.timeline.model import Frames
 from keepbusy.traces.event_columns import Events, Thread, Trace
 from keepbusy.traces.kineto_names import Category
 
@@ -190,3 +191,14 @@ def test_the_users_code_and_packages_are_followed_by_line_and_python_not_at_all(
     files = ("/home/user/train.py", "/usr/lib/python3/site-packages/lightning/loop.py", threading.__file__)
     codes = [compile("x = 1", file, "exec") for file in files]
     assert [log.detail(code) for code in codes] == [LINES, LINES, NOTHING]
+
+
+def test_the_lines_of_what_is_installed_are_told_from_the_programs_own_folders() -> None:
+    """`nets/solve.py` may be either; only where it lies tells."""
+    log = Log()
+    for folder in ("/usr/lib/python3/site-packages", "/home/user"):
+        log.number(compile("x = 1", f"{folder}/nets/solve.py", "exec"))
+    lines = [log.record().written(code, 3) for code in range(2)]
+    owners = Frames.of(2, name=np.arange(2)).described(lines).owner
+    assert owners.tolist() == [Owner.LIBRARY, Owner.USER]
+    assert lines[0] == "site-packages/nets/solve.py(3): <module>"

@@ -45,6 +45,12 @@ def test_the_librarys_frame_stands_beside_the_users() -> None:
     assert found.library == "torch/_tensor.py:900 in wrapper"
 
 
+def test_what_is_known_to_be_installed_is_named_without_its_folder() -> None:
+    found = place(begun().sync(at=[TRAIN, "site-packages/odesolve/steps.py(34): integrate", ITEM]))
+    assert (found.file, found.line) == ("train.py", 19)
+    assert found.library == "odesolve/steps.py:34 in integrate"
+
+
 def test_a_library_that_calls_back_is_not_between() -> None:
     """torch calls the user's hook, which reads a value: the hook is to blame, and no library with it."""
     found = place(begun().sync(at=[TRAIN, "torch/nn/modules/module.py(1700): _call_impl", MODEL, ITEM]))

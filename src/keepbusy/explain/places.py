@@ -10,7 +10,7 @@ import numpy as np
 from keepbusy.explain.diagnosis import Late, Where
 from keepbusy.explain.edit import Finding
 from keepbusy.explain.scene import Scene
-from keepbusy.timeline.frame_roles import OWN_STEP, PROFILER_STEP, Owner, Role, source_line
+from keepbusy.timeline.frame_roles import INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Timeline
 
 ROWS_NEARBY = 400
@@ -77,7 +77,7 @@ def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, s
         if line and frames.owner[frame] == Owner.USER:
             return (*line, bool(frames.kind[frame] == FrameKind.LINE)), library
         if line and not library:
-            library = f"{line[0]}:{line[1]} in {line[2]}"
+            library = f"{line[0].removeprefix(INSTALLED)}:{line[1]} in {line[2]}"
     return None, library
 
 

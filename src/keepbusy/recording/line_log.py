@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of, shown
+from keepbusy.timeline.frame_roles import INSTALLED
 from keepbusy.timeline.model import Ints
 
 LINE, ENTER, LEAVE = 0, 1, 2
@@ -101,11 +102,17 @@ class Log:
 
     def record(self) -> LineRecord:
         """What stands in it by now."""
-        codes = tuple((shown(one.co_filename), one.co_name, self._first_line(one)) for one in self.codes)
+        codes = tuple((_file(one), one.co_name, self._first_line(one)) for one in self.codes)
         return LineRecord(self.rows().T.copy(), codes, self.clock())
 
     def _first_line(self, code: CodeType) -> int:
         return 0 if self.detail(code) == LINES else code.co_firstlineno
+
+
+def _file(code: CodeType) -> str:
+    """Of what is installed, so that it is told from the program's own folders: only here is known where it lies."""
+    file = shown(code.co_filename)
+    return f"{INSTALLED}{file}" if kind_of(code.co_filename) == LIBRARY else file
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -99,6 +99,8 @@ _OBJECTS = re.compile(r"torch/distributed/.*: (all_gather_object|gather_object|(
 _PIECE = re.compile(r"(Forward|Backward) \d+$")
 
 _LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
+INSTALLED = "site-packages/"
+"""Before the name of a file, where its producer knows that it was installed; else its name has to tell."""
 _ELSEWHERE = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 _TORCH = "torch"
 _TOOL = "keepbusy"
