@@ -1,12 +1,13 @@
 """How much of a good engineer's gain `keepbusy run --fix` reaches without touching the program.
 
-    PYTHONPATH=src python benchmarks/fix_stallbench.py [--stallbench FOLDER] [--gpus 4] [--only NAME ...] [--out F.json]
+    PYTHONPATH=src python benchmarks/fix_stallbench.py [--stallbench FOLDER] [--gpus 2] [--seconds 200] [--out F.json]
 
-Each GPU has a process and cores of its own, which takes case after case: a short run of each kind first, which pays
-for what comes only once; then as it is written, with the fixes, and as its author would have fixed it, in turns; and at
-last with the trial that a user's run makes. Weights after the last step are compared bit for bit, and two plain runs
-say whether a case agrees with itself at all. Cases of several ranks are left out. Needs a GPU; without one the cases
-shrink and run on a virtual GPU, which shows that they run and compute the same, and no more.
+Each GPU has a process and cores of its own, which takes case after case, those that take long first: a short run of
+each kind, which pays for what comes only once; then as it is written, with the fixes, and as its author would have
+fixed it, in turns; and at last with the trial that a user's run makes, where the fixes did anything. Weights after the
+last step are compared bit for bit, and two plain runs say whether a case agrees with itself at all. A case is told as
+soon as it is known, and after `--seconds` the answer is what is known by then. Cases of several ranks are left out.
+Needs a GPU; without one the cases shrink and run on a virtual GPU, which shows that they run and compute the same.
 """
 
 from __future__ import annotations
@@ -18,33 +19,39 @@ import io
 import json
 import multiprocessing
 import os
+import re
+import select
 import signal
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = (HERE / "stalls" / "cases", HERE / "stalls" / "second")
-STEPS, WARM, FIRST = 50, 12, 6
+STEPS, WARM, FIRST = 40, 10, 4
 """Of a run, of these not counted, and of the short run before."""
-LOADED_STEPS, LOADED_WARM = 64, 32
+LOADED_STEPS, LOADED_WARM = 56, 28
 """The same where workers have to be found wanting and started first."""
+TRIED_STEPS = 80
+"""Of the run with a trial."""
 NULL = 0.03
 """Cases whose author gains less are to be left alone."""
-LONG = 8
-"""Seconds: a program that takes longer runs once of each kind."""
+LONG = 3
+"""Seconds: a program that takes longer runs fewer steps, or, with a loader, once of each kind."""
+RANKS = re.compile(r"torch\.distributed as|DistributedDataParallel")
 RECORD = 256
 """Bytes of a case's name on its way to the process that takes it next."""
 
 
 def cases(folders: list[Path], only: list[str]) -> list[Path]:
-    """Those that seldom end soon come first."""
+    """Those with a loader take longest and come first."""
     found = [one for folder in folders for one in sorted(folder.glob("*.py"))]
-    found = [one for one in found if "distributed" not in one.read_text().lower() and (not only or one.stem in only)]
-    return sorted(found, key=lambda one: not is_loaded(one))
+    texts = {one: one.read_text() for one in found if not only or one.stem in only}
+    return sorted((one for one, text in texts.items() if not RANKS.search(text)), key=lambda one: not is_loaded(one))
 
 
 def is_loaded(path: Path) -> bool:
@@ -128,18 +135,24 @@ def digest(tensor: Any) -> int:
     return int((bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum())
 
 
-def measure(path: Path, rounds: int, also: list[str]) -> dict[str, Any]:
+def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     from keepbusy.fix.live.live_fixes import LiveFixes, chosen
+
+    def fixes(tried: bool = False) -> LiveFixes:
+        return LiveFixes(chosen(also=options.also), tried)
 
     case, began = Case(path), time.monotonic()
     times: dict[str, list[float]] = {"plain": [], "live": [], "author": []}
     weights: dict[str, list[int]] = {"plain": [], "live": []}
-    for kind in times:
-        case.run(kind == "author", LiveFixes(chosen(also=also), tried=False) if kind == "live" else None, FIRST)
-    found: dict[str, Any] = {"case": path.stem, "folder": path.parent.name, "done": {}}
-    for _ in range(rounds):
+    short = [case.run(kind == "author", fixes() if kind == "live" else None, FIRST)["ms"] for kind in times]
+    if not is_loaded(path):
+        case.steps = max(FIRST * 4, min(STEPS, int(LONG * 1000 / min(short))))
+    found: dict[str, Any] = {"case": path.stem, "folder": path.parent.name, "done": {}, "off": {}}
+    for _ in range(options.rounds):
         for kind in ("plain", "live", "author", "plain"):
-            live = LiveFixes(chosen(also=also), tried=False) if kind == "live" else None
+            if is_loaded(path) and kind == "plain" and times["plain"] and times["plain"][0] * case.steps > LONG * 1000:
+                continue
+            live = fixes() if kind == "live" else None
             one = case.run(kind == "author", live)
             times[kind].append(one["ms"])
             if kind in weights:
@@ -147,21 +160,22 @@ def measure(path: Path, rounds: int, also: list[str]) -> dict[str, Any]:
             if live is not None:
                 found["done"] = {switch.name: switch.done.total() for switch in live.switches if switch.done}
                 found["off"] = {switch.name: switch.off_because for switch in live.switches if switch.off_because}
-        if time.monotonic() - began > LONG:
-            break
     plain, live_time, author = (median(times[kind]) for kind in times)
     found.update(times=times, plain=plain, live=live_time, author=author)
     found["noise"] = (max(times["plain"]) - min(times["plain"])) / plain
     found["same"] = same(weights)
     found["gain"] = 1 - author / plain
     found["share"] = (plain - live_time) / (plain - author) if found["gain"] > NULL else None
-    tried = LiveFixes(chosen(also=also))
-    found["tried"] = case.run(False, tried)["ms"]
-    found["told"] = tried.told()
+    found["trial_gain"], found["left_alone"] = None, not found["done"]
+    if found["done"] and plain * TRIED_STEPS < 2 * LONG * 1000:
+        tried = fixes(tried=True)
+        case.run(False, tried, TRIED_STEPS)
+        found["told"] = tried.told()
+        if tried.result:
+            found["trial_gain"] = tried.result.gain
+            found["left_alone"] = all(one.off_because or not one.done for one in tried.switches)
     case.end()
-    result = tried.result
-    found["trial_gain"] = result.gain if result else None
-    found["left_alone"] = bool(result) and all(one.off_because or not one.done for one in tried.switches)
+    found["seconds"] = time.monotonic() - began
     return found
 
 
@@ -172,14 +186,17 @@ def same(weights: dict[str, list[int]]) -> bool | str:
 
 def measured(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Or why not."""
+    left = int(min(options.each, options.began + options.seconds - time.monotonic()))
+    if left <= 0:
+        return {"case": path.stem, "error": "no time left"}
 
     def too_long(*_: object) -> None:
-        raise TimeoutError(f"took more than {options.seconds} s")
+        raise TimeoutError(f"took more than {left} s")
 
     signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(options.seconds)
+    signal.alarm(left)
     try:
-        return measure(path, options.rounds, options.also)
+        return measure(path, options)
     except Exception as error:
         if os.environ.get("KEEPBUSY_DEBUG"):
             traceback.print_exc()
@@ -190,7 +207,7 @@ def measured(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def on_gpus(paths: list[Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A process for each GPU, with cores of its own, takes case after case until none is left."""
+    """A process for each GPU, with cores of its own, takes case after case until none is left, or the time is over."""
     asking, giving = os.pipe()
     os.write(giving, b"".join(str(path).encode().ljust(RECORD) for path in paths))
     os.close(giving)
@@ -207,16 +224,25 @@ def on_gpus(paths: list[Path], options: argparse.Namespace) -> list[dict[str, An
             take_cases(asking, writing, turn, share, options)
             os._exit(0)
     os.close(writing)
-    results = []
-    with os.fdopen(reading) as pipe:
-        for text in pipe:
-            results.append(json.loads(text))
+    results: list[dict[str, Any]] = []
+    text = b""
+    while (left := options.began + options.seconds - time.monotonic()) > 0 and select.select([reading], [], [], left)[
+        0
+    ]:
+        came = os.read(reading, 1 << 16)
+        if not came:
+            break
+        *whole, text = (text + came).split(b"\n")
+        for told in whole:
+            results.append(json.loads(told))
             print(line(results[-1]), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(results, indent=1))
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1))
     for child in children:
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return results
+    known = {one["case"] for one in results}
+    return results + [{"case": one.stem, "error": "no time left"} for one in paths if one.stem not in known]
 
 
 def take_cases(asking: int, writing: int, turn: Any, cores: int, options: argparse.Namespace) -> None:
@@ -229,13 +255,9 @@ def take_cases(asking: int, writing: int, turn: Any, cores: int, options: argpar
 
         start(Options(measured=False, script_clocks=False))
     while (record := os.read(asking, RECORD)).strip():
-        path = Path(record.decode().strip())
-        if time.monotonic() - options.began > options.deadline:
-            told: dict[str, Any] = {"case": path.stem, "error": "no time left"}
-        else:
-            told = measured(path, options)
+        told = json.dumps(measured(Path(record.decode().strip()), options))
         with turn, os.fdopen(os.dup(writing), "w") as pipe:
-            pipe.write(json.dumps(told) + "\n")
+            pipe.write(f"{told}\n")
 
 
 def line(one: dict[str, Any]) -> str:
@@ -246,7 +268,7 @@ def line(one: dict[str, Any]) -> str:
     trial = "-" if one["trial_gain"] is None else f"{one['trial_gain']:.0%}{' off' if one['left_alone'] else ''}"
     return (
         f"{one['case']:<26} {one['plain']:8.2f} {one['live']:8.2f} {one['author']:8.2f} {one['noise']:6.0%} "
-        f"{one['gain']:6.0%} {share:>10}  {one['same']!s:<16}  {trial:<8} {done}"
+        f"{one['gain']:6.0%} {share:>10}  {one['same']!s:<16}  {trial:<8} {one['seconds']:4.0f} {done}"
     )
 
 
@@ -257,29 +279,35 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--also", nargs="*", default=[], help="fixes that are asked for by name: fused")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--seconds", type=int, default=100, help="for one case")
-    parser.add_argument("--deadline", type=int, default=300, help="seconds, after which no case begins")
+    parser.add_argument("--seconds", type=int, default=200, help="for the whole answer")
+    parser.add_argument("--each", type=int, default=60, help="seconds for one case")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.began = time.monotonic()
+    warnings.simplefilter("ignore")  # of forks: no thread is at work yet
     import torch  # noqa: F401 -- before the children are forked
 
     folders = [*FOLDERS, *([options.stallbench / "cases"] if options.stallbench else [])]
     print(
         f"{'case':<26} {'plain ms':>8} {'live':>8} {'author':>8} {'noise':>6} {'gain':>6} {'share':>10}"
-        "  same weights      trial    done"
+        "  same weights      trial       s done",
+        flush=True,
     )
     results = on_gpus(cases(folders, options.only), options)
     scored = [one for one in results if one.get("share") is not None]
-    reached = sum(one["share"] >= 0.8 for one in scored)
+    reached = [one["case"] for one in scored if one["share"] >= 0.8]
     nulls = [one for one in results if "share" in one and one["share"] is None]
     slower = [
-        one["case"] for one in results if "plain" in one and one["live"] > (1 + NULL + one["noise"]) * one["plain"]
+        one["case"]
+        for one in results
+        if "plain" in one and not one["left_alone"] and one["live"] > (1 + NULL + one["noise"]) * one["plain"]
     ]
     differing = [one["case"] for one in results if one.get("same") is False]
+    unknown = {one["case"]: one["error"] for one in results if "error" in one}
     print(
-        f"\n{reached} of {len(scored)} reach 80% of the author's gain; {len(nulls)} null cases; "
-        f"slower beyond noise: {slower}; other weights: {differing}"
+        f"\n{len(reached)} of {len(scored)} reach 80% of the author's gain: {', '.join(reached)}\n"
+        f"{len(nulls)} null cases; slower beyond noise: {slower}; other weights: {differing}; not measured: {unknown}\n"
+        f"{time.monotonic() - options.began:.0f} s"
     )
 
 
