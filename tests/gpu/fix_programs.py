@@ -268,6 +268,43 @@ try:
         if len(found) == 2: raise KeyError("stop")
 except KeyError as error: found.append(str(error))
 """,
+    "a loader within the turn of another": """
+net = model(); optimizer = sgd(net)
+for x, y in DataLoader(Rows(8), batch_size=2, num_workers=1):
+    found.append(train(net, x.cuda(), y.cuda(), optimizer).item())
+    with torch.no_grad():
+        for a, b in DataLoader(Rows(4), batch_size=2, shuffle=True): found.append(net(a.cuda()).sum().item())
+""",
+    "a place in the pass that is kept and restored": """
+class Resumed(torch.utils.data.Sampler):
+    def __init__(self, count): self.count, self.at, self.random = count, 0, torch.Generator().manual_seed(5)
+    def __len__(self): return self.count
+    def __iter__(self):
+        order = torch.randperm(self.count, generator=self.random).tolist()
+        while self.at < self.count: self.at += 1; yield order[self.at - 1]
+        self.at = 0
+    def state_dict(self): return {"at": self.at, "random": self.random.get_state()}
+    def load_state_dict(self, state): self.at = state["at"]; self.random.set_state(state["random"])
+class Stateful(DataLoader):
+    def state_dict(self): return self.sampler.state_dict()
+for workers in (0, 1):
+    loader, kept = Stateful(Rows(12), batch_size=2, sampler=Resumed(12), num_workers=workers), None
+    for epoch in range(2):
+        for step, (x, y) in enumerate(loader):
+            x = x.cuda(); found.append((x.sum().item(), y.tolist(), loader.state_dict()["at"]))
+            if epoch == 0 and step == 2: kept = copy.deepcopy(loader.state_dict())
+    loader.sampler.load_state_dict(kept); found.append([y.tolist() for x, y in loader])
+""",
+    "a sampler that the loop tells what to do": """
+class Told(torch.utils.data.Sampler):
+    def __init__(self): self.next = 0
+    def __len__(self): return 8
+    def __iter__(self):
+        for _ in range(8): yield self.next
+sampler = Told()
+for x, y in DataLoader(Rows(30), batch_size=1, sampler=sampler):
+    found.append(x.cuda().sum().item()); sampler.next += 2
+""",
     "a pinned loader": """
 for x, y in DataLoader(Rows(300), batch_size=100, pin_memory=True):
     sent = x.to("cuda", non_blocking=True); found.append((sent.sum().item(), x.is_pinned()))
@@ -600,6 +637,95 @@ found.append(run())
 """,
 }
 
+KNOWN_LATER = {
+    "handed on": """
+def run():
+    net = model(); optimizer = sgd(net); total, losses, history, best, last = 0.0, [], [], 9.0, None
+    for epoch in range(3):
+        for step, (x, y) in enumerate(DataLoader(Rows(), batch_size=2)):
+            value = train(net, x.cuda(), y.cuda(), optimizer).item()
+            total += value * len(x); losses.append(value); history.append((epoch, value - 1, -value / len(x), "loss"))
+            last = value ** 2
+            if step == 1: best = min(best, value)
+        found.append((best, total, last))
+    return total, losses, history, value, type(value).__name__, losses[-1] is value, value in losses
+found.append(run())
+""",
+    "running means, and numbers made of one another": """
+def run():
+    x, mean, a, b = torch.zeros((), device="cuda"), 0.0, 0.0, 1
+    for step in range(150):
+        x += 0.1
+        mean = 0.9 * mean + 0.1 * x.item()
+        a = b * 0.5 + (x * 3).item(); b = a - mean
+        if step % 70 == 69: found.append((mean, a))
+    return mean, a, b
+found.append(run())
+""",
+    "an array in it that changes, and a tensor": """
+def run():
+    x, weight, scale, kept, value = torch.ones((), device="cuda"), np.ones(2), torch.ones(2), [], None
+    for step in range(6):
+        x += 1; kept.append(x.item() * weight); value = scale * x.item(); weight *= 2; scale.add_(1)
+    return [one.tolist() for one in kept], value.tolist()
+found.append(run())
+""",
+    "divided by what may be nothing": """
+def run():
+    x, total, kept = torch.ones((), device="cuda"), 0.0, []
+    for step in range(8):
+        x += 1; value = x.item()
+        try:
+            total += value / (step % 4); kept.append(value / (step % 3 - 1.0)); kept.append(1 / (value - 5))
+        except ZeroDivisionError as error: found.append((step, str(error), total, len(kept)))
+    return total, kept
+found.append(run())
+""",
+    "compared with itself, and not a number": """
+def run():
+    kept, other = [], float("nan")
+    for step in range(6):
+        value = (torch.zeros((), device="cuda") / (step % 2)).item(); kept.append(value); last = value
+        if step > 1: found.append((value == value, value in kept, kept.index(value), value is last, kept.count(value)))
+    return [one != one for one in kept], last is kept[-1], sorted(map(str, kept))
+found.append(run())
+""",
+    "pickled, hashed, formatted": """
+import json, pickle
+def run():
+    kept, value = [], None
+    for step in range(7):
+        value = torch.full((), step / 3, device="cuda", dtype=torch.float64).item(); kept.append(value)
+        if step % 3 == 2:
+            found.append((pickle.dumps(value), hash(value), f"{value:>12.3e}|{value!r}|{value}", "%.2f" % value))
+            found.append((json.dumps(kept), pickle.loads(pickle.dumps(kept)), "{:+.1%}".format(value), round(value, 2)))
+            found.append((value.hex(), value.is_integer(), copy.deepcopy(kept), isinstance(value, float), bool(value)))
+    return kept, {value: 1}[kept[-1]]
+found.append(run())
+""",
+    "an index, a key, one of a set, one of an array": """
+def run():
+    names, kept, at = "abcdefgh", [], None
+    for step in range(8):
+        at = (torch.arange(8, device="cuda") < step).sum().item(); kept.append(at)
+        if step % 4 == 3:
+            found.append((names[at], names[:at], {at, step}, {at: step}, [0] * at, np.arange(9)[at], 1 << at))
+            found.append((np.array(kept).dtype, torch.tensor(kept).tolist(), list(range(at)), at | 1, divmod(at, 2)))
+    return kept, len(set(kept)), torch.zeros(9)[at].item(), bytes(kept)
+found.append(run())
+""",
+    "a gradient it needs now and then": """
+def run():
+    kept = []
+    for step in range(6):
+        x = torch.ones(1, device="cuda", requires_grad=step == 4)
+        try: kept.append(x.cpu().numpy())
+        except RuntimeError: found.append(step)
+    return [one.tolist() for one in kept]
+found.append(run())
+""",
+}
+
 WAITS = {
     "times of the device": """
 def run():
@@ -913,6 +1039,33 @@ optimizer = sgd(net); found.append(total)
 for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 8):
     found.append(train(net, x.to("cuda"), y.cuda(), optimizer).item())
 """,
+    "ending in the middle of a trial": """
+def run(stop, how):
+    net = model(); optimizer = sgd(net); total = 0.0
+    for step, (x, y) in enumerate(itertools.cycle(DataLoader(Rows(), batch_size=2))):
+        loss = train(net, x.to("cuda"), y.cuda(), optimizer); total += loss.item(); torch.cuda.empty_cache()
+        if step == stop:
+            found.append(total)
+            if how is None: return total
+            raise how("now")
+for stop, how in ((8, None), (11, KeyboardInterrupt), (14, SystemExit), (3, ValueError)):
+    try: run(stop, how)
+    except BaseException as error: found.append(type(error).__name__)
+""",
+    "a thread that trains beside another": """
+import threading
+def run(results, start):
+    net = model(); optimizer = sgd(net); total = 0.0
+    for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 30):
+        loss = train(net, (x + start).to("cuda"), y.cuda(), optimizer); total += loss.item()
+    results[start] = (total, [one.sum().item() for one in net.parameters()])
+results = {}
+torch.set_num_threads(1)
+threads = [threading.Thread(target=run, args=(results, start)) for start in range(2)]
+for one in threads: one.start()
+for one in threads: one.join()
+found += [sorted(results.items())]
+""",
     "many turns, with a trial in between": """
 net = model(); optimizer = sgd(net); total, losses = 0.0, []
 for x, y in itertools.islice(itertools.cycle(DataLoader(Rows(), batch_size=2)), 60):
@@ -1185,4 +1338,4 @@ for epoch in range(3):
 """,
 }
 
-PROGRAMS = {**AHEAD, **COPIES, **LOADERS, **NUMBERS, **HOMES, **WAITS, **DRAWS, **WORKERS, **LIVES}
+PROGRAMS = {**AHEAD, **COPIES, **LOADERS, **NUMBERS, **KNOWN_LATER, **HOMES, **WAITS, **DRAWS, **WORKERS, **LIVES}

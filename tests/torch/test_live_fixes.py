@@ -70,6 +70,8 @@ def done(name: str, tmp_path: Path) -> dict[str, int]:
         ("a gradient that would flow home", "late_numbers", 0),
         ("what cannot become an array", "late_numbers", 0),
         ("numbers in places of a list", "late_numbers", 18),
+        ("handed on", "late_numbers", 9),
+        ("running means, and numbers made of one another", "late_numbers", 285),
         ("a list that is a row of another", "late_numbers", 0),
         ("times of the device", "late_numbers", 6),
         ("synchronized for nobody", "syncs", 24),

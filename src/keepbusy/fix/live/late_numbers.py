@@ -29,7 +29,8 @@ _ROOM_UNASKED = 1 << 20
 """Bytes that are put aside on the device without asking whether it has room."""
 _CARRIED = 4
 """Larger values that may be on their way; who is further ahead waits for the oldest."""
-
+_DEPTH = 32
+"""Values that are made of one another, as in `mean = 0.9 * mean + 0.1 * loss.item()`: then one is worked out."""
 
 Home: TypeAlias = Callable[[], Any]
 """Gives something of the device on the host, as it was when it was put aside. Waits if it must."""
@@ -108,11 +109,16 @@ def _timed(event: Any) -> Home:
 class LateValue:
     """What is worked out when somebody asks for it, and once."""
 
-    __slots__ = ("_lock", "_number", "_work")
+    __slots__ = ("_depth", "_lock", "_number", "_work")
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Any], depth: int) -> None:
         self._work: Callable[[], Any] | None = work
-        self._number, self._lock = None, Lock()
+        self._number, self._lock, self._depth = None, Lock(), depth
+
+    @property
+    def depth(self) -> int:
+        """So many are worked out with it."""
+        return self._depth if self._work is not None else 0
 
     def settle(self) -> Any:
         with self._lock:
@@ -163,7 +169,7 @@ class LateNumbers:
         late = self._late(formula, values, others, _sent) if isinstance(total, LateSum | int | float) else None
         if late is None:
             before = self.value(total)
-            before += formula(*values, *others)
+            before += formula(*values, *map(self.value, others))
             return before
         total = total if isinstance(total, LateSum) else LateSum(total)
         total.pending.append(late)
@@ -180,13 +186,13 @@ class LateNumbers:
     def keep(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`name = formula(...)`."""
         late = self._late(formula, values, others, _kept)
-        return formula(*values, *others) if late is None else late
+        return formula(*values, *map(self.value, others)) if late is None else late
 
     def bring(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """One of many values that are kept."""
         late = self._late(formula, values, others, _sent)
         if late is None:
-            return formula(*values, *others)
+            return formula(*values, *map(self.value, others))
         if any(isinstance(one, Tensor) and not _is_single(one) for one in values):
             self._carriage.call(late.settle)
             self._on_their_way.append(late)
@@ -220,22 +226,26 @@ class LateNumbers:
     ) -> LateValue | None:
         """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
         self._passed(sys._getframe(2))
-        if not self.switch.on or not all(map(_can_wait, values)) or not _in_order():
+        depth = 1 + max((one.depth for one in others if isinstance(one, LateValue)), default=0)
+        if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order():
             return None
-        kind = (id(formula.__code__), *((type(one), getattr(one, "dtype", None), _is_single(one)) for one in values))
+        if not all(map(_can_wait, values)) or not all(isinstance(one, _NUMBERS) for one in others):
+            return None
+        kind = (id(formula.__code__), *map(_kind_of, values), *map(type, others))
         with self._lock:
             alone = [_is_alone(values, at) for at, _ in enumerate(values)]
-            now = None if kind in self._seen else (formula(*values, *others),)
+            now = None if kind in self._seen else (formula(*values, *map(self.value, others)),)
             homes = [self._aside(*one, large) for one in zip(values, alone, strict=True)]
-            late = LateValue(lambda: formula(*(home() for home in homes), *others))
-        self.switch.count(sys._getframe(2))
+            late = LateValue(lambda: formula(*(home() for home in homes), *map(self.value, others)), depth)
+        if values:
+            self.switch.count(sys._getframe(2))
         if now is not None:
             self._seen.add(kind)
             self.switch.checked += 1
             if not same_bits(late.settle(), now[0]):
                 self.switch.stop("a number came out different")
-            return LateValue(lambda: now[0])
-        if type(values[0]) is torch.cuda.Event:
+            return LateValue(lambda: now[0], 0)
+        if values and type(values[0]) is torch.cuda.Event:
             self._timed.append((values, late))
             self._settle_timed(waiting=False)
         return late
@@ -272,6 +282,10 @@ class LateNumbers:
             self._timed.popleft()[1].settle()
 
 
+_NUMBERS = (int, float, complex, str, type(None), LateValue)
+"""What nobody can change."""
+
+
 def _can_wait(value: Any) -> bool:
     """Whether it is a value of a device that its default stream makes."""
     if type(value) is torch.cuda.Event:
@@ -284,6 +298,13 @@ def _can_wait(value: Any) -> bool:
         and (_is_single(value) or (value.is_contiguous() and not (value.requires_grad and torch.is_grad_enabled())))
         and (value.nbytes < _ROOM_UNASKED or value.nbytes < torch.cuda.mem_get_info(value.device)[0] // 4)
     )
+
+
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """What says whether a formula can be worked out of it."""
+    if not isinstance(value, Tensor):
+        return (type(value),)
+    return value.dtype, value.ndim, min(value.numel(), 2), value.requires_grad
 
 
 def _in_order() -> bool:

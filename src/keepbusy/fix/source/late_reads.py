@@ -30,7 +30,7 @@ _COMPARING = {"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"}
 
 
 def write_late_reads(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
-    _, safe = rewritten(ast.parse(wrapper.module.code))
+    _, safe = rewritten(ast.parse(wrapper.module.code), hands_on=False)
     survey = _Survey(lines & frozenset(safe))
     wrapper.visit(survey)
     return wrapper.visit(_LateReads(survey.loops)) if survey.loops else None

@@ -1,26 +1,43 @@
 """What a line makes of values of the device: formulas that can be worked out later, from copies of these values.
 
 A formula is made of reads (`x.item()`, `x.cpu().numpy()`, `start.elapsed_time(end)`), of numbers, and of arithmetic:
-nothing that could have an effect, and nothing that a later line could change.
+nothing that could have an effect, nothing that a later line could change, and nothing that fails only when it is worked
+out. A number may be one that is itself to be worked out later: `value = loss.item()`, and `total += value * len(x)`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Set
 
 _READING = {"item", "cpu", "tolist"}
 """Methods of a tensor that bring it home."""
 _AT_HOME = {
-    *("numpy", "astype", "float", "double", "half", "long", "int", "bool", "detach", "clone", "flatten", "reshape"),
-    *("view", "squeeze", "argmax", "sum", "mean", "item", "tolist", "copy"),
+    *("numpy", "astype", "float", "double", "half", "long", "int", "bool", "detach", "clone", "flatten"),
+    *("squeeze", "argmax", "sum", "mean", "item", "tolist", "copy"),
 }
 """Methods of what came home that only compute."""
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
+_NONE = frozenset[str]()
 
 
-def is_formula(value: ast.expr) -> bool:
-    return any(is_read(one) for one in ast.walk(value)) and _computes(value)
+def is_formula(value: ast.expr, late: Set[str] = _NONE) -> bool:
+    """`late`: names of numbers that are themselves worked out later."""
+    return is_late(value, late) and _computes(value, late)
+
+
+def is_late(value: ast.AST, late: Set[str]) -> bool:
+    """Whether anything in it is not known yet."""
+    return any(is_read(one) or (isinstance(one, ast.Name) and one.id in late) for one in ast.walk(value))
+
+
+def is_number(value: ast.expr) -> bool:
+    """Whether a formula gives numbers, which nobody can change: all that it reads is by `item` or `elapsed_time`."""
+    reads = [one for one in ast.walk(value) if is_read(one)]
+    within = {id(inner) for one in reads for inner in ast.walk(one) if inner is not one}
+    last = [getattr(getattr(one, "func", None), "attr", "") for one in reads if id(one) not in within]
+    return {*last} <= {"item", "elapsed_time"}
 
 
 def is_read(node: ast.AST) -> bool:
@@ -50,19 +67,25 @@ def _is_setting(value: ast.expr) -> bool:
     return False
 
 
-def _computes(value: ast.expr) -> bool:
+def _computes(value: ast.expr, late: Set[str]) -> bool:
     read_of = sources(value)
     if read_of:
         inner = [node for one in read_of for node in ast.walk(one)]
-        return not any(is_read(node) or _binds(node) for node in inner)
+        return not any(is_late(node, late) or _binds(node) for node in inner)
     match value:
-        case ast.BinOp(left=left, right=right, op=operator):
-            return isinstance(operator, _ARITHMETIC) and _computes(left) and _computes(right)
+        case ast.Name():
+            return True
+        case ast.BinOp(left=left, right=right, op=ast.Div()):
+            return _computes(left, late) and is_plain(right) and not is_late(right, late)
+        case ast.BinOp(left=left, right=ast.Constant(value=1 | 2 | 0.5), op=ast.Pow()):
+            return _computes(left, late)
+        case ast.BinOp(left=left, right=right, op=ast.Add() | ast.Sub() | ast.Mult()):
+            return _computes(left, late) and _computes(right, late)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _computes(operand)
+            return _computes(operand, late)
         case ast.Tuple(elts=parts):
-            return all(map(_computes, parts))
-    return is_plain(value)
+            return all(_computes(one, late) for one in parts)
+    return is_plain(value) and not is_late(value, late)
 
 
 def _binds(node: ast.AST) -> bool:
@@ -88,17 +111,18 @@ def is_plain(value: ast.expr) -> bool:
 class FormulaParts:
     """A formula with a parameter in place of each value that it reads, and of each plain part."""
 
-    def __init__(self, value: ast.expr) -> None:
+    def __init__(self, value: ast.expr, late: Set[str]) -> None:
+        self._late = late
         self._values: list[ast.expr] = []
         self._others: list[ast.expr] = []
         self._body = self._place(value)
 
-    def arguments(self) -> list[ast.expr]:
+    def arguments(self) -> tuple[ast.Lambda, ast.Tuple, ast.Tuple]:
         """The formula as a function, the values that it reads, and the rest: these are worked out at once."""
         given = [*self._named("v", self._values), *self._named("o", self._others)]
         parameters = ast.arguments([], given, None, [], [], None, [])
         values, others = ast.Tuple(self._values, ast.Load()), ast.Tuple(self._others, ast.Load())
-        return [ast.Lambda(parameters, self._body), values, others]
+        return ast.Lambda(parameters, self._body), values, others
 
     @staticmethod
     def _named(letter: str, parts: list[ast.expr]) -> Iterator[ast.arg]:
@@ -110,10 +134,12 @@ class FormulaParts:
         match value:
             case ast.Constant():
                 return value
-            case ast.BinOp() if any(map(is_read, ast.walk(value))):
+            case ast.BinOp() if is_late(value, self._late):
+                if isinstance(value.op, ast.Div):  # what cannot be divided by is told at once
+                    self._others.append(ast.BinOp(ast.Constant(1.0), ast.Div(), copy.deepcopy(value.right)))
                 value.left, value.right = self._place(value.left), self._place(value.right)
                 return value
-            case ast.UnaryOp() if any(map(is_read, ast.walk(value))):
+            case ast.UnaryOp() if is_late(value, self._late):
                 value.operand = self._place(value.operand)
                 return value
             case ast.Tuple():

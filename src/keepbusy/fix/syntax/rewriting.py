@@ -7,6 +7,7 @@ What is rewritten, within a loop of a function or of the script itself:
     value = loss.item()                         a name that is looked at later, or now and then
     kept = {name: one.cpu() for name, one ...}  a list or a dictionary made at once
     losses.append(loss.item())                  a list of the function's own
+    total += value * len(x)                     what is made of such a value
 
 Every other place that reads the name becomes a place that waits for it, so no code but this function's ever sees
 anything but a number. A name that other functions can see is left alone: one that is declared global or nonlocal, that
@@ -18,11 +19,11 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.fix.syntax.formulas import FormulaParts, is_formula, is_plain
+from keepbusy.fix.syntax.formulas import FormulaParts, is_formula, is_number, is_plain
 
 NAME = "__keepbusy_late__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -55,13 +56,13 @@ class ReadsAtOnce:
         return name
 
 
-def rewritten(tree: ast.Module, is_script: bool = True) -> tuple[ast.Module, list[int]]:
+def rewritten(tree: ast.Module, is_script: bool = True, hands_on: bool = True) -> tuple[ast.Module, list[int]]:
     """The program with its reads put off, and the lines at which that was done.
 
     Names of a module that others import are theirs, too; those of a script are its own, and hold numbers again as soon
-    as a loop has ended.
+    as a loop has ended. `hands_on`: what is made of a value that was put off is put off as well.
     """
-    lines = [line for scope in scopes_of(tree, is_script) for line in scope.rewrite()]
+    lines = [line for scope in scopes_of(tree, is_script) for line in scope.rewrite(hands_on)]
     return ast.fix_missing_locations(tree), sorted(lines)
 
 
@@ -78,6 +79,8 @@ class LateStatement:
     statement: ast.stmt
     name: str
     into_list: bool = False
+    is_number: bool = False
+    """Whether all that it makes of its name is a number that other statements may be made of."""
 
 
 class Scope:
@@ -87,23 +90,39 @@ class Scope:
         self._scope, self._tree = scope, tree
         self.own = list(_own_nodes(scope))
 
-    def rewrite(self) -> list[int]:
+    def rewrite(self, hands_on: bool) -> list[int]:
         """Put off what can be; the lines at which that was done."""
         if self.is_looked_into():
             return []
-        shared = self.shared_names()
         self._parents = {id(child): node for node in ast.walk(self._scope) for child in ast.iter_child_nodes(node)}
-        by_name: dict[str, list[LateStatement]] = {}
-        for one in map(_deferral, _statements_in_loops(self._scope)):
-            if one is not None and one.name not in shared:
-                by_name.setdefault(one.name, []).append(one)
-        chosen = {name: found for name, found in by_name.items() if self._may_wait(name, found)}
+        refused = self.shared_names()
+        while True:
+            chosen, self._numbers = self._deferrals(refused, hands_on)
+            self._deferred = {id(one.statement) for found in chosen.values() for one in found}
+            in_vain = {name for name, found in chosen.items() if not self._may_wait(name, found)}
+            if not in_vain:
+                break
+            refused |= in_vain
         deferrals = [one for found in chosen.values() for one in found]
         if deferrals:
             loops = {id(self._outermost_loop(one.statement)) for one in deferrals}
             settled = loops if self._scope is self._tree else set()
-            _Rewriter({id(one.statement) for one in deferrals}, set(chosen), settled).rewrite(self._scope)
+            _Rewriter(self._deferred, set(chosen), self._numbers, settled).rewrite(self._scope)
         return [one.statement.lineno for one in deferrals]
+
+    def _deferrals(self, refused: Set[str], hands_on: bool) -> tuple[dict[str, list[LateStatement]], set[str]]:
+        """By their names, and those of these that are numbers: what is made of them can be put off as well."""
+        numbers = set[str]()
+        while True:
+            by_name: dict[str, list[LateStatement]] = {}
+            for statement in _statements_in_loops(self._scope):
+                one = _deferral(statement, numbers)
+                if one is not None and one.name not in refused:
+                    by_name.setdefault(one.name, []).append(one)
+            known = {name for name, found in by_name.items() if hands_on and all(one.is_number for one in found)}
+            if known <= numbers:
+                return by_name, numbers
+            numbers |= known
 
     def is_looked_into(self) -> bool:
         """Whether its names may be asked for by what is no name in the source."""
@@ -128,7 +147,7 @@ class Scope:
         loop = self._parents[id(statement)]
         while not isinstance(loop, _LOOPS):
             loop = self._parents[id(loop)]
-        return _looks(loop, name, statement)
+        return _looks(loop, name, self._deferred if name in self._numbers else {id(statement)})
 
     def _is_private_list(self, name: str, deferrals: list[LateStatement]) -> bool:
         """Made here, of numbers at most, and handed to nobody before the loops that fill it have ended."""
@@ -187,19 +206,21 @@ class Scope:
         return None
 
 
-def _deferral(statement: ast.stmt) -> LateStatement | None:
+def _deferral(statement: ast.stmt, late: Set[str]) -> LateStatement | None:
     match statement:
-        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if is_formula(value):
+        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if is_formula(value, late):
             return LateStatement(statement, name)
         case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name), slice=place), op=ast.Add(), value=value) if (
-            is_plain(place) and is_formula(value)
+            is_plain(place) and is_formula(value, late)
         ):
             return LateStatement(statement, name, into_list=True)
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_formula(value) or _element(value) is not None:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_formula(value, late):
+            return LateStatement(statement, name, is_number=is_number(value))
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if _element(value) is not None:
             return LateStatement(statement, name)
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value], keywords=[])
-        ) if is_formula(value):
+        ) if is_formula(value, late):
             return LateStatement(statement, name, into_list=True)
     return None
 
@@ -240,15 +261,15 @@ def _statements_in_loops(scope: ast.AST, inside: bool = False) -> Iterator[ast.s
         yield from _statements_in_loops(child, inside or isinstance(child, _LOOPS))
 
 
-def _looks(node: ast.AST, name: str, statement: ast.stmt) -> bool:
-    """Whether each turn reads the name anyway, not only under a condition or in the statement itself."""
-    if node is statement or isinstance(node, _SCOPES):
+def _looks(node: ast.AST, name: str, deferred: Set[int]) -> bool:
+    """Whether each turn reads the name anyway, not only under a condition or in these statements."""
+    if id(node) in deferred or isinstance(node, _SCOPES):
         return False
     if isinstance(node, ast.If):
-        return _looks(node.test, name, statement)
+        return _looks(node.test, name, deferred)
     if isinstance(node, ast.Name):
         return node.id == name and isinstance(node.ctx, ast.Load)
-    return any(_looks(child, name, statement) for child in ast.iter_child_nodes(node))
+    return any(_looks(child, name, deferred) for child in ast.iter_child_nodes(node))
 
 
 def _names(node: ast.AST, name: str) -> Iterator[ast.Name]:
@@ -269,8 +290,8 @@ def _is_list_of_numbers(value: ast.AST | None) -> bool:
 class _Rewriter(ast.NodeTransformer):
     """Puts the chosen statements off, and makes every other place that reads their names wait."""
 
-    def __init__(self, statements: set[int], names: set[str], settled: set[int]) -> None:
-        self._statements, self._chosen, self._settled = statements, names, settled
+    def __init__(self, statements: set[int], names: set[str], numbers: set[str], settled: set[int]) -> None:
+        self._statements, self._chosen, self._numbers, self._settled = statements, names, numbers, settled
 
     def rewrite(self, scope: ast.AST) -> None:
         self.generic_visit(scope)
@@ -326,10 +347,14 @@ class _Rewriter(ast.NodeTransformer):
         return value
 
     def _formula(self, value: ast.expr) -> list[ast.expr]:
-        formula, *given = FormulaParts(copy.deepcopy(value)).arguments()
+        formula, *given = FormulaParts(copy.deepcopy(value), self._numbers).arguments()
         for part in given:
-            self.generic_visit(part)
+            part.elts = [one if self._is_handed_on(one) else self.visit(one) for one in part.elts]
         return [formula, *given]
+
+    def _is_handed_on(self, value: ast.expr) -> bool:
+        """Whether it may still be unknown when it gets there."""
+        return isinstance(value, ast.Name) and value.id in self._numbers
 
 
 def _call(method: str, arguments: list[ast.expr]) -> ast.Call:
