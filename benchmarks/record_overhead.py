@@ -1,20 +1,21 @@
-"""What recording costs the program that is recorded: `python record_overhead.py [--switches] [--seconds 170]`.
+"""What recording costs the program that is recorded: `python record_overhead.py [--seconds 150]`.
 
 Four programs: one bound by its launches, a healthy one, one that makes very many short calls in Python, and
-one that draws many small batches. Each is measured in two ways, and each way has a control in which nothing is recorded
-where something is elsewhere.
+one that draws many small batches; the first two unless others are named. All that is measured keeps to the same few
+cores, those that were quietest, and every figure has a control: the same difference where nothing is recorded.
 
-Beside: within one process, stretches of the program alone take turns with stretches in which everything runs that runs
-from a recorded program's first step to its last (marks, looks, counted turns, the driver's samples), but no window.
+Beside: all that runs from a recorded program's first step to its last (marks, looks, counted turns, the driver's
+samples, planning), but no window. The program runs in blocks of a fifth of a second. Before each the whole recorder is
+switched on or off by chance, and so is a switch that nothing hangs on: the control. A block is held against its
+neighbours.
 
-Whole: the program in a fresh process, plain, under `keepbusy run`, and plain again. Told are the time from the start of
-the process to the program's own end, the rest of it (the report), and a step by the program's own stopwatch.
+Whole: a launch-bound program in a fresh process, plain, under `keepbusy run`, and plain again, in turns: seconds until
+its first line, for its imports, until its loop, for a fixed number of steps, and from its last line to the end of the
+process; of the recorded one also for how long its window held it up, and when what of its report was done.
 
-Switches (with `--switches`, in place of the other two): which part of the recorder costs what. The program runs in
-blocks of a fifth of a second. Before each, every part of the recorder is switched on or off by chance, and so is a
-switch that nothing hangs on: the control. What a part costs is what blocks take longer in which it was on, all else
-being fitted, too; so each block says something of every part. Beside it stands for how long its own code ran, of the
-time in which it was on.
+Switches (with `--switches`, in place of the other two): which part of the recorder costs what. Every part is switched
+by itself. What a part costs is what blocks take longer in which it was on, all else being fitted, too; so each block
+says something of every part. Beside it stands for how long its own code ran, of the time in which it was on.
 
 Window (with `--window`): what opening and closing one takes, with PyTorch's external correlation and without it, what
 a step takes in it, and what a step takes afterwards, against processes in which nothing was opened.
@@ -22,7 +23,12 @@ a step takes in it, and what a step takes afterwards, against processes in which
 Without a GPU it runs small on the CPU, which shows that it works and no more.
 """
 
+# ruff: noqa: E402  # the first line is to be known before anything is imported
 from __future__ import annotations
+
+import time
+
+FIRST_LINE = time.time()
 
 import argparse
 import gc
@@ -33,10 +39,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +50,15 @@ import numpy as np
 import torch
 from forked import forked
 
-BLOCK, SETTLING = 0.4, 0.15
-"""Seconds of a stretch that is timed, and before it: loops are noticed in a tenth of a second."""
+IMPORTED = time.time()
+
 WARM_UP = 30
-SHARE_BESIDE = 0.35
+SHARE_BESIDE = 0.45
 """Of the time that is given, for the first way."""
-LOOPED = 4.0
-"""Seconds that each whole program trains for."""
+CORES = 4
+"""For the program, the threads that PyTorch has for it, and ours."""
+LOOPED = 2.5
+"""Seconds that each whole program trains for, about: the number of steps is the same in each."""
 ON_GPU = Path("/dev/nvidiactl").exists()  # asking PyTorch would wake the driver, which does not outlive a fork
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -145,57 +153,7 @@ def milliseconds(step: Step, seconds: float) -> float:
     return (time.perf_counter() - start) / count * 1e3
 
 
-# Beside: in one process.
-
-
-def beside(make: Callable[[], Step], seconds: float) -> dict[str, float]:
-    torch.set_num_threads(1)
-    step = make()
-    for _ in range(WARM_UP):
-        step()
-    until = time.perf_counter() + seconds
-    plain, recorded = [stretch(step)], list[float]()
-    while time.perf_counter() < until:
-        recorded.append(stretch_with_recorder(step))
-        plain.append(stretch(step))
-    added = [2 * took / (a + b) - 1 for took, (a, b) in zip(recorded, pairwise(plain), strict=True)]
-    control = [2 * b / (a + c) - 1 for a, b, c in zip(plain, plain[1:], plain[2:], strict=False)]
-    return {
-        "pairs": len(added),
-        "plain_ms": statistics.median(plain),
-        "added": 100 * statistics.median(added),
-        "added_error": 100 * error(added),
-        "control": 100 * statistics.median(control),
-        "control_error": 100 * error(control),
-    }
-
-
-def stretch(step: Step) -> float:
-    milliseconds(step, SETTLING)
-    return milliseconds(step, BLOCK)
-
-
-def stretch_with_recorder(step: Step) -> float:
-    from keepbusy.recording.recorder import Run, RunOptions
-
-    run = Run(RunOptions(after=1 << 30))
-    run.begin()
-    try:
-        return stretch(step)
-    finally:
-        run.end()
-        shutil.rmtree(run.folder.parent)
-
-
-def error(values: list[float]) -> float:
-    """Of their median: between which values two of three such medians lie, halved."""
-    if len(values) < 3:
-        return float("nan")
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return 1.25 * (high - low) / 1.349 / len(values) ** 0.5
-
-
-# Switches: one part of the recorder at a time.
+# Beside: in one process, the recorder or one of its parts at a time.
 
 CONTROL, LOOKS, TURNS, MARKS, PAUSES, DRIVER, THOUGHTS = PARTS = (
     "control", "looks", "turns", "marks", "pauses", "driver", "thoughts",
@@ -289,9 +247,11 @@ class Switches:
         shutil.rmtree(self.run.folder.parent)
 
 
-def switched(make: Callable[[], Step], seconds: float) -> dict[str, Any]:
+def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[str, Any]:
+    """`is_whole`: all of it is switched at once."""
     torch.set_num_threads(1)
     chance, step = random.Random(1), make()
+    columns = (CONTROL, LOOKS) if is_whole else PARTS
     for _ in range(WARM_UP):
         step()
     switches = Switches()
@@ -300,10 +260,12 @@ def switched(make: Callable[[], Step], seconds: float) -> dict[str, Any]:
     took, rows = list[float](), list[list[float]]()
     while time.perf_counter() < until:
         on = {part: chance.random() < 0.5 for part in PARTS}
+        if is_whole:
+            on |= dict.fromkeys((part for part in PARTS if part != CONTROL), on[LOOKS])
         switches.throw(on)
         milliseconds(step, SWITCHED_SETTLING)
         took.append(milliseconds(step, SWITCHED))
-        rows.append([float(on[part] and (part not in WITHIN_LOOKS or on[LOOKS])) for part in PARTS])
+        rows.append([float(on[part] and (part not in WITHIN_LOOKS or on[LOOKS])) for part in columns])
     switches.end()
     cost, errors, kept = fitted(np.log(took), np.array(rows))
     looks, turns = switches.run.loops.looks, switches.run.loops.looks.turns
@@ -314,13 +276,14 @@ def switched(make: Callable[[], Step], seconds: float) -> dict[str, Any]:
         "looks": len(looks.times),
         "turns": sum(len(ends) for ends in turns.values()),
         "entries": sum(len(times) for times in looks.entries.values()),
+        "own": 100 * sum(switches.own.values()) / max(1e-9, switches.for_seconds[LOOKS]),
         "parts": {
             part: {
                 "added": 100 * cost[number],
                 "error": 100 * errors[number],
                 "own": 100 * switches.own[part] / max(1e-9, switches.for_seconds[part]),
             }
-            for number, part in enumerate(PARTS)
+            for number, part in enumerate(columns)
         },
     }
 
@@ -374,6 +337,12 @@ def without_drift(values: Any) -> Any:
 def show_switched(name: str, row: dict[str, Any]) -> None:
     counted = f"{row['looks']} looks, {row['turns']} turns and {row['entries']} entries counted"
     print(f"{name}: a step {row['step_ms']:.3f} ms, {row['kept']} of {row['blocks']} blocks, {counted}")
+    if len(row["parts"]) == 2:
+        control, whole = row["parts"][CONTROL], row["parts"][LOOKS]
+        own = f"its own code {row['own']:.2f}% of the time"
+        print(f"  the recorder {whole['added']:+.2f}% (± {whole['error']:.2f}), {own}")
+        print(f"  the control  {control['added']:+.2f}% (± {control['error']:.2f})", flush=True)
+        return
     for part, found in row["parts"].items():
         print(f"  {part:10s}{found['added']:+6.2f}% (± {found['error']:.2f})   its own code {found['own']:.2f}%")
     whole = sum(found["added"] for part, found in row["parts"].items() if part != CONTROL)
@@ -443,54 +412,110 @@ def show_windowed(name: str, rows: dict[str, list[dict[str, float]]]) -> None:
 
 # Whole: a fresh process each.
 
+TELLING = """\
+import sys, time
+sys.path[:0] = PATHS
+from keepbusy.instrument.children import when_imported
 
-def be_program(name: str) -> None:
+def telling(owner, name, what):
+    original = getattr(owner, name)
+    def told(*arguments, **options):
+        result = original(*arguments, **options)
+        sys.stderr.write(f"AT {what} {time.time()}\\n")
+        return result
+    setattr(owner, name, told)
+
+def supervised():
+    import keepbusy.cli.program.supervised_run as module
+    telling(module.Supervised, "hear", "over")
+    telling(module.Supervised, "wait", "gone")
+    telling(module, "_whole", "read")
+    if not ON_GPU:
+        module.is_possible = lambda: True
+
+def explanation():
+    import keepbusy.cli.console.explanation as module
+    telling(module, "explained", "explained")
+
+when_imported("keepbusy.cli.program.supervised_run", supervised)
+when_imported("keepbusy.cli.console.explanation", explanation)
+"""
+"""What tells when the parts of a report are done: Python imports it before anything else."""
+PHASES = ("first line", "imports", "to the loop", "loop", "end", "whole")
+REPORT = ("over", "read", "gone", "explained")
+
+
+def be_program(name: str, steps: int) -> None:
     torch.set_num_threads(1)
     step = PROGRAMS[name]()
-    took = list[float]()
-    until = time.perf_counter() + LOOPED
-    while time.perf_counter() < until:
-        began = time.perf_counter()
-        for _ in range(8):
+    for _ in range(WARM_UP):
+        step()
+    wait_for_device()
+    looped, began = time.time(), time.perf_counter()
+    if not steps:
+        while time.perf_counter() - began < LOOPED:
             step()
-        wait_for_device()
-        took.append((time.perf_counter() - began) / 8 * 1e3)
-    mean, middle = statistics.fmean(took[4:]), statistics.median(took[4:])
-    print(json.dumps({"mean_ms": mean, "median_ms": middle, "steps": 8 * len(took), "ended": time.time()}), flush=True)
+            steps += 1
+    else:
+        for _ in range(steps):
+            step()
+    wait_for_device()
+    over = time.time()
+    times = [FIRST_LINE, IMPORTED, looped, over]
+    print("TIMES " + json.dumps({"steps": steps, "times": times, "ended": time.time()}), flush=True)
 
 
-def whole(name: str, recorded: bool) -> dict[str, float]:
-    before = ["-m", "keepbusy", "run"] if recorded else []
-    began = time.time()
-    command = [sys.executable, *before, __file__, "--program", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    took = time.time() - began
-    told = next((line for line in done.stdout.splitlines() if line.startswith('{"mean_ms"')), None)
-    if told is None:
+def whole(name: str, recorded: bool, steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+        told = TELLING.replace("PATHS", repr(paths)).replace("ON_GPU", repr(ON_GPU))
+        (Path(folder) / "sitecustomize.py").write_text(told)
+        path = os.pathsep.join([folder, *paths]) if recorded else os.pathsep.join(paths)
+        command = [sys.executable, *(["-m", "keepbusy", "run"] if recorded else []), __file__]
+        began = time.time()
+        done = subprocess.run(
+            [*command, "--program", name, "--steps", str(steps)],
+            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        ended = time.time()
+    line = next((line for line in done.stdout.splitlines() if line.startswith("TIMES ")), None)
+    if line is None:
         raise RuntimeError(f"{name} did not end well:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    said = json.loads(told)
-    program = said["ended"] - began - LOOPED  # all but the loop, which is as long in each
-    return {
-        "mean_ms": said["mean_ms"],
-        "median_ms": said["median_ms"],
-        "around": program,
-        "after": took - program - LOOPED,
-    }
+    said = json.loads(line.removeprefix("TIMES "))
+    first, imported, looped, over = said["times"]
+    took = (first - began, imported - first, looped - imported, over - looped, ended - said["ended"], ended - began)
+    found = {"steps": said["steps"], **dict(zip(PHASES, took, strict=True))}
+    for part in (line.split() for line in done.stderr.splitlines() if line.startswith("AT ")):
+        found.setdefault(part[1], float(part[2]) - said["ended"])
+    held = [words[words.index("up") + 2] for line in done.stdout.splitlines() if "held the program up" in line
+            if "up" in (words := line.split())]  # fmt: skip
+    return found | ({"held up": float(held[0])} if held else {})
 
 
 WAYS = {"plain": False, "recorded": True, "control": False}
 
 
 def show_whole(name: str, rows: dict[str, list[dict[str, float]]]) -> None:
+    """Seconds; of each way the median, and from which to which."""
+
+    def shown(values: list[float]) -> str:
+        return f"{statistics.median(values):6.2f} ({min(values):.2f}–{max(values):.2f})"
+
+    print(f"{name}, whole processes, {rows['plain'][0]['steps']:.0f} steps, seconds")
     for way, found in rows.items():
-        if not found:
-            continue
-        middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
-        plain = statistics.median(one["median_ms"] for one in rows["plain"])
-        more = 100 * (middle["median_ms"] / plain - 1)
-        steps = f"a step {middle['median_ms']:8.3f} ms ({more:+5.1f}%), mean {middle['mean_ms']:8.3f}"
-        rest = f"beside its loop {middle['around']:6.2f} s, after its end {middle['after']:5.2f} s"
-        print(f"{name:14s}{way:10s}x{len(found)}  {steps};  {rest}", flush=True)
+        phases = ", ".join(f"{phase} {shown([one[phase] for one in found])}" for phase in PHASES if found)
+        print(f"  {way:9s}x{len(found)} {phases}", flush=True)
+    plain, recorded, control = (
+        {phase: statistics.median(one[phase] for one in found) for phase in PHASES if found} for found in rows.values()
+    )
+    for way, found in (("recorded", recorded), ("control", control)):
+        if found:
+            more = ", ".join(f"{phase} {found[phase] - plain[phase]:+.2f}" for phase in PHASES)
+            print(f"  {way} − plain: {more} s; the loop {100 * (found['loop'] / plain['loop'] - 1):+.1f}%")
+    for what in (*REPORT, "held up"):
+        known = [one[what] for one in rows["recorded"] if what in one]
+        if known:
+            print(f"  {what:9s} {shown(known)}" + ("" if what == "held up" else " s after its last line"))
 
 
 def in_turns(trials: list[tuple[str, str]], seconds: float) -> Iterator[tuple[str, str]]:
@@ -506,28 +531,20 @@ def in_turns(trials: list[tuple[str, str]], seconds: float) -> Iterator[tuple[st
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--seconds", type=float, default=170)
+    arguments.add_argument("--seconds", type=float, default=150)
     arguments.add_argument("--out", type=Path)
     arguments.add_argument("--switches", action="store_true", help="which part of the recorder costs what")
     arguments.add_argument("--window", action="store_true", help="what a window costs")
-    arguments.add_argument("--only", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="these programs")
+    usual = ["launch-bound", "healthy"]
+    arguments.add_argument("--only", choices=PROGRAMS, nargs="+", default=usual, help="these programs")
     arguments.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
+    arguments.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.program:
-        be_program(options.program)
+        be_program(options.program, options.steps)
         return
-    if options.switches:
-        found = {}
-        for name in options.only:
-            part = options.seconds / len(options.only) - 5
-            found[name] = forked(lambda name=name, part=part: switched(PROGRAMS[name], part))
-            show_switched(name, found[name])
-        if ON_GPU:
-            calls = forked(calls_of_a_mark)
-            print("a mark's calls, µs: " + ", ".join(f"{name} {took:.1f}" for name, took in calls.items()))
-        if options.out:
-            options.out.write_text(json.dumps(described() | {"switches": found}, indent=1))
-        return
+    print(f"on the cores {keep_to_quiet_cores()}; {described()}", flush=True)
+    found: dict[str, Any] = {}
     if options.window:
         trials = {name: {way: list[dict[str, float]]() for way in WINDOW_WAYS} for name in options.only}
         for name, way in in_turns([(name, way) for name in options.only for way in WINDOW_WAYS], options.seconds):
@@ -535,34 +552,50 @@ def main() -> None:
         for name, ways in trials.items():
             show_windowed(name, ways)
         return
-    found, rows = measured(options.only, options.seconds)
+    until = time.monotonic() + options.seconds
+    share = (1.0 if options.switches else SHARE_BESIDE) * options.seconds / len(options.only) - 5
+    for name in options.only:
+        found[name] = forked(lambda name=name: switched(PROGRAMS[name], share, not options.switches))
+        show_switched(name, found[name])
+    if ON_GPU:
+        calls = forked(calls_of_a_mark)
+        print("a mark's calls, µs: " + ", ".join(f"{name} {took:.1f}" for name, took in calls.items()), flush=True)
+    if not options.switches:
+        found["whole"] = whole_processes(options.only[0], until - time.monotonic())
     if options.out:
-        options.out.write_text(json.dumps(described() | {"beside": found, "whole": rows}, indent=1))
+        options.out.write_text(json.dumps({"gpu": described(), "found": found}, indent=1))
 
 
-def described() -> dict[str, str]:
-    return {"gpu": torch.cuda.get_device_name() if ON_GPU else "none", "torch": torch.__version__}
-
-
-def measured(names: list[str], seconds: float) -> tuple[dict[str, object], object]:
-    """Both ways, for as long as that."""
+def whole_processes(name: str, seconds: float) -> dict[str, list[dict[str, float]]]:
+    """The first one finds the files in no cache, and says how many steps all take."""
     until = time.monotonic() + seconds
-    found: dict[str, object] = {}
-    for name in names:
-        row = forked(lambda name=name: beside(PROGRAMS[name], SHARE_BESIDE * seconds / len(names) - 3))
-        found[name] = row
-        recorder = f"with the recorder {row['added']:+.2f}% (± {row['added_error']:.2f})"
-        control = f"control {row['control']:+.2f}% (± {row['control_error']:.2f})"
-        print(
-            f"{name:14s}beside    x{row['pairs']:<3d} a step {row['plain_ms']:8.3f} ms, {recorder}; {control}",
-            flush=True,
-        )
-    rows: dict[str, dict[str, list[dict[str, float]]]] = {name: {way: [] for way in WAYS} for name in names}
-    for name, way in in_turns([(name, way) for name in names for way in WAYS], until - time.monotonic()):
-        rows[name][way].append(whole(name, WAYS[way]))
-    for name in names:
-        show_whole(name, rows[name])
-    return found, rows
+    steps = int(whole(name, True, 0)["steps"])
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _, way in in_turns([(name, way) for way in WAYS], until - time.monotonic()):
+        rows[way].append(whole(name, WAYS[way], steps))
+    show_whole(name, rows)
+    return rows
+
+
+def keep_to_quiet_cores() -> list[int]:
+    """Those in a row that had least to do for a second; of this process and all that it starts."""
+
+    def busy() -> dict[int, int]:
+        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+        return {int(row[0][3:]): sum(map(int, row[1:4])) for row in rows if row[0] != "cpu"}
+
+    mine, before = sorted(os.sched_getaffinity(0)), busy()
+    time.sleep(1.0)
+    after = busy()
+    rows = [mine[at : at + CORES] for at in range(max(1, len(mine) - CORES + 1))]
+    quiet = min(rows, key=lambda row: sum(after.get(one, 0) - before.get(one, 0) for one in row))
+    os.sched_setaffinity(0, quiet)
+    return quiet
+
+
+def described() -> str:
+    """Asked in a process of its own: CUDA does not outlive a fork."""
+    return f"{forked(torch.cuda.get_device_name) if ON_GPU else 'no GPU'}, PyTorch {torch.__version__}"
 
 
 if __name__ == "__main__":

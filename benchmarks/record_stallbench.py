@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +166,14 @@ def keepbusy_run(path: Path, options: argparse.Namespace, tell: int) -> int:
     from keepbusy.cli import main
     from keepbusy.cli.program import supervised_run
 
-    supervise: Callable[..., int] = supervised_run.supervise
+    class Announced(supervised_run.Supervised):
+        def wait(self) -> int:
+            if self._status is None:
+                super().wait()
+                os.close(tell)
+            return super().wait()
 
-    def announced(*given: Any) -> int:
-        status = supervise(*given)
-        os.close(tell)
-        return status
-
-    supervised_run.supervise = announced
+    supervised_run.Supervised = Announced  # type: ignore[misc]
     try:
         return main(["run", "--json", "--save", str(options.out / f"{path.stem}.busy"), str(path)])
     except SystemExit as end:

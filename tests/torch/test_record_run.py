@@ -131,6 +131,19 @@ def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(rec
     assert "A step takes" in done.stdout
 
 
+CLOSES_WHAT_IS_NOT_ITS_OWN = """\
+import atexit, os
+os.closerange(3, 4096)
+atexit.register(print, "the program's last word")
+"""
+
+
+def test_the_report_comes_after_the_programs_last_word_also_where_it_closes_what_is_not_its_own(record) -> None:
+    done = record(LONG + CLOSES_WHAT_IS_NOT_ITS_OWN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("the program's last word") < done.stdout.index("A step takes")
+
+
 def test_an_end_within_the_window_is_said(record) -> None:
     dies = "    if sys.gettrace() or monitored():\n        os.kill(os.getpid(), 9)\n"
     done = record("import os\n" + MONITORED + LONG + dies, "--after", "12")

@@ -8,7 +8,7 @@ import resource
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,9 @@ class StandardStreams:
 
     def __init__(self) -> None:
         self.screen = screen()
-        self._kept = {number: _Kept.of(number) for number in (1, 2)}
+        self._kept = {number: KeptDescriptor.of(number) for number in (1, 2)}
+        self.until: Callable[[], object] = lambda: None
+        """Waited for before anything is written: the program may have something to say until then."""
         self._encodings = {1: getattr(sys.stdout, "encoding", None), 2: getattr(sys.stderr, "encoding", None)}
 
     def show(self, *parts: str) -> None:
@@ -39,8 +41,9 @@ class StandardStreams:
 
     def _write(self, number: int, text: str) -> None:
         """What nobody takes any more is nobody's loss: the exit code is the program's own."""
+        self.until()
         kept = self._kept[number]
-        descriptor = kept.descriptor(number) if kept else None
+        descriptor = kept.descriptor() if kept else None
         if descriptor is None:
             return
         rest = memoryview(text.encode(self._encodings[number] or "utf-8", "replace"))
@@ -50,19 +53,20 @@ class StandardStreams:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class KeptDescriptor:
     """A copy of a descriptor, and which file it was: programs close numbers that they never opened."""
 
     copy: int
+    number: int
     file: tuple[int, int]
 
     @classmethod
-    def of(cls, number: int) -> _Kept | None:
+    def of(cls, number: int) -> KeptDescriptor | None:
         """A high number, so that what the program opens has the numbers that it would have. None if it is closed."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         for lowest in (min(limit, 1024) - 8, 3):
             with suppress(OSError, ValueError):
-                made = cls(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest), _file(number))
+                made = cls(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest), number, _file(number))
                 os.register_at_fork(after_in_child=made.close)
                 return made
         return None
@@ -73,9 +77,9 @@ class _Kept:
             if _file(self.copy) == self.file:
                 os.close(self.copy)
 
-    def descriptor(self, number: int) -> int | None:
+    def descriptor(self) -> int | None:
         """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
-        for one in (self.copy, number):
+        for one in (self.copy, self.number):
             with suppress(OSError):
                 if _file(one) == self.file:
                     return one

@@ -12,13 +12,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import StandardStreams
+from keepbusy.cli.console.output import KeptDescriptor, StandardStreams
 from keepbusy.cli.program import launch
 from keepbusy.cli.program.live import live
 from keepbusy.instrument.run_folder import make_folder
@@ -29,29 +30,61 @@ if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
 
 
-# A program in a child process of its own, so that whatever ends it, its report is still made.
-
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux."""
 
 
-def supervise(program: Callable[[], int], meanwhile: AbstractContextManager[object] | None = None) -> int:
-    """Run `program` in a child to its end; returns how that went, as `os.waitpid` tells it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent, child = os.getpid(), os.fork()
-    if not child:
-        _die_with(parent)
-        sys.exit(program())
-    before = {number: signal.signal(number, _to(child)) for number in _FORWARDED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells the child itself
-    try:
-        with meanwhile or nullcontext():
-            return os.waitpid(child, 0)[1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class Supervised:
+    """A program in a child process of its own, so that whatever ends it, its report is still made.
+
+    It says when it is over. Its process ends later, for all its memory and the GPU's is given back; the report is made
+    meanwhile.
+    """
+
+    def __init__(self, program: Callable[[Callable[[], None]], int]) -> None:
+        """`program` is given what says that it is over."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._heard, says = os.pipe()
+        parent, self._child = os.getpid(), os.fork()
+        if not self._child:
+            os.close(self._heard)
+            _die_with(parent)
+            sys.exit(program(_said_by(says)))
+        os.close(says)
+        self._status: int | None = None
+        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells the child itself
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        os.kill(self._child, number)
+
+    def hear(self) -> None:
+        """Until it says so; where it cannot any more, until its process has ended."""
+        if not os.read(self._heard, 1):
+            self.wait()
+
+    def wait(self) -> int:
+        """Until its process has ended; returns how, as `os.waitpid` tells it."""
+        if self._status is None:
+            self._status = os.waitpid(self._child, 0)[1]
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        return self._status
+
+
+def _said_by(descriptor: int) -> Callable[[], None]:
+    """Where the program has not closed it, nor what it forks: these close it."""
+    kept = KeptDescriptor.of(descriptor)
+    os.close(descriptor)
+
+    def say() -> None:
+        with suppress(OSError):
+            if kept is not None and (copy := kept.descriptor()) is not None:
+                os.write(copy, b".")
+
+    return say
 
 
 def end_as(status: int) -> None:
@@ -66,13 +99,6 @@ def end_as(status: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _to(child: int) -> Callable[[int, FrameType | None], None]:
-    def forward(number: int, _: FrameType | None) -> None:
-        os.kill(child, number)
-
-    return forward
-
-
 def _die_with(parent: int) -> None:
     """Nobody else would end the child of a supervisor that was killed."""
     if sys.platform == "linux":
@@ -84,6 +110,7 @@ def _die_with(parent: int) -> None:
 DRIVER = Path("/dev/nvidiactl")
 KEEP = "KEEPBUSY_KEEP"
 """Names a folder in which the profiler's traces are to stay."""
+_REPORTING = ("keepbusy.recording.recorded_run", "keepbusy.explain", "keepbusy.report.terminal")
 _CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
 
 
@@ -110,14 +137,20 @@ def run(
     kept = os.environ.get(KEEP)
     folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
     meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
-    status = supervise(lambda: _watched(program, folder, options), meanwhile)
+    child = Supervised(lambda over: _watched(program, folder, options, over))
+    streams.until = child.wait
     try:
+        with meanwhile or nullcontext():
+            for room in _REPORTING:  # the program imports PyTorch meanwhile
+                import_module(room)
+            child.hear()
         whole = _whole(folder, options.script, streams)
         if whole is not None:
             report(whole)
     except BadInput as error:
         streams.complain(str(error))
     finally:
+        status = child.wait()
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
     end_as(status)
@@ -128,11 +161,14 @@ def _is_seen(options: argparse.Namespace) -> bool:
     return options.live and launch.rank() == 0
 
 
-def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace) -> int:
+def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
     from keepbusy.instrument.ending import Ending
 
-    # its exit handler is registered before those of all that PyTorch imports, and so runs last
-    ending = Ending(lambda: watched.end())  # noqa: PLW0108
+    def finish() -> None:
+        watched.end()
+        over()
+
+    ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
     from keepbusy.recording.recorder import RunOptions, start
 
     watched = start(RunOptions(str(folder), _shared(), options.after, _is_seen(options), options.memory))
