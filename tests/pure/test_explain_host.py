@@ -259,7 +259,9 @@ def test_a_message_through_the_host_is_no_work_of_it() -> None:
         run.sync(at=[TRAIN, "aten::item"])
         run.work(2_000, at=[TRAIN, "gloo:recv"])
 
-    assert "send_from_gpu_to_gpu" in {one.fix for one in told(exchanges).plan}
+    [fix] = [one for one in told(exchanges).plan if one.fix == "send_from_gpu_to_gpu"]
+    assert (fix.causes, fix.gain) == (("exposed_collective",), near(2_000, 0.05))
+    assert "host_work" not in names(told(exchanges))
 
 
 def test_of_a_compiled_program_that_ran_as_written_nothing_is_said_of_its_launches() -> None:

@@ -205,6 +205,26 @@ def test_what_the_program_averages_by_hand_leaves_with_all_that_is_called_for_it
     assert "3 times a step too often" in cause(found, "exposed_collective").what
 
 
+def test_ranks_that_are_sent_the_weights_take_no_step_and_have_no_micro_batches() -> None:
+    """Rank 0 alone has an optimizer; the other one's gradients are no more often sent than they are used."""
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            run.on(rank).launch([2_000] * 2)
+            with run.on(rank).inside(GRADIENTS):
+                run.on(rank).launch([1_000] * 2)
+        with inside(run, "train.py(49): step"):
+            run.collective(1_000, 100 * MB, stream=7)
+        with run.on(0).inside("Optimizer.step#SGD.step"):
+            run.on(0).launch(10)
+        with inside(run, "train.py(54): step"):
+            run.collective(1_000, 100 * MB, stream=7)
+
+    found = told(body, ranks=2)
+    assert {one.fix for one in found.plan} == {"overlap_collectives"}
+    assert "micro-batch" not in cause(found, "exposed_collective").what
+
+
 OBJECTS = "torch/distributed/distributed_c10d.py(3237): all_gather_object"
 
 

@@ -133,6 +133,8 @@ def _of_a_collective(seen: Seen) -> Remedy | None:
     """By whose it is: gradients that travel too often or too late, parameters that FSDP gathers, or values."""
     scene, launch = seen.scene, seen.scene.launch[seen.rows]
     rows = np.where(launch == NONE, seen.rows, launch)  # of a collective that nobody launched here, itself
+    if scene.within(Role.THROUGH_HOST)[rows].all():
+        return PARTICULAR["from_gpu_to_gpu"]
     of_gradients = scene.hands_over_gradients[rows].any()
     if seen.finding.edit.drop[rows].any():
         return PARTICULAR["send_once" if of_gradients else "average_once"]
@@ -170,8 +172,6 @@ def _of_work(seen: Seen) -> Remedy | None:
     """Not all that holds Python up is work of the program's own, nor can all of it go on beside the GPU."""
     if _writes(seen):
         return PARTICULAR["checkpoint"]
-    if seen.scene.within(Role.THROUGH_HOST)[seen.rows].all():
-        return PARTICULAR["from_gpu_to_gpu"]
     if _prepares(seen):
         return PARTICULAR["pad_lengths"]
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
@@ -277,9 +277,11 @@ def _came_late(scene: Scene, finding: Finding) -> str:
     return f"{who} late to the collectives, and the others wait there."
 
 
-def _travelled(_: Scene, finding: Finding) -> str:
-    if finding.edit.drop.any():
+def _travelled(scene: Scene, finding: Finding) -> str:
+    if finding.edit.drop[scene.timeline.on_device].any():
         return "The gradients travel after every micro-batch, though only their sum is used ({often} too often)."
+    if finding.edit.drop.any():
+        return "Python waits for messages of other ranks, which come through the host's memory ({often})."
     return "Collectives ({often}) run after the computation instead of beside it."
 
 

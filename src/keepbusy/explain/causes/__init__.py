@@ -26,6 +26,7 @@ __all__ = ["FINDERS", "Finding", "findings"]
 def findings(scene: Scene) -> dict[str, Finding]:
     """Only causes that were seen at all."""
     found = {cause: find(scene) for cause, find in FINDERS.items()}
-    # what makes a tensor on the host is told once, under its own name
-    found["host_work"] = found["host_work"].without(found["made_on_host"].edit.drop)
+    # what makes a tensor on the host, or waits for a message there, is told once, under its own name
+    told = found["made_on_host"].edit.drop | found["exposed_collective"].edit.drop
+    found["host_work"] = found["host_work"].without(told)
     return {cause: finding for cause, finding in found.items() if len(finding.rows)}

@@ -26,7 +26,10 @@ UNEQUAL_BY, UNEQUAL_TIMES = 500_000, 1.1
 
 
 def find_exposed(scene: Scene) -> Finding:
-    """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute."""
+    """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute.
+
+    What comes through the memory of hosts holds Python up, and would not from GPU to GPU.
+    """
     draft, spans = Draft("exposed_collective", scene.timeline), scene.timeline.spans
     travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > STAGED_BYTES) & ~_is_paired(scene) & ~is_message(scene)
     early, all_of_them = _sent_early(scene, travels)
@@ -36,6 +39,9 @@ def find_exposed(scene: Scene) -> Finding:
     rows = np.flatnonzero(travels & ~all_of_them)
     draft.edit.lane[rows] = SideLane.WIRE
     draft.culprit[rows] = np.where(scene.launch[rows] == NONE, rows, scene.launch[rows])
+    rows = np.flatnonzero((spans.kind == Kind.WORK) & scene.within(Role.THROUGH_HOST))
+    draft.edit.drop[rows] = True
+    draft.culprit[rows] = rows
     return draft.finding()
 
 
@@ -103,12 +109,15 @@ class BackwardPass:
 
 
 def accumulated(scene: Scene) -> Iterator[list[BackwardPass]]:
-    """Backward passes in a row, whose gradients the optimizer uses together; two or more."""
+    """Backward passes in a row, whose gradients the optimizer uses together; two or more.
+
+    Of a rank that takes no step itself, but is sent the new weights, nobody knows which ones these are.
+    """
     timeline, rank = scene.timeline, scene.timeline.rank_of_rows
     optimizer = scene.within(Role.OPTIMIZER)
     backward = scene.within(Role.BACKWARD)
     launches = (scene.command != NONE) | optimizer
-    for one in timeline.ranks:
+    for one in np.unique(rank[optimizer]).tolist():
         rows = np.flatnonzero(launches & (rank == one))
         main = int(timeline.spans.lane[timeline.marks_of(one)[0]])
         kind = np.where(optimizer[rows], 2, np.where(backward[rows], 1, 0))
