@@ -19,7 +19,7 @@ from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
-from keepbusy.timeline.run_tree import LOOP
+from keepbusy.timeline.run_tree import LOOP, RUN, Part
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json").read_text())
 EVERY, LAST, LOOKED = 50, 400, 200
@@ -223,6 +223,27 @@ def test_what_has_changed_near_the_end_is_told_beside_it() -> None:
 
 def test_a_change_that_did_not_last_is_not_told() -> None:
     assert changed(0.0).further == ()
+
+
+def test_what_lies_between_two_runs_of_a_loop_is_a_part_of_the_turn_around_it() -> None:
+    """A round of an optimizer that turns eight times, and before each round points are drawn by the host, in 60 ms."""
+
+    def draws(run: Run) -> None:
+        train(run)
+        for _ in range(5):
+            run.launch(kernel=1_000, at=["train.py(20): main"])
+        run.work(60_000, at=["train.py(20): main", "train.py(7): draw"]).launch(kernel=1_000)
+
+    inner = Part(LOOP, "train.py:30", time=280 * 10 * MS, turns=280, turn=10 * MS, low=10 * MS)
+    around = Part(LOOP, "train.py:19", time=35 * 146 * MS, turns=35, turn=146 * MS, low=146 * MS, parts=(inner,))
+    run = Part(RUN, time=8_000 * MS, parts=(around,))
+    steps = [train, draws, train, train, train]
+    told = explain(window(steps, 1, loop="train.py:30", plain_step=10 * MS, run=run, source="train.py"))
+    assert told.plain_step == 10 * MS
+    assert [(one.place, one.turns) for one in told.loops] == [("train.py:19", 35)]
+    [fix] = told.plan
+    assert ([str(place) for place in fix.where], fix.loop, fix.causes) == (["train.py:7"], "train.py:19", ("host_work",))
+    assert fix.run_gain == pytest.approx(35 * 60 * MS, rel=0.1)
 
 
 def of_the_other(timeline: Timeline) -> Timeline:

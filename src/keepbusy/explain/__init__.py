@@ -30,9 +30,17 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import Owner, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_facts import DRIFT, STALL
+from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
 from keepbusy.timeline.run_tree import LOOP, Part
-from keepbusy.timeline.steps import sample, step_alone, whole_steps, within_loop, without_steps, without_timer_reads
+from keepbusy.timeline.steps import (
+    sample,
+    step_alone,
+    stretch_beside,
+    whole_steps,
+    within_loop,
+    without_steps,
+    without_timer_reads,
+)
 
 __all__ = ["CAUSES", "explain"]
 
@@ -127,6 +135,7 @@ def _explained(
     loop: Part | None,
 ) -> Diagnosis:
     say("finding the steps", 0.0)
+    timeline = _with_turn_around(within_loop(timeline))
     whole = whole_steps(ordinary_steps(timeline), plain_step)
     window = sample(whole)
     say("replaying the plain run", 0.2)
@@ -140,7 +149,7 @@ def _explained(
         told,
         loop=loop.place if loop else timeline.facts.loop,
         loop_turns=loop.turns if loop else 0,
-        run_steps=_steps_of_run(timeline, whole) if run is not None and not timeline.facts.plain_runs else 0,
+        run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         plan=plan_of(story.scene, story.forecast, story.found),
         run=run,
@@ -168,10 +177,28 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     """Of a run whose marks nobody counted. One step may be several of those that were marked."""
     if timeline.facts.loop and (turns := _turns_at(timeline.facts.run, timeline.facts.loop)):
         return turns
-    if not timeline.facts.virtual:
+    if not timeline.facts.virtual or timeline.facts.plain_runs:
         return 0
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
     return round(steps * (timeline.facts.first_steps + marked) / (marked - 1)) if marked > steps > 1 else steps
+
+
+def _with_turn_around(timeline: Timeline) -> Timeline:
+    """With what was recorded between two runs of the loop as a window on the loop around it, where nothing else is."""
+    run, between = timeline.facts.run, stretch_beside(timeline) if timeline.facts.beside else None
+    inner = innermost_at(run, timeline.facts.loop)
+    around = next((part for part in run.within() if inner in part.parts), None) if run is not None else None
+    known = {one.facts.reason.place for one in timeline.further if one.facts.reason}
+    if between is None or inner is None or around is None or around.kind != LOOP or around.place in known:
+        return timeline
+    within = sum(part.time for part in around.parts if part.kind == LOOP) // max(1, around.turns)
+    window = between.change(further=()).change_facts(
+        plain_step=max(1, around.usual - within) + inner.usual,
+        loop=around.place,
+        reason=WindowReason(LOOP, place=around.place),
+        notes=(),
+    )
+    return timeline.change(further=(*timeline.further, window))
 
 
 def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> tuple[LoopDiagnosis, ...]:

@@ -157,9 +157,11 @@ def _sampled(timeline: Timeline, plain_step: int, factor: float) -> Plain:
 
 
 def innermost_at(run: Part | None, place: str) -> Part | None:
-    """The loop at a line of the run, of several the one that turns most."""
-    parts = run.within() if run is not None and place else ()
-    return max((part for part in parts if part.place == place), key=lambda part: part.turns, default=None)
+    """The loop at a line of the run; of several that a trainer holds there the one that turns most, if most of the time
+    passes in it."""
+    there = [part for part in (run.within() if run is not None and place else ()) if part.place == place]
+    longest = max((part.time for part in there), default=0)
+    return max((part for part in there if 2 * part.time >= longest), key=lambda part: part.turns, default=None)
 
 
 def _mean_turn(facts: RunFacts) -> int:

@@ -85,8 +85,8 @@ def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
 
 def _is_step(facts: RunFacts) -> bool:
     """Of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too."""
-    is_whole = not facts.one_turn or facts.plain_step is not None  # of a part nothing is known
-    return bool(facts.plain_runs) and not facts.virtual and is_whole
+    is_whole = bool(facts.plain_runs) and not facts.one_turn  # of a part nothing is known
+    return not facts.virtual and (is_whole or facts.plain_step is not None)
 
 
 def _begun_together(timeline: Timeline) -> Timeline:
@@ -184,12 +184,20 @@ def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
 def within_loop(timeline: Timeline) -> Timeline:
     """Of a window on a loop: its last turn before it is left goes on until it is entered again, and what the program
     does until then lies beside the loop."""
-    reason = timeline.facts.reason
-    if reason is None or reason.why != LOOP or timeline.facts.beside or len(timeline.marks) < 3:
+    facts = timeline.facts
+    is_of_loop = facts.loop if facts.reason is None else facts.reason.why == LOOP
+    if not is_of_loop or facts.beside or len(timeline.marks) < 3:
         return timeline
     launched = commands_between(timeline, timeline.marks_of(timeline.ranks[0]))
     beside = np.flatnonzero(launched > LEAVES_LOOP * np.median(launched)).tolist()
     return timeline.change_facts(beside=tuple(beside))
+
+
+def stretch_beside(timeline: Timeline) -> Timeline | None:
+    """What was recorded from a loop's last turn until it was entered again, as a turn of the loop around it."""
+    last = min(len(timeline.marks_of(one)) for one in timeline.ranks) - 1
+    known = [one for one in timeline.facts.beside if one < last]
+    return from_mark(timeline, known[-1], known[-1] + 2).change_facts(beside=(), recorded=()) if known else None
 
 
 def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeline:
