@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8541,
     "explain": 4348,
     "report": 3282,
-    "runtime": 5702,
+    "runtime": 5696,
     "cli": 3506,
     "fix": 5248,
 }

@@ -99,6 +99,22 @@ def test_any_tree_arrives_bit_for_bit(batches: list[Any]) -> None:
     assert same(batches, got)
 
 
+def test_megabytes_arrive_bit_for_bit_by_however_many_tasks() -> None:
+    """Whole or in parts, of eight bytes or their own, from odd places, with bits that PyTorch has not applied."""
+
+    def batch(seed: int) -> list[Any]:
+        many = raw((1 << 20,), torch.uint8, seed)
+        return [
+            many[3 + seed : 400_003 + seed], many[1:40_008], raw((40_001,), torch.float16, seed),
+            raw((300, 300), torch.float32, seed).t(), raw((3, 8, 80, 80), torch.float32, seed)[:, ::2],
+            raw((4, 8, 60, 60), torch.float32, seed).to(memory_format=torch.channels_last),
+            raw((50_000,), torch.complex64, seed).conj(), *[raw((seed, 2), torch.int64, seed) for _ in range(50)],
+        ]  # fmt: skip
+
+    batches = [batch(seed) for seed in (5, 5, 5, 6, 5)]
+    assert same(batches, list(keepbusy.prefetch(batches)))
+
+
 @settings(max_examples=100)
 @given(st.lists(tensors(), min_size=1, max_size=20))
 def test_tensors_are_aligned_and_do_not_touch(found: list[Tensor]) -> None:
