@@ -37,65 +37,38 @@ class Threshold:
 
 EXPLAINED = {
     "keepbusy.explain.fix_plan": (
-        Threshold("LARGEST_SET", 1, "Sets of up to three fixes are tried together, not only single ones."),
-        Threshold("CANDIDATES", 64, "The nine fixes that gain most alone are looked at."),
-        Threshold("PLACES_APART", 64, "Of one remedy three places are fixes of their own, the rest is one more."),
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
         Threshold("MIDDLE", 0.5, "A read with launches of its step before and after it keeps it from being captured."),
-        Threshold("COMPILED_AWAY", 1.0, "`torch.compile` takes away a fifth of what launches hold up."),
-        Threshold("MERGED_WORK", 1.0, "Half of what the GPU does in rounds is left once they are one call."),
-        Threshold("COMPILING", 0, "Compiling takes twenty seconds, once."),
         Threshold("ONE_FIX", (), "Some remedies are one change however many lines they concern."),
         Threshold("WHOLE_LOOP", (), "A cause that has no place of its own is one change wherever it waits."),
     ),
     "keepbusy.explain.causes.rounds": (
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
-        Threshold("THEIR_OWN", 0.0, "Rounds launch three quarters of what is launched while they last."),
     ),
     "keepbusy.explain.causes.peers": (
-        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers, ..."),
-        Threshold("LATE_TIMES", 0.0, "... and a quarter more."),
-        Threshold(
-            "UNEQUAL_BY", INFINITE, "Device work is unequal where a rank has 0.5 ms more of it than its peers, ..."
-        ),
-        Threshold("UNEQUAL_TIMES", 0.0, "... and a tenth more."),
-        Threshold("EVEN_AT_MOST", INFINITE, "No stretch of the host was recorded four times too quick."),
+        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
+        Threshold("UNEQUAL_BY", INFINITE, "Device work is unequal where a rank has 0.5 ms more of it than its peers."),
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
     "keepbusy.explain.causes.syncs": (
-        Threshold("COST_OF_A_SYNC", 0, "A sync that nobody has to be waited for costs 3 µs."),
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them, ..."),
         Threshold("WORK_BETWEEN", INFINITE, "... but for work of 0.3 ms, which stays."),
-        Threshold("TELLING_COPY", INFINITE, "A pinned copy is as fast as this run's own ones of 4 MB and more."),
     ),
     "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
-        Threshold("MAKES", 0, "Work of less than 0.1 ms makes no tensor."),
         Threshold("HEAVY", INFINITE, "Host work of a millisecond is work in its own right, not a launch's price."),
-        Threshold("CALL_OF_ITS_OWN", INFINITE, "So is a call of the program's own of 0.3 ms that launches nothing."),
-        Threshold("ROUND_TRIP", INFINITE, "So is work of 0.1 ms between a read and a copy back to the device."),
-        Threshold("HANDOVER", 0, "A batch that is ready costs the training process 0.2 ms."),
+        Threshold(
+            "PRICE_OF_A_CALL", 0, "What takes less than 0.1 ms makes nothing, and is no work between two copies."
+        ),
     ),
     "keepbusy.explain.edit": (
         Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
-    "keepbusy.explain.scene": (
-        Threshold("COPY_TO_SYNC", INFINITE, "A sync within 60 µs of a copy waits for that copy."),
-        Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
-    ),
-    "keepbusy.explain": (Threshold("MATTERS", 0.0, "Of a rare stall a cause is told that takes a twentieth of it."),),
-    "keepbusy.explain.ledger": (
-        Threshold("NOISE", 0.0, "What gains less than 3% of a step is below the noise."),
-        Threshold("SAME_WAIT_SHARE", 0.0, "A cause that keeps a fifth of its gain beside another is the same wait."),
-        Threshold("SHARE_IN_LEDGER", 0.0, "Causes that change less than 0.5% of a step take what others leave."),
-        Threshold("CAUSES_OF", {}, "Where moved work sets the pace, what is left of the wait is its cause's."),
-    ),
+    "keepbusy.explain.scene": (Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),),
     "keepbusy.explain.plain": (
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
-        Threshold("LUCKIEST_RECORDING", INFINITE, "A plain step twice as long as the recorded ones is another run's."),
-        Threshold("UNREACHABLE", 0.0, "So is one below three quarters of what the device alone needs."),
         Threshold("LARGEST_COST", 64.0, "Recording costs no more than eight times what it usually does."),
         Threshold("SLOWEST_HOST", 1.0, "Where that is not enough, the host was slower altogether."),
         Threshold("fed_as_usual", _unchanged, "A loader is as slow as plain steps show it."),
@@ -107,10 +80,7 @@ EXPLAINED = {
             "The host is as quick as marks saw it with nothing to wait for.",
         ),
     ),
-    "keepbusy.explain.places": (Threshold("WORTH_NAMING", 0.0, "A rank late by a fifth of the latest is named."),),
     "keepbusy.timeline.replay": (
-        Threshold("MEASURED_LAGS", INFINITE, "Fifty lags between commands tell more than what is typical of GPUs."),
-        Threshold("EARLY_RETURN", INFINITE, "A call that returned 30 µs before a command did not wait for it."),
         Threshold("HELD_UP", INFINITE, "A kernel that stood ready for a millisecond, and began ..."),
         Threshold("FOLLOWS", -1, "... within 20 µs of a collective's end, was held up by it without an event."),
     ),
@@ -122,9 +92,7 @@ EXPLAINED = {
         Threshold("SAME_PART", INFINITE, "Parts of a step that launch as much but for a fiftieth are the same."),
         Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
         Threshold("RARE_STEP", 0.0, "A step is a rare one if it has a quarter more to do than others."),
-        Threshold("NOISE_OF_A_SCRIPT", 0.0, "Of a script, to wait for 3% of it is noise."),
         Threshold("LEAVES_LOOP", INFINITE, "A turn with four times the launches of others has left its loop."),
-        Threshold("WHOLE_STRETCH", 0.0, "At the ends of a window, half of a step's commands are no step."),
     ),
 }
 """Of what is made of a recording: measured on the kept recordings whose fixed programs were timed."""
@@ -260,11 +228,13 @@ BOUNDS = {
         ),
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
-    "keepbusy.explain.fix_plan": ("REPLAYED_ROWS",),
+    "keepbusy.explain.fix_plan": (
+        *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "COMPILING", "MERGED_WORK"),
+    ),
     "keepbusy.explain.edit": ("UNLIMITED",),
-    "keepbusy.explain.ledger": ("EXACT", "SAMPLED", "SITES_REPLAYED", "SITES_SHOWN"),
-    "keepbusy.explain.places": ("ROWS_NEARBY",),
-    "keepbusy.explain.plain": ("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE"),
+    "keepbusy.explain.ledger": ("NOISE", "EXACT", "SAMPLED", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
+    "keepbusy.explain.places": ("ROWS_NEARBY", "WORTH_NAMING"),
+    "keepbusy.explain.plain": ("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LUCKIEST_RECORDING", "UNREACHABLE"),
     "keepbusy.explain.causes.host": (),
     "keepbusy.explain.causes.syncs": ("USUAL_BANDWIDTH", "SETUP"),
     "keepbusy.explain.causes.peers": (),
@@ -272,6 +242,7 @@ BOUNDS = {
     "keepbusy.explain.scene": (),
     "keepbusy.timeline.replay": (
         *("PENDING_LIMIT", "STEPS", "MOST_ROWS", "NEVER", "CONTINUED", "TYPICAL_GAP", "TYPICAL_LATENCY"),
+        *("MEASURED_LAGS", "EARLY_RETURN"),
     ),
     "keepbusy.timeline.ranks": ("MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
     "keepbusy.timeline.run_tree": ("SIMULATED_TURNS", "USUAL_PREFETCH"),
@@ -279,7 +250,8 @@ BOUNDS = {
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
     "keepbusy.virtual.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),
 }
-"""What only bounds the cost of looking, or how much is kept and told: no rule that could be right or wrong."""
+"""No rule that could be wrong: what bounds the cost of looking or says how much is kept and told, what was measured of
+PyTorch, CUDA and clocks, what is refused as damaged, and from where on anything is more than noise."""
 
 
 def all_of(table: dict[str, tuple[Threshold, ...]]) -> dict[str, tuple[str, Threshold]]:

@@ -58,16 +58,6 @@ def test_a_copy_that_is_fetched_ahead_is_no_faster_than_itself() -> None:
     assert found.ledger["copying"] == near(pinned(16 * MB) - 200, 0.05)
 
 
-def test_the_runs_own_pinned_copies_say_how_fast_the_link_is() -> None:
-    """Here 64 MB go home in 2.6 ms, 26 GB/s: twice as many come in that fast, once they are pinned."""
-
-    def body(run: Run) -> None:
-        run.copy(64 * MB, 2_581, HOME, pinned=True, blocking=False, stream=9)
-        run.copy(128 * MB, 18_000, at=TO).launch(100)
-
-    assert cause(told(body), "blocking_copy").predicted.step == near(2 * 2_581)
-
-
 def test_results_brought_home_wait_a_step_behind() -> None:
     found = told(lambda run: run.launch([1_000] * 8).copy(32 * MB, 3_000, HOME, at=TO).work(500))
     assert found.plain_step == near(8_000 + 3_000 + 500)

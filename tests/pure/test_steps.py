@@ -150,14 +150,6 @@ def test_steps_that_launch_nothing_are_no_steps() -> None:
         whole_steps(run.timeline())
 
 
-def test_ends_that_were_not_recorded_whole_are_left_out() -> None:
-    """The first stretch lost most of its commands: they were launched before the window began."""
-    run = Run.of()
-    for count in (1, 10, 10, 10, 2, 10):
-        kernels(run.step(), count)
-    assert launches(whole_steps(run.timeline())) == 30
-
-
 def test_a_short_step_in_the_middle_is_a_step() -> None:
     run = Run.of()
     for count in (10, 10, 2, 10, 10, 10):

@@ -267,8 +267,6 @@ def _latest_lines(timeline: Timeline) -> dict[tuple[str, str], int]:
 
 REPLAYABLE = 150_000
 """Rows of a rare step: to replay more takes too long, since no part of it repeats itself."""
-MATTERS = 0.05
-"""Of a stall: what gains less of it is not told."""
 _WRITES = ("host_work", "blocking_copy", "host_sync")
 
 
@@ -349,7 +347,7 @@ def _beyond(stalled: Diagnosis, ordinary: Diagnosis, stall: RareStall) -> Iterat
         usual = every.get(cause.cause)
         always = ordinary.plain_step - usual.predicted.step if usual else 0
         gain = min(stall.time, stalled.plain_step - cause.predicted.step - always)
-        if gain > max(MATTERS * stall.time, NOISE * stalled.plain_step):
+        if gain > NOISE * stalled.plain_step:
             known: set[Where] = {site.where for site in usual.sites} if usual else set()
             sites = tuple(site for site in cause.sites if site.where not in known) or cause.sites
             one = replace(cause, sites=sites, predicted=_prediction_with(stalled, cause.predicted, gain))

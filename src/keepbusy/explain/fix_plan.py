@@ -59,8 +59,8 @@ two, a fifth, and three fifths. What calls no module, the backward pass and the 
 COMPILING = 20_000_000_000
 """What it took them once, in the median: 11 to 63 seconds."""
 MERGED_WORK = 0.5
-"""Of what the GPU does in rounds that become one, so much stays: nobody knows how full each of them keeps it. The range
-goes from none of it to all."""
+"""Of what the GPU does in rounds that become one, the middle of what could stay: nobody knows how full each of them
+keeps it. The range goes from none of it to all."""
 SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
 BOTH_WAYS = (
     "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."

@@ -200,8 +200,6 @@ CAUSES_OF = {
     SideLane.WORKERS: ("input_late",),
 }
 """Whose work it is that moves to a side lane."""
-SAME_WAIT_SHARE = 0.2
-"""A cause that keeps less than this share of its gain beside another one recovers the same wait."""
 SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
 SHARE_IN_LEDGER = 0.005
@@ -387,7 +385,7 @@ class Story:
         """The first cause before this one on top of which it gains little more."""
         for other in earlier:
             together = self.forecast.gain(self.edit_of([other, cause]))
-            if together - self.gain(other) < max(SAME_WAIT_SHARE * self.gain(cause), self.forecast.noise):
+            if together - self.gain(other) < self.forecast.noise:
                 return other
         return ""
 

@@ -18,13 +18,10 @@ from keepbusy.timeline.model import (
     LinkKind,
     Mask,
     Timeline,
-    last_before,
     next_kept,
     previous_on_lane,
 )
 
-COPY_TO_SYNC = 60_000
-"""A sync that follows a copy of its thread within this time waits for that copy."""
 STAGED_BYTES = 65_536
 """Copies up to this size are staged by the driver and cost about a launch (64 KB, as CUDA documents)."""
 
@@ -51,8 +48,6 @@ class Scene:
         self.launch[links.target[launches]] = links.source[launches]
         self.command[links.source[launches][::-1]] = links.target[launches][::-1]
         self.last_launch = self._last_launch()
-        # of each host row, the launch or sync before it on its lane
-        self.last_call = last_before(spans.lane, (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.SYNC))
         # batches that other processes prepare are no work of this program's own; two more for NONE and EVERY_LANE
         of_workers = np.array([lane.name == WORKERS for lane in timeline.lanes] + [False, False], bool)
         self.by_workers, self.is_loader_wait = of_workers[spans.lane], of_workers[spans.awaits]
@@ -80,11 +75,9 @@ class Scene:
         return result
 
     def _copy_of_sync(self) -> Ints:
-        spans = self.timeline.spans
         copy = self.command[np.maximum(self.last_launch, 0)]
         known = self.is_sync & (self.last_launch != NONE) & (copy != NONE)
         known &= self.is_copy[np.maximum(copy, 0)]
-        known &= spans.start - spans.end[np.maximum(self.last_call, 0)] < COPY_TO_SYNC
         return np.where(known, copy, NONE)
 
     def frames_with(self, role: Role) -> Mask:

@@ -306,12 +306,6 @@ def _last_kept_before(lane: Ints, kept: Mask) -> Ints:
     return heir
 
 
-def last_before(lane: Ints, wanted: Mask) -> Ints:
-    """Of each row, the last wanted row before it on its lane, or NONE."""
-    before = previous_on_lane(lane)
-    return np.where(before == NONE, NONE, _last_kept_before(lane, wanted)[before])
-
-
 def previous_on_lane(lane: Ints) -> Ints:
     """Of each row, the row before it on its lane, or NONE."""
     order = np.argsort(lane, kind="stable")

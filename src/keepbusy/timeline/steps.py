@@ -20,18 +20,14 @@ from keepbusy.timeline.run_tree import LOOP
 
 SAME_PART, OTHER_PART = 0.02, 0.1
 """Numbers of commands that differ by less are the same part of a step, by more are different ones."""
-RARE_STEP = 1.25
-"""A rare step takes half as long again as others; recorded, the others may have lost more to it."""
-NOISE_OF_A_SCRIPT = 0.03
-"""Of a script: to wait for less is noise."""
 ONE_CALL = (
     "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
     "with whatever happens only the first time."
 )
+RARE_STEP = 1.25
+"""A rare step takes half as long again as others; recorded, the others may have lost more to it."""
 LEAVES_LOOP = 4
 """A turn that launches so many times as much as others do has left its loop."""
-WHOLE_STRETCH = 0.5
-"""A stretch at either end of the window with fewer commands than this share of the usual was not recorded whole."""
 
 
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
@@ -47,7 +43,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     marks = timeline.marks_of(timeline.ranks[0])[-count:]
     if count < 3 or not (counts := commands_between(timeline, marks)).any():
         raise BadInput(f"{timeline.facts.named} shows fewer than two whole steps; record at least three.")
-    full = np.flatnonzero(counts > WHOLE_STRETCH * np.median(counts))
+    full = np.flatnonzero(counts)
     first, last = int(full[0]), int(full[-1]) + 1
 
     def cut_into(stretches: int) -> Timeline:
@@ -311,20 +307,20 @@ def comes_again(timeline: Timeline) -> bool:
     marks = timeline.marks_of(timeline.ranks[0])
     if len(marks) < 2:
         return True
-    row, gap, lasted = _waits_for_kernels(timeline)
+    row, gap = _waits_for_kernels(timeline)
     turn = np.searchsorted(marks, row, side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
     again = len(marks) * np.median(waits)
-    return bool(waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * lasted))
+    return bool(waits.sum() - again <= again)
 
 
-def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
-    """Of each kernel of the first rank how long none ran before it; and how long it took from the first to the last."""
+def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints]:
+    """Of each kernel of the first rank but the first one, how long none ran before it."""
     spans = timeline.spans
     rows = np.flatnonzero((spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0]))
     rows = rows[np.argsort(spans.start[rows], kind="stable")]
     reached = np.maximum.accumulate(spans.end[rows])
-    return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1]), int(reached[-1] - spans.start[rows[0]])
+    return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1])
 
 
 def by_pattern(timeline: Timeline) -> Timeline:

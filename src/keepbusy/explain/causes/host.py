@@ -11,16 +11,11 @@ from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask
 
 HEAVY = 1_000_000
 """Host work that goes on this long without a launch is no launch overhead: a graph would not take it away."""
-CALL_OF_ITS_OWN = 300_000
-"""Nor is an operator or a function of the user's that launches nothing and takes this long."""
-ROUND_TRIP = 100_000
-"""Less than this between a read and a copy back is the overhead of the two."""
-MAKES = 100_000
-"""An operator that takes this long makes something worth making elsewhere."""
+PRICE_OF_A_CALL = 100_000
+"""What takes less is what any call costs: it makes nothing, is no work between a read and a copy back, and no work of
+the user's own beside launches."""
 TIMES_AS_MANY = 4
 """Nobody knows how many workers a loader has; the prediction is for so many times as many."""
-HANDOVER = 200_000
-"""What taking a ready batch from a worker costs the training process."""
 
 
 def find_input(scene: Scene) -> Finding:
@@ -41,7 +36,7 @@ def find_input(scene: Scene) -> Finding:
     first_of_frame = rows[first][which] if len(rows) else rows
     stays = rows == first_of_frame
     draft.edit.lane[rows[~stays]] = SideLane.WORKERS
-    draft.edit.work[rows] = np.maximum(np.where(stays, HANDOVER, 0), spans.work[rows] // scene.workers)
+    draft.edit.work[rows] = spans.work[rows] // scene.workers
     draft.culprit[rows] = first_of_frame
     return draft.finding()
 
@@ -71,12 +66,12 @@ def _making(scene: Scene, launch: int) -> Ints:
     row, makes = int(scene.before[launch]), False
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
         role = _role_of_operator(scene, row)
-        if spans.work[row] >= MAKES and not role & (Role.MAKES | Role.SHAPES):
+        if spans.work[row] >= PRICE_OF_A_CALL and not role & (Role.MAKES | Role.SHAPES):
             break
-        makes |= bool(role & Role.MAKES) and bool(spans.work[row] >= MAKES)
+        makes |= bool(role & Role.MAKES) and bool(spans.work[row] >= PRICE_OF_A_CALL)
         rows.append(row)
         row = int(scene.before[row])
-    heavy = [one for one in rows if spans.work[one] >= MAKES]
+    heavy = [one for one in rows if spans.work[one] >= PRICE_OF_A_CALL]
     return np.array(heavy if makes else [], np.int64)
 
 
@@ -97,11 +92,12 @@ def find_work(scene: Scene) -> Finding:
 
 
 def heavy(scene: Scene) -> Mask:
-    """Work in its own right: anything long, and what the user's own calls do for a while without a launch."""
+    """Work in its own right: anything long, the user's own calls that launch nothing, and what is done to a value that
+    was read before it goes back."""
     spans = scene.timeline.spans
     work = (spans.kind == Kind.WORK) & ~scene.by_workers & (loader_frame(scene) == NONE)
     call = _outermost_call(scene)
-    lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[call] >= CALL_OF_ITS_OWN
+    lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[call] >= PRICE_OF_A_CALL
     return work & ((spans.work >= HEAVY) | ((call != NONE) & lasting) | _round_trip(scene))
 
 
@@ -115,7 +111,7 @@ def _round_trip(scene: Scene) -> Mask:
         if before != NONE and spans.direction[scene.command[before]] == Direction.DEVICE_TO_HOST:
             rows = np.arange(before + 1, launch)
             rows = rows[(spans.lane[rows] == spans.lane[launch]) & (spans.kind[rows] == Kind.WORK)]
-            result[rows] = spans.work[rows].sum() >= ROUND_TRIP
+            result[rows] = spans.work[rows].sum() >= PRICE_OF_A_CALL
     return result
 
 

@@ -17,11 +17,11 @@ from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Timeline
 
-LATE_BY, LATE_TIMES = 1_000_000, 1.25
-"""A host is late in a stretch if it spends this much longer there than its peers, and this many times as long."""
+LATE_BY = 1_000_000
+"""A host is late in a stretch if it spends this much longer there than its peers."""
 WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
 """What is around the calls that are made of gradients, and no part of them."""
-UNEQUAL_BY, UNEQUAL_TIMES = 500_000, 1.1
+UNEQUAL_BY = 500_000
 """Device work varies less: a rank that has so much more of it than its peers is given more."""
 
 
@@ -229,7 +229,7 @@ class Stretches:
     @property
     def late(self) -> Mask:
         """Which ranks are late at which place."""
-        return (self.usual - self.peers > LATE_BY) & (self.usual > LATE_TIMES * self.peers)
+        return self.usual - self.peers > LATE_BY
 
 
 class _Borders(NamedTuple):
@@ -285,10 +285,6 @@ def _per_step(timeline: Timeline, border: Mask) -> int:
     return counts.pop() if len(counts) == 1 else 0
 
 
-EVEN_AT_MOST = 4.0
-"""No stretch of the host was seen to be recorded so many times too quick."""
-
-
 def even_hosts(timeline: Timeline) -> Timeline:
     """Host work of ranks that are not late, as it usually is over all ranks and steps, for they do the same.
 
@@ -301,7 +297,7 @@ def even_hosts(timeline: Timeline) -> Timeline:
     punctual = np.where(late[:, :, None], np.nan, spent)
     typical = np.nanmedian(punctual.transpose(1, 0, 2).reshape(len(late[0]), -1), axis=1)
     wanted = np.where(late, stretches.usual, typical)[:, :, None]
-    factor = np.minimum(EVEN_AT_MOST, wanted / np.maximum(spent, 1.0)).ravel()
+    factor = (wanted / np.maximum(spent, 1.0)).ravel()
     work = timeline.spans.work * np.where(stretches.of_row == NONE, 1.0, factor[stretches.of_row])
     return timeline.change_spans(work=work.astype(np.int64))
 
@@ -334,7 +330,7 @@ def _share_device_work(scene: Scene, draft: Draft) -> None:
     spent, stretch = device_work(scene)
     mean = spent.sum(axis=1) / scene.steps
     peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
-    late = (mean - peers > UNEQUAL_BY) & (mean > UNEQUAL_TIMES * peers)
+    late = mean - peers > UNEQUAL_BY
     if not late.any():
         return
     rows = np.flatnonzero(stretch != NONE)

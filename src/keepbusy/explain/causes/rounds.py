@@ -18,8 +18,6 @@ from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Kind, Mask
 
 FEWEST_ROUNDS = 8
 """Of less nobody makes one call."""
-THEIR_OWN = 0.75
-"""Of what is launched from the first round to the last: where less is theirs, they are part of a larger loop."""
 
 
 class CallRounds(NamedTuple):
@@ -114,12 +112,7 @@ def _of_call(scene: Scene, call: int, mine: Ints, launching: Ints) -> _Frames | 
     order = np.concatenate([np.arange(count) for count in entered])[np.argsort(np.argsort(which, kind="stable"))]
     whole = entered[which] % times == 0
     begins = whole & (order < entered[which] // times)
-    frames, timeline = scene.timeline.frames, scene.timeline
-    of_rank = (scene.command != NONE) & (timeline.rank_of_rows == timeline.lanes[frames.lane[call]].rank)
-    at = timeline.spans.start[of_rank]
-    meanwhile = ((at >= frames.start[mine[whole][0]]) & (at <= frames.end[mine[whole][-1]])).sum()
-    theirs = launching[mine[whole]].sum()
-    return _Frames(call, times, mine[begins], mine[whole & ~begins]) if theirs >= THEIR_OWN * meanwhile else None
+    return _Frames(call, times, mine[begins], mine[whole & ~begins])
 
 
 def _launching(scene: Scene) -> Ints:

@@ -9,17 +9,13 @@ import numpy as np
 from keepbusy.explain.edit import Draft, Finding, SideLane
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, Direction, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, Direction, Ints, Mask
 
 IN_A_ROW, LAUNCHES_BETWEEN, WORK_BETWEEN = 8, 6, 300_000
 """So many reads of one place, with no more launches and no longer work between them, are a loop over small values."""
-COST_OF_A_SYNC = 3_000
-"""What a synchronising call costs when nobody has to be waited for."""
 USUAL_BANDWIDTH = 24.0
 """Bytes a nanosecond, from pinned memory over a link that nobody has named: PCIe 4."""
 SETUP = 2_000
-TELLING_COPY = 1 << 22
-"""Bytes from which a copy shows what its link carries."""
 
 
 def find_reads(scene: Scene) -> Finding:
@@ -27,7 +23,7 @@ def find_reads(scene: Scene) -> Finding:
     frame = scene.outermost(scene.frames_with(Role.READS))
     draft = Draft("host_sync", scene.timeline)
     draft.edit.drop_wait[syncs] = True
-    draft.edit.work[syncs] = COST_OF_A_SYNC
+    draft.edit.work[syncs] = 0
     draft.culprit[syncs] = syncs
     inside = np.flatnonzero((frame != NONE) & ~scene.timeline.on_device)
     culprit = _sync_of_frame(frame, syncs)[frame[inside]]
@@ -94,7 +90,8 @@ def find_blocking(scene: Scene) -> Finding:
     inbound = spans.direction[copies] == Direction.HOST_TO_DEVICE
     draft.edit.lane[copies] = np.where(inbound, SideLane.FETCH, SideLane.RETURN)
     if len(copies):
-        pinned = (spans.size[copies] / pinned_bandwidth(scene.timeline) + SETUP).astype(np.int64)
+        bandwidth = scene.timeline.facts.pinned_bandwidth or USUAL_BANDWIDTH
+        pinned = (spans.size[copies] / bandwidth + SETUP).astype(np.int64)
         draft.edit.work[copies] = np.minimum(spans.work[copies], pinned)
     draft.culprit[copies] = scene.sync_of_copy[copies]
     syncs = np.flatnonzero(np.isin(scene.copy_of_sync, copies))  # the call itself may wait, and a sync after it
@@ -121,13 +118,3 @@ def find_in_line(scene: Scene) -> Finding:
     draft.edit.lane[copies] = np.where(inbound[copies], SideLane.FETCH, SideLane.RETURN)
     draft.culprit[copies] = scene.launch[copies]
     return draft.finding()
-
-
-def pinned_bandwidth(timeline: Timeline) -> float:
-    """Bytes a nanosecond: what this run's own pinned copies reach, else what the device's link usually gives."""
-    spans = timeline.spans
-    known = (spans.kind == Kind.COPY) & (spans.pinned == 1) & (spans.size > TELLING_COPY) & (spans.work > 0)
-    known &= (spans.direction == Direction.HOST_TO_DEVICE) | (spans.direction == Direction.DEVICE_TO_HOST)
-    if known.any():
-        return float(np.median(spans.size[known] / spans.work[known]))
-    return timeline.facts.pinned_bandwidth or USUAL_BANDWIDTH
