@@ -88,6 +88,45 @@ found += [one.sum().item() for one in kept]
 for x, y in DataLoader(Rows(), batch_size=2):
     x.mul_(2); found.append(x.to("cuda").sum().item()); x.add_(1); found.append(x.cuda().sum().item())
 """,
+    "moved in one expression": """
+device, kinds = torch.device("cuda"), (torch.int64, torch.float32, torch.float64, torch.int8, torch.bfloat16)
+row = [torch.arange(12 * (at + 1)).to(kind).reshape(-1, 1 + at % 2 * 2)[:4] for at, kind in enumerate(kinds * 2)]
+named = {f"f{at}": one for at, one in enumerate(row)}
+for step in range(6):
+    a = [one.to("cuda") for one in row]; b = {name: one.to(device, non_blocking=True) for name, one in named.items()}
+    c = [one.cuda() for one in named.values()]
+    for one in row: one.mul_(2)
+    a[0].fill_(7); c[1].add_(1); b["f2"].zero_()
+    for held in (a, [*b.values()], c):
+        found.append([(x.dtype, x.tolist(), x.stride(), x.untyped_storage().nbytes(), x.device.index) for x in held])
+found += [list(b), [one.is_pinned() for one in row], [one.tolist() for one in row]]
+""",
+    "moved in one expression, of all kinds": """
+class Own(dict):
+    def items(self): return ((name, 2 * one) for name, one in super().items())
+class Device:
+    calls = 0
+    @property
+    def there(self): Device.calls += 1; return "cuda"
+once, gradient = torch.ones(3), torch.ones(2, requires_grad=True)
+rows = ([once, once, torch.ones(3, 4).T, torch.ones(()), torch.ones(0, 2)], [gradient, once], [once, once.half()], (),
+        (one * 2 for one in (once, once)), [torch.ones(1 << 19), torch.ones(1 << 19)], [once.cuda(), once],
+        [once, 1j * once], [once.pin_memory(), once], np.ones((2, 3)), [nn.Parameter(once), once])
+for row in rows:
+    try:
+        made = [one.to("cuda") for one in row]
+        found.append([(one.sum().item(), one.shape, one.stride(), type(one).__name__, one.is_leaf) for one in made])
+        if len(made) > 1: found.append((made[0] is made[1], made[0].data_ptr() == made[1].data_ptr()))
+    except Exception as error: found.append(type(error).__name__)
+there = Device()
+found += [{name: one.to(there.there).tolist() for name, one in held.items()} for held in (Own(a=once), {"a": once})]
+twice = [once, once]
+found += [[one.to("cuda", torch.float64).dtype for one in twice], [one.to(torch.int8).dtype for one in twice]]
+found += [[one.to("cuda").tolist() for one in rows[0][:2]], Device.calls > 1]
+for wrong in (lambda: [one.to("nowhere") for one in twice], lambda: [one.to("cuda", 5, 7) for one in twice]):
+    try: wrong()
+    except Exception as error: found.append((type(error).__name__, str(error)[:40]))
+""",
     "a batch moved twice": """
 for x, y in DataLoader(Rows(), batch_size=2):
     a, b = x.cuda(), x.cuda(); a.zero_()

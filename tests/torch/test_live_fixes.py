@@ -52,6 +52,7 @@ def done(name: str, tmp_path: Path) -> dict[str, int]:
         ("one buffer for all batches", "copies", 5),
         ("batches kept in a list", "copies", 3),
         ("copy_ into what is in use", "copies", 6),
+        ("moved in one expression", "copies", 180),
         ("new tensors from lists", "copies", 5),
         ("summed", "late_numbers", 3),
         ("kept in a list", "late_numbers", 3),

@@ -11,10 +11,13 @@ What could tell the difference, and what is done about it:
 - pinned memory may still be written by the device: once the program brings anything home without waiting, its pinned
   tensors are copied the plain way;
 - memory of a tensor that goes is not given out before its last reader is done: it is marked as the stream's.
+
+Small tensors that one expression moves (`joint_moves`) travel as one, and each gets memory of its own on the device.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from keepbusy.fix.live.switch import FixSwitch, is_ours, ours
+from keepbusy.fix.syntax.joint_moves import moved_singly
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 _SMALL = 1 << 16
@@ -36,6 +40,7 @@ _LARGE = 1 << 20
 _IN_FLIGHT = 4
 """Large copies that may be under way at once; who is further ahead waits for the oldest."""
 _NUMBERS = {int, float, bool}
+_CONTAINERS: tuple[type, ...] = (list, tuple, type({}.values()))
 _DIFFERENT = "a copy came out different"
 Destination: TypeAlias = tuple[torch.device | None, torch.dtype | None, bool, torch.memory_format | None]
 """Where a tensor is to go, as what, whether Python need not wait, and in which layout."""
@@ -51,6 +56,8 @@ class DeferredCopies:
         self._pinned: list[StorageWeakRef] = []
         self.ahead: Callable[[Tensor, torch.device | None, torch.dtype | None, bool], Tensor | None] = lambda *_: None
         """Asked first, of each move from the host: what is on the device already. A device, if nothing else changes."""
+        self.handed: dict[int, Any] = {}
+        """Tensors of which that might be so."""
         self.own_streams = False
         self.brings_home = False
         """Whether the program has copies to the host that it does not wait for."""
@@ -150,6 +157,49 @@ class DeferredCopies:
         if non_blocking and not tensor.is_cuda and tensor.is_pinned():
             self._pinned.append(StorageWeakRef(tensor.untyped_storage()))
 
+    # what one expression moves
+
+    def moved(self, move: Callable[[Any], Any], held: Any, is_named: bool) -> Any:
+        """In place of `[move(one) for one in held]`, or of `{name: move(one) for name, one in held.items()}`."""
+        if not self.switch.on or is_ours() or type(held) not in ((dict,) if is_named else _CONTAINERS):
+            return moved_singly(move, held, is_named)
+        tensors, sent = tuple(held.values() if is_named else held), None
+        if len(tensors) > 1 and all(map(_may_join, tensors)) and may_be_sent(tensors[0]):
+            with suppress(TypeError, RuntimeError):
+                asked = AskedMove()
+                move(asked)
+                sent = self._joined(tensors, *asked.destination)
+        if sent is None:
+            return moved_singly(move, held, is_named)
+        self.switch.count(sys._getframe(1), len(sent))
+        made = self.switch.checked_against(sent, lambda: tuple(map(move, tensors)), _DIFFERENT)
+        return dict(zip(held, made, strict=True)) if is_named else [*made]
+
+    def _joined(self, tensors: tuple[Tensor, ...], *destination: Any) -> tuple[Tensor, ...] | None:
+        device, dtype, non_blocking, layout = destination
+        if device is None or device.type != "cuda" or dtype is not None or layout is not None:
+            return None
+        if any(id(one) in self.handed for one in tensors):
+            return None
+        if (non_blocking or self.brings_home) and any(one.is_pinned() for one in tensors):
+            return None
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        sent: dict[int, Tensor] = {}
+        with ours():
+            for kind in {one.dtype for one in tensors}:
+                mine = {at: one for at, one in enumerate(tensors) if one.dtype is kind}
+                sizes = [one.numel() for one in mine.values()]
+                staged = torch.empty(sum(sizes), dtype=kind, device="cpu", pin_memory=True)
+                torch.cat([one.reshape(-1) for one in mine.values()], out=staged)
+                large = staged.nbytes >= _LARGE
+                packed = self._beside(staged, device, False) if large else staged.to(device, non_blocking=True)
+                own = [torch.empty_like(one, device=device) for one in mine.values()]
+                parts = zip(packed.split(sizes), own, strict=True)
+                torch._foreach_copy_(own, [part.view(one.shape) for part, one in parts])
+                sent |= zip(mine, own, strict=True)
+        return tuple(sent[at] for at, _ in enumerate(tensors))
+
     # streams of the program's own
 
     def _entering(self, plain: Function) -> Function:
@@ -218,6 +268,29 @@ class DeferredCopies:
         if wait:  # the program may change its own pinned memory from here on
             copied.synchronize()
         return sent
+
+
+class AskedMove:
+    """Stands in for a tensor, to learn where an expression would move it."""
+
+    destination: Destination = (None, None, False, None)
+
+    def to(self, *args: Any, **kwargs: Any) -> None:
+        self.destination = torch._C._nn._parse_to(*args, **kwargs)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> None:
+        self.destination = _parse_cuda(*args, **kwargs)
+
+
+def _may_join(tensor: Any) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and 0 < tensor.nbytes <= _LARGE
+        and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg())
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+    )
 
 
 def _parse_cuda(device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Destination:

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from keepbusy.fix.syntax.first_moves import TAKEN, first_moves
+from keepbusy.fix.syntax.joint_moves import MOVED, join_moves, moved_singly
 from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "syncs", "cache", "garbage")
 ASKED = ("fused", "gradients")
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
-_READING = {"batches", "late_numbers", "gradients"}
+_READING = {"copies", "batches", "late_numbers", "gradients"}
 """Those that know the program's source."""
 _BY_THEMSELVES = ("workers", "gradients")
 """Those that cannot be switched by turns: what workers gain is seen before and after; ranks must all do the same."""
@@ -82,7 +83,8 @@ class LiveFixes:
             script.COMPILE.append(self.compile)
             self._patches.later(script.COMPILE.pop)
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
-            for name, plain in ((NAME, ReadsAtOnce()), (TAKEN, lambda one, _: one), (MARK, lambda *_: None)):
+            plainly = {NAME: ReadsAtOnce(), TAKEN: lambda one, _: one, MARK: lambda *_: None, MOVED: moved_singly}
+            for name, plain in plainly.items():
                 setattr(builtins, name, plain)
                 self._patches.later(partial(delattr, builtins, name))
         when_imported("torch", self._meet_torch)
@@ -98,10 +100,11 @@ class LiveFixes:
             marked = mark_last_turns(tree) if "gradients" in self._names else 0
             moves = first_moves(tree, is_script) if "batches" in self._names else {}
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
+            joint = "copies" in self._names and join_moves(tree)
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
         self._moves[path] = {line: frozenset((path, one) for one in found) for line, found in moves.items() if found}
-        if not (lines or marked or self._moves[path]):
+        if not (lines or marked or joint or self._moves[path]):
             return script.COMPILE[0](source, path)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
@@ -139,6 +142,7 @@ class LiveFixes:
         setattr(builtins, NAME, late)
         setattr(builtins, TAKEN, batches.take)
         setattr(builtins, MARK, gradients.mark)
+        setattr(builtins, MOVED, copies.moved)
         fixes: dict[str, Any] = {
             "copies": copies,
             "batches": batches,

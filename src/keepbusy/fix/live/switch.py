@@ -33,9 +33,9 @@ class FixSwitch:
         self.notes: list[str] = []
         """What else there is to tell of it."""
 
-    def count(self, frame: FrameType | None = None) -> None:
-        """Once more, at the user's line."""
-        self.done[place_of(frame or sys._getframe(1))] += 1
+    def count(self, frame: FrameType | None = None, times: int = 1) -> None:
+        """Done once more, at the user's line."""
+        self.done[place_of(frame or sys._getframe(1))] += times
 
     @property
     def places(self) -> list[tuple[str, int]]:

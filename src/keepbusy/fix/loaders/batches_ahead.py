@@ -229,7 +229,7 @@ class BatchesAhead:
 
     def patch(self, patches: Patches) -> None:
         patches.replace(DataLoader, "__iter__", self._iterating)
-        self._copies.ahead = self._moved
+        self._copies.ahead, self._copies.handed = self._moved, self.handed
 
     def _iterating(self, plain: Function) -> Function:
         def iterate(loader: DataLoader[Any]) -> Any:
