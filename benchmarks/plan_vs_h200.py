@@ -13,29 +13,43 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 PLANS = Path(__file__).resolve().parent / "plans"
 PROGRAMS = {
     "gpt": ("0,1", "3,1", "0,2"),
-    "wide": ("0,1", "2,1", "0,2"),
+    "small": ("0,1", "3,1"),
     "llama": ("0,1", "1,1", "0,2"),
     "encoder": ("0,1", "3,1"),
     "vit": ("0,1", "2,1"),
     "resnet": ("0,1", "3,1"),
     "tables": ("0,1", "3,1"),
-    "small": ("0,1", "3,1"),
+    "wide": ("0,1", "2,1", "0,2"),
 }
 """Each with the layouts that are tried on several GPUs, as `spread` is asked for them: shard and tensor. On one GPU
-there is one layout, so all eight take two minutes there; the nineteen on two GPUs may take two calls."""
+there is one layout."""
 ARGUMENTS = {"small": ("gpt.py", "2", "14", "512", "6")}
 """A program that is another one with arguments."""
 LIMIT = 60
+WAITING = """
+import runpy, sys
+import torch._dynamo, torch.distributed.fsdp, keepbusy.runtime.spread.spread_model
+sys.stdin.readline()
+sys.path.insert(0, sys.argv[1].rpartition("/")[0])
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A rank that has imported what it needs, and begins when it is told to: the next layout's import while one runs."""
 
 
 def program(name: str) -> list[str]:
@@ -43,28 +57,76 @@ def program(name: str) -> list[str]:
     return [str(PLANS / file), *arguments]
 
 
-def measured(gpus: int, only: list[str], until: float) -> dict[str, dict]:
-    """Until the time given; what is left is for another call."""
-    found = {}
-    for name, layouts in PROGRAMS.items():
-        for layout in layouts if gpus > 1 else ("0,1",):
-            if (only and name not in only) or time.monotonic() > until:
-                continue
-            agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-            command = [*agent, *program(name)]
-            done = subprocess.run(
-                command,
-                env={**os.environ, "KEEPBUSY_LAYOUT": layout},
-                capture_output=True,
+class Ranks:
+    """Those of one layout."""
+
+    def __init__(self, name: str, layout: str, gpus: int) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        threads = {"OMP_NUM_THREADS": "1"} if gpus > 1 else {}  # as torchrun does
+        kinds = {"WORLD_SIZE": str(gpus), "KEEPBUSY_LAYOUT": layout, "PYTHONUNBUFFERED": "1"}
+        self.name = f"{name} {layout}"
+        self._logs = [tempfile.TemporaryFile("w+") for _ in range(gpus)]  # noqa: SIM115  # closed with the process
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", WAITING, *program(name)],
+                env={**os.environ, **address, **threads, **kinds, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
                 text=True,
-                timeout=LIMIT,
-                check=False,
             )
-            told = [line for line in done.stdout.splitlines() if line.startswith("PLANNED ")]
-            if told:
-                found[f"{name} {layout}"] = json.loads(told[-1].removeprefix("PLANNED "))
-            print(f"{name} {layout}: {told[-1] if told else done.stderr[-400:]}", flush=True)
-    return found
+            for rank, log in enumerate(self._logs)
+        ]
+
+    def figures(self) -> dict | str:
+        """What they tell of themselves, or why there is nothing."""
+        for one in self._ranks:
+            if one.stdin is not None and one.poll() is None:
+                one.stdin.write("go\n")
+                one.stdin.flush()
+        until = time.monotonic() + LIMIT
+        while any(one.poll() is None for one in self._ranks) and not any(one.poll() for one in self._ranks):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        failed = [place for place, one in enumerate(self._ranks) if one.poll()]
+        self.end()
+        said = [self._said(log) for log in self._logs]
+        told = [line for line in said[0] if line.startswith("PLANNED ")]
+        if told:
+            return json.loads(told[-1].removeprefix("PLANNED "))
+        lines = [line for place in failed for line in said[place]]
+        raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|NotEqual): ", line)]
+        return (raised or lines[-1:] or [f"not done after {LIMIT} s"])[0]
+
+    def end(self) -> None:
+        for one in self._ranks:
+            one.kill()
+            one.wait()
+
+    @staticmethod
+    def _said(log: Any) -> list[str]:
+        log.seek(0)
+        return [line for line in log.read().splitlines() if line.strip()]
+
+
+def measured(gpus: int, only: list[str], until: float) -> Iterator[tuple[str, dict]]:
+    """Until the time given; what is left is for another call."""
+    asked = [(name, layout) for name in only or PROGRAMS for layout in (PROGRAMS[name] if gpus > 1 else ("0,1",))]
+    ahead = [Ranks(*one, gpus) for one in asked[:1]]
+    for following in [*asked[1:], None]:
+        ranks = ahead.pop()
+        ahead += [Ranks(*following, gpus)] if following else []
+        told = ranks.figures()
+        print(f"{ranks.name}: {told}", flush=True)
+        if not isinstance(told, str):
+            yield ranks.name, told
+        if time.monotonic() > until:
+            break
+    for ranks in ahead:
+        ranks.end()
 
 
 def planned(gpus: int, real: dict[str, dict]) -> dict[str, dict]:
@@ -110,9 +172,11 @@ def main() -> None:
         real = json.loads(options.against.read_text())
         compare(real, planned(options.gpus, real))
     else:
-        found = measured(options.gpus, options.only, time.monotonic() + options.seconds)
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1))
+        found = {}
+        for name, told in measured(options.gpus, options.only, time.monotonic() + options.seconds):
+            found[name] = told
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ class Encoder(nn.Module):
 
 
 torch.manual_seed(0)
-model = Encoder().cuda()
+with torch.device("cuda"):
+    model = Encoder()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 data = torch.utils.data.TensorDataset(torch.randint(WORDS, (BATCH * STEPS, LENGTH)))
 loader = torch.utils.data.DataLoader(data, batch_size=BATCH)

@@ -51,7 +51,8 @@ class GPT(nn.Module):
 
 
 torch.manual_seed(0)
-model = GPT().cuda()
+with torch.device("cuda"):
+    model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 data = torch.utils.data.TensorDataset(*(torch.randint(WORDS, (BATCH * STEPS, LENGTH)) for _ in range(2)))
 loader = torch.utils.data.DataLoader(data, batch_size=BATCH)

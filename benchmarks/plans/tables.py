@@ -25,7 +25,8 @@ class Recommender(nn.Module):
 
 
 torch.manual_seed(0)
-model = Recommender().cuda()
+with torch.device("cuda"):
+    model = Recommender()
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randint(ROWS, (BATCH * STEPS, TABLES)), torch.rand(BATCH * STEPS, 1))
 loader = torch.utils.data.DataLoader(data, batch_size=BATCH, collate_fn=torch.utils.data.default_collate)

@@ -19,7 +19,8 @@ class Block(nn.Module):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS))).cuda().bfloat16()
+with torch.device("cuda"):
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS))).bfloat16()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 data = torch.utils.data.TensorDataset(torch.randn(BATCH * STEPS, WIDTH, dtype=torch.bfloat16))
 loader = torch.utils.data.DataLoader(data, batch_size=BATCH, pin_memory=torch.cuda.is_available())

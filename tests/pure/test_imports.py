@@ -161,7 +161,7 @@ LINES = {
     "traces": 2439,
     "instrument": 2053,
     "recording": 4070,
-    "virtual": 8541,
+    "virtual": 8552,
     "explain": 4309,
     "report": 3282,
     "runtime": 5696,

@@ -407,6 +407,11 @@ def weighs_rows_by_the_batch() -> None:
     spread(*sgd(Halves()), shard=3, example=torch.randn(4, WIDTH))
 
 
+def rounds_as_bfloat16_does() -> None:
+    for shard in (0, 2):
+        spread(*sgd(GPT().bfloat16()), shard=shard, example=batch("GPT", 9)[0])
+
+
 def wraps_twice() -> None:
     spread(*spread(*sgd(nn.Linear(4, 4))))
 
@@ -506,6 +511,7 @@ ERRORS = [
     reads_what_another_holds,
     trains_another_model,
     weighs_rows_by_the_batch,
+    rounds_as_bfloat16_does,
     wraps_twice,
     cuts_what_cannot_be,
     cuts_without_an_example,

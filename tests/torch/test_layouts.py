@@ -97,6 +97,12 @@ def test_more_ranks_than_a_machine_starts_must_be_alike(run) -> None:
     )
 
 
+def test_one_gpu_is_planned_too(run) -> None:
+    done = run(SPREAD, "--gpus", "1", verb="plan")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines() if "shard=" in line] == ["shard=0", "write"]
+
+
 def test_a_plan_names_the_layout_its_memory_and_its_line(run) -> None:
     done = run(SPREAD, "--gpus", "16", "--layouts", "shard=0,shard=3+tensor=2", "--json", verb="plan")
     assert done.returncode == 0, done.stderr

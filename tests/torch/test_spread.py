@@ -145,6 +145,7 @@ def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
         ("calls_the_module_inside", "has not travelled, or was made of other inputs; call the model that spread"),
         ("trains_another_model", r"ValueError: group 0 of SGD has a parameter of shape (4, 4) that the model"),
         ("weighs_rows_by_the_batch", "differs from one process by 0.75 and the gradient of layer."),
+        ("rounds_as_bfloat16_does", "nothing"),
         ("wraps_twice", "ValueError: the model is wrapped already, by Replicas"),
         ("cuts_what_cannot_be", "ValueError: spread found no layers to cut in 2"),
         ("cuts_sequences_that_are_read_whole", "to what is not cut: encoder.layers.0.self_attn, "),

@@ -6,7 +6,7 @@ import linecache
 import logging
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -23,8 +23,8 @@ from keepbusy.runtime.spread.parameters import orders_of, reordered
 from keepbusy.runtime.spread.traffic import Theory, Traffic
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
-"""Of the norm of a gradient; other dtypes may differ by 5e-2. Sums in another order differ by 1e-6, with TF32 by 1e-3,
-and a gradient that is not averaged, or that misses a part, by 0.1 and more."""
+"""Of the norm of a gradient, by the coarsest dtype of the model; other dtypes may differ by 5e-2. Sums in another order
+differ by 1e-6, with TF32 by 1e-3, and a gradient that is not averaged, or that misses a part, by 0.1 and more."""
 
 
 class NotEqual(RuntimeError):  # noqa: N818 -- what was found
@@ -42,8 +42,11 @@ class Example:
             for one in model.modules():
                 watched.callback(one.register_forward_pre_hook(self._note, with_kwargs=True).remove)
             self.loss = _loss_of_run(model, model, self._batch)
-        self._gradients = _gradients(model)
-        self._norms = {name: float(one.norm()) for name, one in self._gradients.items()}
+        self._gradients, self._norms = dict[str, Tensor](), dict[str, float]()
+        for name, one in _gradients(model):
+            self._gradients[name], self._norms[name] = one.cpu(), float(one.float().norm())
+        kinds = {one.dtype for one in model.parameters() if one.grad is not None}
+        self._allowed = max((TOLERANCES.get(one, 5e-2) for one in kinds), default=0.0)
         self.unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
         model.zero_grad()
 
@@ -68,13 +71,12 @@ class Example:
                 loss = _loss_of_run(model, inner, share_of(self._batch, layout) if divides else self._batch)
         except Exception as error:
             raise NotEqual(f"{layout}: {_where(error, inner)}{uncut}") from error
-        gradients = _gradients(inner)
+        worst, name = self._farthest(inner)
         model.zero_grad()
         dist.all_reduce(loss, group=layout.data_group)
         loss /= layout.data
         far = float((loss - self.loss).abs() / self.loss.abs().clamp(min=1e-12))
-        worst, name = self._farthest(gradients)
-        allowed = min(TOLERANCES.get(one.dtype, 5e-2) for one in self._gradients.values())
+        allowed = self._allowed
         if not (far <= allowed and worst <= allowed):
             what = f"the gradient of {name} by {worst:.2g} of its norm" if worst > allowed else "no gradient"
             raise NotEqual(
@@ -89,17 +91,16 @@ class Example:
             return f"nothing could be compared with one process: the example's gradients are all zero{moved}"
         return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
 
-    def _farthest(self, gradients: Mapping[str, Tensor]) -> tuple[float, str]:
-        missing = next((name for name in self._gradients if name not in gradients), None)
+    def _farthest(self, model: nn.Module) -> tuple[float, str]:
+        learned = {name for name, one in model.named_parameters() if one.grad is not None}
+        missing = next((name for name in self._gradients if name not in learned), None)
         if missing is not None:
             return float("inf"), missing
-        floor = 1e-2 * max(self._norms.values())
-        if not floor and not any(bool(one.any()) for one in gradients.values()):
-            return 0.0, ""
-        found = [(0.0, "")]
-        for name, right in self._gradients.items():
-            off = (gradients[name] - right).norm() / max(self._norms[name], floor, 1e-30)
-            found.append((float(off), name))
+        floor, found = 1e-2 * max(self._norms.values()), [(0.0, "")]
+        for name, one in _gradients(model):
+            if name in self._gradients:
+                off = (one.float() - self._gradients[name].to(one.device).float()).norm()
+                found.append((float(off) / max(self._norms[name], floor, 1e-30), name))
         return max(found, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
 
 
@@ -149,20 +150,18 @@ def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
     return loss.detach().float()
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole ones, on the host."""
-    named = {name: one for name, one in model.named_parameters() if one.grad is not None}
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole ones, one after the other: all of them together may be too large for the device."""
     orders = orders_of(model)
     notes = logging.getLogger("torch.distributed.tensor._redistribute")
     level = notes.level
     notes.setLevel(logging.ERROR)  # that whole gradients are slow to gather matters once
-    found = {}
-    for name, one in named.items():
-        whole = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
-        back = orders[id(one)].argsort() if id(one) in orders else None
-        found[name] = reordered(whole.detach().float().cpu(), back)
+    for name, one in model.named_parameters():
+        if one.grad is not None:
+            whole = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+            back = orders[id(one)].argsort() if id(one) in orders else None
+            yield name, reordered(whole.detach(), back)
     notes.setLevel(level)
-    return found
 
 
 def _loss_of(output: Any) -> Tensor:

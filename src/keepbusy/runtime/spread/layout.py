@@ -88,10 +88,10 @@ def planned(shard: int, tensor: int | None) -> tuple[int, int | None]:
     return shard, tensor
 
 
-def tell_planner(layout: RankLayout, shared: bool) -> None:
+def tell_planner(data: int, shared: bool) -> None:
     """How many parts batches are cut into, or how many ranks bring their own."""
     if told := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):
-        Path(told).write_text(json.dumps({"data": layout.data, "shared": shared}), encoding="utf-8")
+        Path(told).write_text(json.dumps({"data": data, "shared": shared}), encoding="utf-8")
 
 
 def lay_out(shard: int, tensor: int | None) -> RankLayout:

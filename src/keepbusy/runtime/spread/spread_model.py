@@ -62,11 +62,12 @@ def spread(
     _check_model(model)
     if tensor is not None and tensor > 1 and example is None:
         raise ValueError("spread needs example= with tensor=: a batch on which it finds out which layers can be cut")
+    parts = 1
     if ranks_here() > 1:
         layout = lay_out(shard, tensor)
-        model = _Spreading(model, optimizer, layout, plan, example).model
-        tell_planner(layout, loader is not None)
+        model, parts = _Spreading(model, optimizer, layout, plan, example).model, layout.data
         loader = loader if loader is None else share(loader, layout)
+    tell_planner(parts, loader is not None)
     return (model, optimizer) if loader is None else (model, optimizer, loader)
 
 

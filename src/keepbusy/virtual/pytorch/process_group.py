@@ -103,8 +103,8 @@ class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is no
 #
 # Ranks meet in virtual time: each says when its part could begin, and all learn when the last one could.
 
-_TIME_TAG = 1 << 20
-"""Added to the tag of a message, for the time at which it was sent."""
+_TIME_TAG, _KNOWN_TAG = 1 << 20, 1 << 21
+"""Added to the tag of a message, for the time at which it was sent, and for whether it has values."""
 
 
 class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
@@ -166,16 +166,17 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         meet: Callable[[int], int] | None = None,
         sends: bool = True,
         peer: int = -1,
+        agree: Callable[[int], int] | None = None,
     ) -> Handle:
         """`does` gets the tensors as host tensors and moves their values. `sends`: this rank's are among them.
 
-        `peer`: the other rank of a message.
+        `peer`: the other rank of a message. `meet` and `agree`: as `_last_arrival` and `_all_know`, between these two.
         """
         with DeviceCall(f"nccl:{name}"):
             flat = _flat(tensors)
             device = next((one.get_device() for one in flat if one.is_cuda), -1)
             meet = meet or self._last_arrival
-            if not self._has_values(name, flat, tensors[-1], sends):
+            if not self._has_values(flat, tensors[-1] if sends else [], agree or self._all_know):
                 map_tensors(VALUES.forget, tensors[0])
             elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
                 meet = at_replay(does, tensors, meet)
@@ -187,16 +188,14 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             size = max([_bytes(one) for one in tensors], default=0)
             return Handle(result, device, self._on_clock(name, device, size, meet, peer))
 
-    def _has_values(self, name: str, flat: list[Tensor], given: Any, sends: bool) -> bool:
+    def _has_values(self, flat: list[Tensor], sent: Any, agree: Callable[[int], int]) -> bool:
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
         if VALUES.real or not any(one.is_cuda for one in flat):
             return True
-        if _bytes(flat) > CARRIED_SIZE or name in ("send", "recv"):
-            # a message's sender and receiver know only their own
-            return False
-        known = _number(not sends or all(map(VALUES.known, _flat(given))))
-        self.gloo.allreduce([known], _reducing(dist.ReduceOp.MIN)).wait()
-        return bool(known.item())
+        return _bytes(flat) <= CARRIED_SIZE and bool(agree(all(map(VALUES.known, _flat(sent)))))
+
+    def _all_know(self, mine: int) -> int:
+        return self._agreed(mine, dist.ReduceOp.MIN)
 
     def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
         clock, stream = MACHINE.clock, self._stream(device, peer)
@@ -207,9 +206,12 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return clock.record(stream)
 
     def _last_arrival(self, mine: int) -> int:
-        time = _number(mine)
-        self.gloo.allreduce([time], _reducing(dist.ReduceOp.MAX)).wait()
-        return int(time.item())
+        return self._agreed(mine, dist.ReduceOp.MAX)
+
+    def _agreed(self, mine: int, operation: Any) -> int:
+        number = _number(mine)
+        self.gloo.allreduce([number], _reducing(operation)).wait()
+        return int(number.item())
 
     # the collectives
 
@@ -298,17 +300,18 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("all_to_all", outputs, [outputs, inputs], exchange)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
-        """It is gone once it is under way, whenever the peer asks for it; the time goes with it."""
-
-        def send_time(mine: int) -> int:
-            self._post(_number(mine), peer, tag + _TIME_TAG)
-            return mine
+        """It is gone once it is under way, whenever the peer asks for it; what it must know goes with it."""
 
         def post(ones: list[Tensor]) -> None:
             for one in ones:
                 self._post(one.clone(), peer, tag)
 
-        return self._run("send", tensors, [tensors], post, send_time, peer=peer)
+        def tell(mine: int, beside: int) -> int:
+            self._post(_number(mine), peer, tag + beside)
+            return mine
+
+        meet, agree = partial(tell, beside=_TIME_TAG), partial(tell, beside=_KNOWN_TAG)
+        return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree)
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
@@ -318,14 +321,16 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
 
-        def receive_time(mine: int) -> int:
-            time = _number(mine)
-            self.gloo.recv([time], peer, tag + _TIME_TAG).wait()
-            return int(time.item())
+        def hear(_mine: int, beside: int) -> int:
+            told = _number(0)
+            self.gloo.recv([told], peer, tag + beside).wait()
+            return int(told.item())
 
-        return self._run(
-            "recv", tensors, [tensors], lambda ones: self.gloo.recv(ones, peer, tag), receive_time, peer=peer
-        )
+        def receive(ones: list[Tensor]) -> Any:
+            return self.gloo.recv(ones, peer, tag)
+
+        meet, agree = partial(hear, beside=_TIME_TAG), partial(hear, beside=_KNOWN_TAG)
+        return self._run("recv", tensors, [tensors], receive, meet, sends=False, peer=peer, agree=agree)
 
     def _start_coalescing(self, device: Any) -> None:
         """What is said as one goes one by one here: the values are the same."""
@@ -444,6 +449,7 @@ def patch() -> None:
         "new_group": _new_group,
         "destroy_process_group": _destroy_process_group,
         "get_backend": _get_backend,
+        **dict.fromkeys(("broadcast_object_list", "send_object_list", "recv_object_list"), _objects_by_host),
     }
     ours: dict[str, Callable[..., Any]] = {name: partial(does, getattr(native, name)) for name, does in around.items()}
     replace_everywhere(native, {**ours, "is_nccl_available": lambda: True})
@@ -482,3 +488,8 @@ def _destroy_process_group(native: Callable[..., Any], *args: Any, **kwargs: Any
 def _get_backend(native: Callable[..., Any], group: Any = None) -> Any:
     found = native(group)
     return "nccl" if found == OURS else found
+
+
+def _objects_by_host(native: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """A device that computes nothing would have lost what is put together on it."""
+    return native(*args, device=device if VALUES.real else torch.device("cpu"), **kwargs)
