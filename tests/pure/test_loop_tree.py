@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from keepbusy.instrument.loop_tree import innermost_loops, jumps_of, read_source
 from keepbusy.instrument.loops import Line, SourceLoops
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.step_loop import beside, turned_by
-from keepbusy.recording.gpu_share import GpuShare
+from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.step_detector import ENDS
 from keepbusy.timeline.model import NONE, Ints
@@ -467,6 +469,40 @@ def test_marks_within_a_loop_over_optimizers_are_those_of_the_loop_around_it(
     found = turned_by(marks, [(run.numbers["gan"], line) for line in (1, 2)], innermost_loops(run.looks, None))
     assert found is not None
     assert found.place == "gan.py:1"
+
+
+COLLECTED = """\
+for epoch in range(2):
+    for update in range(10):
+        for row in range(2):
+            collect(row)
+        for batch in batches:
+            batch.step()
+"""
+
+
+def test_what_the_loop_around_a_loop_of_one_turn_does_is_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Transformers' trainer does, with a loop over the batches that are accumulated."""
+    monkeypatch.chdir(tmp_path)
+    run = Watched().program(tmp_path / "trainer.py", COLLECTED)
+    run.at(600, ("trainer", 4)).at(1_400, ("trainer", 6))
+    run.turned("trainer", 3, steady(0, 40, 50)).turned("trainer", 5, [one - 2 for one in steady(0, 20, 100)])
+    run.turned("trainer", 2, steady(0, 20, 100)).turned("trainer", 1, steady(0, 2, 1_000))
+    marks = np.array([round(end * MS) - 3 * MS for end in steady(0, 20, 100)])
+    loops = innermost_loops(run.looks, None)
+    trains = turned_by(marks, [(run.numbers["trainer"], line) for line in (1, 2, 5)], loops)
+    assert trains is not None
+    assert (trains.place, [*beside(trains, loops)]) == ("trainer.py:2", [])
+
+
+def test_a_program_that_is_about_to_import_pytorch_uses_no_gpu_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks from beside it may find a module of which nothing has been executed."""
+    monkeypatch.setitem(sys.modules, "torch.cuda", ModuleType("torch.cuda"))
+    share = GpuShare(lambda: 0)
+    share.read()
+    assert (is_used(), share.fault, bool(share)) == (False, "", False)
 
 
 def test_looks_of_which_none_met_a_turn_say_of_no_turn_where_it_was_slow() -> None:

@@ -312,15 +312,31 @@ def test_of_a_long_run_every_other_look_goes(program: Program, monkeypatch: pyte
     assert len(looks.chains) == 5
 
 
-def test_what_goes_wrong_while_looking_is_kept_and_not_told_there() -> None:
+def test_what_goes_wrong_while_looking_is_kept_and_not_told_there_and_the_next_look_comes() -> None:
+    asked = list[int]()
+
     def frame() -> Any:
-        raise RuntimeError("no frames")
+        asked.append(1)
+        if len(asked) == 1:
+            raise RuntimeError("no frames")
+        watch._let_go()
 
     watch = LoopWatch(Clock(), frame)
     watch._every = 1
     watch._look_on()
     watch.end()
     assert watch.fault == "RuntimeError: no frames"
+    assert len(watch.looks.times) == 1
+
+
+def test_the_time_by_which_a_look_comes_late_passed_where_it_finds_the_program(program: Program) -> None:
+    """The collector holds the interpreter, and nothing can be looked at meanwhile."""
+    program.look(Frame(module(), 4))
+    program.frame = Frame(module(), 9)
+    program.clock.now += 220
+    program.watch.look(due=program.clock.now - 200)
+    assert list(program.watch.looks.times) == [20, 40]
+    assert [program.chain(0)[-1][1], program.chain(1)[-1][1]] == [4, 9]
 
 
 # real counting

@@ -174,20 +174,23 @@ class LoopWatch:
             self._stop.release()
 
     def _look_on(self) -> None:
-        try:
-            while not self._stop.acquire(timeout=max(self._every, self._pace) / 1e9):
-                began = self._clock()
-                self._pace = min(round(GROWTH * self._pace), TIMES_ITS_COST * self._cost)
-                self.look()
+        due = self._clock() + self._every
+        while not self._stop.acquire(timeout=max(0, due - self._clock()) / 1e9):
+            began = self._clock()
+            self._pace = min(round(GROWTH * self._pace), TIMES_ITS_COST * self._cost)
+            try:
+                self.look(min(due, began))
                 took = self._clock() - began
                 self._cost = (7 * self._cost + min(took, 2 * self._cost or took)) // 8  # others may have had their turn
                 if self.meanwhile is not None:
                     self.meanwhile()
-        except Exception as error:  # it would be told on the program's standard error
-            self.fault = f"{type(error).__name__}: {error}"
+            except Exception as error:  # the next one may see more of a program that is about to begin
+                self.fault = f"{type(error).__name__}: {error}"
+            due = self._clock() + max(self._every, self._pace)
 
-    def look(self) -> None:
-        """Note where the program is now.
+    def look(self, due: int | None = None) -> None:
+        """Note where the program is now, and was since the look was due: it held the interpreter there, as the garbage
+        collector does.
 
         The program waits meanwhile, so a frame's line is asked for once an instruction: finding it takes a walk
         through the code's table.
@@ -217,7 +220,7 @@ class LoopWatch:
                     stays[id(frame)] = code, last[1] + 1 if last is not None and last[0] == code else 1
             frame = frame.f_back
         self._last = stays
-        self._note(now, tuple(chain[: -DEEPEST - 1 : -1]), stays)
+        self._note(now if due is None else due, tuple(chain[: -DEEPEST - 1 : -1]), stays)
 
     def _note(self, now: int, chain: tuple[Line, ...], stays: Mapping[int, tuple[int, int]]) -> None:
         looks, counters = self.looks, self._counters

@@ -27,6 +27,12 @@ class _Sample(ctypes.Structure):
     _fields_ = (("time", ctypes.c_ulonglong), ("share", ctypes.c_ulonglong))  # microseconds since 1970; percent
 
 
+def is_used() -> bool:
+    """Whether the program uses its GPU by now; asked from beside it, which may be while it imports PyTorch."""
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
+
+
 class GpuShare:
     """Samples of the GPU that this process uses, once it uses one."""
 
@@ -73,9 +79,10 @@ class GpuShare:
 
     def _find(self) -> bool:
         """The device that PyTorch works on in this process; nobody is waked for it."""
-        torch = sys.modules.get("torch")
-        if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        if not is_used():
             return False
+        import torch
+
         try:
             self._library = ctypes.CDLL("libnvidia-ml.so.1")
             device = ctypes.c_void_p()

@@ -35,7 +35,7 @@ from keepbusy.instrument.loop_tree import (
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.instrument.step_loop import beside, turned_by
-from keepbusy.recording.gpu_share import GpuShare
+from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import step_looks
@@ -100,7 +100,7 @@ class Run:
         self.clock = self.window.clock
         self._sources = SourceLoops(read_source)
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
-        self._shared = SharedWindows(Path(options.shared or self.folder.parent))
+        self._shared = SharedWindows(Path(options.shared or self.folder.parent), self.clock)
         self._further: list[tuple[Occasion, Window]] = []
         self._open_spans: list[tuple[int, int]] = []  # from when to when each window was open
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
@@ -215,8 +215,7 @@ class Run:
 
     def _is_script(self, now: int) -> bool:
         """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""
-        torch: Any = sys.modules.get("torch")
-        if torch is None or not getattr(torch, "cuda", None) or not torch.cuda.is_initialized():
+        if not is_used():
             return False
         self._first_use = self._first_use or now
         if now - self._first_use < _AT_WORK_FOR or self.marks.replays_graphs:
@@ -325,13 +324,15 @@ class Run:
             if self._begins_anew():
                 self.window.beside.add(self._turns)
             self._advance(self._turns)
-        elif (one := self._followed) is not None and not self.window.is_open and not self.others.at_work:
-            is_due = self.marks.count >= one.opens and self.clock() >= one.not_before
-            if is_due:
-                self._turns = 0
-                self._begins_anew()
-                self._add_window(one, brief=True)
-                self._open(self._turns)
+        elif (one := self._followed) is not None and not self.window.is_open and self._is_loop_due(one):
+            self._turns = 0
+            self._begins_anew()
+            self._add_window(one, brief=True)
+            self._open(self._turns)
+
+    def _is_loop_due(self, one: Occasion) -> bool:
+        is_time = 0 < one.opens <= self.marks.count or self.clock() >= one.not_before
+        return is_time and not self.others.at_work
 
     def _begins_anew(self) -> bool:
         """Whether the loop may have begun from the start since this was asked last: what lay in between is no turn."""
@@ -507,6 +508,8 @@ class Run:
 
     def _notes_of_looks(self) -> list[str]:
         said = []
+        if self.loops.fault:
+            said.append(f"Looking at the run failed at times ({self.loops.fault}); what passed then stands elsewhere.")
         if self._first.no_lines:
             said.append(f"Places are operators, not lines: {self._first.no_lines}.")
         if self.others.seen and not self._opened:
@@ -515,8 +518,8 @@ class Run:
 
     def _rank_and_world(self) -> tuple[int, int]:
         """As PyTorch knows them or has known them, or else the launcher."""
-        distributed: Any = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed: Any = sys.modules.get("torch.distributed")  # which may be in the midst of its import
+        if getattr(distributed, "is_initialized", bool)():
             self._place = distributed.get_rank(), distributed.get_world_size()
         return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 

@@ -69,7 +69,7 @@ class Occasion(NamedTuple):
     opens: int = 0
     """From which mark on; 0 is at once."""
     not_before: int = 0
-    """Where no marks come: from when on, by the host's clock."""
+    """Where no marks come any more: from when on, by the host's clock."""
     loop: LoopSite | None = None
     usual: int = 0
     """What a turn of that loop takes."""
@@ -81,29 +81,31 @@ class SharedWindows:
     Nobody waits for anybody: a rank that hears of a window too late, or shares no folder, goes without.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "windows.json"
-        self._began = time.time()  # what was told before is of another run that met here
-        self._number = 0
+    def __init__(self, folder: Path, clock: Callable[[], int]) -> None:
+        self._file, self._clock = folder / "windows.json", clock
+        self._last = time.time_ns()  # what was told before is of another run that met here
 
     def tell(self, occasion: Occasion) -> Occasion:
-        """Returns it as the others will know it: with the number by which their windows are brought together."""
-        self._number += 1
-        told = occasion._replace(about={**occasion.about, "number": self._number})
-        with replacing(self._file, durable=False) as part:
-            part.write_text(json.dumps(told), encoding="utf-8")
+        """Returns it with the number by which the ranks' windows are brought together: that of no other run."""
+        told = occasion._replace(about={**occasion.about, "number": time.time_ns()})
+        with suppress(OSError), replacing(self._file, durable=False) as part:
+            part.write_text(json.dumps(self._shifted(told, time.time_ns() - self._clock())), encoding="utf-8")
         return told
 
     def heard(self) -> Occasion | None:
         """What has been told since this was asked last."""
-        with suppress(OSError, ValueError):
-            if self._file.stat().st_mtime < self._began:
-                return None
+        with suppress(OSError, ValueError, TypeError, LookupError):  # there is none, or somebody else's
             told = Occasion(*json.loads(self._file.read_text(encoding="utf-8")))
-            if told.about["number"] > self._number:
-                self._number = told.about["number"]
-                return told._replace(loop=told.loop and LoopSite(*told.loop))
+            if told.about["number"] > self._last:
+                self._last = told.about["number"]
+                told = told._replace(loop=told.loop and LoopSite(*told.loop))
+                return self._shifted(told, self._clock() - time.time_ns())
         return None
+
+    @staticmethod
+    def _shifted(occasion: Occasion, by: int) -> Occasion:
+        """Hosts agree on the time of day; their clocks since they were switched on have nothing in common."""
+        return occasion._replace(not_before=occasion.not_before and occasion.not_before + by)
 
 
 @dataclass
@@ -142,7 +144,8 @@ class WindowPlan:
 
     def follow(self, told: Occasion) -> None:
         """What the first rank plans, where it is still to come."""
-        if self._has_room() and (self.marks.count < told.opens or self.clock() < told.not_before):
+        is_to_come = self.marks.count < told.opens if told.opens else self.clock() < told.not_before
+        if self._has_room() and is_to_come:
             self.planned = told
 
     def _has_room(self) -> bool:
@@ -179,8 +182,9 @@ class WindowPlan:
 
     def _loops(self) -> Iterator[Occasion]:
         known = {one.about.get("place") for one in self.taken}
-        count, ahead = self.marks.count, self._marks_ahead()
-        opens, not_before = (count + ahead, 0) if count else (0, self.clock() + TOLD_AHEAD if ahead else 0)
+        opens, not_before = self.marks.count, 0
+        if self.shared is not None:
+            opens, not_before = opens and opens + self._marks_ahead(), self.clock() + 2 * TOLD_AHEAD
         for one in self.loops():
             if len(one.ends) < TURNS_KNOWN or one.place in known:
                 continue
