@@ -39,9 +39,6 @@ EXPLAINED = {
     "keepbusy.explain.fix_plan": (
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
-        Threshold("MIDDLE", 0.5, "A read with launches of its step before and after it keeps it from being captured."),
-        Threshold("ONE_FIX", (), "Some remedies are one change however many lines they concern."),
-        Threshold("WHOLE_LOOP", (), "A cause that has no place of its own is one change wherever it waits."),
     ),
     "keepbusy.explain.causes.rounds": (
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
@@ -53,8 +50,7 @@ EXPLAINED = {
     ),
     "keepbusy.explain.causes.syncs": (
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
-        Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them, ..."),
-        Threshold("WORK_BETWEEN", INFINITE, "... but for work of 0.3 ms, which stays."),
+        Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
     ),
     "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
@@ -71,25 +67,13 @@ EXPLAINED = {
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LARGEST_COST", 64.0, "Recording costs no more than eight times what it usually does."),
         Threshold("SLOWEST_HOST", 1.0, "Where that is not enough, the host was slower altogether."),
-        Threshold("fed_as_usual", _unchanged, "A loader is as slow as plain steps show it."),
-        Threshold("_with_ready_batches", _unchanged, "One that plain steps do not wait for had its batches ready."),
-        Threshold("_no_slower_than_steps", _unchanged, "No rank's device has more to do than the plain step takes."),
         Threshold(
             "_no_slower_than_marks",
             lambda _, factor, speed: (factor, speed),
             "The host is as quick as marks saw it with nothing to wait for.",
         ),
     ),
-    "keepbusy.timeline.replay": (
-        Threshold("HELD_UP", INFINITE, "A kernel that stood ready for a millisecond, and began ..."),
-        Threshold("FOLLOWS", -1, "... within 20 µs of a collective's end, was held up by it without an event."),
-    ),
-    "keepbusy.timeline.run_tree": (
-        Threshold("SPARE", 1.0, "Workers are 15% more than what just keeps up."),
-        Threshold("BEARABLE", 0.0, "Workers are enough where the loop waits a hundredth of its time for them."),
-    ),
     "keepbusy.timeline.steps": (
-        Threshold("SAME_PART", INFINITE, "Parts of a step that launch as much but for a fiftieth are the same."),
         Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
         Threshold("RARE_STEP", 0.0, "A step is a rare one if it has a quarter more to do than others."),
         Threshold("LEAVES_LOOP", INFINITE, "A turn with four times the launches of others has left its loop."),
@@ -98,14 +82,8 @@ EXPLAINED = {
 """Of what is made of a recording: measured on the kept recordings whose fixed programs were timed."""
 
 MERGED = {
-    "keepbusy.timeline.ranks": (
-        Threshold("SAME_CLOCK", 0, "Clocks of ranks that differ by less than 0.1 ms are one clock."),
-        Threshold("OTHER_CLOCK", INFINITE, "Clocks 50 ms apart do not tell where windows begin."),
-        Threshold("SKEW", 0, "What comes 50 µs too early came in time: clocks are a little askew."),
-    ),
     "keepbusy.traces.many_ranks": (
-        Threshold("LATE_SHARE", 0.0, "Of many ranks one is late if it takes 3% of a step longer than its kind, ..."),
-        Threshold("USUAL_SPREADS", 0.0, "... and five times as much longer as ranks usually differ by."),
+        Threshold("LATE_SHARE", 0.0, "Of many ranks one is late if it takes 3% of a step longer than its kind."),
     ),
 }
 """Of reading ranks into one timeline: measured on the recordings of several ranks, and on traces of many."""
@@ -234,7 +212,9 @@ BOUNDS = {
     "keepbusy.explain.edit": ("UNLIMITED",),
     "keepbusy.explain.ledger": ("NOISE", "EXACT", "SAMPLED", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
     "keepbusy.explain.places": ("ROWS_NEARBY", "WORTH_NAMING"),
-    "keepbusy.explain.plain": ("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LUCKIEST_RECORDING", "UNREACHABLE"),
+    "keepbusy.explain.plain": (
+        *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LUCKIEST_RECORDING", "UNREACHABLE"),
+    ),
     "keepbusy.explain.causes.host": (),
     "keepbusy.explain.causes.syncs": ("USUAL_BANDWIDTH", "SETUP"),
     "keepbusy.explain.causes.peers": (),
@@ -244,7 +224,7 @@ BOUNDS = {
         *("PENDING_LIMIT", "STEPS", "MOST_ROWS", "NEVER", "CONTINUED", "TYPICAL_GAP", "TYPICAL_LATENCY"),
         *("MEASURED_LAGS", "EARLY_RETURN"),
     ),
-    "keepbusy.timeline.ranks": ("MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
+    "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
     "keepbusy.timeline.run_tree": ("SIMULATED_TURNS", "USUAL_PREFETCH"),
     "keepbusy.timeline.steps": (),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),

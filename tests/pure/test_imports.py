@@ -157,12 +157,12 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 663,
-    "timeline": 2565,
-    "traces": 2439,
+    "timeline": 2530,
+    "traces": 2434,
     "instrument": 2060,
     "recording": 4084,
     "virtual": 8552,
-    "explain": 4309,
+    "explain": 4288,
     "report": 3282,
     "runtime": 5696,
     "cli": 3506,

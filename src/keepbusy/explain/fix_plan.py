@@ -37,7 +37,7 @@ from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Ints, Kind
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, SPARE, LoaderUse, Part
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part
 
 Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3
@@ -51,8 +51,6 @@ AS_GOOD = 0.8
 """A fix that would save this share of what the chosen one saves, and little beyond it, could stand in its place."""
 GENERAL = {"host_work": 1, "launch_bound": 2}
 """Fixes that change the program more than others do: what is nearly as good without them comes first."""
-MIDDLE = 0.05
-"""A value that is read with this share of a step's launches before it and after it is read in the step's middle."""
 COMPILED_AWAY = 0.2
 """Of what launches hold up, what `torch.compile` took away in the mean of four programs measured on an H200: nothing of
 two, a fifth, and three fifths. What calls no module, the backward pass and the optimizer are launched as before."""
@@ -235,7 +233,7 @@ def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
 
 
 def _in_the_middle(scene: Scene, rows: Ints) -> bool:
-    """Whether most of these waits stand between the launches of a step, as a graph of it must not."""
+    """Whether most of these waits stand between the launches of a step: nothing may wait while CUDA captures them."""
     timeline = scene.timeline
     spans, marks = timeline.spans, timeline.marks_of(timeline.ranks[0])
     rank = timeline.rank_of_rows
@@ -245,8 +243,7 @@ def _in_the_middle(scene: Scene, rows: Ints) -> bool:
     step = np.searchsorted(marks, mine, side="right") - 1
     mine, step = mine[step >= 0], step[step >= 0]
     before = np.searchsorted(launches, mine) - edges[step]
-    share = before / np.maximum(1, edges[step + 1] - edges[step])
-    return bool(len(mine)) and bool(((share > MIDDLE) & (share < 1 - MIDDLE)).mean() > 0.5)
+    return bool(len(mine)) and bool(((before > 0) & (before < edges[step + 1] - edges[step])).mean() > 0.5)
 
 
 def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edit:
@@ -488,8 +485,7 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
         return tuple(_no_faster_than(known, use, use.workers, told))
     edit = next((one.edit for one in plan if one.fix == "prepare_in_workers"), None)
     fed = _no_faster_than(rest, use, enough, told)
-    slow = min(saved, use.saved_with(enough, least, SPARE))  # workers share the cores: batches may take longer
-    return replace(_more_workers(use, enough, max(0, saved), max(0, slow), told), edit=edit), *fed
+    return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed
 
 
 def _loader_known(uses: Sequence[LoaderUse], told: Diagnosis) -> LoaderUse | None:
@@ -546,11 +542,11 @@ def _no_faster_than(fixes: Iterable[PlannedFix], use: LoaderUse, workers: int, t
         before = after
 
 
-def _more_workers(use: LoaderUse, enough: int, saved: int, least: int, told: Diagnosis) -> PlannedFix:
-    """A turn of its loop is told as it is on average, waiting included. `least`: what is saved in any case."""
+def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> PlannedFix:
+    """A turn of its loop is told as it is on average, waiting included."""
     batches = max(1, use.batches)
     now = round((use.looped or use.turn * batches + use.waited) / batches)
-    turn, high = now - saved // batches, round((1 + NOISE) * (now - least // batches))
+    turn = now - saved // batches
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
     are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
     are += f", {use.idle} of them without anything to prepare," if use.idle else ""
@@ -564,7 +560,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, least: int, told: Dia
         [Where.of(use.place)] if use.place else [],
         ("input_late",),
         saved // batches,
-        Prediction(turn, turn, max(turn, min(now, high))),
+        Prediction(turn, turn, max(turn, min(now, round((1 + NOISE) * turn)))),
         run_gain=saved,
         reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
         f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "

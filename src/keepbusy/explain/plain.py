@@ -66,23 +66,6 @@ def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
     return timeline.change_spans(work=result.astype(np.int64))
 
 
-def _no_slower_than_steps(timeline: Timeline, plain_step: int) -> Timeline:
-    """Device work of a rank that would take longer than the plain step does: its GPU was slower while it was recorded.
-
-    A step waits for the slowest rank, so that none of them can have more to do in it.
-    """
-    spans, steps = timeline.spans, len(timeline.marks_of(timeline.ranks[0]))
-    computes = timeline.on_device & (spans.kind != Kind.COLLECTIVE)
-    busy = np.bincount(spans.lane[computes], spans.work[computes], len(timeline.lanes)) / steps
-    rank = np.array([lane.rank for lane in timeline.lanes])
-    longest = {one: busy[rank == one].max() for one in timeline.ranks}
-    within = np.array([plain_step / max(plain_step, longest[one]) for one in rank.tolist()])
-    if (within < UNREACHABLE).any():
-        return timeline  # that step is none of this run, as will be said
-    scale = np.where(computes, within[spans.lane], 1.0)
-    return timeline.change_spans(work=(spans.work * scale).astype(np.int64)) if (within < 1).any() else timeline
-
-
 def waits_for_absent_peers(timeline: Timeline) -> Floats:
     """Of each collective whose ranks are not all here, what it takes beyond what its bytes need; of other rows 0.
 
@@ -107,7 +90,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     if plain_step is not None and plain_step == turn_of_part(timeline):
         return _sampled(deflate(timeline, USUAL_COST), plain_step, USUAL_COST)
     if plain_step is not None:
-        timeline = even_hosts(_with_ready_batches(_no_slower_than_steps(timeline, plain_step), plain_step))
+        timeline = even_hosts(_with_ready_batches(timeline, plain_step))
     recorded = pace(timeline)
     if recorded < 1:
         damaged = "shows steps in which no time passes, so its times are damaged; record it again."

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Links, Mask, Timeline, previous_on_lane
+from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
 
 PENDING_LIMIT = 1022
 """Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
@@ -36,8 +36,6 @@ TYPICAL_GAP, TYPICAL_LATENCY = 1_000, 6_000
 MEASURED_LAGS = 50
 EARLY_RETURN = 30_000
 """A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
-HELD_UP, FOLLOWS = 1_000_000, 20_000
-"""A kernel that stood ready for so long, and began so soon after a collective had ended, was held up by it."""
 _KERNEL, _SYNC = int(Kind.KERNEL), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
@@ -290,7 +288,7 @@ def settle(timeline: Timeline) -> Timeline:
     if not len(timeline):
         return timeline
     queues = list(_queues(timeline))
-    timeline = _lags(_behind_collectives(_with_room(timeline, queues)))
+    timeline = _lags(_with_room(timeline, queues))
     awaits, awaited = _awaited(timeline)
     spans, span = timeline.spans, timeline.spans.end - timeline.spans.start
     work = np.where(awaited > spans.start, spans.end - awaited, span)
@@ -298,32 +296,6 @@ def settle(timeline: Timeline) -> Timeline:
     work = np.where(spans.kind == Kind.LAUNCH, _without_back_pressure(timeline, span, queues), work)
     work = np.where(spans.meeting != NONE, spans.end - last_arrival(timeline), work)
     return timeline.change_spans(work=work)
-
-
-def _behind_collectives(timeline: Timeline) -> Timeline:
-    """A kernel for which the GPU has no room beside a collective begins once that has ended, though no event says so.
-
-    It stood ready for long, on a lane of its own that was idle: no other release explains when it began.
-    """
-    spans, links, rank = timeline.spans, timeline.links, timeline.rank_of_rows
-    before = previous_on_lane(spans.lane)
-    ready = np.where(before == NONE, spans.start, spans.end[before])
-    released = np.where(links.kind == LinkKind.LAUNCH, spans.start[links.source], spans.end[links.source])
-    np.maximum.at(ready, links.target, released)
-    late = np.flatnonzero((spans.kind == Kind.KERNEL) & (spans.start - ready > HELD_UP) & (before != NONE))
-    collectives = np.flatnonzero(spans.kind == Kind.COLLECTIVE)
-    collectives = collectives[np.argsort(spans.end[collectives], kind="stable")]
-    found = [
-        (int(one), row)
-        for row in late.tolist()
-        for one in collectives[slice(*np.searchsorted(spans.end[collectives], spans.start[row] - [FOLLOWS, -1]))]
-        if rank[one] == rank[row] and one < row and spans.start[one] < spans.start[row] - HELD_UP
-    ]
-    if not found:
-        return timeline
-    sources, targets = np.array(found).T
-    more = Links.of(len(found), source=sources, target=targets, kind=np.full(len(found), LinkKind.ORDER))
-    return timeline.change(links=Links.concatenate([links, more]))
 
 
 def _lags(timeline: Timeline) -> Timeline:

@@ -13,10 +13,6 @@ from statistics import median
 from keepbusy.timeline.table import NONE
 
 RUN, LOOP, LINE, IMPORTS, FIRST_USE = "run", "loop", "line", "imports", "first use of the GPU"
-SPARE = 1.15
-"""Workers beyond what just keeps up: batches do not all take as long as each other."""
-BEARABLE = 0.01
-"""Of a loop's time, for its batches: for less nobody needs another worker."""
 SIMULATED_TURNS = 4096
 """Turns that the queue of a loader is replayed for; of more, every so many are left out."""
 USUAL_PREFETCH = 2
@@ -120,18 +116,17 @@ class LoaderUse:
         return max(1.0, (self.looped - (self.waited - self.began)) / max(1, self.batches))
 
     def enough(self, shorter: float = 0.0, least: float = 1.0) -> int:
-        """The smallest number of workers that keeps up, as far as there are cores, were each turn that much shorter and
-        none shorter than `least`: with more the run would hardly wait less, what they take to start included."""
+        """The number of workers with which the run waits least, as far as there are cores, were each turn that much
+        shorter and none shorter than `least`; what workers take to start is a wait, too."""
         if self.in_worker == NONE:
             return NONE
         costs = dict[int, int]()
         for workers in range(max(1, self.workers), max(self.workers, self.cores - 1, 1) + 1):
-            waits = self.waits_with(workers, shorter, least, SPARE)
+            waits = self.waits_with(workers, shorter, least)
             costs[workers] = waits + self.starting(workers - self.workers)
             if not waits:
                 break
-        bearable = min(costs.values()) + BEARABLE * self.batches * self._mean
-        return next(workers for workers, cost in costs.items() if cost <= bearable)
+        return min(costs, key=lambda workers: costs[workers])
 
     def pace(self, workers: int) -> float:
         """Nanoseconds from one batch to the next, however soon it is asked for."""
@@ -142,13 +137,12 @@ class LoaderUse:
         first = self.began - self.passes * max(0, self.in_worker)
         return round(max(0, first) / self.workers * workers) if self.workers else 0
 
-    def saved_with(self, workers: int, least: int, spare: float = 1.0) -> int:
+    def saved_with(self, workers: int, least: int) -> int:
         """What the run would no longer wait with so many, were no turn shorter than `least`."""
-        waits = self.waits_with(workers, spare=spare)
-        saved = self.waited - self.began - waits - self.starting(workers - self.workers)
+        saved = self.waited - self.began - self.waits_with(workers) - self.starting(workers - self.workers)
         return min(saved, self.looped - self.batches * least)
 
-    def waits_with(self, workers: int, shorter: float = 0.0, least: float = 1.0, spare: float = 1.0) -> int:
+    def waits_with(self, workers: int, shorter: float = 0.0, least: float = 1.0) -> int:
         """How long the program would wait for batches, but the first of each pass.
 
         Each worker prepares its batches one after the other, and the next one is sent to it when the program takes
@@ -160,9 +154,9 @@ class LoaderUse:
         several = min(self.each, max(1, SIMULATED_TURNS // max(1, len(self.turns))))
         turns = [max(least, one - shorter) for one in self.turns or [self._mean] * min(self.batches, SIMULATED_TURNS)]
         turns = [one for one in turns for _ in range(several)]
-        prepares, ahead, waited = spare * self.in_worker, workers * max(1, self.prefetch or USUAL_PREFETCH), 0.0
+        ahead, waited = workers * max(1, self.prefetch or USUAL_PREFETCH), 0.0
         for first in range(0, len(turns), a_pass):
-            waited += _waited(turns[first : first + a_pass], prepares, workers, ahead)
+            waited += _waited(turns[first : first + a_pass], self.in_worker, workers, ahead)
         return round(waited * self.batches / max(1, len(turns)))
 
 

@@ -18,14 +18,14 @@ from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import LOOP
 
-SAME_PART, OTHER_PART = 0.02, 0.1
-"""Numbers of commands that differ by less are the same part of a step, by more are different ones."""
 ONE_CALL = (
     "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
     "with whatever happens only the first time."
 )
 RARE_STEP = 1.25
 """A rare step takes half as long again as others; recorded, the others may have lost more to it."""
+OTHER_PART = 0.1
+"""Stretches whose numbers of commands differ by more are different parts of a step."""
 LEAVES_LOOP = 4
 """A turn that launches so many times as much as others do has left its loop."""
 
@@ -258,9 +258,8 @@ def commands_between(timeline: Timeline, marks: Ints) -> Ints:
 def period(counts: Ints) -> int:
     """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ."""
     for length in range(2, (len(counts) - 1) // 2 + 1):
-        again = np.abs(counts[:-length] - counts[length:]) <= SAME_PART * counts[length:] + 1
-        turns = [counts[turn::length].mean() for turn in range(length)]
-        if again.all() and max(turns) > (1 + OTHER_PART) * min(turns):
+        turns = counts[:length]
+        if (counts[:-length] == counts[length:]).all() and max(turns) > (1 + OTHER_PART) * min(turns):
             return length
     return 1
 

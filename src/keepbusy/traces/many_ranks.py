@@ -33,9 +33,7 @@ KEPT = 8
 """Ranks that are kept whole: the stragglers first, then who is like most."""
 KEPT_STRAGGLERS = 4
 LATE_SHARE = 0.03
-"""Of a step: a rank that takes so much longer than half of its kind may be late, ..."""
-USUAL_SPREADS = 5.0
-"""... if that is also so many times as much as ranks usually differ by; and so of hosts, half of whose ranks do."""
+"""Of a step: a rank that takes so much longer than half of its kind is late, and a host half of whose ranks do."""
 _OF_HANDLER = re.compile(r"(.+)_\d+\.\d+\.pt\.trace\.json")
 """As `torch.profiler.tensorboard_trace_handler` names its files: host, process and time."""
 
@@ -145,13 +143,10 @@ def _groups(times: Sequence[RankTimes], late: Floats, least: float) -> Iterator[
     for row, one in enumerate(times):
         hosts.setdefault(one.host or f"rank {one.rank}", []).append(row)
     of_hosts = {host: float(np.median(late[rows])) for host, rows in hosts.items() if len(rows) > 1}
-    limit, limit_of_hosts = (
-        max(least, USUAL_SPREADS * float(np.median(np.abs(of)))) for of in (late, [*of_hosts.values()] or late)
-    )
     for host, rows in hosts.items():
         usual = max(0.0, of_hosts.get(host, 0.0))
-        usual = usual if usual > limit_of_hosts else 0.0
-        alone = [row for row in rows if late[row] > usual + limit]
+        usual = usual if usual > least else 0.0
+        alone = [row for row in rows if late[row] > usual + least]
         yield from ([row] for row in alone)
         if usual:
             yield [row for row in rows if row not in alone]

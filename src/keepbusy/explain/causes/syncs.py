@@ -11,8 +11,8 @@ from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Mask
 
-IN_A_ROW, LAUNCHES_BETWEEN, WORK_BETWEEN = 8, 6, 300_000
-"""So many reads of one place, with no more launches and no longer work between them, are a loop over small values."""
+IN_A_ROW, LAUNCHES_BETWEEN = 8, 6
+"""So many reads of one place, with no more launches between them, are a loop over small values."""
 USUAL_BANDWIDTH = 24.0
 """Bytes a nanosecond, from pinned memory over a link that nobody has named: PCIe 4."""
 SETUP = 2_000
@@ -63,7 +63,7 @@ def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         if last - first >= IN_A_ROW:
             rows = np.arange(reads[first] + 1, reads[last])
-            rows = rows[(spans.lane[rows] == lane[first]) & (spans.work[rows] < WORK_BETWEEN)]
+            rows = rows[spans.lane[rows] == lane[first]]
             draft.edit.work[rows] = 0
             draft.culprit[rows] = reads[first]
 
