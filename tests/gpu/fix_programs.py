@@ -14,8 +14,11 @@ def found_by(source: str, path: Path, compiled: Callable[[bytes, str], Any] | No
     """`compiled`: as the fixes have it; as it is written without."""
     path.write_text(source)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compiled(source.encode(), str(path)) if compiled else compile(source, path, "exec"), names)
-    return repr(names["found"])
+    try:
+        exec(compiled(source.encode(), str(path)) if compiled else compile(source, path, "exec"), names)
+        return repr(names["found"])
+    finally:
+        names.clear()  # PyTorch waits five seconds for workers whose loader is only found as garbage
 
 
 def fixed(source: str, path: Path, tried: bool = True, also: Sequence[str] = ()) -> tuple[str, LiveFixes]:
