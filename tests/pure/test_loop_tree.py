@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from watched import MS, Watched, codes_of
 
-from keepbusy.instrument.loop_tree import innermost_loops, jumps_of, read_source, tree_of
+from keepbusy.instrument.loop_tree import innermost_loops, jumps_of, read_source, tree_of, turns_at
 from keepbusy.instrument.loops import Line, SourceLoops
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.step_detector import ENDS
+from keepbusy.recording.window_plan import whole_step
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
 
@@ -404,6 +405,24 @@ def test_another_process_finds_the_loop_by_where_it_stands(train: Watched) -> No
         assert jumps_of(one.site._replace(file="other.py"), train.looks, sources) == (frozenset(), frozenset())
     inner, outer = sorted(innermost_loops(train.looks, half), key=lambda one: -one.site.line)
     assert jumps_of(inner.site, train.looks, sources)[1] == jumps_of(outer.site, train.looks, sources)[0] != frozenset()
+
+
+def test_a_step_is_a_turn_of_the_outermost_loop_whose_turns_a_window_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 5 ms, ten of which are a step, in rounds of a second."""
+    monkeypatch.chdir(tmp_path)
+    text = "for round in range(9):\n    for step in range(20):\n        for piece in pieces:\n            add(piece)\n"
+    run = Watched().program(tmp_path / "stars.py", text).at(9_000, ("stars", 4))
+    run.turned("stars", 3, steady(0, 1_800, 5)).turned("stars", 2, steady(0, 180, 50))
+    run.turned("stars", 1, steady(0, 9, 1_000))
+    loops = innermost_loops(run.looks, half)
+    assert loops[0].place == "stars.py:3"
+    step = whole_step(loops)
+    assert step is not None
+    assert step.place == "stars.py:2"
+    assert set(turns_at(step.site, run.looks, SourceLoops(read_source)).tolist()) == {50 * MS}
+    assert whole_step([]) is None
 
 
 def test_a_loop_that_is_counted_no_further_cannot_be_looked_at(train: Watched) -> None:

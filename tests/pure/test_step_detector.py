@@ -51,3 +51,13 @@ def test_one_that_is_no_more_is_not_waited_for() -> None:
         told.append(rounds.ended(who))
         rounds.forget(who)
     assert told == [BEGINS] + [ENDS] * 5
+
+
+def test_one_that_lives_on_and_steps_no_more_holds_up_those_made_anew_for_a_while() -> None:
+    rounds = Rounds()
+    assert rounds.ended(100) == BEGINS
+    told = []
+    for who in range(20):
+        told.append(rounds.ended(who))
+        rounds.forget(who)
+    assert told == [GOES_ON] * PATIENCE + [BEGINS] + [ENDS] * (19 - PATIENCE)

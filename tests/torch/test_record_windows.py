@@ -409,6 +409,47 @@ def test_a_window_of_unusual_turns_alone_is_opened_anew(
     assert run.notes == []
 
 
+def test_a_program_that_ends_before_the_second_first_window_keeps_the_first(
+    patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    monkeypatch.setattr(run.marks, "plain_step", lambda *near: 1_000)
+    compute(run, range(1, STEPS_BEFORE_WINDOW + WINDOW + 2))
+    assert not run._first.ticks  # another one is to come
+    run.leave()
+    assert [tick[0] for tick in facts_in(run.folder)["ticks"]] == [*range(*SEEN)]
+    pretend(run.folder / TRACE)
+    assert timeline_in(run.folder, {}).facts.recorded == tuple(range(*SEEN))
+
+
+SEEN = STEPS_BEFORE_WINDOW + SETTLING_TURNS, STEPS_BEFORE_WINDOW + WINDOW + 1
+
+
+def test_where_forward_passes_come_before_training_its_steps_are_looked_at(patient: None, tmp_path: Path) -> None:
+    """As where a model is evaluated first: what it does then is no step of the program."""
+    run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    run.is_going_on = True
+    run._hook_in()
+    model, trains = torch.nn.Linear(8, 8), 2 * STEPS_BEFORE_WINDOW + WINDOW
+    for _ in range(STEPS_BEFORE_WINDOW + WINDOW):
+        model(torch.ones(4, 8))
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(trains):
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    for part in (run.marks, run.others, run.loaders):
+        part.end()
+    run.leave()
+    before = STEPS_BEFORE_WINDOW + WINDOW
+    left = facts_in(run.folder)
+    assert run.marks.since == before
+    assert left["opened"] == before + STEPS_BEFORE_WINDOW
+    assert left["ticks"][0][0] == left["opened"] + SETTLING_TURNS
+    assert run.marks.steps().mark[0] == before + 1  # the first optimizer's step began before anybody listened to it
+    assert run.notes == []
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_where_the_profiler_stays_deaf_the_program_is_not_said_to_have_run_nothing(deaf: Run, graphs: bool) -> None:
     """Where graphs are replayed there is no second look."""

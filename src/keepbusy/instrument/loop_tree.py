@@ -86,6 +86,11 @@ class BusyLoop(NamedTuple):
     anew: Ints = np.zeros(0, np.int64)
     """When it may have begun from the start."""
 
+    @property
+    def turns(self) -> Ints:
+        """What those took that follow another one."""
+        return np.diff(self.ends)[follows(self.ends, self.anew)]
+
 
 def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceLoops | None = None) -> list[BusyLoop]:
     """Loops that turn, each without those within it, the one in which the GPU waits longest first."""
@@ -140,6 +145,19 @@ def jumps_of(site: LoopSite, looks: Looks, sources: SourceLoops) -> tuple[Jumps,
             if loop and loop.first <= site.line <= loop.last:
                 found[loop.first == site.line].add((number, jump.argval))
     return frozenset(found[True]), frozenset(found[False])
+
+
+def turns_at(site: LoopSite, looks: Looks, sources: SourceLoops) -> Ints:
+    """What turns of this loop took in the whole run, where they follow another one."""
+    turns = turns_of_loops(looks, sources)
+    took = [np.zeros(0, np.int64)]
+    for (number, first), ends in turns.items():
+        code = looks.codes[number]
+        if (code.co_filename, code.co_name, code.co_firstlineno, first) == site:
+            outer = [(number, loop.first) for loop in sources.around(code, first) if loop.first != first]
+            anew = begun_anew(looks, turns, (number, first), outer[-1] if outer else None)
+            took.append(np.diff(ends)[follows(ends, anew)])
+    return np.concatenate(took)
 
 
 def worth_a_look(loops: Sequence[BusyLoop]) -> list[BusyLoop]:

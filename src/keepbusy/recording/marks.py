@@ -19,7 +19,7 @@ import numpy as np
 
 from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
-from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds
+from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds, StepSource
 from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step, steady
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
@@ -230,6 +230,10 @@ class MarkTable:
         self.host.append(now)
         took[CHECKPOINT] = took[INPUT] = took[COLLECTOR] = 0
 
+    def disown(self) -> None:
+        """None of the marks so far ended a step."""
+        self.says = array("b", [BEGINS]) * len(self.says)
+
     def columns(self) -> tuple[array[int], ...]:
         """A row a mark: when it was set, what it says, the input and the collector before it."""
         return self.host, self.says, self.input, self.collector
@@ -307,6 +311,9 @@ class Marks:
         self._ends = StepEnds(self._ended)
         self._allocations = Allocations()
         self._on_device: DeviceMarks | None = None
+        self._source = StepSource.NOBODY  # of the last mark
+        self.since = 0
+        """So many marks at the beginning ended forward passes of a program that has begun to train since."""
         self._thread = self._waited = self._began = NONE
         self._is_closely_watched = False
         self._settling = 0  # so many marks, once nobody looks closely any more
@@ -443,6 +450,10 @@ class Marks:
         if not table.count:
             self._thread, self._began = threading.get_native_id(), now
             self._waited = without_processor(self._thread)
+        if self._ends.source > self._source == StepSource.FORWARD:
+            table.disown()
+            self.since = table.count
+        self._source = self._ends.source
         closely = verdict != BEGINS and (self._is_closely_watched or self._settling > 0)
         self._settling -= self._settling > 0
         table.add(now, UNDER_WATCH if closely else verdict, self.pauses)
@@ -452,13 +463,7 @@ class Marks:
             self._on_device.drop(table.halve())
         self._allocations.read(number, now)
         if self._on_step is not None:
-            self._tell(number + 1)
-
-    def _tell(self, count: int) -> None:
-        try:
-            self._on_step(count)  # type: ignore[misc]  # there is one
-        except Exception as error:
-            self.fault, self._on_step = f"{type(error).__name__}: {error}", None
+            self._on_step(number + 1)
 
     def _forked(self) -> None:
         """A child of the program's is none of ours."""

@@ -30,6 +30,7 @@ from keepbusy.instrument.loop_tree import (
     jumps_of,
     read_source,
     tree_of,
+    turns_at,
     worth_a_look,
 )
 from keepbusy.instrument.loops import LoopWatch, SourceLoops
@@ -38,9 +39,9 @@ from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
-from keepbusy.recording.turn_times import step_looks
+from keepbusy.recording.turn_times import mean, step_looks, trimmed
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
-from keepbusy.recording.window_plan import Occasion, SharedWindows, WindowPlan, is_granted
+from keepbusy.recording.window_plan import TURNS_KNOWN, Occasion, SharedWindows, WindowPlan, is_granted, whole_step
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import replacing
 from keepbusy.timeline.model import NONE, Timeline
@@ -91,6 +92,7 @@ class Run:
         self._has_left = False  # all that there is
         self.notes: list[str] = []
         self.window = self._first = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory)
+        self._earlier = self._first  # what there is until another first one has seen something
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self.others = OtherProfilers(self._make_way)
         self.loops = LoopWatch()
@@ -142,7 +144,8 @@ class Run:
         told: dict[str, Any] = {"loaders": [], "run": None}
         last = (
             self.unfollow, self.loops.end, self.share.read, self._give_way, self.window.forget, self.marks.end,
-            self.others.end, self.loaders.end, self._know_marks, lambda: told.update(run=asdict(self._tree())),
+            self.others.end, self.loaders.end, self._know_marks, self._know_turns,
+            lambda: told.update(run=asdict(self._tree())),
             lambda: told.update(loaders=[asdict(one) for one in self.loaders.used()]), lambda: self.leave(**told),
         )  # fmt: skip
         for each in last:
@@ -238,11 +241,11 @@ class Run:
         return has_looked and not self.others.seen and not self.marks.replays_graphs
 
     def _unseen_loops(self) -> list[BusyLoop]:
-        """Where nothing announces a step, the loop with most of the GPU's work comes first: its turns are the steps."""
         loops = [one for one in self._know_loops() if one.jumps]
         if self._steps or self._further:
             return [one for one in worth_a_look(loops) if self._is_unseen(one)]
-        return sorted(loops, key=lambda one: (one.time - one.waits, one.time))[-1:]
+        step = whole_step(loops)
+        return [step] if step is not None else []
 
     def _is_unseen(self, one: BusyLoop) -> bool:
         """It did not turn while a window was open, nor did the first one open in it: turns are counted only once a loop
@@ -269,6 +272,13 @@ class Run:
         if self._steps:
             self._know_loops()
             self._marks_facts = self.marks.run(step_looks(self.loops.looks)).as_fact()
+
+    def _know_turns(self) -> None:
+        """What turns of the loops with windows took in the whole run: at first a host is ahead of its GPU."""
+        looks = self.loops.looks
+        for row, (one, window) in enumerate(self._further):
+            if one.loop and len(took := turns_at(one.loop, looks, self._sources)) >= TURNS_KNOWN:
+                self._further[row] = one._replace(usual=mean(trimmed(took))), window
 
     # in the program's own thread
 
@@ -302,6 +312,8 @@ class Run:
             self.marks.look_closely(False)
 
     def _step(self, count: int) -> None:
+        if 0 < self._opened <= self.marks.since and not self.window.is_open:
+            self._look_afresh()  # what it saw came before the program began to train
         if self.window.is_open and self._sees_script():
             self.window.cut()
             if not self.window.is_open:
@@ -401,7 +413,7 @@ class Run:
         passed, alone = self.clock() - self.loops.looks.began, self._rank_and_world()[1] == 1
         if not alone or not is_granted(passed, self._spent(), self._first.cost):
             return self._first.is_blind
-        return self._first.is_blind or self._first.saw_others or self._first.is_slow
+        return self._first.is_blind or self._first.saw_others or self._first.is_slow or not self._first.ticks
 
     def _look_afresh(self) -> None:
         """What an earlier profile of this process has left of CUPTI told nothing. It lets go now, and the next window
@@ -409,15 +421,17 @@ class Run:
         libraries = not self._first.is_slow
         window = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory, libraries=libraries)
         window.cost = self._first.cost
+        self._earlier = self._first if self._first.ticks else self._earlier
         self.window = self._first = window
         self._opened, self._blind = 0, self._steps
 
     def _is_due(self, count: int) -> bool:
         """Ranks open theirs at the same step, and cannot ask each other; a single one waits until it is steady."""
-        if self.others.at_work or count < max(self._after, self._blind and self._blind + STEPS_TO_LET_GO):
+        after = max(self.marks.since + self._after, self._blind and self._blind + STEPS_TO_LET_GO)
+        if self.others.at_work or count < after:
             return False
         told = self._rank_and_world()[1] > 1 or self.options.after is not None
-        return told or count >= LATEST_BEGIN or self.marks.are_steady(ALIKE_STEPS)
+        return told or count >= self.marks.since + LATEST_BEGIN or self.marks.are_steady(ALIKE_STEPS)
 
     @property
     def _after(self) -> int:
@@ -460,14 +474,15 @@ class Run:
 
     def _known(self) -> dict[str, Any]:
         rank, world = self._rank_and_world()
+        first = self._first if self._first.ticks and not self._first.is_open else self._earlier
         return {
             "rank": rank,
             "world": world,
             "steps": self._steps,
             "opened": self._opened,
-            "blind": self._blind > 0 or self._first.is_blind,
-            "closed": bool(self._first.ticks) and not self._first.is_open,
-            **self._about(self._first),
+            "blind": first.is_blind,
+            "closed": bool(first.ticks) and not first.is_open,
+            **self._about(first),
             "further": [
                 {**self._about(window), "folder": window.folder.name, "why": one.why, "about": self._about_look(one)}
                 for one, window in self._further

@@ -32,6 +32,7 @@ class Rounds:
     def __init__(self) -> None:
         self._known: set[int] = set()
         self._stepped: dict[int, int] = {}
+        self._of_gone = 0  # what those stepped that are no more: a program may make another one for each step
         self._missed: set[int] = set()
         self._patience = PATIENCE
         self._only: int | None = None
@@ -53,7 +54,7 @@ class Rounds:
         self._stepped[who] = self._stepped.get(who, 0) + 1
         if len(self._stepped) == len(self._known):
             return self._next(BEGINS if self._fresh else ENDS)
-        if self._stepped[who] > self._patience:
+        if self._stepped[who] + self._of_gone > self._patience:
             self._missed |= self._known - self._stepped.keys()
             self._known = set(self._stepped)
             return self._next(BEGINS)
@@ -63,11 +64,12 @@ class Rounds:
         """It is no more: the next one may well have its number."""
         self._known.discard(who)
         self._missed.discard(who)
-        self._stepped.pop(who, None)
+        self._of_gone += self._stepped.pop(who, 0)
         self._only = None
 
     def _next(self, verdict: int) -> int:
         self._stepped.clear()
+        self._of_gone = 0
         self._fresh = False
         return verdict
 

@@ -191,10 +191,8 @@ class WindowPlan:
             turn = int(np.median(np.diff(one.ends[-TURNS_KNOWN:])))
             if turn <= LONGEST_TURN:
                 turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, WHOLE_TURNS_AFTER // max(1, turn)))
-                about = {"place": one.place}
-                yield Occasion(
-                    LOOP, one.waits, turns, about, opens, not_before, one.site, int(np.median(np.diff(one.ends)))
-                )
+                about, usual = {"place": one.place}, mean(trimmed(one.turns))
+                yield Occasion(LOOP, one.waits, turns, about, opens, not_before, one.site, usual)
 
     def _stalls(self, steps: Steps, longest: int) -> Iterator[Occasion]:
         took = steps.took[steps.plain]
@@ -233,6 +231,15 @@ class WindowPlan:
         took, since = steps.took[steps.plain], steps.mark[steps.plain] >= change.about["began"]
         lasts = not since.any() or differs(took[since], change.about["before"]) != 0
         return float(took[since].sum() / max(1, took.sum())) if lasts else 0.0
+
+
+def whole_step(loops: Sequence[BusyLoop]) -> BusyLoop | None:
+    """Where nothing announces a step it is a turn of the loop in which the GPU works; and of the loops around that, of
+    the outermost whose turns a window holds: pieces of a batch are no steps."""
+    busiest = max(loops, key=lambda one: (one.time - one.waits, one.time), default=None)
+    around = [one for one in loops if busiest is not None and one.nest == busiest.nest[: len(one.nest)]]
+    short = [one for one in around if len(one.turns) >= TURNS_KNOWN and mean(trimmed(one.turns)) <= WHOLE_TURNS_AFTER]
+    return min(short, key=lambda one: len(one.nest), default=busiest)
 
 
 def is_granted(passed: int, spent: int, first: int) -> bool:
