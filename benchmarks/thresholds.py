@@ -65,6 +65,7 @@ EXPLAINED = {
     "keepbusy.explain.scene": (Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),),
     "keepbusy.explain.plain": (
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
+        Threshold("LARGEST_STRETCH", 0.0, "A line stands for no more than twenty times what was recorded of it."),
         Threshold("LARGEST_COST", 64.0, "Recording costs no more than eight times what it usually does."),
         Threshold("SLOWEST_HOST", 1.0, "Where that is not enough, the host was slower altogether."),
         Threshold(

@@ -18,7 +18,7 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, settle
-from keepbusy.timeline.run_tree import LOOP, RUN, Part
+from keepbusy.timeline.run_tree import LOOP, RUN, LineTime, Part
 from keepbusy.timeline.steps import whole_steps
 
 OPERATOR = 25
@@ -255,6 +255,36 @@ def test_a_part_of_a_step_is_a_sample_of_the_plain_one() -> None:
     assert fix.predicted.high > 0.9 * said.plain_step
     assert fix.run_gain == 100 * fix.gain
     assert any("Gains are those of the recorded part" in note for note in said.notes)
+
+
+@pytest.mark.parametrize(
+    ("of_lines", "gain"),
+    [
+        ({8: 0.5, 9: 0.5}, 0.5),  # as much as was recorded of each
+        ({8: 0.2, 9: 0.8}, 0.8),  # the window closed early in the second line
+        ({8: 0.25, 9: 0.25, 12: 0.5}, 0.25),  # nobody saw what the third one does
+        ({7: 1.0}, 0.5),  # the tree knows of none of them apart
+    ],
+)
+def test_the_run_tells_how_much_of_a_turn_each_line_of_a_part_is(of_lines: dict[int, float], gain: float) -> None:
+    """Recorded were 20 ms of launches, and as much work of the host at the next line; a turn takes 100."""
+
+    def body(run: Run) -> None:
+        with run.inside("train.py(8): main", exact=True):
+            for _ in range(400):
+                run.work(45).launch(1)
+        with run.inside("train.py(9): main", exact=True):
+            run.work(20_000, at=["data.py(3): load"]).launch(10)
+
+    part = part_of_a_step(100, body=body)
+    [tree] = part.facts.run.parts
+    lines = tuple(LineTime(f"train.py:{line}", round(share * tree.time)) for line, share in of_lines.items())
+    run = replace(part.facts.run, parts=(replace(tree, lines=lines),))
+    told = explain(part.change_facts(run=run))
+    [fix] = [one for one in told.plan if "host_work" in one.causes]
+    assert fix.alone == pytest.approx(gain * 100 * MS, rel=0.02)
+    assert sum(told.ledger.values()) == told.plain_step == 100 * MS
+    assert told.ledger.get("unknown", 0) == pytest.approx(of_lines.get(12, 0) * 100 * MS, abs=MS)
 
 
 @given(st.floats(0.3, 300), st.floats(0, 1))

@@ -8,7 +8,7 @@ is waiting, of which each cause takes what fixing it takes away, alone and besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 from random import Random
@@ -132,7 +132,8 @@ class Forecast:
         """How the fixed step is spent on the device."""
         if edit not in self._spent:
             timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
-            self._spent[edit] = busy(timeline, steady(timeline)).scaled(ratio)
+            known = busy(timeline, steady(timeline)).scaled(ratio)
+            self._spent[edit] = replace(known, step=known.step + self.plain.unseen)
         return self._spent[edit]
 
     def step(self, edit: Edit) -> int:
@@ -155,7 +156,8 @@ class Forecast:
     def predict(self, edit: Edit) -> Prediction:
         if edit not in self._predicted:
             step, spread = self.step(edit), self.noise // 2
-            other = min(self.plain.step, round(self.other.ratio * pace(apply(self.other.timeline, edit))))
+            other = round(self.other.ratio * pace(apply(self.other.timeline, edit))) + self.other.unseen
+            other = min(self.plain.step, other)
             low, high = min(step, other) - spread, min(self.plain.step, max(step, other) + spread)
             if (alike := self.plain.alike) < 1:  # what was not seen may gain nothing, or go altogether
                 low = max(min(step, self._least(edit)), round(alike * low))

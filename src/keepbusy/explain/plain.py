@@ -7,16 +7,17 @@ replays to the plain step that the user measured. Device work is left as it was 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from keepbusy.explain.causes.peers import even_hosts
 from keepbusy.explain.edit import Floats
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.model import NONE, WORKERS, Kind, Mask, Timeline
-from keepbusy.timeline.replay import pace
+from keepbusy.timeline.frame_roles import INSTALLED, source_line
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, LinkKind, Mask, Timeline
+from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import Part
 
@@ -34,6 +35,8 @@ LUCKIEST_RECORDING = 2.0
 """A recording may catch a better moment of the machine, but not one twice as good."""
 LONGEST_QUEUE = 64.0
 """So many times as long as it seemed a batch may take its workers, since they had prepared some before."""
+LARGEST_STRETCH = 20.0
+"""Of a line that a turn is at for longer than so many times what was recorded of it, too little was seen."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
 
@@ -48,6 +51,7 @@ class Plain:
     factor: float  # how strongly recording was taken out
     alike: float = 1.0  # how much of the plain step can be told from what was recorded, where that is a sample of it
     at_work: int = 0  # in such a step the GPU is at work for so long, as the run's tree has it
+    unseen: int = 0  # of such a step, what passes at lines of which nothing was recorded
 
 
 def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
@@ -88,7 +92,8 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
     """The timeline under which the unchanged run takes the plain step."""
     timeline = _as_long_as_met(timeline)
     if plain_step is not None and plain_step == turn_of_part(timeline):
-        return _sampled(deflate(timeline, USUAL_COST), plain_step, USUAL_COST)
+        part = deflate(timeline, USUAL_COST)
+        return _as_lines_took(_sampled(part, plain_step, USUAL_COST))
     if plain_step is not None:
         timeline = even_hosts(_with_ready_batches(timeline, plain_step))
     recorded = pace(timeline)
@@ -137,6 +142,43 @@ def _sampled(timeline: Timeline, plain_step: int, factor: float) -> Plain:
     ratio, known = plain_step / reached, loop is not None and loop.busy != NONE and len(timeline.ranks) == 1
     at_work = plain_step * loop.busy // max(1, loop.time) if loop is not None and known else 0
     return Plain(timeline, plain_step, ratio, factor, min(ratio, 1 / ratio), at_work)
+
+
+def _as_lines_took(sample: Plain) -> Plain:
+    """Each line of the loop takes what the run's tree has of it, not what the beginning of a turn shows; and what the
+    turn passes at lines that were not met there is unknown."""
+    timeline, facts = sample.timeline, sample.timeline.facts
+    loop = innermost_at(facts.run, facts.loop)
+    if loop is None or len(timeline.ranks) > 1:
+        return sample
+    spans, held = timeline.spans, replay(timeline).spans
+    lines = [line for line in loop.lines if line.time]
+    line = _innermost_of(timeline, [line.place for line in lines])
+    on_main = spans.lane == spans.lane[timeline.marks[0]]
+    known = on_main & (line != NONE)
+    seen = np.bincount(line[known], (held.end - held.start)[known], len(lines))
+    took = np.array([one.time for one in lines], float) * sample.step / loop.time
+    times = np.where(seen * LARGEST_STRETCH < took, 0.0, took / np.maximum(seen, 1.0))
+    if not times.any():
+        return sample
+    launches = timeline.links.kind == LinkKind.LAUNCH
+    line[timeline.links.target[launches]] = line[timeline.links.source[launches]]
+    elsewhere = sample.step / max(1.0, pace(timeline))  # the few rows at no line of the loop
+    scale = np.append(np.where(times > 0, times, 1.0), elsewhere)[line]
+    timeline = timeline.change_spans(work=(spans.work * scale).astype(np.int64))
+    told = min(sample.step, round(took[times > 0].sum()))
+    return replace(sample, timeline=timeline, ratio=told / max(1.0, pace(timeline)), unseen=sample.step - told)
+
+
+def _innermost_of(timeline: Timeline, places: Sequence[str]) -> Ints:
+    """Of each row, which of these lines it stands at; of several the innermost."""
+    frames, number = timeline.frames, {place: index for index, place in enumerate(places)}
+    told = [source_line(name) for name in timeline.names]
+    of_name = [number.get(f"{one[0].removeprefix(INSTALLED)}:{one[1]}", NONE) if one else NONE for one in told]
+    line = np.append(np.array(of_name, np.int64)[frames.name], NONE)
+    for frame in np.flatnonzero((line[:-1] == NONE) & (frames.parent != NONE)).tolist():  # parents stand first
+        line[frame] = line[frames.parent[frame]]
+    return line[timeline.spans.frame]
 
 
 def innermost_at(run: Part | None, place: str) -> Part | None:
