@@ -253,6 +253,15 @@ def test_what_pytorch_prepares_for_each_new_shape_is_not_taken_out_of_the_loop()
     assert (fix.fix, fix.causes) == ("pad_to_few_lengths", ("host_work",))
 
 
+@pytest.mark.parametrize(("collector", "fix"), [(3_000, "collect_between_epochs"), (500, "move_off_the_loop")])
+def test_work_that_takes_as_long_as_the_garbage_collector_is_the_collector(collector: int, fix: str) -> None:
+    def collects(run: Run) -> None:
+        run.launch(200).work(3_200, at=["train.py(31): tidy"])
+
+    marks = {0: PlainRun("optimizer", 100, round(3.3 * MS), 0, 0, collector=collector * US)}
+    assert [one.fix for one in explained(loop(collects, plain_runs=marks)).plan] == [fix]
+
+
 def test_a_message_through_the_host_is_no_work_of_it() -> None:
     def exchanges(run: Run) -> None:
         run.launch(500)

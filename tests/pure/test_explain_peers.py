@@ -205,6 +205,22 @@ def test_what_the_program_averages_by_hand_leaves_with_all_that_is_called_for_it
     assert "3 times a step too often" in cause(found, "exposed_collective").what
 
 
+def test_what_fsdp_gathers_for_each_micro_batch_are_no_gradients() -> None:
+    """Its forward passes call for them along the same path each time, also in the turn that begins behind the last."""
+
+    def gathers(run: Run) -> None:
+        with inside(run, "train.py(98): main", "FSDP::all_gather"):
+            run.collective(2_000, 100 * MB, stream=7)
+
+    def body(run: Run) -> None:
+        gathers(run)
+        passes_of(run, 2, gathers)
+
+    found = told(body, ranks=2)
+    assert cause(found, "exposed_collective").fix == "gather_ahead"
+    assert "micro-batch" not in cause(found, "exposed_collective").what
+
+
 def test_ranks_that_are_sent_the_weights_take_no_step_and_have_no_micro_batches() -> None:
     """Rank 0 alone has an optimizer; the other one's gradients are no more often sent than they are used."""
 

@@ -317,6 +317,30 @@ def test_where_many_turns_take_far_longer_the_mean_is_what_one_takes() -> None:
     assert explain(known.change_facts(run=short)).plain_step == round(0.7 * MS)
 
 
+def test_where_no_step_was_timed_the_loop_tells_what_a_turn_takes() -> None:
+    """As where a run is so short that the window and the warm-up are most of it."""
+    tree = Part(LOOP, "train.py:7", time=70 * MS, turns=100, turn=round(0.7 * MS))
+    run = Part(RUN, time=100 * MS, parts=(tree,))
+    none = {0: PlainRun("optimizer", 0, 0, 0, 0)}
+    told = explain(launch_bound().change_facts(loop="train.py:7", run=run, plain_runs=none))
+    assert (told.plain_step, told.plain_given, told.steps_of_run) == (round(0.7 * MS), True, 100)
+
+
+def test_a_loop_too_quick_for_the_tree_turned_as_often_as_the_one_around_it_has_time_for() -> None:
+    """Marks that were given up have counted a tenth of its turns."""
+
+    def body(run: Run) -> None:
+        with run.inside("train.py(90): main", "train.py(47): spell", exact=True):
+            forward(run)
+
+    outer = Part(LOOP, "train.py:45", function="spell", time=70 * MS, turns=10)
+    others = (Part(LOOP, "train.py:88", function="main", time=90 * MS, turns=2), replace(outer, place="train.py:60"))
+    run = Part(RUN, time=100 * MS, parts=(replace(others[0], parts=(outer, others[1])),))
+    marks = {0: PlainRun("forward", 10, round(0.7 * MS), 0, 0)}
+    timeline = loop(body, run=run, loop="train.py:46", plain_step=round(0.7 * MS), plain_runs=marks)
+    assert explain(timeline).steps_of_run == 100
+
+
 def test_a_run_knows_its_own_plain_step_and_where_that_does_not_fit_the_recorded_steps_are_told() -> None:
     timeline = launch_bound()
     own = explain(timeline.change_facts(plain_step=round(0.7 * MS)))

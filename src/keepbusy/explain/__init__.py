@@ -33,6 +33,7 @@ from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
 from keepbusy.timeline.run_tree import LOOP, Part
 from keepbusy.timeline.steps import (
+    marked_beside,
     sample,
     step_alone,
     stretch_beside,
@@ -78,7 +79,7 @@ def explain(
 
     if plain_step is not None:
         return told(timeline, plain_step)
-    known = timeline.facts.plain_step or turn_of_part(timeline)
+    known = timeline.facts.plain_step or turn_of_part(timeline) or _turn_of_tree(timeline)
     try:
         return told(timeline, known)
     except BadInput as misfit:
@@ -115,6 +116,12 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
     return replace(told, plan=plan_of_run(told, facts.loaders))
 
 
+def _turn_of_tree(timeline: Timeline) -> int | None:
+    """What a turn of the recorded loop usually takes, where no steps were timed."""
+    loop = innermost_at(timeline.facts.run, timeline.facts.loop)
+    return loop.usual if loop is not None and loop.turns and not timeline.facts.virtual else None
+
+
 def _of_that_loop(timeline: Timeline, loop: Part) -> Timeline:
     """Its own turns tell what a step takes; those of the other loop do not."""
     typical = (loop.low + loop.high) // 2 if loop.low != NONE else None
@@ -135,7 +142,7 @@ def _explained(
     loop: Part | None,
 ) -> Diagnosis:
     say("finding the steps", 0.0)
-    timeline = _with_turn_around(within_loop(timeline))
+    timeline = _with_turn_around(timeline)
     whole = whole_steps(ordinary_steps(timeline), plain_step)
     window = sample(whole)
     say("replaying the plain run", 0.2)
@@ -175,8 +182,11 @@ def _as_planned(causes: Sequence[Cause], workers: PlannedFix) -> Iterator[Cause]
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     """Of a run whose marks nobody counted. One step may be several of those that were marked."""
-    if timeline.facts.loop and (turns := _turns_at(timeline.facts.run, timeline.facts.loop)):
+    facts = timeline.facts
+    if facts.loop and (turns := _turns_at(facts.run, facts.loop)):
         return turns
+    if facts.loop and facts.plain_step and (around := _loop_of_marks(timeline)):
+        return around.time // facts.plain_step
     if not timeline.facts.virtual or timeline.facts.plain_runs:
         return 0
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
@@ -185,11 +195,14 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
 
 def _with_turn_around(timeline: Timeline) -> Timeline:
     """With what was recorded between two runs of the loop as a window on the loop around it, where nothing else is."""
-    run, between = timeline.facts.run, stretch_beside(timeline) if timeline.facts.beside else None
-    inner = innermost_at(run, timeline.facts.loop)
+    run, inner = timeline.facts.run, innermost_at(timeline.facts.run, timeline.facts.loop)
     around = next((part for part in run.within() if inner in part.parts), None) if run is not None else None
     known = {one.facts.reason.place for one in timeline.further if one.facts.reason}
-    if between is None or inner is None or around is None or around.kind != LOOP or around.place in known:
+    if inner is None or around is None or around.kind != LOOP or around.place in known:
+        return timeline
+    timeline = marked_beside(timeline)
+    between = stretch_beside(timeline)
+    if between is None:
         return timeline
     within = sum(part.time for part in around.parts if part.kind == LOOP) // max(1, around.turns)
     window = between.change(further=()).change_facts(
@@ -219,6 +232,20 @@ def _turns_at(run: Part | None, place: str) -> int:
     """How often a loop of the run turned, the innermost of those at a line; 0 where nobody counted."""
     loop = innermost_at(run, place)
     return loop.turns if loop is not None else 0
+
+
+def _loop_of_marks(timeline: Timeline) -> Part | None:
+    """The innermost loop of the run's tree that the recorded turns stand in; theirs was too quick for the tree."""
+    run, frames, lines = timeline.facts.run, timeline.frames, list[tuple[str, int, str]]()
+    for frame in frames.around(int(timeline.spans.frame[timeline.marks[0]])):
+        lines += filter(None, [source_line(timeline.names[frames.name[frame]])])
+    loops = [part for part in (run.within() if run is not None else ()) if part.kind == LOOP]
+    for file, line, function in lines:
+        here = [(Where.of(one.place), one) for one in loops if one.function == function]
+        found = [(where.line, one.turns, one) for where, one in here if where.file == file and where.line <= line]
+        if found:
+            return max(found, key=lambda one: one[:2])[2]
+    return None
 
 
 def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int) -> None:

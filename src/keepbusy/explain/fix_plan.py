@@ -37,7 +37,7 @@ from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Ints, Kind
 from keepbusy.timeline.plain_run import RareStall
 from keepbusy.timeline.replay import MOST_ROWS
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part, SlowTurns
 
 Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3
@@ -653,14 +653,18 @@ def _place_of(stall: RareStall, told: Diagnosis) -> str:
 
 
 def _seen_at(stall: RareStall, told: Diagnosis) -> list[str]:
-    """The innermost line that marks saw, then those of turns that stall as often and as long in the run's tree.
+    """The innermost line that marks saw, then those that looks found for as long.
 
     Marks look at the few steps that stall, and the tree at all that the program did.
     """
+    return [*map(_place, stall.lines[-1:]), *(kind.place for kind in _in_the_tree(stall, told))]
+
+
+def _in_the_tree(stall: RareStall, told: Diagnosis) -> list[SlowTurns]:
+    """Turns that stall as often and as long in the run's tree, which misses none where a window was open."""
     kinds = [kind for part in (told.run.within() if told.run else ()) for kind in part.kinds if kind.place]
     alike = [kind for kind in kinds if kind.count > 1 and round(kind.every) == round(stall.every)]
-    same = [kind.place for kind in alike if max(kind.longer, stall.time) <= 2 * min(kind.longer, stall.time)]
-    return [*map(_place, stall.lines[-1:]), *same]
+    return [kind for kind in alike if max(kind.longer, stall.time) <= 2 * min(kind.longer, stall.time)]
 
 
 def _place(name: str) -> str:
@@ -676,6 +680,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
     idle = _idle_at(_place_of(stall, told), stall, told)
     gain = idle - (idle // ranks if remedy.fix == "share_among_ranks" else 0)
     after = told.plain_step + stall.time - gain
+    total = max(stall.total, *(kind.total for kind in _in_the_tree(stall, told)), 0)
     return (
         _row(
             remedy,
@@ -683,7 +688,7 @@ def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
             ("peer_late" if ranks > 1 else "host_work",),
             gain,
             Prediction(after, after, told.plain_step + stall.time),
-            run_gain=round(stall.total * gain / max(1, stall.time)),
+            run_gain=round(total * gain / max(1, stall.time)),
             reason="It was timed over the whole run, and not recorded closely.",
             every=stall.every or told.steps_of_run,
         ),

@@ -174,16 +174,25 @@ def _of_work(seen: Seen) -> Remedy | None:
         return PARTICULAR["checkpoint"]
     if _prepares(seen):
         return PARTICULAR["pad_lengths"]
+    if _collects(seen):
+        return PARTICULAR["collect_between"]
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
 
 
 def _prepares(seen: Seen) -> bool:
     """Whether it is PyTorch that works, before it launches a kernel: cuDNN looks for one whenever a shape is new."""
     scene, frame = seen.scene, seen.scene.timeline.spans.frame[seen.rows]
-    frames, work = scene.timeline.frames, scene.timeline.spans.work[seen.rows]
-    computes = ~scene.launch_free & ~scene.frames_with(Role.MOVES | Role.READS | Role.MAKES | Role.BACKWARD)
-    operators = np.append((frames.kind == FrameKind.OPERATOR) & computes, False)
-    return bool(2 * work[operators[frame]].sum() > work.sum())
+    work = scene.timeline.spans.work[seen.rows]
+    layers = np.append(scene.frames_with(Role.LAYER) & ~scene.launch_free, False)
+    return bool(2 * work[layers[frame]].sum() > work.sum())
+
+
+def _collects(seen: Seen) -> bool:
+    """Whether it takes as long as Python's garbage collector does in each step."""
+    timeline = seen.scene.timeline
+    collector = max((run.collector for run in timeline.facts.plain_runs.values()), default=0)
+    takes = timeline.spans.work[seen.rows].sum() / seen.scene.steps / len(timeline.ranks)
+    return bool(takes < 2 * collector < 4 * takes)
 
 
 def _writes(seen: Seen) -> bool:

@@ -180,9 +180,13 @@ def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
 def within_loop(timeline: Timeline) -> Timeline:
     """Of a window on a loop: its last turn before it is left goes on until it is entered again, and what the program
     does until then lies beside the loop."""
-    facts = timeline.facts
-    is_of_loop = facts.loop if facts.reason is None else facts.reason.why == LOOP
-    if not is_of_loop or facts.beside or len(timeline.marks) < 3:
+    reason = timeline.facts.reason
+    return marked_beside(timeline) if reason is not None and reason.why == LOOP else timeline
+
+
+def marked_beside(timeline: Timeline) -> Timeline:
+    """The turns that go on until the loop is entered again launch far more than others."""
+    if timeline.facts.beside or len(timeline.marks) < 3:
         return timeline
     launched = commands_between(timeline, timeline.marks_of(timeline.ranks[0]))
     beside = np.flatnonzero(launched > LEAVES_LOOP * np.median(launched)).tolist()

@@ -75,13 +75,16 @@ class BackwardPass:
     later: frozenset[int] = frozenset()  # paths of what launches after the last pass, before the optimizer does
 
     def gradients_of(self, scene: Scene, travels: Mask) -> Ints:
-        """Its collectives: those that PyTorch launches as gradients are done, and those of the program afterwards."""
+        """Its collectives: those that PyTorch launches as gradients are done, and those of the program afterwards. What
+        FSDP gathers then are parameters, which each pass needs."""
         launch, rank = scene.launch, scene.timeline.rank_of_rows
         rows = np.flatnonzero(travels & (launch >= self.first) & (launch < self.end))
         rows = rows[rank[rows] == scene.timeline.lanes[self.main].rank]
         after = launch[rows] > self.last
         frame = scene.timeline.spans.frame[launch[rows]]
-        known = np.isin(scene.path[frame], list(self.later)) & (frame != NONE)
+        known = (
+            np.isin(scene.path[frame], list(self.later)) & (frame != NONE) & ~scene.within(Role.SHARDS)[launch[rows]]
+        )
         return rows[np.where(after, known, scene.hands_over_gradients[launch[rows]])]
 
     def scaled(self, scene: Scene) -> Ints:
