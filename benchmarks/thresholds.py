@@ -45,7 +45,7 @@ EXPLAINED = {
     ),
     "keepbusy.explain.causes.peers": (
         Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
-        Threshold("UNEQUAL_BY", INFINITE, "Device work is unequal where a rank has 0.5 ms more of it than its peers."),
+        Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
     "keepbusy.explain.causes.syncs": (

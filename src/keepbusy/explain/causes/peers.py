@@ -21,8 +21,8 @@ LATE_BY = 1_000_000
 """A host is late in a stretch if it spends this much longer there than its peers."""
 WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
 """What is around the calls that are made of gradients, and no part of them."""
-UNEQUAL_BY = 500_000
-"""Device work varies less: a rank that has so much more of it than its peers is given more."""
+UNEQUAL_TIMES = 1.1
+"""Device work is unequal where a rank has so many times as much of it as its peers."""
 
 
 def find_exposed(scene: Scene) -> Finding:
@@ -333,7 +333,7 @@ def _share_device_work(scene: Scene, draft: Draft) -> None:
     spent, stretch = device_work(scene)
     mean = spent.sum(axis=1) / scene.steps
     peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
-    late = mean - peers > UNEQUAL_BY
+    late = mean > UNEQUAL_TIMES * peers
     if not late.any():
         return
     rows = np.flatnonzero(stretch != NONE)
