@@ -13,7 +13,7 @@ The host's half, threads and what encloses their calls, is in `host_threads.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from threading import get_ident
 from typing import Any
@@ -22,7 +22,7 @@ from keepbusy.timeline.frame_roles import OWN_STEP, PROFILER_STEP, STEP_MARKS
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
-from keepbusy.virtual.clock.rows import Rows
+from keepbusy.virtual.clock.rows import Launch, Rows
 from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Graph, Moment, Node, StreamQueue
 from keepbusy.virtual.costs.device import Device
 
@@ -67,7 +67,7 @@ class Clock:
         self.device, self.rank, self.devices = device, rank, devices
         self.raises: Callable[[str, int], Exception] = CaptureError
         """Makes what is raised where CUDA would return an error of this text and number."""
-        self.rows = Rows()
+        self.rows = Rows(Launch(device.host.launch, device.queue.gap, device.queue.latency))
         self.lock = threading.RLock()
         self._real = real
 
@@ -177,7 +177,7 @@ class Clock:
         """An operator of the device begins. Until `end`, real time is ours."""
         host = self.pause()
         with self.lock:
-            self._dispatch(host, name, place)
+            host.work(self._dispatch(host, name, place))
             host.depth += 1
             host.open(_OPERATOR, name)
 
@@ -241,18 +241,17 @@ class Clock:
         """An operator that launches nothing: a view, memory alone. In the backward pass it is a node of its own."""
         host.modelled_time += self.device.host.backward if host.in_backward else self.device.host.view
 
-    def _dispatch(self, host: HostThread, name: str, place: int) -> None:
-        """What the program did since it was last seen, up to an operator of the device.
+    def _dispatch(self, host: HostThread, name: str, place: int) -> int:
+        """How long the program was at work since it was last seen, up to an operator of the device at its place.
 
         From the operator before, at least what dispatching this one costs the device's own host, however
         quick this machine is.
         """
         if host.depth:
-            return
+            return 0
         if place != host.place:
             host.go_to(place)
-        least = self._dispatch_cost(name, host.in_backward or host.lane > 0)
-        host.work(host.take_dispatch_time((place, name), least))
+        return host.take_dispatch_time((place, name), self._dispatch_cost(name, host.in_backward or host.lane > 0))
 
     def await_others(self, name: str, last_arrival: Callable[[int], int]) -> None:
         """The host meets other processes, as `last_arrival` says: given when this one came, it returns when all had.
@@ -316,25 +315,44 @@ class Clock:
 
     # commands
 
-    def operator(self, name: str, place: int, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
-        """`begin`, `launch` and `end` at once, for an operator that only launches kernels: the usual one.
+    def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
+        """`begin`, `launch` and `end` at once, for an operator that only launches kernels.
 
-        Called when its values are computed, while the calling thread is paused.
+        Called when its values are computed, while the calling thread is paused. The usual one launches one kernel, and
+        nothing but its stream holds that up: it is written down at once.
         """
         host, line, rows = self.threads[get_ident()], self._streams[stream], self.rows
         with self.lock:
-            if not host.depth:
-                self._dispatch(host, name, place)
-            outer = host.frame
-            host.frame = frame = rows.open(host.lane, _OPERATOR, rows.names[name], outer, host.now)
-            try:
-                if host.modelled_time:
-                    host.work_modelled_time()
-                for kernel, work in kernels:
-                    self._launch(host, line, kernel, work)
-            finally:  # a capture that has failed refuses them
-                rows.frame_ends[frame] = host.now
-                host.frame = outer
+            work = self._dispatch(host, name, place)
+            if len(kernels) != 1 or host.depth or host.marks or host.releases or line.awaited or self._captures:
+                self._operator(host, line, name, work, kernels)
+                return
+            ((kernel, lasting),) = kernels
+            cost, gap, latency = rows.launch
+            called = host.now + work
+            oldest, ready, free = line.ends[line.place], called + latency, line.tail + gap
+            returned, start = (oldest if oldest > called else called) + cost, free if free > ready else ready
+            launch = rows.operator(
+                host.lane, line.lane, rows.names[name], rows.names[kernel], host.frame, host.now, work, returned, start,
+                lasting,
+            )  # fmt: skip
+            host.now, host.last = returned, launch
+            line.append(launch, launch + 1, start + lasting)
+
+    def _operator(
+        self, host: HostThread, line: StreamQueue, name: str, work: int, kernels: Sequence[tuple[str, int]]
+    ) -> None:
+        """The same, whatever it launches and waits for."""
+        host.work(work)
+        outer = host.frame
+        host.frame = self.rows.open(host.lane, _OPERATOR, self.rows.names[name], outer, host.now)
+        try:
+            host.work_modelled_time()
+            for kernel, lasting in kernels:
+                self._launch(host, line, kernel, lasting)
+        finally:  # a capture that has failed refuses them
+            self.rows.close(host.frame, host.now)
+            host.frame = outer
 
     def launch(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
         """What an operator launches: kernels by name and work, a launch each."""
@@ -658,10 +676,7 @@ class Clock:
             for source, _ in line.awaited.values():
                 rows.link(source, row, LinkKind.ORDER, queue.gap)
             line.awaited.clear()
-        line.tail, line.last = end, row
-        if launch != line.launch:  # all commands of one launch, a graph's, take one place in the queue
-            line.place, line.launch = (line.place + 1) % len(line.ends), launch
-        line.ends[line.place - 1] = end
+        line.append(launch, row, end)
         return row
 
     def _sync(

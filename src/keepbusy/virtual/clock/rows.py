@@ -7,14 +7,26 @@ one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import NONE, Frames, Ints, Kind, Lane, LinkKind, Links, MemoryUse, Spans, Timeline
+from keepbusy.timeline.model import (
+    NONE,
+    FrameKind,
+    Frames,
+    Ints,
+    Kind,
+    Lane,
+    LinkKind,
+    Links,
+    MemoryUse,
+    Spans,
+    Timeline,
+)  # fmt: skip
 from keepbusy.timeline.run_facts import RunFacts
 
 COLUMNS = (
@@ -22,8 +34,11 @@ COLUMNS = (
 )  # fmt: skip
 """Of a row as the clock writes it; then its launch, and the lag after it."""
 _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
+_ORDINARY = dict.fromkeys(("frame", "awaits", "group", "pinned", "launch"), NONE)
+"""Of columns that are not mentioned; of all others it is zero."""
 PACKED = 1 << 16
-_WORK = int(Kind.WORK)
+_LAUNCH = "cudaLaunchKernel"
+_WORK, _OPERATOR = int(Kind.WORK), int(FrameKind.OPERATOR)
 
 
 class Packed:
@@ -35,17 +50,17 @@ class Packed:
     def __init__(self, width: int) -> None:
         self.count = 0
         self._row = Struct(f"{width}q")
-        self._bytes = self._row.pack
+        self._bytes, self._full = self._row.pack, PACKED * self._row.size
         self._fresh = bytearray()
         self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
 
     def add(self, *row: int) -> int:
         """Its number."""
-        number = self.count
-        if number % PACKED == 0 and self._fresh:
+        fresh, number = self._fresh, self.count
+        if len(fresh) >= self._full:
             self._blocks.append([_narrow(column) for column in self._unpacked()])
-            self._fresh.clear()
-        self._fresh += self._bytes(*row)
+            fresh.clear()
+        fresh += self._bytes(*row)
         self.count = number + 1
         return number
 
@@ -81,17 +96,27 @@ class Names(dict[str, int]):
         return self.setdefault(text, len(self))
 
 
+class Launch(NamedTuple):
+    """What every launch of a kernel has in common."""
+
+    cost: int  # of the call
+    gap: int  # before the kernel, where it has to wait for another one
+    latency: int  # where it has not
+
+
 class Rows:
     """Spans, links, frames and names, as they come."""
 
-    def __init__(self) -> None:
-        self.names = Names({"": 0})
+    def __init__(self, launch: Launch = Launch(0, 0, 0)) -> None:  # noqa: B008  # it does not change
+        self.launch = launch
+        self.names = Names({"": 0, _LAUNCH: 1})
         self.lanes: list[Lane] = []
         self.marks: list[int] = []
         self.spans = Packed(len(COLUMNS) + 2)
         self._links = Packed(4)
         self.frames = Packed(len(_FRAME_COLUMNS))
         self.frame_ends = array("q")
+        self._operators = Packed(12)
         self.memory = Packed(8)
         """Blocks that came or went: lane, device, time, address, bytes, reserved, bytes asked for, whether small."""
         self.add: Callable[..., int] = self.spans.add
@@ -113,6 +138,23 @@ class Rows:
     def link(self, source: int, target: int, kind: LinkKind, lag: int = 0) -> None:
         self._links.add(source, target, kind, lag)
 
+    def operator(
+        self, lane: int, stream: int, name: int, kernel: int, parent: int, begin: int, work: int, returned: int,
+        start: int, lasting: int,
+    ) -> int:  # fmt: skip
+        """The usual operator, in one row here: the host works up to it, and in its frame it launches one kernel.
+
+        Returns the row of the launch; the kernel's is the next one.
+        """
+        spans, frames = self.spans, self.frames
+        first, frame = spans.count, frames.count
+        self._operators.add(first, frame, lane, stream, name, kernel, parent, begin, work, returned, start, lasting)
+        frames.count = frame + 1
+        self.frame_ends.append(returned)
+        launch = first + 1 if work else first
+        spans.count = launch + 2
+        return launch
+
     def open(self, lane: int, kind: int, name: int, parent: int, start: int) -> int:
         """A frame; `close` it, or it lasts until the timeline is made."""
         self.frame_ends.append(NONE)
@@ -123,7 +165,7 @@ class Rows:
 
     def timeline(self, now: Mapping[int, int], facts: RunFacts) -> Timeline:
         """All so far. Frames still open end `now`, at the time of their lane."""
-        columns = self.spans.columns()
+        columns = self.columns()
         launch, latency = columns[-2], columns[-1]
         return Timeline(
             lanes=tuple(self.lanes),
@@ -136,6 +178,30 @@ class Rows:
             memory=self._all_memory(),
             facts=facts,
         )
+
+    def columns(self) -> Ints:
+        """The spans, transposed: those of the usual operators stand in the places that were left for them."""
+        first, frame, lane, stream, _, kernel, parent, begin, work, returned, start, lasting = self._operators.columns()
+        cost, gap, latency = self.launch
+        works = work > 0
+        launch = first + works
+        columns = np.empty((len(COLUMNS) + 2, self.spans.count), np.int64)
+        _fill(
+            columns, (*COLUMNS, "launch", "latency"), self.spans.columns(),
+            (first[works], {
+                "lane": lane[works], "kind": _WORK, "frame": parent[works], "start": begin[works],
+                "end": (begin + work)[works], "work": work[works],
+            }),
+            (launch, {
+                "lane": lane, "kind": Kind.LAUNCH, "name": self.names[_LAUNCH], "frame": frame,
+                "start": begin + work, "end": returned, "work": cost,
+            }),
+            (launch + 1, {
+                "lane": stream, "kind": Kind.KERNEL, "name": kernel, "start": start, "end": start + lasting,
+                "work": lasting, "lag": gap, "launch": launch, "latency": latency,
+            }),
+        )  # fmt: skip
+        return columns
 
     def _all_memory(self) -> MemoryUse:
         lane, device, time, block, size, reserved, *_ = self.memory.columns()
@@ -157,8 +223,21 @@ class Rows:
         )
 
     def _all_frames(self, now: Mapping[int, int]) -> Frames:
-        columns = self.frames.columns()
+        _, frame, lane, _, name, _, parent, begin, work, *_ = self._operators.columns()
+        columns = np.empty((len(_FRAME_COLUMNS), self.frames.count), np.int64)
+        operators = {"lane": lane, "kind": _OPERATOR, "name": name, "parent": parent, "start": begin + work}
+        _fill(columns, _FRAME_COLUMNS, self.frames.columns(), (frame, operators))
         end = np.array(self.frame_ends, np.int64)
         current = np.array([now.get(lane, 0) for lane in range(len(self.lanes))], np.int64)
         end = np.where(end == NONE, current[columns[0]], end)
         return Frames.of(len(end), **dict(zip(_FRAME_COLUMNS, columns, strict=True)), end=end)
+
+
+def _fill(columns: Ints, names: Sequence[str], plain: Ints, *others: tuple[Ints, Mapping[str, Any]]) -> None:
+    """Some rows by their places and what is known of them, and all the rest in the order in which they came."""
+    free = np.ones(columns.shape[1], bool)
+    for places, known in others:
+        free[places] = False
+        for column, name in zip(columns, names, strict=True):
+            column[places] = known.get(name, _ORDINARY.get(name, 0))
+    columns[:, free] = plain

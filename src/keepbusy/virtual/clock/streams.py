@@ -43,6 +43,13 @@ class StreamQueue:
         self.place = 0  # of the next one
         self.launch = NONE  # that came last with commands of its own
 
+    def append(self, launch: int, row: int, end: int) -> None:
+        """A command. All of one launch, a graph's, take one place in the queue."""
+        self.tail, self.last = end, row
+        if launch != self.launch:
+            self.place, self.launch = (self.place + 1) % len(self.ends), launch
+        self.ends[self.place - 1] = end
+
     def until(self) -> int:
         """When everything that stands in it now, or that it waits for, has ended."""
         return max([self.tail, *(end for _, end in self.awaited.values())]) if self.awaited else self.tail
