@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from keepbusy.virtual.pytorch.kernels import Kernel
+
 CALLS: dict[str, Callable[[Tensor, int], Any]] = {
     "a number that changes": lambda x, turn: x * (1.5 + turn),
     "a number in a keyword": lambda x, turn: torch.add(x, x, alpha=1 + turn),
@@ -21,6 +23,9 @@ CALLS: dict[str, Callable[[Tensor, int], Any]] = {
     "a list of tensors": lambda x, turn: torch.cat([x] * (2 + turn % 2)),
     "lists, in place": lambda x, turn: torch._foreach_mul_([x.clone()] * (1 + turn % 2), 1.0 + turn),
     "several results": lambda x, turn: torch.sort(x, dim=turn % 2),
+    "a choice of results": lambda x, turn: torch.ops.aten.native_layer_norm_backward(
+        x, x, [6], x.mean(1, True), x.mean(1, True), x[0], x[0], [True, bool(turn % 2), False]
+    ),
     "drawing": lambda x, turn: functional.dropout(x, 0.25 + 0.25 * (turn % 2)),
     "sixteen bits": lambda x, turn: torch.linalg.vector_norm(x.half() if turn % 2 else x),
     "a tensor of one value on the host": lambda x, turn: x * torch.tensor(2.0 + turn),
@@ -51,6 +56,19 @@ def test_a_call_seen_before_launches_the_same(machine: Any, name: str) -> None:
         new.append(launched(machine, lambda turn=turn: call(turn)))  # type: ignore[misc]
     assert seen == new
     assert all(seen)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_known_once_its_like_was_seen(machine: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(24.0, device="cuda").view(4, 6)
+    for turn in range(4):
+        CALLS[name](x, turn)
+    careful: list[str] = []
+    run = Kernel._run
+    monkeypatch.setattr(Kernel, "_run", lambda kernel, *given: careful.append(kernel.name) or run(kernel, *given))
+    for turn in range(4):
+        CALLS[name](x, turn)
+    assert careful == [] or "host" in name
 
 
 def test_numbers_that_change_are_not_remembered(machine: Any) -> None:

@@ -67,11 +67,14 @@ class Places:
             kind = kinds.get(code)
             if kind is None:
                 kind = self._meet(frame.f_code)
+            if kind == HIDDEN:  # most are
+                frame = frame.f_back
+                continue
             if kind == USER:
                 key += (code, frame.f_lasti)
             elif kind == OUTSIDE:
                 break
-            elif kind != HIDDEN and library is None and not key:
+            elif library is None and not key:
                 library = (code, frame.f_lasti)
             frame = frame.f_back
         whole = (*key[: 2 * KEPT_USER_LINES], library)

@@ -149,8 +149,9 @@ class Machine:
 
     # streams
 
-    def stream(self, device: int) -> int:
-        chosen = self.clock.host().chosen_streams.get(device)
+    def stream(self, device: int, host: HostThread | None = None) -> int:
+        """The current one of a device, for the calling thread."""
+        chosen = (host or self.clock.host()).chosen_streams.get(device)
         return self.clock.default_stream(device) if chosen is None else chosen
 
     def choose_stream(self, device: int, stream: int | None) -> int | None:
@@ -172,7 +173,10 @@ class Machine:
 
     def pause_at(self) -> tuple[HostThread, int]:
         """The same, and the place of the call: see `place`."""
-        host, place, onlooker = self.pause(), self.places.here(), self._onlooker
+        self._calls += 1
+        host = self.clock.threads.get(get_ident()) or self.clock.host()
+        host.pause(self._call_overhead)
+        place, onlooker = self.places.here(), self._onlooker
         if onlooker is not None and (onlooker.looks or host.unwritten_time > NOISE_LIMIT):
             self._catch_up(onlooker, host, place)
         return host, place

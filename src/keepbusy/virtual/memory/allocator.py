@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from keepbusy.timeline.model import Ints
 from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.clock.host_threads import HostThread
 from keepbusy.virtual.clock.streams import Moment
 
 BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
@@ -252,9 +253,9 @@ class Memory:
         if size <= 0:
             return None
         with self._lock:
-            one = self._devices[device]
+            one, host = self._devices[device], self.clock.host()
             if self._freed:
-                self._free_queued()
+                self._free_queued(host)
             if one.in_use_elsewhere:
                 self._return_unused(one)
             rounded = (size + BLOCK_UNIT - 1) & -BLOCK_UNIT
@@ -272,7 +273,7 @@ class Memory:
                 block.pool.add(rest)
             block.free = False
             block.requested = size
-            self._note(block, 1)
+            self._note(host, block, 1)
             return block
 
     def free(self, block: Block | None) -> None:
@@ -343,9 +344,9 @@ class Memory:
 
     # with the lock held
 
-    def _note(self, block: Block, came: int) -> None:
+    def _note(self, host: HostThread, block: Block, came: int) -> None:
         """Write down that it was taken (1) or given back (-1) just now."""
-        host, device = self.clock.host(), block.device
+        device = block.device
         self.clock.rows.memory.add(
             host.lane, device, host.now, block.address, came * block.size, self._devices[device].reserved,
             came * block.requested, block.pool.small,
@@ -387,11 +388,12 @@ class Memory:
         one.look_up_fragments()
         return block
 
-    def _free_queued(self) -> None:
+    def _free_queued(self, host: HostThread | None = None) -> None:
+        host = host or self.clock.host()
         while self._freed:
             block = self._freed.popleft()
             one = self._devices[block.device]
-            self._note(block, -1)
+            self._note(host, block, -1)
             if block.users:
                 _count(one.tally.waiting, block.pool.small, 1, block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]

@@ -27,7 +27,7 @@ _NUMBERS = (bool, int, float, complex)
 _NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]", "Tensor")
 _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
 """Arguments of these types are compared as they are."""
-_INTEGER = frozenset([int])
+_INTEGERS_OR_TRUTHS = frozenset([int, bool])
 _NO_TENSORS = -2
 _NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -117,7 +117,7 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
         layouts = [(one.shape, one.stride(), one.dtype) for one in given]
         key.append(tuple(layouts))
         return devices.pop(), list(map(MACHINE.seen_by_host, given, layouts))
-    if shapes and not _INTEGER.issuperset(map(type, given)):
+    if shapes and not _INTEGERS_OR_TRUTHS.issuperset(map(type, given)):
         return NONE, given
     key.append(tuple(given) if shapes else len(given))
     return _NO_TENSORS, given
@@ -180,35 +180,30 @@ class Kernel:
         self.is_product = law_of(short).depends_on_precision
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a call whose like was seen before it is known what it computes, launches and returns."""
         host, place = MACHINE.pause_at()
         try:
-            if self.is_plain and MACHINE.recording is None and VALUES.real:
-                return self._run_plainly(place, args, kwargs)
-            return self._run(place, args, kwargs)
-        finally:
-            host.resume()
-
-    def _run_plainly(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of a call whose like was seen before it is known what it computes, launches and returns."""
-        key, device, host_args = self._read(args, kwargs)
-        known = MACHINE.costs.by_call.get(key)
-        out = None
-        if known is not None:
+            if not self.is_plain or MACHINE.recording is not None or not VALUES.real:
+                return self._run(place, args, kwargs)
+            key, device, host_args = self._read(args, kwargs)
+            known = MACHINE.costs.by_call.get(key)
+            if known is None:
+                return self._run(place, args, kwargs, key)
             try:
                 out = self.compute(device, host_args, kwargs) if self.is_random else known.call(*host_args, **kwargs)
             except RuntimeError:  # the other way knows what can be done about it, or raises it again
-                known = None
-        if known is None:
-            return self._run(place, args, kwargs, key)
-        stream = MACHINE.stream(device)
-        if self.is_list_operator:
-            MACHINE.clock.spend(MACHINE.device.host.lists(args))
-        MACHINE.clock.operator(self.name, place, stream, known.kernels)
-        if known.returned >= 0:
-            return args[known.returned]
-        if known.returned == _ONE_NEW:
-            return MACHINE.place_on(out, device, stream)
-        return self._on_device(device, out, args, kwargs)
+                return self._run(place, args, kwargs, key)
+            stream = MACHINE.stream(device, host)
+            if self.is_list_operator:
+                MACHINE.clock.spend(MACHINE.device.host.lists(args))
+            MACHINE.clock.operator(self.name, place, stream, known.kernels)
+            if known.returned >= 0:
+                return args[known.returned]
+            if known.returned == _ONE_NEW:
+                return MACHINE.place_on(out, device, stream)
+            return self._on_device(device, out, args, kwargs)
+        finally:
+            host.resume()
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, list[Any]]:
         """Of a call on tensors of one device, beside numbers and the like: its key, its device, and what the host sees.
@@ -237,11 +232,17 @@ class Kernel:
                 if index == NONE or (index >= 0 <= device):
                     return _NOT_PLAIN
                 device = max(device, index)
-        for name, option in kwargs.items():
-            if type(option) not in _PLAIN:
-                return _NOT_PLAIN
-            key += (name, option if self.named_shapes[name] else type(option))
+        if kwargs and not self._read_options(kwargs, key):
+            return _NOT_PLAIN
         return _NOT_PLAIN if device < 0 else (tuple(key), device, host_args)
+
+    def _read_options(self, options: dict[str, Any], key: list[Any]) -> bool:
+        """Whether they are numbers and the like."""
+        for name, option in options.items():
+            if type(option) not in _PLAIN:
+                return False
+            key += (name, option if self.named_shapes[name] else type(option))
+        return True
 
     def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> KnownCall:
         """What to do when such a call comes again."""
