@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2534,
     "traces": 2434,
     "instrument": 2081,
-    "recording": 4113,
+    "recording": 4118,
     "virtual": 8660,
     "explain": 4376,
     "report": 3282,

@@ -29,8 +29,9 @@ from keepbusy.recording.window_plan import (
     WindowPlan,
     foreseen,
 )
+from keepbusy.timeline.files import typed
 from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_facts import DRIFT, STALL
+from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
 from keepbusy.timeline.run_tree import LOOP
 
 EVALUATE, SAVE = (MAIN, "train.py(41): main"), (MAIN, "train.py(55): main")
@@ -222,6 +223,7 @@ def test_ranks_open_a_window_at_the_same_step(tmp_path: Path) -> None:
     assert word is not None
     assert json.loads(json.dumps(word)) == json.loads(json.dumps(first.planned))
     assert (word.why, told.heard()) == (STALL, None)
+    assert typed(WindowReason, {"why": word.why, **word.about}).number == word.about["number"]
     assert word.opens >= 1000 + TOLD_AHEAD // (10 * MS)  # the others look for word once a second
     other.follow(word)
     assert [count for count in range(1000, 1500) if other.due(count)] == [word.opens]

@@ -83,11 +83,11 @@ class SharedWindows:
 
     def __init__(self, folder: Path, clock: Callable[[], int]) -> None:
         self._file, self._clock = folder / "windows.json", clock
-        self._last = time.time_ns()  # what was told before is of another run that met here
+        self._last = _now()  # what was told before is of another run that met here
 
     def tell(self, occasion: Occasion) -> Occasion:
         """Returns it with the number by which the ranks' windows are brought together: that of no other run."""
-        told = occasion._replace(about={**occasion.about, "number": time.time_ns()})
+        told = occasion._replace(about={**occasion.about, "number": _now()})
         with suppress(OSError), replacing(self._file, durable=False) as part:
             part.write_text(json.dumps(self._shifted(told, time.time_ns() - self._clock())), encoding="utf-8")
         return told
@@ -106,6 +106,11 @@ class SharedWindows:
     def _shifted(occasion: Occasion, by: int) -> Occasion:
         """Hosts agree on the time of day; their clocks since they were switched on have nothing in common."""
         return occasion._replace(not_before=occasion.not_before and occasion.not_before + by)
+
+
+def _now() -> int:
+    """Microseconds, which stay exact in JSON."""
+    return time.time_ns() // 1000
 
 
 @dataclass
