@@ -51,9 +51,7 @@ def window(bodies: list[Callable[[Run], None]], first: int, **facts: object) -> 
 def recorded(stalls: list[Callable[[Run], None]], what: str = "", **about: object) -> Timeline:
     """A run whose evaluation comes every fiftieth step, and what a window around step 200 saw."""
     time = BATCHES * 1500 * 1000 + 300_000
-    stall = RareStall(
-        what, 8, float(EVERY), True, time, 8 * time, 0.1, (MAIN, "train.py(41): main"), last=LAST, punctual=True
-    )
+    stall = RareStall(what, 8, float(EVERY), True, time, 8 * time, 0.1, (MAIN, "train.py(41): main"), last=LAST)
     run = PlainRun("optimizer", LAST, 10 * MS, 10 * MS, 10 * MS, stalls=(stall,))
     told = {"reason": WindowReason(STALL, LOOKED, stall), "plain_step": 10 * MS}
     further = window(stalls, LOOKED - 2, **{**told, **about})

@@ -119,7 +119,7 @@ def test_one_that_is_seen_at_several_lines_of_its_function_is_one() -> None:
     took[rare] += 500
     seen = {step: (MAIN, EVALUATE, f"eval.py({7 + number % 2}): evaluate") for number, step in enumerate(rare)}
     (stall,) = run(steps(took), seen=seen).stalls
-    assert (stall.lines, stall.every, stall.punctual, stall.count) == ((MAIN, EVALUATE), 50.0, True, 20)
+    assert (stall.lines, stall.every, stall.is_foreseen, stall.count) == ((MAIN, EVALUATE), 50.0, True, 20)
 
 
 def test_where_two_beats_meet_neither_loses_its_own() -> None:
@@ -135,7 +135,7 @@ def test_where_two_beats_meet_neither_loses_its_own() -> None:
     assert (told[40.0].count, told[40.0].what) == (25, "checkpoint")
     assert (told[50.0].count, told[50.0].what) == (15, "")  # where the two meet, the turn is the other's
     assert told[50.0].time == pytest.approx(106 * MS, rel=0.05)
-    assert all(one.punctual for one in told.values())
+    assert all(one.is_foreseen for one in told.values())
 
 
 def test_a_slow_step_after_a_stall_breaks_no_beat() -> None:
@@ -144,7 +144,7 @@ def test_a_slow_step_after_a_stall_breaks_no_beat() -> None:
     took[rare] += 500
     took[rare[2:6] + 1] += 30
     stall = run(steps(took), seen=dict.fromkeys(rare, (MAIN, EVALUATE))).stalls[0]
-    assert (stall.count, stall.every, stall.punctual) == (10, 100.0, True)
+    assert (stall.count, stall.every, stall.is_foreseen) == (10, 100.0, True)
 
 
 def test_looks_that_came_too_late_take_no_stall_away() -> None:

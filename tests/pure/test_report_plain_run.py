@@ -110,7 +110,7 @@ def test_of_ranks_that_stall_together_the_one_with_a_reason_is_told() -> None:
 
 
 def test_a_rank_that_waits_for_the_one_that_stalls_is_told_with_it() -> None:
-    evaluates = replace(SAVE, what="", count=8, every=40.0, last=321, punctual=True)
+    evaluates = replace(SAVE, what="", count=8, every=40.0, last=321)
     waits = replace(RUN, stalls=(replace(SAVE, what="", count=13, every=39.0, lines=(), last=320),))
     once = replace(SAVE, what="", count=1, every=0.0, regular=False, lines=("train.py(32): main",), last=281)
     said = [one for one in told(replace(RUN, stalls=(evaluates, once)), waits) if one.startswith("rarely")]

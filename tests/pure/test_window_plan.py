@@ -307,7 +307,7 @@ def test_asking_takes_little_of_the_run() -> None:
 
 
 def stall(every: int, last: int) -> RareStall:
-    return RareStall("", 5, float(every), True, MS, MS, 0.1, last=last, punctual=True)
+    return RareStall("", 5, float(every), True, MS, MS, 0.1, last=last)
 
 
 @given(every=st.integers(8, 500), last=st.integers(1, 5000), ahead=st.integers(1, 2000), other=st.integers(8, 500))

@@ -300,7 +300,7 @@ _WRITES = ("host_work", "blocking_copy", "host_sync")
 def ordinary_steps(timeline: Timeline) -> Timeline:
     """Without what is known to be rare in them: neither the plain step nor what is said of it means that."""
     timeline = without_timer_reads(within_loop(timeline))
-    stalls = [stall for run in timeline.facts.plain_runs.values() for stall in run.stalls if stall.punctual]
+    stalls = [stall for run in timeline.facts.plain_runs.values() for stall in run.stalls if stall.is_foreseen]
     if not stalls:
         return timeline
     numbers = timeline.facts.recorded or ()
@@ -363,7 +363,7 @@ def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
 
 def _stall(runs: Mapping[int, PlainRun], step: int) -> RareStall | None:
     """As the whole run shows it; of several ranks' the one that has a reason."""
-    found = [stall for run in runs.values() for stall in run.stalls if stall.punctual and stall.comes_in(step)]
+    found = [stall for run in runs.values() for stall in run.stalls if stall.is_foreseen and stall.comes_in(step)]
     return max(found, key=lambda one: (bool(one.what), one.share), default=None)
 
 

@@ -65,21 +65,17 @@ def warm_up(took: Ints) -> int:
 
 # After how many turns something comes again, and how surely.
 
-BEAT_TOLERANCE, BEAT_SHARE = 0.1, 0.75
-"""Most of the distances differ by no more than this share of the usual one."""
+BEAT_SHARE = 0.9
+"""Of the distances of a beat, so many are the usual one, or several of it: now and then it comes unnoticed."""
 BEAT_LASTS = 0.25
 """Of the turns from the first one on, a beat goes on for so many at least: else it was but a burst."""
-FORESEEN_FROM, SKIPPED_BEATS = 4, 3
-"""What is foreseen comes every fourth turn or less often, and two times in a row it may have come unnoticed."""
 
 
 class Beat(NamedTuple):
-    """Turns from one to the next, typically; whether nearly always so many, and whether so exactly that the next one is
-    foreseen."""
+    """Turns from one to the next, typically, and whether always so many."""
 
     every: float = 0.0
     regular: bool = False
-    punctual: bool = False
 
 
 def beat_of(came: Ints, known: Ints) -> Beat:
@@ -89,18 +85,10 @@ def beat_of(came: Ints, known: Ints) -> Beat:
     distances = np.diff(came)
     whole = np.diff(np.searchsorted(known, came)) == distances
     every = float(np.median(distances[whole] if whole.any() else distances))
-    off = np.abs((distances[whole] if whole.any() else distances) - every)
+    beats = np.maximum(1.0, np.round(distances / every))
+    exact = (np.abs(distances - beats * every) <= 1).mean() >= BEAT_SHARE and beats.mean() < 2
     throughout = came[-1] - came[0] + every >= BEAT_LASTS * (known[-1] - came[0])
-    mostly = (off <= max(1.0, BEAT_TOLERANCE * every)).mean() >= BEAT_SHARE and distances.mean() <= 2 * every
-    punctual = bool(throughout and _is_punctual(distances, every))
-    return Beat(every, punctual or bool(mostly and throughout), punctual)
-
-
-def _is_punctual(distances: Ints, every: float) -> bool:
-    beats = np.maximum(1.0, np.round(distances / max(every, 1.0)))
-    exact = np.abs(distances - beats * every) <= 1
-    mostly = exact.mean() >= (1.0 if len(exact) < 8 else 0.9)
-    return bool(every >= FORESEEN_FROM and mostly and beats.max() <= SKIPPED_BEATS and np.median(beats) < 2)
+    return Beat(every, bool(exact and throughout))
 
 
 # Kinds of slow turn.

@@ -20,7 +20,7 @@ import numpy as np
 from keepbusy.instrument.slow_turns import slow_from
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds, StepSource
-from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step, steady
+from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
 
@@ -373,10 +373,10 @@ class Marks:
         return turned
 
     def are_steady(self, count: int = STEADY_STEPS) -> bool:
-        """Whether the last plain steps are alike."""
+        """Whether none of the last plain steps is slow."""
         steps = self.steps(LATEST_MARKS)
         took = steps.took[steps.plain][-count:]
-        return len(took) == count and steady(took)
+        return len(took) == count and not (took > slow_from(took)).any()
 
     def plain_step(self, near: int = NONE, since: int = 0, until: int | None = None) -> int | None:
         """Nanoseconds; of the steps between these two, and of them those around the one that is `near`.

@@ -10,29 +10,14 @@ import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
 from keepbusy.instrument.loops import Line, Looks
-from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, slow_from, slow_kinds, slow_turns, warm_up
+from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, slow_kinds, slow_turns, warm_up
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Course, PlainRun, RareStall
 
-STEADY_DRIFT = 0.15
-"""Between the first half and the second of turns that are called steady."""
-
-
-def steady(took: Ints) -> bool:
-    """No slow turn among them, and no drift from the first half to the second."""
-    half = len(took) // 2
-    if half < 2 or (took > slow_from(took)).any():
-        return False
-    first, second = np.median(took[:half]), np.median(took[half:])
-    return bool(abs(first - second) <= STEADY_DRIFT * max(first, second))
-
-
-CHANGE, LASTING_TIME = 0.1, 2_000_000_000
-LASTING_TURNS, LASTING_AT_LEAST = 128, 32
-"""Turns have changed for good when so many of them, or half of those there are, for so long, take so much more or less
-than at first."""
+CHANGE, LASTING_TIME, LASTING_TURNS = 0.1, 2_000_000_000, 32
+"""Turns have changed for good when so many of them, and all for so long, take so much more or less than at first."""
 _STRETCH = 16
 TRIMMED, CERTAINTY = 0.1, 3.0
 
@@ -46,8 +31,7 @@ def trimmed(took: Ints) -> Ints:
 def changed_at(took: Ints, first: int) -> int | None:
     """Since which turn they take lastingly longer than at first, or less long; None where they are as they were."""
     passed = np.cumsum(took[::-1])
-    turns = max(LASTING_AT_LEAST, min(LASTING_TURNS, len(took) // 2))
-    lasting = max(turns, int(np.searchsorted(passed, LASTING_TIME)) + 1)
+    lasting = max(LASTING_TURNS, int(np.searchsorted(passed, LASTING_TIME)) + 1)
     if len(took) < lasting:
         return None
     quarters = {differs(quarter, first) for quarter in np.array_split(took[-lasting:], 4)}  # no spell is in them all
@@ -292,7 +276,6 @@ def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, around:
         library=library,
         loop=min(shared(lines, trunk), shared(functions(lines), around) - 1, len(lines) - 1),
         last=int(came[-1]) + 1,
-        punctual=beat.punctual,
     )
 
 

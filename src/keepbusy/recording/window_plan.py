@@ -204,7 +204,7 @@ class WindowPlan:
         if len(took) < STEPS_KNOWN or not (took > slow_from(took)).any():
             return
         rest = steps.take(steps.plain)
-        stalls = [one for one in rare_stalls(rest, dict(self.marks.table.saves), self.looks()) if one.punctual]
+        stalls = [one for one in rare_stalls(rest, dict(self.marks.table.saves), self.looks()) if one.is_foreseen]
         looked_at = [one.about["step"] for one in self.taken if one.why == STALL]
         for one in stalls:
             if is_worth_a_window(one, longest) and not any(one.comes_in(step) for step in looked_at):

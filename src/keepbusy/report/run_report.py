@@ -344,7 +344,7 @@ def _comes_with(stall: RareStall, other: RareStall) -> bool:
     if stall.count == other.count and round(stall.every) == round(other.every):
         return True
     as_often = stall.count == 1 or abs(stall.every - other.every) <= JITTER * other.every
-    return other.punctual and as_often and not stall.what and other.comes_in(stall.last)
+    return other.is_foreseen and as_often and not stall.what and other.comes_in(stall.last)
 
 
 def _stall(stall: RareStall, rank: int) -> str:

@@ -26,10 +26,14 @@ class RareStall:
     library: str = ""  # the library's line that the innermost of them called
     loop: int = NONE  # which of the lines is the loop's own, where that is known
     last: int = NONE  # the step in which it came last, the run's first one being 1
-    punctual: bool = False  # whether it always comes after so many steps exactly, so that the next one is foreseen
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether it is known in which steps it comes, and beside which. Of what comes every third step all are."""
+        return self.regular and round(self.every) > 3
 
     def comes_in(self, step: int) -> bool:
-        """Whether a punctual one comes in this step, or in one beside it."""
+        """Whether one that is foreseen comes in this step, or in one beside it."""
         every = max(1, round(self.every))
         apart = (step - self.last) % every
         return min(apart, every - apart) <= 1
