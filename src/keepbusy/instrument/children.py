@@ -1,6 +1,6 @@
-"""What is to happen once the program itself imports a module.
+"""What a program begins: the processes that it spawns, and the modules that it imports.
 
-Nothing is imported on the program's behalf: what it sets before its imports (threads, devices, logs) keeps its meaning.
+Nothing is imported on its behalf: what it sets before its imports (threads, devices, logs) keeps its meaning.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -149,15 +149,16 @@ def jumps_of(site: LoopSite, looks: Looks, sources: SourceLoops) -> tuple[Jumps,
 
 def turns_at(site: LoopSite, looks: Looks, sources: SourceLoops) -> Ints:
     """What turns of this loop took in the whole run, where they follow another one."""
-    turns = turns_of_loops(looks, sources)
-    took = [np.zeros(0, np.int64)]
-    for (number, first), ends in turns.items():
-        code = looks.codes[number]
-        if (code.co_filename, code.co_name, code.co_firstlineno, first) == site:
-            outer = [(number, loop.first) for loop in sources.around(code, first) if loop.first != first]
-            anew = begun_anew(looks, turns, (number, first), outer[-1] if outer else None)
-            took.append(np.diff(ends)[follows(ends, anew)])
-    return np.concatenate(took)
+    own, around = jumps_of(site, looks, sources)
+    ends = _in_order(looks.turns[jump] for jump in own & looks.turns.keys())
+    entered = [looks.entries[code] for code in {code for code, _ in own} & looks.entries.keys()]
+    anew = _in_order([*entered, *(looks.turns[jump] for jump in around & looks.turns.keys())])
+    return np.diff(ends)[follows(ends, anew)]
+
+
+def _in_order(times: Iterable[array[int]]) -> Ints:
+    """Copies, for the program may go on."""
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *(np.array(one[:], np.int64) for one in times)]))
 
 
 def worth_a_look(loops: Sequence[BusyLoop]) -> list[BusyLoop]:
@@ -167,12 +168,12 @@ def worth_a_look(loops: Sequence[BusyLoop]) -> list[BusyLoop]:
 
 def turns_of_loops(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:
     """When the turns of each loop ended."""
-    found: dict[LoopKey, list[Ints]] = {}
+    found: dict[LoopKey, list[array[int]]] = {}
     for (code, target), ends in list(looks.turns.items()):
         loop = sources.of_jump(looks.codes[code], target)
         if loop is not None:
-            found.setdefault((code, loop.first), []).append(np.array(ends[:], np.int64))  # the program may go on
-    return _passed(looks, sources) | {loop: np.sort(np.concatenate(ends)) for loop, ends in found.items()}
+            found.setdefault((code, loop.first), []).append(ends)
+    return _passed(looks, sources) | {loop: _in_order(ends) for loop, ends in found.items()}
 
 
 def _passed(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:
@@ -188,10 +189,10 @@ def _passed(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:
 
 def begun_anew(looks: Looks, turns: Mapping[LoopKey, Ints], loop: LoopKey, around: LoopKey | None) -> Ints:
     """When a loop may have begun from the start: its function was entered, or the loop around it turned."""
-    times = [np.array(looks.entries.get(loop[0], array("q"))[:], np.int64)]
-    if around is not None and around[0] == loop[0]:
-        times.append(turns.get(around, np.zeros(0, np.int64)))
-    return np.sort(np.concatenate(times))
+    entered = _in_order([looks.entries[loop[0]]] if loop[0] in looks.entries else [])
+    if around is None or around[0] != loop[0] or around not in turns:
+        return entered
+    return np.sort(np.concatenate([entered, turns[around]]))
 
 
 def follows(ends: Ints, anew: Ints) -> Mask:
@@ -400,7 +401,7 @@ class _Tree:
 
     def _with_turns(self, part: Part, node: _Node, above: _Node, ends: Ints) -> Part:
         """How its turns vary: only between two that ended in a row, with nothing in between but the loop itself."""
-        number = self._in_a_row(node, above, ends)
+        number = 1 + np.flatnonzero(follows(ends, self._begun_anew(node, above)))
         began, over = ends[number - 1], ends[number]
         took = over - began
         if len(took) < 4:
@@ -456,10 +457,6 @@ class _Tree:
         assert node.loop is not None  # only the root has none
         around = (above.code, above.loop.first) if above.loop is not None else None
         return begun_anew(self.looks, self.turns, (node.code, node.loop.first), around)
-
-    def _in_a_row(self, node: _Node, above: _Node, ends: Ints) -> Ints:
-        """Numbers of turns that follow another one, with nothing in between."""
-        return 1 + np.flatnonzero(follows(ends, self._begun_anew(node, above)))
 
     def _lines_within(self, node: _Node) -> list[tuple[int, Line]]:
         """Of each look in this loop, the line of the loop's own turn that it stood at, whatever loops are within."""

@@ -127,10 +127,6 @@ class LoopWatch:
             self._counters.at_next_line(users, act, self._ident)
 
     @property
-    def followed(self) -> frozenset[tuple[int, int]]:
-        return self._counters.followed if self._counters is not None else frozenset()
-
-    @property
     def here(self) -> tuple[Line, ...]:
         """Where the last look found the program, from the outside in."""
         chains = self.looks.chains

@@ -61,8 +61,6 @@ def _remove_stale(prefix: str) -> None:
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:  # it may be somebody else's
+        return not isinstance(error, ProcessLookupError)
     return True

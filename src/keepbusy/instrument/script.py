@@ -39,9 +39,7 @@ def run_file(script: str, arguments: Sequence[str]) -> int:
     Returns the program's exit code, or less than 0 for the signal that Python would die of. SystemExit passes.
     """
     path = os.path.abspath(script)  # noqa: PTH100  # a symbolic link keeps its name
-    main = _new_main(script, arguments)
-    with suppress(AttributeError):
-        sys.orig_argv[:] = [sys.executable, script, *arguments]
+    main = _new_main([script], arguments)
     if _holds_a_program(path):
         _set_first_path(path)
         return _to_its_end(lambda: runpy._run_module_as_main("__main__", alter_argv=False))  # type: ignore[attr-defined]
@@ -51,15 +49,15 @@ def run_file(script: str, arguments: Sequence[str]) -> int:
 
 def run_module(name: str, arguments: Sequence[str]) -> int:
     """As `python -m name` does."""
-    _new_main("-m", arguments)
-    with suppress(AttributeError):
-        sys.orig_argv[:] = [sys.executable, "-m", name, *arguments]
+    _new_main(["-m", name], arguments)
     _set_first_path(str(Path.cwd()))
     return _to_its_end(lambda: runpy._run_module_as_main(name))  # type: ignore[attr-defined]
 
 
-def _new_main(first: str, arguments: Sequence[str]) -> ModuleType:
-    sys.argv = [first, *arguments]
+def _new_main(program: Sequence[str], arguments: Sequence[str]) -> ModuleType:
+    sys.argv = [program[0], *arguments]
+    with suppress(AttributeError):
+        sys.orig_argv[:] = [sys.executable, *program, *arguments]
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):

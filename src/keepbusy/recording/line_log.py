@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -412,16 +412,7 @@ class TraceFollower:
         return self._within if self._follows else None
 
 
-class Follower(Protocol):
-    """What writes the log."""
-
-    def begin(self) -> str:
-        """Returns why not, if it cannot."""
-
-    def end(self) -> None: ...
-
-
-def follower(log: Log, ask: Ask | None = None) -> Follower:
+def follower(log: Log, ask: Ask | None = None) -> MonitoringFollower | TraceFollower:
     """The way that this Python offers."""
     ask = ask or Ask(1 << 62, lambda: None)
     return MonitoringFollower(log, ask) if sys.version_info >= (3, 12) else TraceFollower(log, ask)

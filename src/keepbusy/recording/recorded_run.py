@@ -280,7 +280,7 @@ SHORTEST_LINE = 20_000
 
 def placed(trace: Trace, record: LineRecord, ticks: Sequence[Tick]) -> Trace:
     """The trace with the lines seen, and with our marks as what they are: the profiler takes them for operators."""
-    ours = _marked(trace)
+    ours = trace.begins(OWN_STEP)
     category = np.where(ours, Category.ANNOTATION, trace.events.category)
     trace = replace(trace, events=trace.events.change(category=category))
     number = {thread.number: index for index, thread in enumerate(trace.threads)}
@@ -322,13 +322,9 @@ def _with_lines(trace: Trace, record: LineRecord, stretches: Sequence[Stretch], 
     return replace(trace, names=(*trace.names, *number), events=events)
 
 
-def _marked(trace: Trace) -> np.ndarray:
-    return trace.begins(OWN_STEP)
-
-
 def trace_offset(trace: Trace, ticks: Sequence[Tick], begins: dict[int, Ints]) -> int:
     """From the host's clock to the trace's: as the marks allow, and such that lines begin between operators."""
-    rows = np.flatnonzero(_marked(trace))
+    rows = np.flatnonzero(trace.begins(OWN_STEP))
     noted = {trace.names[trace.events.name[row]]: int(trace.events.start[row]) for row in rows.tolist()}
     pairs = [(noted[f"{OWN_STEP}{tick.number}"], tick) for tick in ticks if f"{OWN_STEP}{tick.number}" in noted]
     low, high = sorted((max(at - tick.after for at, tick in pairs), min(at - tick.before for at, tick in pairs)))

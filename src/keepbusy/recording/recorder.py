@@ -25,7 +25,6 @@ from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
-    Jumps,
     innermost_loops,
     jumps_of,
     read_source,
@@ -108,7 +107,7 @@ class Run:
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
         self._loop = ""  # whose turns the steps are: its place
         self._followed: Occasion | None = None  # whose loop's turns are told now
-        self._around: Jumps = frozenset()  # turns of the loops around that one
+        self._jumps = self._around = frozenset[tuple[int, int]]()  # turns of that one, and of the loops around it
         self._begun = 0  # how often it may have begun from the start
         self._turns = self._steps = self._opened = self._window_opened = 0
         self._blind = 0  # the step at which the first window had seen nothing of the GPU
@@ -212,9 +211,9 @@ class Run:
         elif (told := self._shared.heard()) is not None:
             self._plan.follow(told)
         if (occasion := self._plan.take_loop()) is not None and occasion.loop is not None:
-            jumps, self._around = jumps_of(occasion.loop, self.loops.looks, self._sources)
+            self._jumps, self._around = jumps_of(occasion.loop, self.loops.looks, self._sources)
             self._followed = occasion
-            self.loops.follow(jumps, self._on_turn)
+            self.loops.follow(self._jumps, self._on_turn)
 
     def _is_script(self, now: int) -> bool:
         """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""
@@ -349,8 +348,7 @@ class Run:
     def _begins_anew(self) -> bool:
         """Whether the loop may have begun from the start since this was asked last: what lay in between is no turn."""
         looks, before = self.loops.looks, self._begun
-        codes = {code for code, _ in self.loops.followed}
-        self._begun = sum(len(looks.entries.get(code, ())) for code in codes)
+        self._begun = sum(len(looks.entries.get(code, ())) for code in {code for code, _ in self._jumps})
         self._begun += sum(len(looks.turns.get(jump, ())) for jump in self._around)
         return self._begun != before
 
@@ -484,7 +482,12 @@ class Run:
             "closed": bool(first.ticks) and not first.is_open,
             **self._about(first),
             "further": [
-                {**self._about(window), "folder": window.folder.name, "why": one.why, "about": self._about_look(one)}
+                {
+                    **self._about(window),
+                    "folder": window.folder.name,
+                    "why": one.why,
+                    "about": one.about | ({"share": self._plan.share_since(one)} if one.why == DRIFT else {}),
+                }
                 for one, window in self._further
                 if one.why == SCRIPT or not window.is_cut
             ],
@@ -494,9 +497,6 @@ class Run:
             "after": self._after,
             "notes": [*self.notes, *self._notes_of_looks()],
         }
-
-    def _about_look(self, one: Occasion) -> dict[str, Any]:
-        return {**one.about, "share": self._plan.share_since(one)} if one.why == DRIFT else one.about
 
     def _about(self, window: Window) -> dict[str, Any]:
         turn = next((one.usual for one, its in self._further if its is window and one.loop is not None), None)

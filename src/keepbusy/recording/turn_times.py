@@ -219,7 +219,7 @@ def plain_run(
         no_lead=float((lead < NO_LEAD).mean()) if len(lead) else 0.0,
         input=mean(ordinary.input),
         collector=mean(ordinary.collector),
-        requests=_a_step(later, lambda one: one.requests),
+        requests=(later[-1].requests - later[0].requests) / max(1, later[-1].mark - later[0].mark) if later else 0.0,
         retries=later[-1].retries - later[0].retries if later else 0,
         delayed=delayed,
         stalls=tuple(rare_stalls(rest, saves or {}, looks or StepLooks(), delayed)),
@@ -320,13 +320,6 @@ def _host_alone(steps: Steps) -> int:
     if not known.any() or np.median(steps.lead[known]) < LEAD_FROM * np.median(steps.took):
         return NONE
     return _median(steps.host[steps.host < (1 - HELD_UP_FROM) * steps.took])
-
-
-def _a_step(readings: Sequence[AllocatorReading], counted: Callable[[AllocatorReading], int]) -> float:
-    if len(readings) < 2:
-        return 0.0
-    first, last = readings[0], readings[-1]
-    return (counted(last) - counted(first)) / max(1, last.mark - first.mark)
 
 
 def _course(steps: Steps) -> Course:
