@@ -168,6 +168,18 @@ def test_ranks_that_the_program_spawns_are_fixed_and_proven(folder: Path) -> Non
     assert "total += loss.detach().double()" in (folder / "spawning.py").read_text()
 
 
+def test_ranks_that_the_program_spawns_are_fixed_while_they_run(folder: Path) -> None:
+    (folder / "spawning.py").write_text(SPAWNING)
+    given = ("--clock", "modelled", "--gpus", "2", "--quiet", "spawning.py")
+    plain, fixed = keepbusy(folder, "run", *given), keepbusy(folder, "run", "--fix", *given)
+    assert plain.returncode == fixed.returncode == 0, fixed
+    program, report = fixed.stdout.split("\nkeepbusy --fix\n")
+    assert sorted(program.split()) == sorted(plain.stdout.split())
+    assert "10 values that are only summed or kept, read when somebody looks" in report  # in turns with it
+    assert "10 at spawning.py:18\n" in report
+    assert report.endswith("in one of 2 processes that the program spawned\n")
+
+
 MANY_LAUNCHES = """\
 import torch
 

@@ -6,6 +6,7 @@ import builtins
 import gc
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,20 @@ def test_what_was_foretold_stands_beside_what_came(tmp_path: Path) -> None:
     assert "foretold 3.1 ms a turn, came 2.8 ms\n" in told
     assert "foretold 500 µs a turn, nothing came\n" in told
     assert told.endswith("foretold 3.6 ms a turn in all, came 3.0 ms")
+
+
+def test_where_nothing_gains_the_plan_says_what_is_left_to_the_author(tmp_path: Path) -> None:
+    fixes, path = LiveFixes(("cache", "copies")), tmp_path / "train.py"
+    fixes.switches, fixes.trial = [FixSwitch("cache", "calls"), FixSwitch("copies", "copies")], FixTrial()
+    copies = fixes.switches[1]
+    copies.done[str(path), 4] += 1
+    plan = (planned("prefetch", 500_000, path, 4), replace(planned("graph", 700_000, path, 9), advice="capture it"))
+    assert "by hand" not in fixes.told(plan)
+    copies.stop("it gained nothing here")
+    told = fixes.told(plan)
+    assert "nothing here that gains is safe to change while the program runs\n" in told
+    assert told.endswith(f"by hand, first of the plan: graph at {path}:9: capture it")
+    assert fixes.told().endswith("what to change by hand is in the plan of `keepbusy run`")
 
 
 def test_what_two_fixes_are_for_is_foretold_once(tmp_path: Path) -> None:

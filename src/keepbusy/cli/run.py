@@ -193,6 +193,7 @@ def _program(
         with suppress(OSError):
             os.dup2(2, 1)
     if "KEEPBUSY_CANDIDATE" in os.environ:  # `keepbusy fix` tries another source
+        be_candidate()
         follow_with(be_candidate)
     if options.fix:
         _fix(options, streams, timeline)
@@ -209,14 +210,20 @@ def be_candidate() -> None:
 
 def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None) -> None:
     """From here on. What was done is told once the program has ended, before the report."""
-    from keepbusy.fix.live.live_fixes import LiveFixes
+    from keepbusy.fix.live.live_fixes import LiveFixes, be_rank
+    from keepbusy.instrument.run_folder import RunFolder
 
-    fixes = LiveFixes(options.fixes)
+    fixes, folder = LiveFixes(options.fixes), RunFolder()
     fixes.begin()
+    follow_with(be_rank, names=options.fixes, left=lambda: str(folder.path()))
 
     def tell() -> None:
         flush()
         told = fixes.told(_plan_without(fixes, options, timeline))
+        if ranks := folder.files("fixed*.txt"):
+            told = (
+                f"{ranks[0].read_text(encoding='utf-8')}\n\nin one of {len(ranks)} processes that the program spawned"
+            )
         if options.json:
             sys.stderr.write(f"{told}\n")
         elif told:

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from keepbusy.instrument.patches import Patches
+from keepbusy.instrument.script import COMPILE
 
 # Processes that the program spawns: each becomes what its parent is before it imports the program again.
 
@@ -47,8 +49,8 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
         def prepared(name: str) -> dict[str, Any]:
             data = prepare(name)
             main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
-            told = {name: value() if callable(value) else value for name, value in options.items()}
-            os.environ[CHILD] = json.dumps({**child, "options": told, "then": _THEN, **main})
+            then = [{**one, "options": _asked(one["options"])} for one in _THEN]
+            os.environ[CHILD] = json.dumps({**child, "options": _asked(options), "then": then, **main})
             return data | {_SCRIPT: _FILE}
 
         return prepared
@@ -57,10 +59,13 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
     return _followed.undo
 
 
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value() if callable(value) else value for name, value in options.items()}
+
+
 def follow_with(then: Callable[..., object], **options: Any) -> None:
-    """Call it now, and in spawned children that are followed once they have begun."""
+    """To be called in spawned children that are followed, once they have begun."""
     _THEN.append({"module": then.__module__, "function": then.__qualname__, "options": options})
-    then(**options)
 
 
 def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
@@ -70,7 +75,10 @@ def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
         begin(**one["options"])
     script, module = child.get(_SCRIPT), child.get(_MODULE)
     main: dict[str, Any] = {}
-    if script is not None:
+    if script is not None and script.endswith(".py"):
+        code = COMPILE[-1](Path(script).read_bytes(), script)
+        main = runpy._run_module_code(code, None, "__mp_main__", pkg_name="", script_name=script)  # type: ignore[attr-defined]
+    elif script is not None:
         main = runpy.run_path(script, run_name="__mp_main__")
     elif module is not None and module.rpartition(".")[2] != "__main__":
         main = runpy.run_module(module, run_name="__mp_main__", alter_sys=True)

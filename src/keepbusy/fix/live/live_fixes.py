@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import builtins
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -61,6 +63,18 @@ def chosen(without: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[str, 
     return tuple(name for name in (*SAFE, *also) if name not in without)
 
 
+def be_rank(names: Sequence[str], left: str) -> None:
+    """In a process that the program spawned: what was done there is told where the program itself is told of."""
+    fixes = LiveFixes(names)
+    fixes.begin(is_spawned=True)
+
+    def leave() -> None:
+        if any(one.done for one in fixes.switches):
+            Path(left, f"fixed{os.getpid():08}.txt").write_text(fixes.told(), encoding="utf-8")
+
+    atexit.register(leave)
+
+
 class LiveFixes:
     """What `keepbusy run --fix` does to a program."""
 
@@ -77,8 +91,11 @@ class LiveFixes:
         self._stepped: set[int] = set()
         """Optimizers, in this turn: it ends where one of them steps again."""
 
-    def begin(self) -> None:
-        """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it."""
+    def begin(self, is_spawned: bool = False) -> None:
+        """Before the program: its source is read with other eyes, and PyTorch is met once the program imports it.
+
+        `is_spawned`: one that the program spawned meets it once it joins others, as no loader's worker does.
+        """
         if _READING & {*self._names}:
             script.COMPILE.append(self.compile)
             self._patches.later(script.COMPILE.pop)
@@ -87,7 +104,7 @@ class LiveFixes:
             for name, plain in plainly.items():
                 setattr(builtins, name, plain)
                 self._patches.later(partial(delattr, builtins, name))
-        when_imported("torch", self._meet_torch)
+        when_imported("torch", self._await_ranks if is_spawned else self._meet_torch)
 
     def end(self) -> None:
         """Everything is put back; what was done is remembered."""
@@ -118,6 +135,21 @@ class LiveFixes:
             return self.compile(loader.get_data(path), path, name == "__main__")
 
         return get_code
+
+    def _await_ranks(self) -> None:
+        import torch.distributed as dist
+
+        def joining(plain: Function) -> Function:
+            def join(*args: Any, **kwargs: Any) -> None:
+                plain(*args, **kwargs)
+                if self.trial is None:
+                    self._meet_torch()
+
+            return join
+
+        if dist.is_available():
+            for owner in (dist, dist.distributed_c10d):
+                self._patches.replace(owner, "init_process_group", joining)
 
     def _meet_torch(self) -> None:
         import torch
@@ -236,6 +268,8 @@ class LiveFixes:
         whole = foretold(plan, *self.switches)
         if self.result is not None and whole:
             lines.append(f"              foretold {duration(whole)} a turn in all, {_came(self.result.saved)}")
+        if not any(one.done and not one.off_because for one in self.switches):
+            lines += _left_to_the_author(plan, self.switches)
         return "\n".join(lines)
 
 
@@ -257,6 +291,16 @@ def _stands_for(switch: FixSwitch, planned: PlannedFix) -> bool:
 
 def _place(file: str, line: int) -> Place:
     return (str(Path(file).resolve()) if file else ""), line
+
+
+def _left_to_the_author(plan: Sequence[PlannedFix], switches: Sequence[FixSwitch]) -> Iterator[str]:
+    """Where nothing helped: what else there is changes the program, and that is not ours to decide."""
+    yield "nothing here that gains is safe to change while the program runs"
+    rest = [one for one in plan if not any(_stands_for(switch, one) for switch in switches)]
+    if rest:
+        yield f"by hand, first of the plan: {rest[0].named}: {rest[0].code or rest[0].advice}"
+    else:
+        yield "what to change by hand is in the plan of `keepbusy run`"
 
 
 def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:

@@ -7,7 +7,6 @@ roots of backward passes; of a program that only infers, what its models return 
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import os
 import random
@@ -54,19 +53,9 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
 
         return get_code
 
-    def opening(plain: Function) -> Function:
-        """The script, which spawned processes read once more."""
-
-        def open_code(path: str) -> Any:
-            source = sources.get(str(Path(path).resolve()))
-            return plain(path) if source is None else io.BytesIO(source.encode())
-
-        return open_code
-
     script.COMPILE.append(compiled)
     patches = Patches()
     patches.replace(SourceFileLoader, "get_code", reading)
-    patches.replace(io, "open_code", opening)
     random.seed(0)
     when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
     witness = _Witness(peek)
