@@ -90,17 +90,6 @@ MERGED = {
 """Of reading ranks into one timeline: measured on the recordings of several ranks, and on traces of many."""
 
 RECORDED = {
-    "keepbusy.instrument.loops": (
-        Threshold("LOOKS_IN_ONE_FRAME", 1, "A frame that three looks in a row find may hold a loop: it is counted."),
-        Threshold("LOOKS_WITHOUT_COUNTS", 1, "Where entries are not counted, it takes twenty-five looks."),
-        Threshold("ENTRIES_A_SECOND", INFINITE, "What is entered a hundred times a second holds no loop of the run."),
-        Threshold("TURNS_A_SECOND", INFINITE, "A loop that turns ten thousand times a second is counted no further."),
-    ),
-    "keepbusy.instrument.loop_tree": (
-        Threshold("SHORTEST_PART", 0.0, "A loop of a two-hundredth of the run stands among the lines around it."),
-        Threshold("SLOW_TURNS_MATTER", 0.0, "Slow turns that take a fiftieth of their loop are told."),
-        Threshold("LOOP_IS_WORTH", 0.0, "A loop is looked at if the GPU waits in it for a tenth of all loops."),
-    ),
     "keepbusy.instrument.step_loop": (
         Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),
         Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of a turn."),
@@ -108,7 +97,6 @@ RECORDED = {
     "keepbusy.instrument.slow_turns": (
         Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
         Threshold("SLOW_SHARE", 0.0, "A slow turn is longer than the median by half of it."),
-        Threshold("COMPARED_TURNS", INFINITE, "What is usual is asked of 256 turns at a time."),
         Threshold("BEAT_SHARE", 0.0, "Nine in ten of the distances of a beat are the usual one, or several of it."),
         Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the turns: else it was a burst."),
         Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
@@ -125,28 +113,17 @@ RECORDED = {
         Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),
     ),
     "keepbusy.recording.window": (
-        Threshold("SETTLING_TURNS", 0, "The first turn of a window shows the recorder settling in."),
         Threshold("SETTLES_WITHIN", INFINITE, "In turns of 30 ms it settles within the first of them."),
         Threshold("SLOWED", INFINITE, "A turn recorded twice as long, and not ended, was slowed by its lines."),
         Threshold("FAR_LONGER", INFINITE, "Two turns four times as long as usual are not all that is wanted."),
         Threshold("WHOLE_TURNS_AFTER", INFINITE, "A window that was open for 0.1 s closes with its second turn."),
     ),
     "keepbusy.recording.window_plan": (
-        Threshold("WINDOWS_SHARE", INFINITE, "Windows hold a run up for a hundredth of it."),
-        Threshold("STEPS_AROUND_FIRST", 1, "The first window stands for sixteen plain steps around it."),
-        Threshold("STALL_IS_WORTH", 0.0, "A stall is looked at if it takes a hundredth of the run."),
-        Threshold("SEEN_ANYWAY_BELOW", 0, "What comes more often than every eighth step the first window sees."),
-        Threshold("TURNS_BEFORE", 0, "A stall may come a step early."),
-        Threshold("TURNS_AFTER", 0, "A stall may come a step late."),
-        Threshold("BEATS_AHEAD", 1, "Of eight occurrences ahead one is chosen at which nothing else happens."),
         Threshold("DELAYED_SHARE", INFINITE, "Where others had the processors for 5% of the run no change counts."),
-        Threshold("TURNS_KNOWN", 2, "A loop is looked at once eight of its turns are known."),
-        Threshold("LONGEST_TURN", INFINITE, "Nobody waits for a turn of ten seconds."),
     ),
     "keepbusy.recording.recorder": (
         Threshold("CATCHES_UP", INFINITE, "A GPU comes to where its host is within the host's lead and a quarter."),
         Threshold("STEPS_BEFORE_WINDOW", 0, "The window opens after eight steps."),
-        Threshold("STEPS_DDP_TIMES", 0, "Of several ranks it opens after eleven: DDP times itself in the first ten."),
         Threshold("LATEST_BEGIN", 8, "Steps that are not alike by the sixteenth are looked at as they are."),
         Threshold("ALIKE_STEPS", 3, "Five steps in a row must be alike."),
     ),
@@ -166,39 +143,27 @@ THRESHOLDS = EXPLAINED | MERGED | RECORDED | VIRTUAL
 
 BOUNDS = {
     "keepbusy.instrument.loops": (
-        *(
-            "LOOK_INTERVAL",
-            "TIMES_ITS_COST",
-            "GROWTH",
-            "KEPT_LOOKS",
-            "KEPT_TURNS",
-            "DEEPEST",
-            "IMPORTING",
-            "THINKS_AT_MOST",
-        ),
-        *("ENTRIES_IN_A_ROW", "TURNS_IN_A_ROW"),
+        *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
+        *("THINKS_AT_MOST", "LOOKS_IN_ONE_FRAME", "LOOKS_WITHOUT_COUNTS", "ENTRIES_A_SECOND", "ENTRIES_IN_A_ROW"),
+        *("TURNS_A_SECOND", "TURNS_IN_A_ROW"),
     ),
-    "keepbusy.instrument.loop_tree": ("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "RECORDED_AT_MOST"),
+    "keepbusy.instrument.loop_tree": (
+        *("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "RECORDED_AT_MOST"),
+        *("SHORTEST_PART", "SLOW_TURNS_MATTER", "LOOP_IS_WORTH"),
+    ),
     "keepbusy.instrument.step_loop": (),
-    "keepbusy.instrument.slow_turns": ("REASON_SHARE",),
+    "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
     "keepbusy.recording.turn_times": ("COURSE_ROWS", "STALL_MATTERS", "NO_LEAD"),
     "keepbusy.recording.window": (
-        *("RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK", "DEVICE_PATIENCE"),
-        *("EVENTS_AT_ONCE", "EVENTS_WITH_A_TURN", "EVENTS_A_TENSOR"),
+        *("SETTLING_TURNS", "RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK"),
+        *("DEVICE_PATIENCE", "EVENTS_AT_ONCE", "EVENTS_A_TENSOR"),
     ),
     "keepbusy.recording.window_plan": (
-        *(
-            "WINDOWS_ALLOWANCE",
-            "KEPT_WINDOWS",
-            "PLANNING_TIME",
-            "STEPS_KNOWN",
-            "MARKS_CONSIDERED",
-            "THINKING_SHARE",
-            "AT_ONCE",
-            "TOLD_AHEAD",
-        ),
+        *("WINDOWS_SHARE", "WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "STEPS_KNOWN", "MARKS_CONSIDERED"),
+        *("THINKING_SHARE", "TOLD_AHEAD", "STALL_IS_WORTH", "TURNS_BEFORE", "TURNS_AFTER", "TURNS_KNOWN"),
+        *("LONGEST_TURN", "STEPS_AROUND_FIRST"),
     ),
-    "keepbusy.recording.recorder": ("STEPS_TO_LET_GO",),
+    "keepbusy.recording.recorder": ("STEPS_TO_LET_GO", "STEPS_DDP_TIMES"),
     "keepbusy.explain.fix_plan": (
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "COMPILING", "MERGED_WORK"),
     ),

@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2538,
     "traces": 2434,
     "instrument": 2066,
-    "recording": 4081,
+    "recording": 4073,
     "virtual": 8660,
     "explain": 4376,
     "report": 3282,

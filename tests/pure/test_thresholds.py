@@ -46,6 +46,6 @@ def test_each_threshold_has_a_name_of_its_own_and_is_switched_off_everywhere() -
 def test_what_another_module_imported_by_name_is_switched_off_too() -> None:
     from keepbusy.recording import window, window_plan
 
-    with thresholds.switched_off("settling_turns"):
-        assert window.SETTLING_TURNS == window_plan.SETTLING_TURNS == 0
-    assert window.SETTLING_TURNS == window_plan.SETTLING_TURNS == 1
+    with thresholds.switched_off("whole_turns_after"):
+        assert window.WHOLE_TURNS_AFTER == window_plan.WHOLE_TURNS_AFTER == thresholds.INFINITE
+    assert window.WHOLE_TURNS_AFTER == window_plan.WHOLE_TURNS_AFTER == 100_000_000

@@ -36,14 +36,10 @@ KEPT_WINDOWS = 6
 """Beside the first one: each goes with the run as a timeline of its own."""
 STALL_IS_WORTH = 0.01
 """Of the run: what takes less is not looked at."""
-SEEN_ANYWAY_BELOW = 8
-"""What comes more often is seen by the first window."""
 TURNS_BEFORE, TURNS_AFTER = 1, 1
 """Ordinary steps that are recorded around a rare one, since it may come a step early or late."""
 PLANNING_TIME = 200_000_000
 """Until a plan is made the program has gone on for so long."""
-BEATS_AHEAD = 8
-"""So many of its occurrences ahead are looked through for one at which nothing else happens."""
 STEPS_KNOWN, MARKS_CONSIDERED = 32, 4096
 """So many steps are known before any is foreseen; what was before so many is known by then."""
 THINKING_SHARE = 500
@@ -203,14 +199,11 @@ class WindowPlan:
         took = steps.took[steps.plain]
         if len(took) < STEPS_KNOWN or not (took > slow_from(took)).any():
             return
-        rest = steps.take(steps.plain)
-        stalls = [one for one in rare_stalls(rest, dict(self.marks.table.saves), self.looks()) if one.is_foreseen]
         looked_at = [one.about["step"] for one in self.taken if one.why == STALL]
-        for one in stalls:
+        for one in rare_stalls(steps.take(steps.plain), dict(self.marks.table.saves), self.looks()):
             if is_worth_a_window(one, longest) and not any(one.comes_in(step) for step in looked_at):
-                others = [other for other in stalls if other is not one]
                 soon = max(2 + round(PLANNING_TIME / max(1.0, float(np.median(took)))), self._marks_ahead())
-                step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1, others)
+                step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1)
                 opens = step - SETTLING_TURNS - TURNS_BEFORE - 1
                 about = {"step": step, "stall": asdict(one)}
                 yield Occasion(STALL, one.total, TURNS_BEFORE + 1 + TURNS_AFTER, about, opens)
@@ -256,15 +249,14 @@ def is_granted(passed: int, spent: int, first: int) -> bool:
 
 
 def is_worth_a_window(stall: RareStall, longest: int) -> bool:
-    """Of the collector the marks know all. Any two keep a beat, so without a reason it takes a third."""
-    known = stall.count > 2 or bool(stall.what)
-    rare = stall.every >= SEEN_ANYWAY_BELOW and stall.time <= longest and stall.share >= STALL_IS_WORTH
+    """What comes more often the first window has seen, and of the collector the marks know all. Any two keep a beat, so
+    without a reason it takes a third."""
+    known = stall.is_foreseen and (stall.count > 2 or bool(stall.what))
+    rare = stall.every > RECORDED_TURNS and stall.time <= longest and stall.share >= STALL_IS_WORTH
     return known and rare and stall.what != COLLECTOR
 
 
-def foreseen(stall: RareStall, earliest: int, others: Sequence[RareStall]) -> int:
-    """The step in which it comes again: the first one in which no other does, if there is one soon."""
+def foreseen(stall: RareStall, earliest: int) -> int:
+    """The step in which it comes again."""
     every = round(stall.every)
-    first = stall.last + max(1, -(-(earliest - stall.last) // every)) * every
-    beats = range(first, first + BEATS_AHEAD * every, every)
-    return next((step for step in beats if not any(other.comes_in(step) for other in others)), first)
+    return stall.last + max(1, -(-(earliest - stall.last) // every)) * every
