@@ -8,7 +8,7 @@ endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := -m pip --disable-pip-version-check
-SHARED := -n 2 --dist loadfile
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
@@ -35,9 +35,10 @@ demo-trace: $(READY)
 	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --what-if blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
 
-# in two processes, each of which takes the next file, so that what its tests share is made once
+# in two processes, each of which takes the next file, so that what its tests share is made once; what is imported is
+# compiled once, too, whatever the shell says
 test: $(READY)
-	@$(BIN)/python -m pytest $(SHARED)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED)
 
 # what needs no PyTorch, on a Python that there may be no build of it for: `make test-pure PYTHON=python3.13`
 test-pure: $(VENV)/.ready-pure

@@ -5,30 +5,38 @@ What is asked for goes in and comes out as lines of JSON; what the command print
 What a test wants to know of Python's own start (streams, `sys.argv`, what is imported) needs a Python of its own.
 
 Ranks of `--ranks` are forks as well, with what torchrun would tell them, and so is `keepbusy` where a verb starts it
-anew, as `check`, `fix` and `plan` do; `agent=True` lets both start as they do for a user.
+anew, as `check`, `fix` and `plan` do; `agent=True` lets both start as they do for a user. Where a command starts Python
+itself, for `multiprocessing` or as torchrun's agent, `stand_in.py` is started, and asks the warm one for a fork.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import fcntl
 import gc
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 SOURCES = Path(__file__).parents[1] / "src"
+STAND_IN = Path(__file__).with_name("stand_in.py")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
@@ -106,6 +114,7 @@ def warm() -> WarmPython:
 
 
 def _serve() -> None:
+    atexit.register(_keep_installed)
     for module in IMPORTED:
         import_module(module)
     from keepbusy.virtual.pytorch.kernels import overload_named
@@ -115,21 +124,132 @@ def _serve() -> None:
             overload_named(name)  # PyTorch keeps them
     from keepbusy.cli.program import launch
 
+    library = ctypes.CDLL(None)
+    library.on_exit(library._exit, None)
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")  # closed in each fork, as standard output is replaced
+    forks = _Forks()
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()
         if not child:
             answers.close()
-            if not asked["agent"]:
+            multiprocessing.spawn.set_executable(forks.python)
+            if asked["agent"]:
+                sys.executable = forks.python
+            else:
                 launch.launch = _launched
                 setattr(subprocess, "_fork_exec", _started)  # noqa: B010
             place = asked["command"], asked["cwd"], asked["paths"]
-            if asked["ranks"]:
-                sys.exit(_forked(asked["ranks"], partial(_run, *place, asked["env"])))
-            _run(*place, asked["env"], {})
-        print(json.dumps(_status(child, asked["timeout"])), file=answers, flush=True)
+            run = partial(_run, *place, asked["env"])
+            raise _Fork(partial(_forked, asked["ranks"], run) if asked["ranks"] else partial(run, {}))
+        print(json.dumps(forks.status(child, asked["timeout"])), file=answers, flush=True)
+    forks.end()
+
+
+def _keep_installed() -> None:
+    """At a fork's end its program and our modules go as ever. PyTorch stays, and its libraries, as `_exit` comes first.
+
+    To take these down would take longer than most tests.
+    """
+    kept = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in _INSTALLED}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+_INSTALLED = {"torch", "sympy", "mpmath", "numpy"}
+
+
+class _Fork(Exception):  # noqa: N818
+    """Leaves the server's loops, which are none of what it runs: that is its argument."""
+
+
+class _Forks:
+    """Those that run a command, and those that were asked for by what stands in for a Python there."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+        address = self._folder / "asked"
+        self._asked = socket.socket(socket.AF_UNIX)
+        self._asked.bind(str(address))
+        self._asked.listen(64)
+        self._running: dict[int, tuple[int, socket.socket]] = {}
+        """By the descriptor of its process and by that of its stand-in: the process, and who asked for it."""
+        program = self._folder / "python"
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{STAND_IN}" "{address}" "$@"\n')
+        program.chmod(0o755)
+        self.python = str(program)
+
+    def end(self) -> None:
+        shutil.rmtree(self._folder)
+
+    def status(self, child: int, timeout: int) -> int | None:
+        """How it ended, or None if it had to be killed."""
+        own, until, ended = os.pidfd_open(child), time.monotonic() + timeout, True
+        while own not in (ready := self._ready(own, until)):
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+                ended = False
+                break
+            for number in ready:
+                if number == self._asked.fileno():
+                    self._begin(self._asked.accept()[0])
+                else:
+                    self._end(number)
+        os.close(own)
+        _, status = os.waitpid(child, 0)
+        return status if ended else None
+
+    def _ready(self, own: int, until: float) -> list[int]:
+        asked = [own, self._asked.fileno(), *self._running]
+        return select.select(asked, [], [], max(0, until - time.monotonic()))[0]
+
+    def _begin(self, stand_in: socket.socket) -> None:
+        with stand_in.makefile("rb") as words:
+            _, given, _, _ = socket.recv_fds(stand_in, 1, 64)
+            said = words.readline()
+        if not said:  # it was ended before it had spoken
+            stand_in.close()
+            return
+        asked, child = json.loads(said), os.fork()
+        if not child:
+            raise _Fork(partial(_stand, self.python, given, asked))
+        for number in given:
+            os.close(number)
+        with suppress(OSError):  # it has ended meanwhile
+            stand_in.sendall(f"{child}\n".encode())
+        self._running |= dict.fromkeys((os.pidfd_open(child), stand_in.fileno()), (child, stand_in))
+
+    def _end(self, number: int) -> None:
+        """Of a fork, or of what stood in for it: that takes its fork with it."""
+        if number not in self._running:
+            return
+        child, stand_in = self._running[number]
+        if number == stand_in.fileno():
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        with suppress(OSError):
+            stand_in.sendall(f"{status}\n".encode())
+        for one in [one for one, (process, _) in self._running.items() if process == child]:
+            del self._running[one]
+            if one != stand_in.fileno():
+                os.close(one)
+        stand_in.close()
+
+
+def _stand(python: str, given: Sequence[int], asked: Mapping[str, Any]) -> NoReturn:
+    """With the files of what stands in for a Python, each under the number that it has there."""
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD, 512) for number in given]
+    os.closerange(0, 512)
+    for number, wanted in zip(high, asked["numbers"], strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
+    multiprocessing.spawn.set_executable(python)
+    sys.executable = python
+    command = asked["command"]
+    while command[0] not in ("-c", "-m") and command[0].startswith("-"):
+        del command[0]  # how a fresh Python is to behave
+    _be(command, asked["cwd"], asked["env"])
 
 
 def _launched(count: int, command: Sequence[str]) -> int:
@@ -198,28 +318,21 @@ def _started(arguments: Sequence[str], executables: object, closes: bool, kept: 
         os._exit(code)
 
 
-def _status(child: int, timeout: int) -> int | None:
-    """How it ended, or None if it had to be killed."""
-    pidfd = os.pidfd_open(child)
-    ended, _, _ = select.select([pidfd], [], [], timeout)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    os.close(pidfd)
-    _, status = os.waitpid(child, 0)
-    return status if ended else None
-
-
 def _run(
     command: Sequence[str], folder: str, paths: Sequence[str], environment: dict[str, str], rank: dict[str, str]
 ) -> NoReturn:
-    """Of what a fresh Python reads at its start: the environment, the import path, sitecustomize."""
-    os.chdir(folder)
     for number, path in enumerate(("/dev/null", *paths)):
         opened = os.open(path, os.O_RDWR | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(opened, number)
         os.close(opened)
+    _be(command, folder, environment | rank)
+
+
+def _be(command: Sequence[str], folder: str, environment: dict[str, str]) -> NoReturn:
+    """Of what a fresh Python reads at its start: the environment, the import path, sitecustomize."""
+    os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment | rank)
+    os.environ.update(environment)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     how = command[0] if command[0] in ("-m", "-c") else ""
     first = folder if how else str(Path(command[0]).parent)
@@ -240,4 +353,9 @@ def _run(
 
 
 if __name__ == "__main__":
-    _serve()
+    program: Callable[[], object] = int
+    try:
+        _serve()
+    except _Fork as fork:
+        (program,) = fork.args
+    sys.exit(program())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm
 
 from keepbusy.hang.flight_recorder import read_dumps
 from keepbusy.hang.hang_report import told
@@ -24,11 +23,8 @@ DUMPS = Path(__file__).parent / "flight_dumps.py"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One job of four ranks makes them all."""
     folder = tmp_path_factory.mktemp("dumps")
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
-    done = subprocess.run(
-        [*agent, str(DUMPS), str(folder)], capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
+    done = warm().python(str(DUMPS), str(folder), cwd=folder, env=environment, timeout=300, ranks=4)
     assert done.returncode == 0, done.stderr
     yield folder
     shutil.rmtree(folder)

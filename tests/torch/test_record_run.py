@@ -313,9 +313,7 @@ RARE = (
     + """\
     if step % 100 == 60:
         evaluate()
-    until = time.perf_counter() + 0.004
-    while time.perf_counter() < until:
-        pass
+    time.sleep(0.004)
 """
 )
 """Beside steps of 5 ms the machine's own whims are no stalls."""

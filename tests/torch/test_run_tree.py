@@ -51,11 +51,11 @@ for step in range(8):
 dist.destroy_process_group()
 """
 SPAWNED = """\
-import torch, torch.multiprocessing as mp, torch.distributed as dist
+import os, torch, torch.multiprocessing as mp, torch.distributed as dist
 
 
 def work(rank):
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29471", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"file://{os.getcwd()}/meet", rank=rank, world_size=2)
     x = torch.ones(2048, 2048, device=f"cuda:{rank}")
     for step in range(6):
         y = x @ x
