@@ -173,7 +173,7 @@ class TestMeasure:
         if self._machine is None:
             yield "min_overlap cannot be measured on a real GPU; run this test where there is none"
             return
-        from keepbusy.fix.gate.hidden_copies import hidden_share
+        from keepbusy.fix.gate.tally import hidden_share
 
         share = hidden_share(self._machine.clock.timeline(), self._began)
         if share is not None and share < least:

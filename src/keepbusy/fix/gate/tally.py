@@ -1,4 +1,7 @@
-"""All places of a run at which Python waits for the GPU, counted step by step, also those that cost nothing today."""
+"""All places of a run at which Python waits for the GPU, counted step by step, also those that cost nothing today.
+
+And how much of the copies ran beside the computation.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import numpy as np
 
 from keepbusy.explain.causes.syncs import of_large_copy
 from keepbusy.explain.diagnosis import Where
+from keepbusy.explain.ledger import covered
 from keepbusy.explain.places import by_place
 from keepbusy.explain.scene import Scene
 from keepbusy.fix.gate.allow_list import AllowList
 from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import source_line
-from keepbusy.timeline.model import NONE, Ints, Timeline
+from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.steps import whole_steps
 
 _FEWEST_STEPS = 2
@@ -83,6 +87,17 @@ def tally(timeline: Timeline, allow: Sequence[str] = ()) -> WaitTally:
     places.sort(key=lambda place: (bool(place.reason), -place.total, str(place.where)))
     facts = whole.facts
     return WaitTally(facts.source, facts.device, steps, facts.one_turn, facts.modelled, tuple(places), tuple(counts))
+
+
+def hidden_share(timeline: Timeline, since: int) -> float | None:
+    """The share of the time of copies in which kernels ran as well; None where nothing was copied."""
+    spans = timeline.spans
+    copies, kernels = (spans.kind == Kind.COPY) & (spans.start >= since), spans.kind == Kind.KERNEL
+    whole = float(spans.end.max(initial=0)) + 1
+    copying, computing, either = (
+        covered(spans.start[one], spans.end[one], whole) for one in (copies, kernels, copies | kernels)
+    )
+    return (copying + computing - either) / copying if copying else None
 
 
 def _rows_of_kinds(scene: Scene) -> Iterator[tuple[str, Ints]]:

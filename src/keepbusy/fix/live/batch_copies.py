@@ -84,7 +84,8 @@ class DeferredCopies:
         @left_alone
         def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             sent = None
-            if not is_ours():
+            may_wait = not tensor.is_cuda or kwargs or any(one is True for one in args)
+            if may_wait and not is_ours():
                 with suppress(TypeError, RuntimeError):  # what is wrong with it PyTorch says itself
                     sent = self._moved(tensor, partial(plain, tensor, *args, **kwargs), *where(*args, **kwargs))
             return plain(tensor, *args, **kwargs) if sent is None else sent

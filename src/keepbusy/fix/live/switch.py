@@ -109,7 +109,9 @@ def same_bits(one: Any, other: Any) -> bool:
 
     if type(one) is not type(other):
         return False
-    if isinstance(one, tuple):
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same_bits, one, other))
     if not isinstance(one, torch.Tensor):
         return repr(one) == repr(other) if not hasattr(one, "tobytes") else bool(one.tobytes() == other.tobytes())

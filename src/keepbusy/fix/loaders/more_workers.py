@@ -208,7 +208,7 @@ class FedLoop:
         if not self._loader.num_workers and self._fix.switch.checked < _COMPARED:
             self._fix.switch.checked += 1
             again = self._own._dataset_fetcher.fetch(self._remaining.given[0])
-            if not _same(batch, again):
+            if not same_bits(batch, again):
                 return self._give_back("a worker's sample came out different")
         del self._remaining.given[0]
         self._fix.count(self._count, self._loader.num_workers)
@@ -342,13 +342,3 @@ def room_in_shared_memory() -> int:
     except OSError:
         return 0
     return room.f_bavail * room.f_frsize
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return same_bits(one, other)

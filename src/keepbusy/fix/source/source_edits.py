@@ -6,6 +6,7 @@ and comments stay as they are, and what has been changed once is not changed aga
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -18,7 +19,7 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 
 from keepbusy.fix.source.late_reads import write_late_reads
 from keepbusy.fix.source.lifted_steps import write_lifted_step
-from keepbusy.fix.source.micro_batches import write_last_travels
+from keepbusy.fix.syntax.last_turns import last_turn
 
 _WRAPPERS = {"enumerate", "tqdm", "track"}
 _SAME_ANYWHERE = {f"torch.{name}" for name in ("zeros", "ones", "full", "arange", "eye", "empty")}
@@ -29,6 +30,9 @@ _SAME_SHAPED = {
 }
 """Methods and functions that move values, or change their types, alike on every device."""
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+_DDP = m.OneOf(*(m.Name(name) for name in ("DDP", "DistributedDataParallel")))
+_WRAPS = m.Call(func=m.OneOf(_DDP, m.Attribute(attr=_DDP)))
+_SETTLED = m.OneOf(m.Name("require_backward_grad_sync"), m.Name("no_sync"))
 
 
 @dataclass(frozen=True)
@@ -314,6 +318,34 @@ class _MaskedSums(_AtLines):
         return updated_node
 
 
+class _LastTravels(_AtLines):
+    """`model.require_backward_grad_sync = (i + 1) % 4 == 0`, DDP's own switch, at the top of a loop."""
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__(lines)
+        self._models = set[str]()
+        self._last_turns: dict[int, str] = {}  # of each loop, by its line, which is the last before an optimizer steps
+
+    def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
+        wraps = m.findall(node, m.Assign(targets=[m.AssignTarget(target=m.Name())], value=_WRAPS))
+        self._models = {dotted(cst.ensure_type(one, cst.Assign).targets[0].target) for one in wraps}
+        loops = [one for one in ast.walk(ast.parse(node.code)) if isinstance(one, ast.For)]
+        self._last_turns = {one.lineno: ast.unparse(last) for one in loops if (last := last_turn(one))}
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
+        if not self._models or not self.stands(original_node) or m.findall(original_node, _SETTLED):
+            return updated_node
+        models = sorted(
+            {dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models
+        )
+        last = self._last_turns.get(self.line(original_node), "")
+        if len(models) != 1 or not last or not isinstance(updated_node.body, cst.IndentedBlock):
+            return updated_node
+        self._models.clear()  # the innermost loop comes first, and is the only one
+        line = cst.parse_statement(f"{models[0]}.require_backward_grad_sync = {last}")
+        return updated_node.with_deep_changes(updated_node.body, body=[line, *updated_node.body.body])
+
+
 def _visiting(change: type[_AtLines], **settings: str) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module]:
     return lambda wrapper, lines: wrapper.visit(change(lines, **settings))
 
@@ -332,7 +364,7 @@ EDITS: dict[str, SourceEdit] = {
     "fuse_optimizer": SourceEdit(_visiting(_Fused), 1e-4, "fused steps round differently"),
     "save_later": SourceEdit(_visiting(_SavedLater)),
     "accumulate": SourceEdit(
-        write_last_travels, 1e-4, "gradients of ranks and micro-batches are added in another order"
+        _visiting(_LastTravels), 1e-4, "gradients of ranks and micro-batches are added in another order"
     ),
     "graph": SourceEdit(write_lifted_step, 1e-4, "Adam and its kin round differently in a graph"),
     "keep_shapes": SourceEdit(_visiting(_MaskedSums), 1e-5, "sums are rounded in another order"),
