@@ -756,6 +756,20 @@ def run():
     return kept, len(set(kept)), torch.zeros(9)[at].item(), bytes(kept)
 found.append(run())
 """,
+    "in a compiled function": """
+def step(x, rows):
+    total, kept, value = 0.0, [], None
+    for _ in range(3):
+        x = x * 2; value = x.mean().item(); total += x.sum().item(); kept.append(value); last = {"x": x.cpu()}
+    return total, kept, value, last["x"].tolist(), sum(one.sum() for one in [row.to("cuda") for row in rows])
+compiled = torch.compile(step, backend="eager")
+for turn in range(3):
+    for run in (step, compiled):
+        made = run(torch.ones(4, device="cuda") + turn, [torch.ones(3), torch.ones(2)])
+        found.append([float(one) if isinstance(one, torch.Tensor) else one for one in made])
+moving = torch.compile(lambda rows: [row.to("cuda") for row in rows][0] * 2, backend="eager", fullgraph=True)
+found.append(moving([torch.ones(3), torch.ones(2)]).tolist())
+""",
     "a gradient it needs now and then": """
 def run():
     kept = []

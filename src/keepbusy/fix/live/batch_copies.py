@@ -162,7 +162,12 @@ class DeferredCopies:
 
     def moved(self, move: Callable[[Any], Any], held: Any, is_named: bool) -> Any:
         """In place of `[move(one) for one in held]`, or of `{name: move(one) for name, one in held.items()}`."""
-        if not self.switch.on or is_ours() or type(held) not in ((dict,) if is_named else _CONTAINERS):
+        if (
+            torch.compiler.is_compiling()
+            or not self.switch.on
+            or is_ours()
+            or type(held) not in ((dict,) if is_named else _CONTAINERS)
+        ):
             return moved_singly(move, held, is_named)
         tensors, sent = tuple(held.values() if is_named else held), None
         if len(tensors) > 1 and all(map(_may_join, tensors)) and may_be_sent(tensors[0]):

@@ -1,7 +1,7 @@
 """Values of the device that are read when somebody looks at them: what the rewritten lines call.
 
 `total += loss.item()` becomes `total = late.add(total, lambda v0: v0.item(), (loss,), ())`, and each place that reads
-`total` becomes `late.value(total)`. The formula is worked out later, of copies on the host: a value is the one at the
+`total` becomes `late(total)`. The formula is worked out later, of copies on the host: a value is the one at the
 call, and sums are made in the program's own order, the same to the last bit. Single numbers come home many at once;
 what is larger travels beside the computation and is unpacked in a thread of its own.
 """
@@ -144,6 +144,9 @@ class LateSum:
         return self.number
 
 
+_UNSETTLED, _SUMS = (LateSum, LateValue), (LateSum, int, float)
+
+
 class LateNumbers:
     """The names that rewritten lines use; it is `__keepbusy_late__` there."""
 
@@ -166,10 +169,10 @@ class LateNumbers:
 
     def add(self, total: Any, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`total += formula(...)`."""
-        late = self._late(formula, values, others, _sent) if isinstance(total, LateSum | int | float) else None
+        late = self._late(formula, values, others, _sent) if isinstance(total, _SUMS) else None
         if late is None:
-            before = self.value(total)
-            before += formula(*values, *map(self.value, others))
+            before = self(total)
+            before += formula(*values, *map(self, others))
             return before
         total = total if isinstance(total, LateSum) else LateSum(total)
         total.pending.append(late)
@@ -186,13 +189,13 @@ class LateNumbers:
     def keep(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """`name = formula(...)`."""
         late = self._late(formula, values, others, _kept)
-        return formula(*values, *map(self.value, others)) if late is None else late
+        return formula(*values, *map(self, others)) if late is None else late
 
     def bring(self, formula: Callable[..., Any], values: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
         """One of many values that are kept."""
         late = self._late(formula, values, others, _sent)
         if late is None:
-            return formula(*values, *map(self.value, others))
+            return formula(*values, *map(self, others))
         if any(isinstance(one, Tensor) and not _is_single(one) for one in values):
             self._carriage.call(late.settle)
             self._on_their_way.append(late)
@@ -204,14 +207,14 @@ class LateNumbers:
         """`held.append(formula(...))`, where nobody else can look into `held`."""
         held.append(self.bring(formula, values, others))
 
-    def value(self, name: Any) -> Any:
+    def __call__(self, name: Any) -> Any:
         """What a name holds, for whoever reads it."""
-        if isinstance(name, LateSum | LateValue):
+        if isinstance(name, _UNSETTLED):
             return name.settle()
         if type(name) is list or type(name) is dict:
             places: Any = enumerate(name) if isinstance(name, list) else name.items()
             for place, one in places:
-                if isinstance(one, LateSum | LateValue):
+                if isinstance(one, _UNSETTLED):
                     name[place] = one.settle()
         return name
 
@@ -225,6 +228,8 @@ class LateNumbers:
         large: Callable[[Tensor], Home],
     ) -> LateValue | None:
         """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
+        if torch.compiler.is_compiling():
+            return None
         self._passed(sys._getframe(2))
         depth = 1 + max((one.depth for one in others if isinstance(one, LateValue)), default=0)
         if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order():
@@ -234,9 +239,9 @@ class LateNumbers:
         kind = (id(formula.__code__), *map(_kind_of, values), *map(type, others))
         with self._lock:
             alone = [_is_alone(values, at) for at, _ in enumerate(values)]
-            now = None if kind in self._seen else (formula(*values, *map(self.value, others)),)
+            now = None if kind in self._seen else (formula(*values, *map(self, others)),)
             homes = [self._aside(*one, large) for one in zip(values, alone, strict=True)]
-            late = LateValue(lambda: formula(*(home() for home in homes), *map(self.value, others)), depth)
+            late = LateValue(lambda: formula(*(home() for home in homes), *map(self, others)), depth)
         if values:
             self.switch.count(sys._getframe(2))
         if now is not None:

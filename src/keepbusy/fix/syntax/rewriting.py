@@ -52,7 +52,7 @@ class ReadsAtOnce:
     def append(self, held: Any, *formula: Any) -> None:
         held.append(self.keep(*formula))
 
-    def value(self, name: Any) -> Any:
+    def __call__(self, name: Any) -> Any:
         return name
 
 
@@ -312,13 +312,13 @@ class _Rewriter(ast.NodeTransformer):
 
     def _settle(self, name: str, loop: ast.AST) -> ast.stmt:
         """After a loop of the script itself, whose names anybody may look up; it may never have come to name it."""
-        (made,) = ast.parse(f"if {name!r} in globals(): {name} = {NAME}.value({name})").body
+        (made,) = ast.parse(f"if {name!r} in globals(): {name} = {NAME}({name})").body
         for node in ast.walk(made):
             ast.copy_location(node, loop)
         return made
 
     def _value(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(_call("value", [ast.Name(node.id, ast.Load())]), node)
+        return ast.copy_location(ast.Call(ast.Name(NAME, ast.Load()), [ast.Name(node.id, ast.Load())], []), node)
 
     def _put_off(self, node: ast.AST) -> ast.AST:
         """Names in the formula itself are read as everywhere."""
