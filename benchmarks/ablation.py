@@ -61,8 +61,8 @@ SETS = {
     "live_uneven": HERE / "stallbench_planted.json",
 }
 MANY_RANKS = {"two_late": ("peer_late",), "none_late": ()}
-RUNS = "fourth"
-"""A set of whole runs, whose truth is the seconds that they took stalled and fixed."""
+RUNS = ("fourth", "sixth", "seventh")
+"""Sets of whole runs, whose truth is the seconds that they took stalled and fixed."""
 MANY, RANKS = "many", 32
 """Ranks of a run of which some are late, or none, made of the traces of four."""
 PROGRAM_SET = "programs"
@@ -76,7 +76,7 @@ BLAMES = {
     "peer_late",
     "exposed_collective",
 }
-ALL_SETS = [*SETS, RUNS, MANY, PROGRAM_SET]
+ALL_SETS = [*SETS, *RUNS, MANY, PROGRAM_SET]
 NOTICEABLE = 0.05
 """Of the stalled step: a prediction that errs by so much more is worse."""
 NO_MARKS = {"stalls": [], "step": 0, "warm_up": 0}
@@ -142,17 +142,17 @@ def cases(sets: Sequence[str], stallbench: Path) -> Iterator[Case]:
             causes = planted.get(path.stem, of_stallbench.get(path.stem))
             if name in sets and causes is not None:
                 yield Case(path, tuple(causes))
-    if RUNS in sets:
-        groups = json.loads((HERE / f"stalls/{RUNS}/planted.json").read_text()).values()
-        planted = {name: one["causes"] for group in groups for name, one in group.items()}
-        for path in sorted((TRUTH / RUNS).glob("*.busy")):
-            yield Case(path, tuple(planted[path.stem]), RUNS)
+    for name in [one for one in RUNS if one in sets]:
+        groups = json.loads((HERE / f"stalls/{name}/planted.json").read_text()).values()
+        planted = {case: one["causes"] for group in groups for case, one in group.items()}
+        for path in sorted((TRUTH / name).glob("*.busy")):
+            yield Case(path, tuple(planted[path.stem]), name)
     if MANY in sets and stallbench.exists():
         yield from (Case(stallbench / MANY / name, causes, MANY) for name, causes in MANY_RANKS.items())
 
 
 def outcomes(case: Case, timeline: Timeline) -> Outcomes:
-    if case.kind == RUNS:
+    if case.kind in RUNS:
         return {"run": _of_run(case, timeline)}
     if case.kind == MANY:
         return {"ranks": _of_many_ranks(case, timeline)}

@@ -49,14 +49,13 @@ EXPLAINED = {
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
     "keepbusy.explain.causes.syncs": (
-        Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
-        Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
+        Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together."),
     ),
     "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
         Threshold("HEAVY", INFINITE, "Host work of a millisecond is work in its own right, not a launch's price."),
         Threshold(
-            "PRICE_OF_A_CALL", 0, "What takes less than 0.1 ms makes nothing, and is no work between two copies."
+            "PRICE_OF_A_CALL", 0, "What takes less than 0.1 ms is what a call costs, and no work of the program's own."
         ),
     ),
     "keepbusy.explain.edit": (
@@ -66,8 +65,9 @@ EXPLAINED = {
     "keepbusy.explain.plain": (
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LARGEST_STRETCH", 0.0, "A line stands for no more than twenty times what was recorded of it."),
-        Threshold("LARGEST_COST", 64.0, "Recording costs no more than eight times what it usually does."),
-        Threshold("SLOWEST_HOST", 1.0, "Where that is not enough, the host was slower altogether."),
+        Threshold(
+            "SLOWEST_HOST", 1.0, "Where the largest cost of recording is not enough, the host was slower altogether."
+        ),
         Threshold(
             "_no_slower_than_marks",
             lambda _, factor, speed: (factor, speed),
@@ -97,7 +97,7 @@ RECORDED = {
     "keepbusy.instrument.slow_turns": (
         Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
         Threshold("SLOW_SHARE", 0.0, "A slow turn is longer than the median by half of it."),
-        Threshold("BEAT_SHARE", 0.0, "Nine in ten of the distances of a beat are the usual one, or several of it."),
+        Threshold("BEAT_SHARE", 0.0, "Three in four of the distances of a beat are the usual one, or several of it."),
         Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the turns: else it was a burst."),
         Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
     ),
@@ -113,7 +113,6 @@ RECORDED = {
         Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),
     ),
     "keepbusy.recording.window": (
-        Threshold("SETTLES_WITHIN", INFINITE, "In turns of 30 ms it settles within the first of them."),
         Threshold("SLOWED", INFINITE, "A turn recorded twice as long, and not ended, was slowed by its lines."),
         Threshold("FAR_LONGER", INFINITE, "Two turns four times as long as usual are not all that is wanted."),
         Threshold("WHOLE_TURNS_AFTER", INFINITE, "A window that was open for 0.1 s closes with its second turn."),
@@ -155,8 +154,8 @@ BOUNDS = {
     "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
     "keepbusy.recording.turn_times": ("COURSE_ROWS", "STALL_MATTERS", "NO_LEAD"),
     "keepbusy.recording.window": (
-        *("SETTLING_TURNS", "RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST", "NEXT_ASK"),
-        *("DEVICE_PATIENCE", "EVENTS_AT_ONCE", "EVENTS_A_TENSOR"),
+        *("SETTLING_TURNS", "SETTLES_WITHIN", "RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST"),
+        *("NEXT_ASK", "DEVICE_PATIENCE", "EVENTS_AT_ONCE", "EVENTS_A_TENSOR"),
     ),
     "keepbusy.recording.window_plan": (
         *("WINDOWS_SHARE", "WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "STEPS_KNOWN", "MARKS_CONSIDERED"),
@@ -171,7 +170,7 @@ BOUNDS = {
     "keepbusy.explain.ledger": ("NOISE", "EXACT", "SAMPLED", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
     "keepbusy.explain.places": ("ROWS_NEARBY", "WORTH_NAMING"),
     "keepbusy.explain.plain": (
-        *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LUCKIEST_RECORDING", "UNREACHABLE"),
+        *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LARGEST_COST", "LUCKIEST_RECORDING", "UNREACHABLE"),
     ),
     "keepbusy.explain.causes.host": (),
     "keepbusy.explain.causes.syncs": ("USUAL_BANDWIDTH", "SETUP"),

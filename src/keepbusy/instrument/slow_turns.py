@@ -65,8 +65,9 @@ def warm_up(took: Ints) -> int:
 
 # After how many turns something comes again, and how surely.
 
-BEAT_SHARE = 0.9
-"""Of the distances of a beat, so many are the usual one, or several of it: now and then it comes unnoticed."""
+BEAT_SHARE = 0.75
+"""Of the distances of a beat, so many are the usual one, or several of it: now and then it comes unnoticed, or another
+turn was slow at its line."""
 BEAT_LASTS = 0.25
 """Of the turns from the first one on, a beat goes on for so many at least: else it was but a burst."""
 
