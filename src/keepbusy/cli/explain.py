@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing that a trace becomes holds itself: to look for that among millions of rows takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
     paths = expand(options.files)
@@ -63,7 +77,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.save:
         check_name(options.save)
     each = _on_ray() if options.ray else None
-    with progress(options.quiet) as on_progress:
+    with progress(options.quiet) as on_progress, uncollected():
         timeline = open_timeline(options.files, part(on_progress, 0.0, READ), each)
         diagnosis = explained(
             timeline,
