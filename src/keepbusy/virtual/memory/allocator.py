@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import TypeAlias
 
 import numpy as np
@@ -253,7 +254,7 @@ class Memory:
         if size <= 0:
             return None
         with self._lock:
-            one, host = self._devices[device], self.clock.host()
+            one, host = self._devices[device], self.clock.threads.get(get_ident()) or self.clock.host()
             if self._freed:
                 self._free_queued(host)
             if one.in_use_elsewhere:
