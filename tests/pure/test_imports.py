@@ -161,11 +161,11 @@ LINES = {
     "traces": 2434,
     "instrument": 2067,
     "recording": 4073,
-    "virtual": 8660,
+    "virtual": 8661,
     "explain": 4374,
     "report": 3282,
     "runtime": 5696,
-    "cli": 3513,
+    "cli": 3535,
     "fix": 5398,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

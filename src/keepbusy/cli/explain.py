@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
-from keepbusy.cli.console.sources import READ, expand, flight_dumps, matches, open_timeline, part, progress
+from keepbusy.cli.console.sources import (
+    READ,
+    expand,
+    flight_dumps,
+    matches,
+    no_garbage_search,
+    open_timeline,
+    part,
+    progress,
+)
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -56,18 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Nothing that a trace becomes holds itself: to look for that among millions of rows takes a tenth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
     paths = expand(options.files)
@@ -77,7 +72,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.save:
         check_name(options.save)
     each = _on_ray() if options.ray else None
-    with progress(options.quiet) as on_progress, uncollected():
+    with progress(options.quiet) as on_progress, no_garbage_search():
         timeline = open_timeline(options.files, part(on_progress, 0.0, READ), each)
         diagnosis = explained(
             timeline,
