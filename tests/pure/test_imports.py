@@ -161,7 +161,7 @@ LINES = {
     "traces": 2434,
     "instrument": 2067,
     "recording": 4073,
-    "virtual": 8661,
+    "virtual": 8745,
     "explain": 4374,
     "report": 3282,
     "runtime": 5696,

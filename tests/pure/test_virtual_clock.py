@@ -257,6 +257,39 @@ def test_a_collective_ends_with_the_last_rank() -> None:
     assert timeline.facts.groups == {3: 2}
 
 
+def test_products_and_collectives_hold_each_other_up_where_they_run_at_the_same_time() -> None:
+    """A product beside a collective takes 1.8 times as long, whichever of the two was launched first; the next
+    collective makes up for what this one should have taken. Messages and other kernels stay as they are."""
+    on = clock()
+    stream, wire = on.default_stream(), on.new_stream()
+
+    def took(kind: Kind) -> list[int]:
+        timeline = on.timeline()
+        return [timeline[row].end - timeline[row].start for row in range(len(timeline)) if timeline[row].kind == kind]
+
+    def send(name: str, time: int) -> None:
+        on.collective(wire, f"ncclDevKernel_{name}", time, 64, 3, 2, last_arrival=lambda mine: mine)
+
+    def launch(name: str) -> None:
+        on.launch(stream, [(name, 1_000)])
+
+    send("SendRecv", 100_000)
+    launch("gemm_bfloat16")
+    on.sync_device()
+    send("AllReduce", 100_000)
+    for name in ("gemm_bfloat16", "elementwise_add", "gemm_bfloat16"):
+        launch(name)
+    assert took(Kind.KERNEL) == [1_000, 1_800, 1_000, 1_800]
+    on.sync_device()
+    on.launch(stream, [("gemm_bfloat16", 90_000)])
+    send("AllReduce", 10_000)
+    beside = 2 * 1_800 + 1_000
+    assert took(Kind.COLLECTIVE)[1:] == [100_000, 10_000 + round(beside * (1 - 1 / 1.4))]
+    on.sync_device()
+    launch("gemm_bfloat16")
+    assert took(Kind.KERNEL)[-2:] == [90_000, 1_000 + round(10_000 * (1 - 1 / 1.8))]
+
+
 def test_ranks_that_meet_go_on_together() -> None:
     """Each process began its clock by itself."""
     on = clock()

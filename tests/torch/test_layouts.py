@@ -97,6 +97,37 @@ def test_more_ranks_than_a_machine_starts_must_be_alike(run) -> None:
     )
 
 
+SHARDED = """\
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+with torch.device("cuda"):
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+layers = []
+for _ in range(2):
+    loss = model(torch.ones(1, 1024, device="cuda")).sum()
+    layers.append(torch.cuda.memory_allocated() / 2**22)
+    loss.backward()
+    layers.append(torch.cuda.memory_allocated() / 2**22)
+    model.zero_grad()
+print(*(round(one, 1) for one in layers))
+"""
+
+
+def test_what_fsdp_gathers_is_given_back_after_each_layer(run) -> None:
+    """Half of eight layers is on each of two ranks, and after the backward pass half of their gradients."""
+    done = run(SHARDED, *MODELLED, "--ranks", "2", "--alike", "--quiet")
+    assert (done.returncode, done.stdout) == (0, "4.0 8.0 4.0 8.0\n"), done.stderr
+
+
 def test_one_gpu_is_planned_too(run) -> None:
     done = run(SPREAD, "--gpus", "1", verb="plan")
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def bring_up(
     for undo in (replace_guard(), replace_hooks(host_memory.native_is_pinned, host_memory.native_pins)):
         atexit.register(undo)
     cuda_api.patch()
-    tensors.patch()
+    tensors.patch(MACHINE.resize)
     host_side.patch(_PATCHES)
     if measured:
         loader_workers.patch(_PATCHES)

@@ -65,7 +65,7 @@ class _DeviceMemory(weakref.ref["Tensor"]):
     __slots__ = ("address", "block", "layout", "return_to_graph")
     address: int
     layout: Layout  # of that host tensor
-    block: Block
+    block: Block | None  # None while its storage is empty
     return_to_graph: Callable[[], None] | None
 
 
@@ -271,10 +271,7 @@ class Machine:
             tensor = recording.keep(tensor).detach()
             storage = tensor.untyped_storage()
         seen = to_device(tensor, device)
-        try:
-            block = self.memory.allocate(device, size, self.stream(device) if stream is None else stream)
-        except OutOfMemory as error:
-            raise torch.OutOfMemoryError(str(error)) from None
+        block = self._block(device, size, self.stream(device) if stream is None else stream)
         if block is not None:
             # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
             memory = _DeviceMemory(tensor, self._release)
@@ -286,6 +283,19 @@ class Machine:
                 self._shadowed[id(before)] = before
             self._memory[memory.address] = memory
         return seen
+
+    def _block(self, device: int, size: int, stream: int) -> Block | None:
+        try:
+            return self.memory.allocate(device, size, stream)
+        except OutOfMemory as error:
+            raise torch.OutOfMemoryError(str(error)) from None
+
+    def resize(self, storage: Any, size: int) -> None:
+        """What is emptied gives its memory back, and takes other when it is to be filled again."""
+        memory, device = self._memory.get(storage.data_ptr()), storage.device.index
+        if memory is not None:
+            self.memory.free(memory.block)
+            memory.block = self._block(device, size, self.stream(device))
 
     def seen_by_host(self, tensor: Tensor, layout: Layout) -> Tensor:
         """The memory of a device's tensor as a host tensor that nobody may reshape: often it is the one behind it."""

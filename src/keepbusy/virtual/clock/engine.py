@@ -23,7 +23,7 @@ from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameK
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
 from keepbusy.virtual.clock.rows import Launch, Rows
-from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Graph, Moment, Node, StreamQueue
+from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Graph, Moment, Node, SharedDevice, StreamQueue
 from keepbusy.virtual.costs.device import Device
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
@@ -34,6 +34,8 @@ MARKS = (*STEP_MARKS, "Forward#")
 """Begin the names of frames that begin the run's steps, the most trusted first."""
 STARVATION = 300_000
 """Nanoseconds. Taking a batch that is ready costs less than this."""
+MESSAGES = "SendRecv"
+"""In the name of NCCL's kernel that sends and receives, which needs few multiprocessors."""
 _FIRST_STREAM = 7
 """CUDA's tools call the default stream 7."""
 _PEER_COPY = "Memcpy PtoP (Device -> Device)"
@@ -84,6 +86,7 @@ class Clock:
         self._engines: dict[tuple[int, int], tuple[int, int, int]] = {}  # lane, row and end of its last copy
         self._groups: dict[int, int] = {}  # how many ranks are members
         self.wires: dict[int, int] = {}  # of each row of a collective, how long it was on the wire
+        self._shared: dict[int, SharedDevice] = {}  # devices on which collectives ran
         self._captures: dict[int, Graph] = {}
         self._dispatch_cost, self._launch_cost = cache(device.host.dispatch), device.host.launch
         self._queue = device.queue
@@ -332,6 +335,8 @@ class Clock:
             called = host.now + work
             oldest, ready, free = line.ends[line.place], called + latency, line.tail + gap
             returned, start = (oldest if oldest > called else called) + cost, free if free > ready else ready
+            if self._shared:
+                lasting = self._lasts(line, kernel, start, lasting)
             launch = rows.operator(
                 host.lane, line.lane, rows.names[name], rows.names[kernel], host.frame, host.now, work, returned, start,
                 lasting,
@@ -575,15 +580,19 @@ class Clock:
 
     def _run(self, line: StreamQueue, call: tuple[int, int], node: Node, gap: int) -> int:
         """A command that others may hold up: of a collective, the last of its ranks, asked for without the lock."""
-        work = node.work
+        work, shared = node.work, None
+        if node.kind == _COLLECTIVE and MESSAGES not in node.name:
+            shared = self._shared.setdefault(line.device, SharedDevice(self.device.slower_together))
         if node.last_arrival is not None:
             with self.lock:
                 start = self._earliest_start(line, call, gap)
-            work += max(0, node.last_arrival(start) - start)
+            work += max(0, node.last_arrival(start + (shared.owed() if shared else 0)) - start)
         with self.lock:
             row = self._command(line, call, node.kind, node.name, work, node.size, group=node.group, gap=gap)
             if node.kind == _COLLECTIVE:
                 self.wires[row] = node.work
+            if shared:
+                shared.hold(line.tail - node.work, line.tail)
             return row
 
     # the timeline
@@ -651,6 +660,9 @@ class Clock:
             start = max(start, end + queue.gap)
         return start
 
+    def _lasts(self, line: StreamQueue, name: str, start: int, work: int) -> int:
+        return self._shared[line.device].lasts(name, start, work) if line.device in self._shared else work
+
     def _command(
         self,
         line: StreamQueue,
@@ -668,6 +680,8 @@ class Clock:
         rows, queue, lane, launch = self.rows, self._queue, line.lane, call[0]
         lag, text = queue.gap if gap is None else gap, rows.names[name]
         start = self._earliest_start(line, call, lag)
+        if kind == _KERNEL and self._shared:
+            work = self._lasts(line, name, start, work)
         end = start + work
         row = rows.add(
             lane, kind, text, NONE, start, end, work, lag, NONE, group, size, direction, pinned, launch, queue.latency

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import count
 from types import MappingProxyType
@@ -65,6 +66,55 @@ class StreamQueue:
         for lane, command in awaited.items():
             if lane != self.lane and command > self.awaited.get(lane, (NONE, NEVER)):
                 self.awaited[lane] = command
+
+
+class SharedDevice:
+    """A device on which kernels and collectives hold each other up: NCCL takes some of the multiprocessors, so that a
+    product whose tiles fill all of them once needs a second round, and both read and write the same memory.
+
+    A command is slowed where it begins beside one that was launched before. What was launched before has its time
+    already; what that should have lost, the next command of its kind makes up for.
+    """
+
+    def __init__(self, slower: Callable[[str], float]) -> None:
+        self._slower, self._of_collectives = slower, 1 - 1 / slower("nccl")
+        self._collectives: deque[tuple[int, int]] = deque()
+        self._kernels: deque[tuple[int, int, float]] = deque(maxlen=1024)  # as many as may stand in a queue
+        self._kernels_owe = self._collectives_owe = 0.0
+
+    def lasts(self, name: str, start: int, work: int) -> int:
+        """How long a kernel takes that begins then, and takes `work` alone."""
+        while self._collectives and self._collectives[0][1] <= start:
+            self._collectives.popleft()
+        slower, left, now = self._slower(name), float(work), float(start)
+        if slower > 1.0:
+            left, self._kernels_owe = left + self._kernels_owe, 0.0
+        for begun, ended in self._collectives:
+            if ended > now and left > begun - now:
+                left -= max(0.0, begun - now)
+                now = max(begun, now)
+                beside = min(left * slower, ended - now)
+                left, now = left - beside / slower, now + beside
+                self._collectives_owe += beside * self._of_collectives
+        end = round(now + left)
+        self._kernels.append((start, end, slower))
+        return end - start
+
+    def owed(self) -> int:
+        """How much later the next collective ends for what the ones before should have lost."""
+        owed, self._collectives_owe = round(self._collectives_owe), 0.0
+        return owed
+
+    def hold(self, start: int, end: int) -> None:
+        """A collective is on the wire so long. While it waits for a late rank it holds them, too, but what a late rank
+        costs is told by replaying its wait, and kernels would stay as they are there."""
+        for begun, ended, slower in reversed(self._kernels):
+            if ended <= start:
+                break
+            beside = max(0, min(end, ended) - max(start, begun))
+            self._kernels_owe += beside * (1 - 1 / slower)
+            self._collectives_owe += beside * self._of_collectives
+        self._collectives.append((start, end))
 
 
 _numbers = count(1)

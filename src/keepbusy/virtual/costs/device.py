@@ -29,7 +29,7 @@ Rate: TypeAlias = float
 Share: TypeAlias = float
 Count: TypeAlias = int
 
-_DISPATCH = figures("dispatch")
+_DISPATCH, _TOGETHER = figures("dispatch"), figures("together")
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,10 @@ class Device:
     def rate(self, dtype: str) -> float:
         """Operations a nanosecond of a matrix product, at its peak."""
         return self.matrix.get(dtype) or self.matrix["float32"]
+
+    def slower_together(self, name: str) -> float:
+        """How many times as long a kernel takes beside a collective, or a collective ("nccl") beside kernels."""
+        return next((times for known, times in _TOGETHER.slower.items() if name.startswith(known)), 1.0)
 
 
 # Device files

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -105,11 +107,13 @@ _logical_sizes: dict[int, int] = {}
 """Of a shrunken storage its size as the program sees it. Its bytes stay, for FSDP will have them back."""
 
 
-def patch() -> None:
+def patch(resize: Callable[[Any, int], None]) -> None:
+    """`resize`: told of a storage whose size the program changes."""
     _Storage.cuda = _to_device
     _Storage.to = _storage_to
     _Storage._to = lambda self, *, device, non_blocking=False: _storage_to(self, device=device)
-    _Storage.resize_, _Storage.size, _Storage.nbytes = _resize_storage, _logical_size_of, _logical_size_of
+    _Storage.resize_ = partialmethod(_resize_storage, resize)
+    _Storage.size = _Storage.nbytes = _logical_size_of
     _Storage.clone = _clone_storage
     torch.TypedStorage.cuda = _typed_to_device
     torch.serialization.register_package(5, lambda _storage: None, _load)
@@ -142,12 +146,14 @@ def _logical_size_of(storage: Any) -> int:
     return _logical_sizes[storage._cdata] if storage._cdata in _logical_sizes else _size(storage)
 
 
-def _resize_storage(storage: Any, size: int) -> Any:
+def _resize_storage(storage: Any, resize: Callable[[Any, int], None], size: int) -> Any:
     if storage.device.type != "cuda":
         return _resize(storage, size)
     whole = _size(storage)
     if size > whole:
         raise NotImplementedError("keepbusy's virtual GPU cannot grow a storage past its first size.")
+    if size != _logical_size_of(storage):
+        resize(storage, size)
     if size == whole:
         _logical_sizes.pop(storage._cdata, None)
     else:
