@@ -653,6 +653,27 @@ def test_garbage_that_is_collected_now_and_then_is_no_work_to_be_moved() -> None
     )
 
 
+def waiting(*lines: int, what: str = "") -> Diagnosis:
+    """Two ranks, the first of which stands for 400 ms now at this line and now at that, four times each."""
+    stalls = tuple(
+        RareStall(what, 4, 30.0, False, 400 * MS, 1_600 * MS, 0.1, lines=(f"turns.py({line}): work",)) for line in lines
+    )
+    marks = PlainRun("optimizer", 120, step=30 * MS, low=1, high=1 << 40, stalls=stalls)
+    return replace(HEALTHY, plain_step=30 * MS, plain_runs={0: marks}, ranks=(0, 1), run=TREE)
+
+
+def test_a_rank_that_stands_now_here_now_there_waits_for_another_in_turn() -> None:
+    [fix] = plan_of_run(waiting(93, 92, 21), ())
+    assert (fix.fix, fix.every, places(fix)) == (
+        "work_a_round_ahead",
+        10.0,
+        ["turns.py:93", "turns.py:92", "turns.py:21"],
+    )
+    assert fix.run_gain == 3 * 1_600 * MS // 2
+    assert {one.fix for one in plan_of_run(waiting(93, 92), ())} == {"share_among_ranks"}
+    assert len(plan_of_run(waiting(93, 92, 21, what="checkpoint"), ())) == 3
+
+
 def test_a_cause_asks_for_as_many_workers_as_the_plan() -> None:
     told = explain(load(Path(__file__).parents[1] / "gpu" / "truth" / "public" / "mnist.busy"))
     [workers] = [one for one in told.plan if one.fix.startswith("num_workers=")]

@@ -430,7 +430,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     """All that was explained, as one list. `told.plan` is that of its steps."""
     parts = [with_loader(told.plan, uses, told)]
     parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
-    parts += [_of_timed_stall(one, told) for one in _only_timed(told) if not _in_a_loop(one, told)]
+    parts += [_of_timed_stall(some, told) for some in _by_what_holds_up(told)]
     parts += [_of_loop(one) for one in told.loops]
     parts += [_of_line(one) for one in _idle_lines(told)]
     parts.sort(key=lambda part: -sum(map(_saved, part)))
@@ -673,24 +673,38 @@ def _place(name: str) -> str:
     return f"{known[0]}:{known[1]}" if known else name
 
 
-def _of_timed_stall(stall: RareStall, told: Diagnosis) -> Plan:
-    """What it takes is known of the whole run, not what it does: at worst nothing of it can go."""
-    ranks = len(told.ranks)
-    remedy = OF_STALLS.get(stall.what) or (PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"])
-    idle = _idle_at(_place_of(stall, told), stall, told)
-    gain = idle - (idle // ranks if remedy.fix == "share_among_ranks" else 0)
-    after = told.plain_step + stall.time - gain
-    total = max(stall.total, *(kind.total for kind in _in_the_tree(stall, told)), 0)
+def _by_what_holds_up(told: Diagnosis) -> list[list[RareStall]]:
+    """Stalls that are one. Where a rank of several stands at this line and that for no reason that was seen, it is no
+    line that holds it up: it waits for another rank."""
+    stalls = [one for one in _only_timed(told) if not _in_a_loop(one, told)]
+    waits = [one for one in stalls if not one.what and len(told.ranks) > 1]
+    together = [waits] if len({one.lines for one in waits}) > 2 else [[one] for one in waits]
+    return [*([one] for one in stalls if one not in waits), *together]
+
+
+def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
+    """What they take is known of the whole run, not what they do: at worst nothing of it can go."""
+    ranks, first, count = len(told.ranks), stalls[0], sum(one.count for one in stalls)
+    place = _place_of(first, told)
+    remedy = OF_STALLS.get(first.what) or (PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"])
+    time, every = first.time, first.every or told.steps_of_run
+    idle = _idle_at(place, first, told)
+    total = max(first.total, *(kind.total for kind in _in_the_tree(first, told)), 0)
+    if len(stalls) > 1:
+        remedy, total, every = PARTICULAR["in_turn"], sum(one.total for one in stalls), told.steps_of_run / count
+        time = idle = total // count
+    gain = idle - (idle // ranks if remedy.fix in ("share_among_ranks", "work_a_round_ahead") else 0)
+    after = told.plain_step + time - gain
     return (
         _row(
             remedy,
-            [Where.of(_place_of(stall, told))],
+            [Where.of(_place_of(one, told)) for one in stalls],
             ("peer_late" if ranks > 1 else "host_work",),
             gain,
-            Prediction(after, after, told.plain_step + stall.time),
-            run_gain=round(total * gain / max(1, stall.time)),
+            Prediction(after, after, told.plain_step + time),
+            run_gain=round(total * gain / max(1, time)),
             reason="It was timed over the whole run, and not recorded closely.",
-            every=stall.every or told.steps_of_run,
+            every=every,
         ),
     )
 

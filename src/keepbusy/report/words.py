@@ -146,6 +146,7 @@ _FIXES = {
     "size_buckets": "try other DDP buckets",
     "turn_off_broadcasts": "let DDP not broadcast buffers",
     "tell_sizes": "tell PyTorch the size",
+    "work_a_round_ahead": "let ranks work a round ahead of each other",
 }
 
 
