@@ -96,7 +96,7 @@ def test_stalls_one_after_the_other_are_counted() -> None:
 def test_a_stall_that_nobody_saw_is_told_without_a_place() -> None:
     assert (
         told(replace(RUN, stalls=(replace(SAVE, what="", lines=()),)))[-1]
-        == "rarely: Every 100 steps 812 ms · 14% of the run"
+        == "rarely: Every 100 steps 812 ms, nobody saw where · 14% of the run"
     )
 
 

@@ -169,15 +169,16 @@ def _explained(
     )
     plan = plan_of_run(told, timeline.facts.loaders)
     told = replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
-    workers_told = next((one for one in plan if one.fix.startswith("num_workers=")), None)
-    return told if workers_told is None else replace(told, causes=tuple(_as_planned(told.causes, workers_told)))
+    return replace(told, causes=tuple(_as_planned(one, plan) for one in told.causes))
 
 
-def _as_planned(causes: Sequence[Cause], workers: PlannedFix) -> Iterator[Cause]:
-    """The plan knows how many workers keep up, a cause only that there are too few."""
-    for one in causes:
-        asked = one.cause == "input_late" and one.api == workers.api
-        yield replace(one, advice=workers.advice, remedy=workers.code) if asked else one
+def _as_planned(cause: Cause, plan: Sequence[PlannedFix]) -> Cause:
+    """What to do is told once: the plan knows how many workers keep up, and which of several fixes gains most."""
+    of_steps = [one for one in plan if cause.cause in one.causes and not one.loop and not one.every]
+    there = [one for one in of_steps if str(cause.where) in map(str, one.where) or one.api == cause.api]
+    if not there:
+        return cause
+    return replace(cause, fix=there[0].fix, advice=there[0].advice, remedy=there[0].code, api=there[0].api)
 
 
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:

@@ -253,7 +253,8 @@ def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
 
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
     """Without a plain step of its own, which does not fit what was recorded."""
-    note = f"Shares and gains are those of the recorded steps, which recording made longer: {misfit}"
+    why = str(misfit).partition(";")[0]  # what to give in its place is for who gave it
+    note = f"Shares and gains are those of the recorded steps: {why}."
     return timeline.change_facts(plain_step=None, notes=(*timeline.facts.notes, note))
 
 

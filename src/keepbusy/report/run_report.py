@@ -254,10 +254,17 @@ def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         inner = one.diagnosis
         often = f", {one.turns:,} of them" if one.turns else ""
         computing = share(inner.ledger.get(COMPUTING, 0), inner.plain_step)
-        takes = f": a turn takes {duration(inner.plain_step)}{often}; the GPU computes {computing} of it."
+        alone = " without the loops in it" if _is_part(diagnosis.run, one.place, inner.plain_step) else ""
+        takes = f": a turn{alone} takes {duration(inner.plain_step)}{often}; the GPU computes {computing} of it."
         nothing = "" if inner.plan else " Nothing to gain there."
         yield line(("The loop at ", STRONG), (_short(one.place), PLACE), takes, nothing)
         yield line("")
+
+
+def _is_part(run: Part | None, place: str, turn: int) -> bool:
+    """Whether what was explained is what a turn of this loop does beside the loops in it."""
+    there = [part for part in (run.within() if run is not None else ()) if part.place == place and part.parts]
+    return any(part.turn > 1.5 * turn and part.parts[0].kind == LOOP for part in there)
 
 
 def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[Rare] = ()) -> Iterator[tuple[str, str]]:
@@ -350,7 +357,7 @@ def _comes_with(stall: RareStall, other: RareStall) -> bool:
 def _stall(stall: RareStall, rank: int) -> str:
     where = where_of(stall)
     source = source_of(where) if where.file else None
-    place = f" at {words.spot(where, 50)}" if where.file else ""
+    place = f" at {words.spot(where, 50)}" if where.file else "" if stall.what else ", nobody saw where"
     place += f" ({tame(where.library, 50)})" if where.library else ""
     text = f": {words.cut(source.text, 50)}" if source else ""
     caller = called_at(stall)
