@@ -75,6 +75,7 @@ EXPLAINED = {
         ),
     ),
     "keepbusy.timeline.steps": (
+        Threshold("NOISE_OF_A_SCRIPT", 0.0, "Of a script, to wait for 3% of it is noise."),
         Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
         Threshold("RARE_STEP", 0.0, "A step is a rare one if it has a quarter more to do than others."),
         Threshold("LEAVES_LOOP", INFINITE, "A turn with four times the launches of others has left its loop."),

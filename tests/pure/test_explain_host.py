@@ -137,6 +137,20 @@ def test_a_loader_in_the_process_itself_holds_the_loop_up() -> None:
     assert found.ledger["input_late"] == near(4_000)
 
 
+def test_where_most_of_a_batch_is_made_is_told() -> None:
+    """Not at the loop that takes it, and not where a single row takes longest."""
+
+    def body(run: Run) -> None:
+        with run.inside(TRAIN, SINGLE):
+            run.work(100)
+            for _ in range(8):
+                run.work(500, at=["data.py(72): clean"])
+            run.work(1_000, at=["data.py(80): stack"])
+        run.launch([1_000] * 2)
+
+    assert "most of it at data.py:72, and the GPU waits" in cause(told(body), "input_late").what
+
+
 @pytest.mark.parametrize(("workers", "step"), [(2, 10_000), (4, 5_000), (8, 2_500), (16, 2_000)])
 def test_workers_are_no_faster_than_they_can_be(workers: int, step: float) -> None:
     """20 ms for a batch, 2 ms on the device."""

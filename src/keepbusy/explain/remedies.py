@@ -15,7 +15,7 @@ from keepbusy.explain.causes.host import loader_frame
 from keepbusy.explain.causes.syncs import of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import Finding, SideLane
-from keepbusy.explain.places import late_ranks, where
+from keepbusy.explain.places import by_place, late_ranks, where
 from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import DDP_FORWARD, Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind
@@ -268,8 +268,9 @@ def _copied(scene: Scene, finding: Finding) -> str:
 
 def _waited_for_input(scene: Scene, finding: Finding) -> str:
     if not scene.by_workers.any():
-        longest = np.argmax(scene.timeline.spans.work * (loader_frame(scene) != NONE))
-        place, known = where(scene.timeline, int(longest)), where(scene.timeline, int(finding.rows[0]))
+        work, known = scene.timeline.spans.work, where(scene.timeline, int(finding.rows[0]))
+        places = by_place(scene, np.flatnonzero((loader_frame(scene) != NONE) & (work > 0)))
+        place = max(places, key=lambda place: work[places[place]].sum())
         there = f", most of it at {place}," if place.file and str(place) != str(known) else ","
         return f"The training process prepares its own batches{there} and the GPU waits for them."
     waits = np.unique(scene.timeline.rank_of_rows[finding.rows]).tolist()

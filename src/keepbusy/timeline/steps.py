@@ -18,6 +18,8 @@ from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import LOOP
 
+NOISE_OF_A_SCRIPT = 0.03
+"""Of a script: to wait for less is noise, and no reason to explain its turns as one."""
 ONE_CALL = (
     "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
     "with whatever happens only the first time."
@@ -310,20 +312,20 @@ def comes_again(timeline: Timeline) -> bool:
     marks = timeline.marks_of(timeline.ranks[0])
     if len(marks) < 2:
         return True
-    row, gap = _waits_for_kernels(timeline)
+    row, gap, lasted = _waits_for_kernels(timeline)
     turn = np.searchsorted(marks, row, side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
     again = len(marks) * np.median(waits)
-    return bool(waits.sum() - again <= again)
+    return bool(waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * lasted))
 
 
-def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints]:
-    """Of each kernel of the first rank but the first one, how long none ran before it."""
+def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
+    """Of each kernel of the first rank how long none ran before it; and how long it took from the first to the last."""
     spans = timeline.spans
     rows = np.flatnonzero((spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0]))
     rows = rows[np.argsort(spans.start[rows], kind="stable")]
     reached = np.maximum.accumulate(spans.end[rows])
-    return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1])
+    return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1]), int(reached[-1] - spans.start[rows[0]])
 
 
 def by_pattern(timeline: Timeline) -> Timeline:
