@@ -11,7 +11,7 @@ import dis
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
@@ -104,6 +104,14 @@ class Places:
         written = f"{shown(code.co_filename)}({line}): {code.co_name}"
         self.lines[written] = code, line
         return written
+
+
+def program_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    """Where a program stands, from the inside out: its own lines and its libraries'."""
+    while frame is not None:
+        if kind_of(frame.f_code.co_filename) in PROGRAM_CODE:
+            yield frame.f_code, frame.f_lineno or 0
+        frame = frame.f_back
 
 
 def holds_loop(code: CodeType) -> bool:

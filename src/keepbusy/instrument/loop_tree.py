@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -185,14 +185,6 @@ def _passed(looks: Looks, sources: SourceLoops) -> dict[LoopKey, Ints]:
         if loop is not None and len(times) > len(found.get(loop, ())):
             found[loop] = np.array(times[:], np.int64)
     return found
-
-
-def begun_anew(looks: Looks, turns: Mapping[LoopKey, Ints], loop: LoopKey, around: LoopKey | None) -> Ints:
-    """When a loop may have begun from the start: its function was entered, or the loop around it turned."""
-    entered = _in_order([looks.entries[loop[0]]] if loop[0] in looks.entries else [])
-    if around is None or around[0] != loop[0] or around not in turns:
-        return entered
-    return np.sort(np.concatenate([entered, turns[around]]))
 
 
 def follows(ends: Ints, anew: Ints) -> Mask:
@@ -454,9 +446,11 @@ class _Tree:
         return len(ends) + len(np.unique(np.searchsorted(self._begun_anew(node, above), ends)))
 
     def _begun_anew(self, node: _Node, above: _Node) -> Ints:
-        assert node.loop is not None  # only the root has none
-        around = (above.code, above.loop.first) if above.loop is not None else None
-        return begun_anew(self.looks, self.turns, (node.code, node.loop.first), around)
+        """When a loop may have begun from the start: its function was entered, or the loop around it turned."""
+        entered = _in_order([self.looks.entries[node.code]] if node.code in self.looks.entries else [])
+        if above.loop is None or above.code != node.code:
+            return entered
+        return np.sort(np.concatenate([entered, self.turns.get((above.code, above.loop.first), entered[:0])]))
 
     def _lines_within(self, node: _Node) -> list[tuple[int, Line]]:
         """Of each look in this loop, the line of the loop's own turn that it stood at, whatever loops are within."""

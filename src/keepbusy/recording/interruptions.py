@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from keepbusy.instrument.children import when_imported
-from keepbusy.instrument.lines import USER, kind_of, shown
+from keepbusy.instrument.lines import USER, kind_of, program_lines, shown
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import LoaderUse
@@ -255,7 +254,8 @@ class Loaders:
     def _noting_where(self, original: Function) -> Function:
         def made(loader: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, dataset, *args, **kwargs)
-            self._made[id(dataset)] = _user_line(sys._getframe(1))
+            users = (one for one in program_lines(sys._getframe(1)) if kind_of(one[0].co_filename) == USER)
+            self._made[id(dataset)] = next((f"{shown(code.co_filename)}:{line}" for code, line in users), "")
 
         return made
 
@@ -296,11 +296,3 @@ class Loaders:
         if known != dataset:
             count = total = 0  # of a process that is gone, and that had the same place
         _SLOT.pack_into(self._shared, at, dataset, count + 1, total + took)
-
-
-def _user_line(frame: FrameType | None) -> str:
-    while frame is not None:
-        if kind_of(frame.f_code.co_filename) == USER:
-            return f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -11,17 +11,17 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import numpy as np
 
 from keepbusy.instrument.children import follow, when_imported
-from keepbusy.instrument.lines import PROGRAM_CODE, kind_of
+from keepbusy.instrument.lines import PROGRAM_CODE, kind_of, program_lines
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
@@ -323,7 +323,7 @@ class Run:
             if self._is_due(count):
                 self._opened, self.window = count, self._first
                 self.window.usual = self.marks.plain_step() or 0
-                self._stepped_at = [*_own_lines(sys._getframe())]
+                self._stepped_at = [*program_lines(sys._getframe())]
                 self._open(count)
         elif self._may_look_again() and (occasion := self._plan.due(count)) is not None:
             self._add_window(occasion, brief=False)
@@ -547,13 +547,6 @@ def _without_catching_up(part: Part, loop: str, lead: int) -> Part:
     """A host that is ahead of its GPU waits for it now and then, as where it prints a loss: that holds nothing up."""
     kinds = part.kinds if part.place != loop else tuple(one for one in part.kinds if one.longer > CATCHES_UP * lead)
     return replace(part, kinds=kinds, parts=tuple(_without_catching_up(one, loop, lead) for one in part.parts))
-
-
-def _own_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    while frame is not None:
-        if kind_of(frame.f_code.co_filename) in PROGRAM_CODE:
-            yield frame.f_code, frame.f_lineno or 0
-        frame = frame.f_back
 
 
 def start(options: RunOptions) -> Run:
