@@ -425,9 +425,13 @@ def test_a_program_that_ends_before_the_second_first_window_keeps_the_first(
 SEEN = STEPS_BEFORE_WINDOW + SETTLING_TURNS, STEPS_BEFORE_WINDOW + WINDOW + 1
 
 
-def test_where_forward_passes_come_before_training_its_steps_are_looked_at(patient: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_where_forward_passes_come_before_training_its_steps_are_looked_at(
+    patient: None, tmp_path: Path, graphs: bool
+) -> None:
     """As where a model is evaluated first: what it does then is no step of the program."""
     run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
+    run.marks._ends.replayed = graphs
     run.is_going_on = True
     run._hook_in()
     model, trains = torch.nn.Linear(8, 8), 2 * STEPS_BEFORE_WINDOW + WINDOW
@@ -444,7 +448,7 @@ def test_where_forward_passes_come_before_training_its_steps_are_looked_at(patie
     before = STEPS_BEFORE_WINDOW + WINDOW
     left = facts_in(run.folder)
     assert run.marks.since == before
-    assert left["opened"] == before + STEPS_BEFORE_WINDOW
+    assert left["opened"] == STEPS_BEFORE_WINDOW + (0 if graphs else before)  # where they are replayed, once
     assert left["ticks"][0][0] == left["opened"] + SETTLING_TURNS
     assert run.marks.steps().mark[0] == before + 1  # the first optimizer's step began before anybody listened to it
     assert run.notes == []

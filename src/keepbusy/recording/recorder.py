@@ -311,7 +311,7 @@ class Run:
             self.marks.look_closely(False)
 
     def _step(self, count: int) -> None:
-        if 0 < self._opened <= self.marks.since and not self.window.is_open:
+        if 0 < self._opened <= self.marks.since and not self.window.is_open and self._may_look_again():
             self._look_afresh()  # what it saw came before the program began to train
         if self.window.is_open and self._sees_script():
             self.window.cut()
