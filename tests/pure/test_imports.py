@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8745,
     "explain": 4394,
     "report": 3290,
-    "runtime": 5696,
+    "runtime": 5707,
     "cli": 3535,
     "fix": 5398,
 }

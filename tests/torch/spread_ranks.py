@@ -19,6 +19,7 @@ from keepbusy.runtime.accumulate import accumulate
 from keepbusy.runtime.save_later import save_later
 from keepbusy.runtime.spread import resume, sharded_states, state_of
 from keepbusy.runtime.spread.batch_share import share
+from keepbusy.runtime.spread.layout import own_part
 from keepbusy.runtime.spread.spread_model import spread
 
 RANKS = int(os.environ["WORLD_SIZE"])
@@ -407,6 +408,36 @@ def weighs_rows_by_the_batch() -> None:
     spread(*sgd(Halves()), shard=3, example=torch.randn(4, WIDTH))
 
 
+def is_compiled() -> None:
+    spread(*sgd(torch.compile(nn.Linear(4, 4))))
+
+
+def has_hooks_that_would_stay_behind() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    spread(*sgd(model), shard=3)
+
+
+def thaws_what_ddp_does_not_know() -> None:
+    model = Partly()
+    model.used.requires_grad_(False)
+    model, optimizer = spread(*sgd(model))
+    model.used.requires_grad_(True)
+    model.module(torch.randn(4, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def made_an_optimizer_afterwards() -> None:
+    for shard in (0, 3):
+        model, _ = spread(GPT(), shard=shard, example=batch("GPT", 9)[0])
+        before = [own_part(one).detach().clone() for one in model.parameters()]
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches("GPT", 0, 1))
+        after = [own_part(one).detach() for one in model.parameters()]
+        pairs = zip(model.named_parameters(), before, after, strict=True)
+        kept = [name for (name, _), old, new in pairs if torch.equal(old, new)]
+        assert all(name.endswith("key.bias") for name in kept), kept  # which the softmax cancels
+
+
 def rounds_as_bfloat16_does() -> None:
     for shard in (0, 2):
         spread(*sgd(GPT().bfloat16()), shard=shard, example=batch("GPT", 9)[0])
@@ -511,6 +542,10 @@ ERRORS = [
     reads_what_another_holds,
     trains_another_model,
     weighs_rows_by_the_batch,
+    is_compiled,
+    has_hooks_that_would_stay_behind,
+    thaws_what_ddp_does_not_know,
+    made_an_optimizer_afterwards,
     rounds_as_bfloat16_does,
     wraps_twice,
     cuts_what_cannot_be,

@@ -145,6 +145,13 @@ def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
         ("calls_the_module_inside", "has not travelled, or was made of other inputs; call the model that spread"),
         ("trains_another_model", r"ValueError: group 0 of SGD has a parameter of shape (4, 4) that the model"),
         ("weighs_rows_by_the_batch", "differs from one process by 0.75 and the gradient of layer."),
+        ("is_compiled", "ValueError: spread got a compiled model; spread it first"),
+        (
+            "has_hooks_that_would_stay_behind",
+            "ValueError: weight has a hook on its gradient, which sharding would",
+        ),
+        ("thaws_what_ddp_does_not_know", "used.weight was frozen when the model was spread, and DDP does not send"),
+        ("made_an_optimizer_afterwards", "nothing"),
         ("rounds_as_bfloat16_does", "nothing"),
         ("wraps_twice", "ValueError: the model is wrapped already, by Replicas"),
         ("cuts_what_cannot_be", "ValueError: spread found no layers to cut in 2"),

@@ -180,14 +180,22 @@ def _learns(value: Any) -> bool:
 
 
 class FirstStep:
-    """Before the optimizer steps for the first time: each gradient is there, and the same where it must be."""
+    """Before the optimizer steps for the first time: each gradient is there, and the same where it must be. What DDP
+    met frozen must stay so."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: RankLayout) -> None:
         self._model, self._layout = model, layout
+        self._frozen = {name: one for name, one in model.named_parameters() if layout.wraps and not one.requires_grad}
         self._done = False
         optimizer.register_step_pre_hook(self._check)
 
     def _check(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        for name, one in self._frozen.items():
+            if one.grad is not None:
+                raise NotEqual(
+                    f"{name} was frozen when the model was spread, and DDP does not send its gradients: each rank "
+                    "would train its own; freeze it after spread"
+                )
         if self._done or all(group.get("lr") == 0 for group in optimizer.param_groups):  # that only makes the states
             return
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]

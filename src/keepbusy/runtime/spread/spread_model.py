@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from keepbusy.runtime.spread.batch_norm import synchronise
-from keepbusy.runtime.spread.batch_share import share
+from keepbusy.runtime.spread.batch_share import share, synchronise
 from keepbusy.runtime.spread.blocks import blocks_of, dropouts_of, without_dropout
 from keepbusy.runtime.spread.equality import Example, FirstStep
 from keepbusy.runtime.spread.layout import (
@@ -71,6 +70,15 @@ def spread(
     return (model, optimizer) if loader is None else (model, optimizer, loader)
 
 
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} has a hook on its gradient, which sharding would leave behind with the old parameter; "
+                "register it on a parameter of the model that spread returns"
+            )
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"spread got a {type(model).__name__} for its model; give it a torch.nn.Module")
@@ -105,6 +113,8 @@ class _Spreading:
 
     def __init__(self, model: nn.Module, optimizer: Any, layout: RankLayout, plan: Any, example: Any) -> None:
         self.model, self._inner, self._layout = model, model, layout
+        if not layout.wraps:
+            _check_hooks(model)
         trained = TrainedNames(model, optimizer)
         whole = layout.wraps or layout.tensor > 1 or example is not None
         if whole:
