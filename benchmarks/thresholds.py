@@ -54,6 +54,7 @@ EXPLAINED = {
     "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
         Threshold("HEAVY", INFINITE, "Host work of a millisecond is work in its own right, not a launch's price."),
+        Threshold("CALL_OF_ITS_OWN", INFINITE, "So is a call of the program's own of 0.3 ms that launches nothing."),
         Threshold(
             "PRICE_OF_A_CALL", 0, "What takes less than 0.1 ms is what a call costs, and no work of the program's own."
         ),

@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2069,
     "recording": 4058,
     "virtual": 8745,
-    "explain": 4394,
+    "explain": 4355,
     "report": 3290,
     "runtime": 5707,
     "cli": 3535,

@@ -8,8 +8,6 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import (
     CAUSES,
@@ -27,8 +25,8 @@ from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part
 from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.frame_roles import Owner, source_line
-from keepbusy.timeline.model import NONE, FrameKind, Timeline
+from keepbusy.timeline.frame_roles import source_line
+from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
 from keepbusy.timeline.run_tree import LOOP, Part
@@ -71,11 +69,9 @@ def explain(
     _refuse_nonsense(timeline, plain_step, what_if, workers)
     if not len(timeline):
         return _without_turns(timeline)
-    if loop := another_loop(timeline):
-        timeline = _of_that_loop(timeline, loop)
 
     def told(window: Timeline, step: int | None) -> Diagnosis:
-        return _explained(window, step, what_if, workers, on_progress or (lambda *_: None), turns, loop)
+        return _explained(window, step, what_if, workers, on_progress or (lambda *_: None), turns)
 
     if plain_step is not None:
         return told(timeline, plain_step)
@@ -122,16 +118,6 @@ def _turn_of_tree(timeline: Timeline) -> int | None:
     return loop.usual if loop is not None and loop.turns and not timeline.facts.virtual else None
 
 
-def _of_that_loop(timeline: Timeline, loop: Part) -> Timeline:
-    """Its own turns tell what a step takes; those of the other loop do not."""
-    typical = (loop.low + loop.high) // 2 if loop.low != NONE else None
-    note = (
-        f"What was recorded is the loop at {loop.place}, of {loop.turns} turns; most steps were taken in another loop. "
-        f"To look at that one, record again with --after {2 * loop.turns}."
-    )
-    return timeline.change_facts(plain_step=typical, notes=(*timeline.facts.notes, note))
-
-
 def _explained(
     timeline: Timeline,
     plain_step: int | None,
@@ -139,7 +125,6 @@ def _explained(
     workers: int,
     say: Say,
     turns: bool,
-    loop: Part | None,
 ) -> Diagnosis:
     say("finding the steps", 0.0)
     timeline = _with_turn_around(timeline)
@@ -154,8 +139,7 @@ def _explained(
     run, rare = timeline.facts.run, rare_of(timeline, told, workers)
     told = replace(
         told,
-        loop=loop.place if loop else timeline.facts.loop,
-        loop_turns=loop.turns if loop else 0,
+        loop=timeline.facts.loop,
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         plan=plan_of(story.scene, story.forecast, story.found),
@@ -186,8 +170,12 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     facts = timeline.facts
     if facts.loop and (turns := _turns_at(facts.run, facts.loop)):
         return turns
-    if facts.loop and facts.plain_step and (around := _loop_of_marks(timeline)):
+    around = _loop_of_marks(timeline)
+    if around is not None and facts.loop and facts.plain_step:
         return around.time // facts.plain_step
+    marked = max((one.steps + one.warm_up for one in facts.plain_runs.values()), default=0)
+    if around is not None and 2 * around.turns < marked:  # most of them in another loop, which is not the one recorded
+        return around.turns
     if not timeline.facts.virtual or timeline.facts.plain_runs:
         return 0
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
@@ -236,9 +224,9 @@ def _turns_at(run: Part | None, place: str) -> int:
 
 
 def _loop_of_marks(timeline: Timeline) -> Part | None:
-    """The innermost loop of the run's tree that the recorded turns stand in; theirs was too quick for the tree."""
+    """The innermost loop of the run's tree that the recorded turns stand in."""
     run, frames, lines = timeline.facts.run, timeline.frames, list[tuple[str, int, str]]()
-    for frame in frames.around(int(timeline.spans.frame[timeline.marks[0]])):
+    for frame in frames.around(int(timeline.spans.frame[timeline.marks[0]])) if len(timeline.marks) else ():
         lines += filter(None, [source_line(timeline.names[frames.name[frame]])])
     loops = [part for part in (run.within() if run is not None else ()) if part.kind == LOOP]
     for file, line, function in lines:
@@ -261,34 +249,6 @@ def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequen
     for cause in what_if:
         if cause not in FINDERS:
             raise BadInput(f"{cause!r} is no cause that can be fixed; the causes are {', '.join(FINDERS)}.")
-
-
-def another_loop(timeline: Timeline) -> Part | None:
-    """The loop that was recorded, where most steps of the run were taken in another one; else None."""
-    run, latest = timeline.facts.run, _latest_lines(timeline)
-    steps = max((one.steps + one.warm_up for one in timeline.facts.plain_runs.values()), default=0)
-    if run is None or not steps:
-        return None
-
-    def was_seen(loop: Part) -> bool:
-        """A line of its function, from its first line on, was on the stack."""
-        where = Where.of(loop.place)
-        return latest.get((where.file, loop.function), NONE) >= where.line
-
-    loops = [part for part in run.within() if part.kind == LOOP and part.turns > 1]
-    often = max(filter(was_seen, loops), key=lambda part: part.turns, default=None)
-    most = any(2 * part.turns > steps >= part.turns for part in loops if not was_seen(part))
-    return often if often and most and 2 * often.turns < steps else None
-
-
-def _latest_lines(timeline: Timeline) -> dict[tuple[str, str], int]:
-    """Of each of the user's files and functions that were on the stack, the last line of it."""
-    frames, latest = timeline.frames, dict[tuple[str, str], int]()
-    for name in np.unique(frames.name[(frames.kind == FrameKind.LINE) & (frames.owner == Owner.USER)]).tolist():
-        if known := source_line(timeline.names[name]):
-            file, line, function = known
-            latest[file, function] = max(line, latest.get((file, function), 0))
-    return latest
 
 
 # further windows of the run

@@ -224,7 +224,6 @@ class Diagnosis:
     cluster: Cluster | None = None  # all ranks, where only some of them were kept whole
     run_steps: int = 0  # that the run took, where each of them was recorded: on a virtual GPU
     loop: str = ""  # whose turns the steps are, where the run's tree knows it: file:line
-    loop_turns: int = 0  # of the loop whose steps these are, where most steps of the run were taken in another one
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: Later | None = None
@@ -255,7 +254,7 @@ class Diagnosis:
         runs = [self.plain_runs[rank] for rank in self.ranks if rank in self.plain_runs]
         if runs and not self.plain_given:
             return self.steps
-        return self.run_steps or self.loop_turns or (runs[0].steps + runs[0].warm_up if runs else 0)
+        return self.run_steps or (runs[0].steps + runs[0].warm_up if runs else 0)
 
     @property
     def waiting(self) -> int:

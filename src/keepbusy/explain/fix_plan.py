@@ -498,7 +498,7 @@ def _loader_known(uses: Sequence[LoaderUse], told: Diagnosis) -> LoaderUse | Non
 
 def _feeds_steps(use: LoaderUse, told: Diagnosis) -> bool:
     """Else the steps of this plan are others than those that take the loader's batches."""
-    return told.plain_given and 2 * use.batches >= told.steps_of_run > 0 and not told.loop_turns
+    return told.plain_given and 2 * use.batches >= told.steps_of_run > 0
 
 
 def _largest_gain(told: Diagnosis) -> int:

@@ -11,9 +11,11 @@ from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask
 
 HEAVY = 1_000_000
 """Host work that goes on this long without a launch is no launch overhead: a graph would not take it away."""
+CALL_OF_ITS_OWN = 300_000
+"""Nor is an operator or a function of the user's that launches nothing and takes this long, as none does for being
+recorded alone."""
 PRICE_OF_A_CALL = 100_000
-"""What takes less is what any call costs: it makes nothing, is no work between a read and a copy back, and no work of
-the user's own beside launches."""
+"""What takes less is what any call costs: it makes nothing, and is no work between a read and a copy back."""
 TIMES_AS_MANY = 4
 """Nobody knows how many workers a loader has; the prediction is for so many times as many."""
 
@@ -97,7 +99,7 @@ def heavy(scene: Scene) -> Mask:
     spans = scene.timeline.spans
     work = (spans.kind == Kind.WORK) & ~scene.by_workers & (loader_frame(scene) == NONE)
     call = _outermost_call(scene)
-    lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[call] >= PRICE_OF_A_CALL
+    lasting = np.append(scene.timeline.frames.end - scene.timeline.frames.start, 0)[call] >= CALL_OF_ITS_OWN
     return work & ((spans.work >= HEAVY) | ((call != NONE) & lasting) | _round_trip(scene))
 
 
