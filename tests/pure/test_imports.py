@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8745,
     "explain": 4355,
     "report": 3290,
-    "runtime": 5707,
+    "runtime": 5710,
     "cli": 3535,
     "fix": 5398,
 }

@@ -36,14 +36,15 @@ Transform = Callable[[Any], Any]
 
 @cache
 def _tasks() -> Any:
-    """Packing in PyTorch's own threads, which never want Python's lock.
+    """Packing in PyTorch's own threads, which never want Python's lock; None in a PyTorch that compiles no such thing.
 
     A thread of Python's that is woken waits for it, and a loop that launches kernels lets go of that for too short a
     time to take it.
     """
-    return torch.jit.CompilationUnit("""
+    try:
+        return torch.jit.CompilationUnit("""
 def pack(targets: List[Tensor], sources: List[Tensor]) -> int:
-    torch._foreach_copy_(targets, sources)
+    torch.ops.aten._foreach_copy_(targets, sources)
     return 0
 
 def begin(targets: List[List[Tensor]], sources: List[List[Tensor]]) -> List[Future[int]]:
@@ -52,6 +53,8 @@ def begin(targets: List[List[Tensor]], sources: List[List[Tensor]]) -> List[Futu
         found.append(torch.jit.fork(pack, targets[task], sources[task]))
     return found
 """)
+    except Exception:
+        return None
 
 
 class PinnedBuffer:
@@ -80,15 +83,15 @@ class PinnedBuffer:
         sources = [tensors[index] for index in layout.order[: layout.together]]
         if layout is not self._layout:
             self._lay_out(layout, sources)
-        if layout.packed <= _TASK_BYTES:
-            if sources:
-                torch._foreach_copy_(self._pieces, sources)
-            return
         for place in self._large:
             sources[place : place + 1] = _parts(sources[place])
-        step = min(PACKING_TASKS, layout.packed // _TASK_BYTES)
-        shares = [[all_of[first::step] for first in range(step)] for all_of in (self._pieces, sources)]
-        self._packing = _tasks().begin(*shares)
+        tasks = _tasks() if layout.packed > _TASK_BYTES else None
+        if tasks is not None:
+            step = min(PACKING_TASKS, layout.packed // _TASK_BYTES)
+            shares = [[all_of[first::step] for first in range(step)] for all_of in (self._pieces, sources)]
+            self._packing = tasks.begin(*shares)
+        elif sources:
+            torch._foreach_copy_(self._pieces, sources)
 
     def _lay_out(self, layout: Layout, sources: list[Tensor]) -> None:
         if layout.packed > self.memory.numel():
