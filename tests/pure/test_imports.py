@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2540,
     "traces": 2434,
     "instrument": 2069,
-    "recording": 4058,
+    "recording": 4056,
     "virtual": 8745,
     "explain": 4355,
     "report": 3290,

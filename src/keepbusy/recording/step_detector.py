@@ -25,45 +25,43 @@ GOES_ON, ENDS, BEGINS = 0, 1, 2
 class Rounds:
     """Whoever steps is told by number, which may be that of any object.
 
-    Who has not been heard of while another one stepped `patience` times is not part of the round any more. Should it
-    come back (a critic may well step ten times as often as its generator), the patience was too short.
+    Who has not been heard of while another one stepped `PATIENCE` times is no part of its round, as an optimizer of
+    averages that steps after every tenth batch: a step ends without it. Should only that one go on, it has the rounds.
     """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
-        self._stepped: dict[int, int] = {}
+        self._stepped: dict[int, int] = {}  # since the last round ended
         self._of_gone = 0  # what those stepped that are no more: a program may make another one for each step
-        self._missed: set[int] = set()
-        self._patience = PATIENCE
+        self._rare: set[int] = set()
         self._only: int | None = None
         self._fresh = True
 
     def ended(self, who: int) -> int:
         """Whether a round ends as this one has stepped: GOES_ON, ENDS or BEGINS."""
-        if who == self._only:  # most programs have a single one
+        if who == self._only and not self._stepped:  # most programs have a single one
             return ENDS
         verdict = self._among(who)
-        self._only = who if self._known == {who} else None
+        self._only = next(iter(self._known)) if len(self._known) == 1 else None
         return verdict
 
     def _among(self, who: int) -> int:
-        if who in self._missed:
-            self._missed.discard(who)
-            self._patience *= 4
-        self._known.add(who)
         self._stepped[who] = self._stepped.get(who, 0) + 1
-        if len(self._stepped) == len(self._known):
-            return self._next(BEGINS if self._fresh else ENDS)
-        if self._stepped[who] + self._of_gone > self._patience:
-            self._missed |= self._known - self._stepped.keys()
-            self._known = set(self._stepped)
+        if who not in self._rare:
+            self._known.add(who)
+            if self._known <= self._stepped.keys():
+                return self._next(BEGINS if self._fresh else ENDS)
+        if self._stepped[who] + self._of_gone > PATIENCE:
+            self._rare |= self._known - self._stepped.keys()
+            self._known = {one for one in self._stepped if one == who or one not in self._rare}
+            self._rare -= self._known
             return self._next(BEGINS)
         return GOES_ON
 
     def forget(self, who: int) -> None:
         """It is no more: the next one may well have its number."""
         self._known.discard(who)
-        self._missed.discard(who)
+        self._rare.discard(who)
         self._of_gone += self._stepped.pop(who, 0)
         self._only = None
 
