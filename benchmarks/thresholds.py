@@ -49,7 +49,8 @@ EXPLAINED = {
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
     "keepbusy.explain.causes.syncs": (
-        Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together."),
+        Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
+        Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
     ),
     "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),

@@ -92,6 +92,20 @@ def test_a_loop_of_reads_is_read_at_once() -> None:
     assert cause(found, "host_sync").where.file == "metrics.py"
 
 
+def test_reads_between_which_the_program_goes_on_are_no_one_operation() -> None:
+    """Twenty rounds of thirty launches each, and a question after each: what the host launches stays its work."""
+
+    def body(run: Run) -> None:
+        for _ in range(20):
+            with run.inside("greenhouse.py(45): thresholds"):
+                for _ in range(30):
+                    run.launch(1, at=["aten::mul"])
+                run.sync(at=ITEM).work(20)
+
+    found = told(body)
+    assert (names(found)[0], harmless(found)) == ("launch_bound", ["host_sync"])
+
+
 @pytest.mark.parametrize(
     ("operator", "fix"),
     [

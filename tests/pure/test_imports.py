@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2069,
     "recording": 4056,
     "virtual": 8745,
-    "explain": 4355,
+    "explain": 4358,
     "report": 3290,
     "runtime": 5710,
     "cli": 3535,

@@ -11,8 +11,9 @@ from keepbusy.explain.scene import STAGED_BYTES, Scene
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, Ints, Mask
 
-IN_A_ROW = 8
-"""So many reads of one place within a step are a loop over small values."""
+IN_A_ROW, LAUNCHES_BETWEEN = 8, 6
+"""So many reads of one place, with no more launches between them, are a loop over small values. With more between them
+the program goes on with its work by what it has read."""
 USUAL_BANDWIDTH = 24.0
 """Bytes a nanosecond, from pinned memory over a link that nobody has named: PCIe 4."""
 SETUP = 2_000
@@ -54,7 +55,9 @@ def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None
     reads = syncs[frame[syncs] != NONE]
     reads = reads[scene.frames_with(Role.READS_SCALAR)[frame[reads]]]
     path, lane = scene.path[frame[reads]], spans.lane[reads]
-    alike = (path[1:] == path[:-1]) & (lane[1:] == lane[:-1])
+    launched = np.concatenate([[0], np.cumsum(scene.command != NONE)])
+    between = launched[reads[1:]] - launched[reads[:-1]]
+    alike = (path[1:] == path[:-1]) & (lane[1:] == lane[:-1]) & (between <= LAUNCHES_BETWEEN)
     step = np.searchsorted(scene.timeline.marks, reads, side="right")
     alike &= step[1:] == step[:-1]  # a read in each of many short steps is none of a loop within a step
     edges = np.flatnonzero(np.diff(np.concatenate([[0], alike.astype(np.int8), [0]])))
