@@ -331,6 +331,7 @@ def _run(
 def _be(command: Sequence[str], folder: str, environment: dict[str, str]) -> NoReturn:
     """Of what a fresh Python reads at its start: the environment, the import path, sitecustomize."""
     os.chdir(folder)
+    tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(environment)
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -6,18 +6,17 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.run import parse_args
+from warm_python import SOURCES, warm
 
 import keepbusy
 
 FILES = Path(__file__).parents[2] / "docs/how-to/clusters"
-SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = """
 import os, sys, torch
 import torch.distributed as dist
@@ -36,6 +35,10 @@ dist.destroy_process_group()
 """
 
 
+AS_STARTED = "import os, sys; os.environ['PYTHON'] = sys.executable; os.execvp(sys.argv[1], sys.argv[1:])"
+"""`torchrun` and its ranks are then forks."""
+
+
 def made(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
@@ -47,7 +50,7 @@ def host(tmp_path: Path) -> Mapping[str, str]:
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     tools = tmp_path / "tools"
     tools.mkdir()
-    made(tools / "torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+    made(tools / "torchrun", 'exec $PYTHON -m torch.distributed.run "$@"')
     made(tools / "scontrol", "echo localhost")
     made(tools / "srun", 'for node in 0 1; do mkdir -p $node; TMPDIR=$PWD/$node "$@" & done; wait')
     told = {"SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7"}
@@ -69,9 +72,9 @@ def documents(name: str) -> Iterator[Any]:
 def test_the_batch_script_of_slurm_is_one_report_of_two_hosts(tmp_path: Path, host: Mapping[str, str]) -> None:
     command = ["bash", str(FILES / "train.sbatch"), "--epochs", "1"]
     assert subprocess.run(["bash", "-n", *command[1:2]]).returncode == 0
-    done = subprocess.run(command, cwd=tmp_path, env=host, capture_output=True, text=True, timeout=200)
+    done = warm().python("-c", AS_STARTED, *command, cwd=tmp_path, env=host, timeout=200, agent=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("keepbusy · train.py · NVIDIA H200 · 2 ranks · ") == 1, done.stdout
+    assert done.stdout.count("keepbusy · train.py · NVIDIA H200 · 2 ranks · ") == 1, done.stderr
     assert [*keepbusy.load(tmp_path / "run-7.busy").ranks] == [0, 1]
     assert list(tmp_path.glob("?/keepbusy-*")) == [], "nothing is left of where they met"
     assert sorted(path.name for path in tmp_path.glob("*of*")) == [f"['--epochs', '1']{rank} of 2" for rank in (0, 1)]

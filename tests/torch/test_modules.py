@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from warm_python import SOURCES, warm
 
 
 def test_modules_give_what_the_cpu_gives_forward_and_backward() -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("module_sweep.py")), "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONWARNINGS": "ignore"}
+    done = warm().python("module_sweep.py", "1", cwd=Path(__file__).parent, env=environment)
     *wrong, summary = done.stdout.splitlines()
     assert wrong == [], done.stderr[-500:]
     assert int(summary.split()[0]) >= 120

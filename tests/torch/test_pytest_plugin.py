@@ -55,7 +55,7 @@ def pytest_in(folder: Path, *arguments: str, fresh: bool = False) -> subprocess.
     plugin = [] if installed else ["-p", "keepbusy.pytest_plugin"]
     command = ["-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *arguments]
     if not fresh:
-        return warm().python(*command, cwd=folder)
+        return warm().python(*command, cwd=folder, agent=True)
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, env=environment)
 
@@ -109,7 +109,7 @@ def test_budgets_are_written_and_held(folder: Path, workers: tuple[str, ...]) ->
         "test_them.py::test_step": {"syncs": 0, "blocking_copies": 0, "memory": 512},
     }
     (folder / "test_them.py").write_text(source.replace("device=gpu)", "device=gpu).sum().item()"))
-    told = pytest_in(folder, "--keepbusy", *(["-n", "1"] if workers else [])).stdout  # each worker starts a Python
+    told = pytest_in(folder, "--keepbusy", *(["-n", "1"] if workers else [])).stdout
     assert "1 failed, 1 passed" in told
     assert "1 syncs, where the budget is 0; --keepbusy-update writes a new one" in told
 
