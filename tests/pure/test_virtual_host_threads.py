@@ -73,6 +73,10 @@ def test_what_a_row_shows_already_is_part_of_the_dispatch() -> None:
     watch.time += 7 * US
     assert host.take_border_time() == 7 * US
     assert operator(host, watch, 1 * US) == 3 * US
+    watch.time += 25 * US
+    assert host.take_border_time() == 25 * US
+    host.unwritten_time -= 30 * US  # more than the program has had since then was ours
+    assert operator(host, watch, 1 * US) == 0
     assert operator(host, watch, 1 * US) == 10 * US
 
 

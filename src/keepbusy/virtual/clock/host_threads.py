@@ -180,7 +180,7 @@ class HostThread:
             if real > least:
                 least = real
         self.unwritten_time = self.border_time = self.modelled_time = 0
-        return least
+        return max(0, least)  # a border may have taken more than the dispatch does
 
     def take_border_time(self) -> int:
         """What to write down at a border of the program's own: real time, or all of the modelled one."""
