@@ -130,6 +130,22 @@ for wrong in (lambda: [one.to("nowhere") for one in twice], lambda: [one.to("cud
     try: wrong()
     except Exception as error: found.append((type(error).__name__, str(error)[:40]))
 """,
+    "rows of rows, moved in one expression": """
+def run(rows, device):
+    made = [[y.to(device) for y in row] for row in rows]
+    named = {k: {n: t.to(device) for n, t in v.items()} for k, v in {"a": {"x": rows[0][0], "y": rows[0][1]}}.items()}
+    total, last = 0.0, None
+    for row in made:
+        for one in row:
+            one.add_(1); last = one.sum().item(); total += last
+    return total, last, [[o.tolist() for o in r] for r in made], [t.sum().item() for t in named["a"].values()]
+rows = [[torch.ones(2, 3) * k, torch.arange(4)] for k in range(3)]
+found += [run(rows, "cuda"), run(rows, torch.device("cuda", 0)), rows[0][0].tolist()]
+class A:
+    dev = "cuda"
+    try: xs = [x.to(dev) for x in rows[0]]
+    except NameError: found.append("NameError")
+""",
     "a batch moved twice": """
 for x, y in DataLoader(Rows(), batch_size=2):
     a, b = x.cuda(), x.cuda(); a.zero_()
@@ -769,6 +785,45 @@ for turn in range(3):
         found.append([float(one) if isinstance(one, torch.Tensor) else one for one in made])
 moving = torch.compile(lambda rows: [row.to("cuda") for row in rows][0] * 2, backend="eager", fullgraph=True)
 found.append(moving([torch.ones(3), torch.ones(2)]).tolist())
+""",
+    "by other names, and in formats": """
+def run():
+    x, total, n, width, losses, best = torch.ones((), device="cuda"), 0.0, 1, 8, [], None
+    for step in range(9):
+        x += 1; value = x.item(); other = value; other += 1; total += value * n; n += 1
+        flag = (x > 4).item(); losses.append((value, flag, -value))
+        if step % 4 == 3: found.append(f"{value:{width}.2f} {other!r} {total}")
+        if step == 7: break
+    else: found.append("never")
+    return total, other, losses, flag, n
+found.append(run())
+""",
+    "in an inner loop that may return": """
+def run():
+    out = []
+    for epoch in range(3):
+        losses, total, count = [], 0, 0
+        for step in range(4):
+            x = torch.full((), float(step + epoch), device="cuda"); value = x.item(); losses.append(value); total += value
+            count += (x > 2).sum().item()
+            try:
+                if step == 2 and epoch == 1: return out, total, losses
+            finally: out.append(total)
+        out.append(sum(losses) / len(losses)); out.append((total, count, np.mean(losses)))
+    return out
+found.append(run())
+""",
+    "swapped, and decided by": """
+def run():
+    x, a, b, log = torch.ones((), device="cuda"), 0.0, 0.0, []
+    for step in range(100):
+        x = x * 1.01
+        a, b = b, a
+        b = 0.5 * b + x.item(); a = b - a
+        log.append(a)
+        if x.item() > 2: break
+    return a, b, log
+found.append(run())
 """,
     "a gradient it needs now and then": """
 def run():
