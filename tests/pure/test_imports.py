@@ -159,14 +159,14 @@ LINES = {
     "hang": 663,
     "timeline": 2540,
     "traces": 2434,
-    "instrument": 2069,
+    "instrument": 2079,
     "recording": 4056,
     "virtual": 8745,
     "explain": 4358,
     "report": 3290,
     "runtime": 5710,
     "cli": 3535,
-    "fix": 5398,
+    "fix": 5419,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -139,7 +139,10 @@ def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> Non
 
 def test_a_program_that_only_infers_has_turns_too(tmp_path: Path) -> None:
     source = fix_programs.HEAD + fix_programs.PROGRAMS["a model that only infers"]
-    told = fixed(source, tmp_path / "infer.py")[1].told()
+    fixes = fixed(source, tmp_path / "infer.py")[1]
+    told = fixes.told()
+    assert fixes.trial is not None
+    assert 78 <= fixes.trial.turns <= 80, "a read is one turn, whether it is put off or not"
     assert "too few to compare" not in told
     assert " a turn, " in told
 
@@ -251,6 +254,13 @@ def test_a_recording_beside_it_does_not_wait_for_what_was_put_off(machine: Any) 
         marks.end()
         fixes.end()
     assert launched < finished / 2
+
+
+def test_what_does_not_stand_out_of_a_busy_machine_is_no_gain() -> None:
+    noisy = TrialResult([21_500, 32_000, 31_000, 28_000], [22_900, 32_600, 29_000, 24_000], range(3))
+    assert noisy.gain > 0.1
+    assert not noisy.stands_out
+    assert TrialResult([21_500, 32_000, 31_000, 28_000], [20_900, 21_000, 22_000, 20_000], range(3)).stands_out
 
 
 def test_a_fix_that_costs_is_switched_off_alone() -> None:

@@ -230,7 +230,9 @@ class LateNumbers:
         """None: it is to be worked out now. So is each kind of value for the first time, which shows its errors."""
         if torch.compiler.is_compiling():
             return None
-        self._passed(sys._getframe(2))
+        timed = bool(values) and type(values[0]) is torch.cuda.Event
+        if timed:
+            self._passed(sys._getframe(2))
         depth = 1 + max((one.depth for one in others if isinstance(one, LateValue)), default=0)
         if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order():
             return None
@@ -244,13 +246,15 @@ class LateNumbers:
             late = LateValue(lambda: formula(*(home() for home in homes), *map(self, others)), depth)
         if values:
             self.switch.count(sys._getframe(2))
+        if values and now is None and not timed:  # else it was read, which is a pass of its own
+            self._passed(sys._getframe(2))
         if now is not None:
             self._seen.add(kind)
             self.switch.checked += 1
             if not same_bits(late.settle(), now[0]):
                 self.switch.stop("a number came out different")
             return LateValue(lambda: now[0], 0)
-        if values and type(values[0]) is torch.cuda.Event:
+        if timed:
             self._timed.append((values, late))
             self._settle_timed(waiting=False)
         return late

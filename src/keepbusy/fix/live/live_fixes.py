@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of
-from keepbusy.instrument.patches import Function, Patches
+from keepbusy.instrument.patches import Function, Patches, admit_scripts
 from keepbusy.report.words import duration, share, transition
 from keepbusy.timeline.errors import BadInput
 
@@ -187,6 +188,8 @@ class LiveFixes:
             "fused": FusedOptimizers(),
             "gradients": gradients,
         }
+        admit_scripts(self._patches)
+        os.register_at_fork(after_in_child=gc.freeze)  # no worker can free what of its parent's is on the GPU
         copies.patch(self._patches)  # in any case: it sees what the others have to know of the program
         for name in self._names:
             fix = fixes[name]
@@ -233,7 +236,7 @@ class LiveFixes:
         self._untried = [one for one in self.switches if one.done and one.name not in _BY_THEMSELVES]
         if len(self._untried) == 1:
             self._untried[0].saved = result.saved
-        if result.gain < NOISE:
+        if result.gain < NOISE or not result.stands_out:
             for one in self._untried:
                 together = len(self._untried) > 1
                 self._give_up(one, "together they gained nothing here" if together else "it gained nothing here")
@@ -251,7 +254,7 @@ class LiveFixes:
     def _judge_alone(self, switch: FixSwitch, result: TrialResult) -> None:
         plain, fixed = round(median(result.plain)), round(median(result.fixed))
         switch.saved = result.saved
-        if result.gain < NOISE / 2:
+        if result.gain < NOISE / 2 or not result.stands_out:
             self._give_up(switch, f"without it a turn took {duration(plain)}, with it {duration(fixed)}")
         else:
             switch.notes.append(f"by itself it saves {share(plain - fixed, plain)} of a turn")

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from keepbusy.fix.live.switch import Place, is_ours, place_of
+from keepbusy.fix.live.switch import Place, is_ours, ours, place_of
 from keepbusy.instrument.patches import Function, Patches, left_alone
 
 _WARM_UP, _BLOCK, _ROUNDS, _SETTLE = 6, 4, 4, 1
 """Turns before the first trial, turns of a block, blocks of each kind, and turns between blocks that count for none."""
+_SELDOM = 0.75
+"""Of all pairs of a block with the fixes and one without: in so many the fixes have to gain."""
 _USUAL = 3
 """Passes of a line that make it the end of a turn."""
 
@@ -38,6 +40,12 @@ class TrialResult:
     def gain(self) -> float:
         """The share of a turn that the fixes save."""
         return 1 - median(self.fixed) / median(self.plain)
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether blocks with them are seldom longer than blocks without, whatever the machine does meanwhile."""
+        pairs = [fixed < plain for fixed in self.fixed for plain in self.plain]
+        return sum(pairs) >= _SELDOM * len(pairs)
 
     @property
     def saved(self) -> int:
@@ -128,6 +136,8 @@ class InferenceTurns:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.is_cuda and not is_ours():
                 self.passed(sys._getframe(1))
+                with ours():  # under a mode of PyTorch's the method is called once more, by its name
+                    return plain(tensor, *args, **kwargs)
             return plain(tensor, *args, **kwargs)
 
         return read

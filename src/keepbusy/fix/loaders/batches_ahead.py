@@ -147,7 +147,7 @@ class LoopBatches:
         place = place_of(sys._getframe(1))
         self._forget()
         moves = self._fix.moves_after(place, self)
-        if moves and self._fix.may():
+        if moves and (self._fix.may() or (self._ahead is not None and not self._fix.is_over())):
             sent, copied = self._sent(self._fix.seen[place])
         else:
             self._ahead, sent, copied = None, [], None
@@ -226,6 +226,10 @@ class BatchesAhead:
 
     def may(self) -> bool:
         return self.switch.on and not self._copies.own_streams
+
+    def is_over(self) -> bool:
+        """For good. While it is off to be compared batches come as early, or turns without it would have its stock."""
+        return bool(self.switch.off_because) or self._copies.own_streams
 
     def patch(self, patches: Patches) -> None:
         patches.replace(DataLoader, "__iter__", self._iterating)
