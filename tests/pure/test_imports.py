@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2079,
     "recording": 4056,
     "virtual": 8745,
-    "explain": 4358,
+    "explain": 4362,
     "report": 3290,
     "runtime": 5710,
     "cli": 3535,

@@ -653,6 +653,17 @@ def test_garbage_that_is_collected_now_and_then_is_no_work_to_be_moved() -> None
     )
 
 
+def test_how_often_a_stall_comes_is_known_best_to_the_tree() -> None:
+    """Marks that missed most turns saw it in one after the other."""
+    stall = RareStall("", 3, 1.0, False, 1_000 * MS, 3_000 * MS, 0.3, lines=("sounds.py(76): main",))
+    kind = SlowTurns(6, 20.0, True, 800 * MS, 4_800 * MS, "sounds.py:76")
+    marks = PlainRun("optimizer", 26, step=66 * MS, low=1, high=1 << 40, stalls=(stall,))
+    loop = Part(LOOP, place="sounds.py:66", time=16_000 * MS, turns=120, kinds=(kind,))
+    told = replace(HEALTHY, plain_step=66 * MS, plain_runs={0: marks}, run=replace(TREE, parts=(loop,)))
+    [fix] = plan_of_run(told, ())
+    assert (fix.every, fix.run_gain) == (20.0, 4_800 * MS)
+
+
 def waiting(*lines: int, what: str = "") -> Diagnosis:
     """Two ranks, the first of which stands for 400 ms now at this line and now at that, four times each."""
     stalls = tuple(

@@ -661,9 +661,13 @@ def _seen_at(stall: RareStall, told: Diagnosis) -> list[str]:
 
 
 def _in_the_tree(stall: RareStall, told: Diagnosis) -> list[SlowTurns]:
-    """Turns that stall as often and as long in the run's tree, which misses none where a window was open."""
+    """Turns that stall as long in the run's tree, as often or at the same line: it misses none where a window was
+    open."""
+    here = {*map(_place, stall.lines[-1:])}
     kinds = [kind for part in (told.run.within() if told.run else ()) for kind in part.kinds if kind.place]
-    alike = [kind for kind in kinds if kind.count > 1 and round(kind.every) == round(stall.every)]
+    alike = [
+        kind for kind in kinds if kind.count > 1 and (round(kind.every) == round(stall.every) or kind.place in here)
+    ]
     return [kind for kind in alike if max(kind.longer, stall.time) <= 2 * min(kind.longer, stall.time)]
 
 
@@ -687,9 +691,9 @@ def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
     ranks, first, count = len(told.ranks), stalls[0], sum(one.count for one in stalls)
     place = _place_of(first, told)
     remedy = OF_STALLS.get(first.what) or (PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"])
-    time, every = first.time, first.every or told.steps_of_run
-    idle = _idle_at(place, first, told)
-    total = max(first.total, *(kind.total for kind in _in_the_tree(first, told)), 0)
+    known, time, idle = _in_the_tree(first, told), first.time, _idle_at(place, first, told)
+    every = max([first.every or told.steps_of_run, *(kind.every for kind in known if kind.regular)])
+    total = max([first.total, *(kind.total for kind in known)])
     if len(stalls) > 1:
         remedy, total, every = PARTICULAR["in_turn"], sum(one.total for one in stalls), told.steps_of_run / count
         time = idle = total // count
