@@ -150,3 +150,17 @@ def test_a_program_that_does_not_spread_is_told_to(run) -> None:
     assert done.returncode == 2
     assert "did not call keepbusy.spread" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", ["each", "together", "schedule"])
+def test_the_page_on_overlap_shows_what_its_commands_print(how: str, warm_python: WarmPython) -> None:
+    """PyTorch's own schedule tells its stages by messages what to expect: those have values in a run without any."""
+    page = Path(__file__).parents[2] / "docs/how-to/overlap.md"
+    text = page.read_text(encoding="utf-8")
+    shown = next(block for block in text.split("```console\n")[1:] if f"pipeline.py {how}\n" in block).split("```")[0]
+    command, *lines = shown.splitlines()
+    words = command.removeprefix("$ keepbusy ").split()
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "COLUMNS": "100", "NO_COLOR": "1"}
+    done = warm_python.keepbusy(*words, cwd=page.parent / "overlap", env=environment, timeout=300, agent=True)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in lines if line not in done.stdout.splitlines()] == [], done.stdout
