@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
 import torch
@@ -76,8 +75,7 @@ class Example:
         dist.all_reduce(loss, group=layout.data_group)
         loss /= layout.data
         far = float((loss - self.loss).abs() / self.loss.abs().clamp(min=1e-12))
-        allowed = self._allowed
-        if not (far <= allowed and worst <= allowed):
+        if not (far <= (allowed := self._allowed) and worst <= allowed):
             what = f"the gradient of {name} by {worst:.2g} of its norm" if worst > allowed else "no gradient"
             raise NotEqual(
                 f"{layout}: of the example the loss differs from one process by {far:.2g} and {what} (allowed "
@@ -108,7 +106,8 @@ def _where(error: BaseException, model: nn.Module) -> str:
     """The model's innermost module that failed, and its line."""
     names = {id(one): name or "the model" for name, one in model.named_modules()}
     places = [(frame.f_locals.get("self"), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    inside = [(names[id(one)], frame, line) for one, frame, line in places if id(one) in names and _own(frame)]
+    inside = [(names[id(one)], frame, line) for one, frame, line in places if id(one) in names]
+    inside = [one for one in inside if "_call_impl" not in one[1].f_code.co_name]  # PyTorch's, around each module
     name, frame, line = inside[-1] if inside else ("the model", places[-1][1], places[-1][2])
     file = frame.f_code.co_filename
     remedy = "wrap or cut less of it"
@@ -118,11 +117,6 @@ def _where(error: BaseException, model: nn.Module) -> str:
         f"{name} fails that ran whole, at {file}:{line} `{linecache.getline(file, line).strip()}`: "
         f"{str(error).partition(chr(10))[0]}; {remedy}"
     )
-
-
-def _own(frame: FrameType) -> bool:
-    """Not of PyTorch's wrappers around each module."""
-    return "_call_impl" not in frame.f_code.co_name
 
 
 def _of_first_rank(value: Any, device: torch.device) -> Any:
@@ -169,14 +163,11 @@ def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    tensors = [one for one in tree_leaves(dict(output) if isinstance(output, dict) else output) if _learns(one)]
+    leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
+    tensors = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
     if not tensors:
         raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient")
     return torch.stack([one.float().square().mean() for one in tensors]).sum()
-
-
-def _learns(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 class FirstStep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class Theory:
                 whole[cut.dim] //= self._layout.tensor
             parts = self._layout.data if self._layout.shard else 1
             rows = -(-whole[0] // parts) * parts
-            total += local.element_size() * rows * (_product(whole) // whole[0])
+            total += local.element_size() * rows * prod(whole[1:])
         return total
 
     def differs(self, counted: Traffic) -> str | None:
@@ -122,10 +123,3 @@ def _groups(model: nn.Module) -> Iterable[tuple[nn.Module, list[Any]]]:
             taken |= {id(one) for one in held}
             if held:
                 yield module, held
-
-
-def _product(shape: Iterable[int]) -> int:
-    total = 1
-    for one in shape:
-        total *= one
-    return total
