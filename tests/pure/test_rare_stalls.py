@@ -49,9 +49,9 @@ def test_a_rare_stall_is_found_whatever_its_period(
     assert rest[0].time == pytest.approx(10 * longer * MS, rel=0.3)
 
 
-@given(count=st.integers(1, 2000), noise=st.floats(0, 0.2), seed=st.integers(0, 10_000), step=st.floats(0.1, 1000))
+@given(count=st.integers(1, 2000), noise=st.floats(0, 0.15), seed=st.integers(0, 10_000), step=st.floats(0.1, 1000))
 def test_noise_has_no_stalls(count: int, noise: float, seed: int, step: float) -> None:
-    assume(count >= 100 or noise <= 0.05)  # among few steps one that is half as long again is longer by what it is
+    assume(count >= 100 or noise <= 0.05)  # of few uneven steps one may take a hundredth of the run by chance
     done = run(steps(noisy(count, step, noise, seed)))
     assert done.stalls == ()
     assert done.low <= done.step * 1.01
