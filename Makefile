@@ -8,7 +8,7 @@ endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := -m pip --disable-pip-version-check
-SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
@@ -35,8 +35,8 @@ demo-trace: $(READY)
 	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --what-if blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
 
-# in two processes, each of which takes the next file, so that what its tests share is made once; what is imported is
-# compiled once, too, whatever the shell says
+# in three processes for two cores, as some wait for what they started; each takes the next file, so that what its tests
+# share is made once; what is imported is compiled once, too, whatever the shell says
 test: $(READY)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED)
 
