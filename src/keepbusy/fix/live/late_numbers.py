@@ -234,9 +234,7 @@ class LateNumbers:
         if timed:
             self._passed(sys._getframe(2))
         depth = 1 + max((one.depth for one in others if isinstance(one, LateValue)), default=0)
-        if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order():
-            return None
-        if not all(map(_can_wait, values)) or not all(isinstance(one, _NUMBERS) for one in others):
+        if not self._may_wait(values, others, depth):
             return None
         kind = (id(formula.__code__), *map(_kind_of, values), *map(type, others))
         with self._lock:
@@ -258,6 +256,11 @@ class LateNumbers:
             self._timed.append((values, late))
             self._settle_timed(waiting=False)
         return late
+
+    def _may_wait(self, values: tuple[Any, ...], others: tuple[Any, ...], depth: int) -> bool:
+        if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order():
+            return False
+        return all(map(_can_wait, values)) and all(isinstance(one, _NUMBERS) for one in others)
 
     def _aside(self, value: Any, alone: bool, large: Callable[[Tensor], Home]) -> Home:
         if not isinstance(value, Tensor):
