@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8745,
     "explain": 4362,
     "report": 3290,
-    "runtime": 5695,
+    "runtime": 5698,
     "cli": 3535,
     "fix": 5422,
 }

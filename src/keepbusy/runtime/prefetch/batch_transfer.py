@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from queue import SimpleQueue
+from threading import Lock, Thread, current_thread
 from typing import Any, NamedTuple
 
 import torch
@@ -23,49 +24,83 @@ from keepbusy.runtime.prefetch.batch_layout import BatchLayouts, BatchTree, Layo
 from keepbusy.runtime.prefetch.overlap import CopyEvents
 from keepbusy.runtime.prefetch.worker_batches import JoinedBatch, JoinedTree, ReceivedBuffers
 
-PACKING_TASKS = 16
-"""A batch is packed by so many at once, if it has a megabyte for each."""
-_TASK_BYTES = 1 << 20
-"""So many at least for each; what is no more than that is packed before a thread is awake."""
-_SERIAL_ELEMENTS = 1 << 15
-"""So many at once a thread copies by itself. For more PyTorch would start a team of threads beside each of these."""
-_WIDE = torch.int64
+PACKING_THREADS = 4
+"""If there are many tensors; a large one PyTorch copies with all of its own threads."""
+_TENSORS_PER_THREAD = 32
+"""So few are not worth another thread."""
+_UNTHREADED_BYTES = 1 << 20
+"""So many are packed before a thread is awake."""
 
 Transform = Callable[[Any], Any]
 
 
-@cache
-def _tasks() -> Any:
-    """Packing in PyTorch's own threads, which never want Python's lock; None in a PyTorch that compiles no such thing.
+class PackingThreads:
+    """Threads that copy from host memory to host memory, and hold no lock of Python's meanwhile."""
 
-    A thread of Python's that is woken waits for it, and a loop that launches kernels lets go of that for too short a
-    time to take it.
-    """
-    try:
-        return torch.jit.CompilationUnit("""
-def pack(targets: List[Tensor], sources: List[Tensor]) -> int:
-    torch.ops.aten._foreach_copy_(targets, sources)
-    return 0
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Packing | None] = SimpleQueue()
+        self._threads: list[Thread] = []
 
-def begin(targets: List[List[Tensor]], sources: List[List[Tensor]]) -> List[Future[int]]:
-    found: List[Future[int]] = []
-    for task in range(len(targets)):
-        found.append(torch.jit.fork(pack, targets[task], sources[task]))
-    return found
-""")
-    except Exception:
-        return None
+    def start(self, count: int) -> None:
+        """So many, unless they are there."""
+        while len(self._threads) < count:
+            self._threads.append(Thread(target=_pack, args=(self._tasks,), daemon=True))
+            self._threads[-1].start()
+
+    def begin(self, tasks: list[Packing]) -> None:
+        """Goes on when all are copying, each in a thread.
+
+        A thread that was only woken would wait for Python's lock, and a loop that launches kernels lets go of that for
+        too short a time to take it: the copy began when the loop waited for its end.
+        """
+        for task in tasks:
+            self._tasks.put(task)
+        for task in tasks:
+            task.begun.acquire()
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if thread is not current_thread():  # which may collect an iterator that nobody closed
+                thread.join()
+        self._threads.clear()
+
+
+class Packing:
+    """Tensors that a thread copies, and two locks that it releases: when it begins, and when it is done."""
+
+    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        self.targets, self.sources = targets, sources
+        self.begun, self.done = Lock(), Lock()
+        self.errors: list[Exception] = []
+        self.begun.acquire()
+        self.done.acquire()
+
+    def wait(self) -> None:
+        with self.done:
+            return
+
+
+def _pack(tasks: SimpleQueue[Packing | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.begun.release()
+        try:
+            torch._foreach_copy_(task.targets, task.sources)
+        except Exception as error:
+            task.errors.append(error)
+        task.done.release()
+        del task
 
 
 class PinnedBuffer:
     """One batch's pinned memory, kept for the next batch."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
-        self._large: list[int] = []  # of what is packed the places of large tensors, from the last one on
-        self._packing: list[Any] = []  # what tells when a task is done
+        self._packing: list[Packing] = []
         self.read: torch.cuda.Event | None = None
         """The device is done with it, and with what it copies from beside it."""
         self.sources: list[Tensor] = []
@@ -73,53 +108,35 @@ class PinnedBuffer:
 
     def release(self) -> None:
         """Wait until the device has read it, by the event of the copies out of it alone."""
-        self.wait()
+        for part in self._packing:
+            part.wait()
         if self.read is not None:
             self.read.synchronize()
-        self.read, self.sources = None, []
+        self._packing, self.read, self.sources = [], None, []
 
-    def pack(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: PackingThreads) -> None:
         """Write what travels together, or let threads begin to."""
-        sources = [tensors[index] for index in layout.order[: layout.together]]
         if layout is not self._layout:
-            self._lay_out(layout, sources)
-        for place in self._large:
-            sources[place : place + 1] = _parts(sources[place])
-        tasks = _tasks() if layout.packed > _TASK_BYTES else None
-        if tasks is not None:
-            step = min(PACKING_TASKS, layout.packed // _TASK_BYTES)
-            shares = [[all_of[first::step] for first in range(step)] for all_of in (self._pieces, sources)]
-            self._packing = tasks.begin(*shares)
+            if layout.packed > self._memory.numel():
+                self._memory = torch.empty(layout.packed, dtype=torch.uint8, pin_memory=True)
+            self._pieces, self._layout = pieces(self._memory[: layout.packed], layout), layout
+        sources = [tensors[index] for index in layout.order[: layout.together]]
+        if layout.packed > _UNTHREADED_BYTES:
+            step = min(PACKING_THREADS, -(-len(sources) // _TENSORS_PER_THREAD))
+            threads.start(step)
+            self._packing = [Packing(self._pieces[first::step], sources[first::step]) for first in range(step)]
+            threads.begin(self._packing)
         elif sources:
             torch._foreach_copy_(self._pieces, sources)
 
-    def _lay_out(self, layout: Layout, sources: list[Tensor]) -> None:
-        if layout.packed > self.memory.numel():
-            self.memory = torch.empty(layout.packed, dtype=torch.uint8, pin_memory=True)
-        self._pieces, self._layout = pieces(self.memory[: layout.packed], layout), layout
-        both = list(zip(self._pieces, sources, strict=True)) if layout.packed > _TASK_BYTES else []
-        self._large = [
-            place
-            for place in reversed(range(len(both)))
-            if both[place][0].numel() > _SERIAL_ELEMENTS and both[place][0].stride() == both[place][1].stride()
-        ]
-        for place in self._large:
-            self._pieces[place : place + 1] = _parts(self._pieces[place])
-
-    def wait(self) -> None:
-        """Until all is written."""
-        packing, self._packing = self._packing, []
-        for task in packing:
-            task.wait()
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Of one without gaps, so large that several threads may copy it: eight bytes are an element where they can be."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    if tensor.is_complex() or tensor.nbytes % _WIDE.itemsize:
-        return flat.split(_SERIAL_ELEMENTS)
-    aligned = flat.clone() if tensor.storage_offset() * tensor.itemsize % _WIDE.itemsize else flat
-    return aligned.view(_WIDE).split(_SERIAL_ELEMENTS)
+    def packed(self) -> Tensor:
+        """The pinned memory, once all is written."""
+        for part in self._packing:
+            part.wait()
+            if part.errors:
+                raise part.errors.pop()
+        self._packing = []
+        return self._memory
 
 
 class PackedBatch(NamedTuple):
@@ -153,16 +170,17 @@ class DeviceBatch:
 
 
 class BatchTransfer:
-    """The way to a device: pinned memory for the batches that are on it, and a stream.
+    """The way to a device: pinned memory for the batches that are on it, threads that fill it, and a stream.
 
-    The threads that fill that memory copy from host memory to host memory and do nothing else. The rest happens in the
-    loop's thread, so a program does the same things in the same order every time.
+    The threads copy from host memory to host memory and do nothing else. The rest happens in the loop's thread,
+    so a program does the same things in the same order every time.
     """
 
     def __init__(self, device: torch.device, copy_stream: Any, depth: int, then: Transform | None) -> None:
         self.device, self._copy_stream, self._then = device, copy_stream, then
         # one for each batch ahead, one for the loop's, and one for that which is being packed
         self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
+        self._threads = PackingThreads()
         self._received, self._layouts = ReceivedBuffers(device), BatchLayouts()
 
     def pack(self, batch: Any) -> PackedBatch:
@@ -174,38 +192,26 @@ class BatchTransfer:
             self._received.hold(batch.joined)
         tree = JoinedTree(batch) if isinstance(batch, JoinedBatch) else BatchTree(batch)
         as_bytes, others, layout = self._layouts.of(tree.leaves)
-        buffer.pack(layout, [tree.leaves[place] for place in as_bytes])
+        buffer.pack(layout, [tree.leaves[place] for place in as_bytes], self._threads)
         return PackedBatch(tree, as_bytes, others, layout, buffer)
 
-    def has_room(self) -> bool:
-        """Whether pinned memory is there for another batch: the device has read what that held before."""
-        read = self._buffers[-1].read
-        return read is None or read.query()
-
-    def read(self, packed: PackedBatch) -> PackedBatch | DeviceBatch:
-        """Wait until the loader may have its memory again: all is packed or, where something moves by itself, sent."""
-        packed.buffer.wait()
-        leaves = [packed.tree.leaves[place] for place in packed.others]
-        return self.send(packed) if any(isinstance(one, Tensor) or moves_itself(one) for one in leaves) else packed
-
-    def send(self, packed: PackedBatch | DeviceBatch) -> DeviceBatch:
-        """Issue its copies, unless that is done."""
-        if isinstance(packed, DeviceBatch):
-            return packed
-        loop_stream = torch.cuda.current_stream(self.device)
+    def send(self, packed: PackedBatch) -> DeviceBatch:
+        """Issue its copies, once it is packed."""
+        pinned, loop_stream = packed.buffer.packed(), torch.cuda.current_stream(self.device)
         memory = torch.empty(packed.layout.size, dtype=torch.uint8, device=self.device)
         try:
-            return self._send(packed, memory, loop_stream)
+            return self._send(packed, pinned, memory, loop_stream)
         except Exception:
             loop_stream.wait_stream(self._copy_stream)  # the memory goes back to it now
             raise
 
     def close(self) -> None:
-        """PyTorch keeps pinned memory until the copies out of it are done."""
+        """End the threads. PyTorch keeps pinned memory until the copies out of it are done."""
+        self._threads.close()
         self._buffers.clear()
         self._received.close(self._copy_stream)
 
-    def _send(self, packed: PackedBatch, memory: Tensor, loop_stream: Any) -> DeviceBatch:
+    def _send(self, packed: PackedBatch, pinned: Tensor, memory: Tensor, loop_stream: Any) -> DeviceBatch:
         tree, as_bytes, others, layout, buffer = packed
         targets, leaves = pieces(memory, layout), list(tree.leaves)
         alone = [leaves[as_bytes[index]] for index in layout.order[layout.together :]]
@@ -219,7 +225,7 @@ class BatchTransfer:
         with torch.cuda.stream(self._copy_stream):
             begun = timed_event(self._copy_stream)
             if layout.packed:
-                memory[: layout.packed].copy_(buffer.memory[: layout.packed], non_blocking=True)
+                memory[: layout.packed].copy_(pinned[: layout.packed], non_blocking=True)
             for target, source in zip(targets[layout.together :], alone, strict=True):
                 target.copy_(source, non_blocking=True)
             copied = timed_event(self._copy_stream)

@@ -213,11 +213,8 @@ class PrefetchIterator:
             packing, self._packing = self._packing or self._pack_next(), None
             if packing is None:
                 break
-            packed = packing.become(self._transfer.read)
-            if self._transfer.has_room():  # then the next one is packed while this one is sent
-                self._packing = self._pack_next()
-            self._waiting.append(packed.become(self._transfer.send))
-            self._packing = self._packing or self._pack_next()
+            self._waiting.append(packing.become(self._transfer.send))
+            self._packing = self._pack_next()
         if not self._waiting:
             self._cursor.rewind()
             self.close()
