@@ -233,11 +233,18 @@ class WindowPlan:
 
 def whole_step(loops: Sequence[BusyLoop]) -> BusyLoop | None:
     """Where nothing announces a step it is a turn of the loop in which the GPU works; and of the loops around that, of
-    the outermost whose turns a window holds: pieces of a batch are no steps."""
+    the outermost whose turns a window holds: pieces of a batch are no steps. None until that is known: in its first
+    turn a loop may import, compile and find its peers."""
     busiest = max(loops, key=lambda one: (one.time - one.waits, one.time), default=None)
-    around = [one for one in loops if busiest is not None and one.nest == busiest.nest[: len(one.nest)]]
-    short = [one for one in around if len(one.turns) >= TURNS_KNOWN and mean(trimmed(one.turns)) <= WHOLE_TURNS_AFTER]
-    return min(short, key=lambda one: len(one.nest), default=busiest)
+    known = {one.nest[-1]: one for one in loops}
+    for key in busiest.nest if busiest is not None else ():
+        around = known.get(key)
+        if around is not None and len(around.turns) >= TURNS_KNOWN:
+            if mean(trimmed(around.turns)) <= WHOLE_TURNS_AFTER:
+                return around
+        elif busiest is not None and busiest.turns.sum() < TURNS_KNOWN * WHOLE_TURNS_AFTER:
+            return None  # later it has turned so often, or its turns are longer
+    return busiest
 
 
 def is_granted(passed: int, spent: int, first: int) -> bool:
