@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2540,
     "traces": 2434,
     "instrument": 2079,
-    "recording": 4063,
+    "recording": 4096,
     "virtual": 8745,
     "explain": 4362,
     "report": 3290,

@@ -276,6 +276,27 @@ def test_hosts_whose_clocks_have_nothing_in_common_agree_when_a_loop_is_looked_a
     assert TOLD_AHEAD < word.not_before - 5 <= 2 * TOLD_AHEAD
 
 
+@pytest.mark.parametrize("each", [0, 7])
+def test_ranks_look_at_the_turns_in_which_they_meet(tmp_path: Path, each: int) -> None:
+    """However far each host is ahead of its GPU; where nothing is told of collectives, at turns of one time."""
+    now = [0]
+    shared = [SharedWindows(tmp_path, lambda: now[0], lambda: each * (now[0] // (10 * MS))) for _ in range(3)]
+    first, _ = followers(tmp_path, 1000)
+    first.clock, first.marks.steps = lambda: now[0], lambda last: steps([])  # type: ignore[method-assign]
+    first.shared, first.loops = shared[0], lambda: [busy_loop("train.py:9", 700)]
+    thoughts = 0
+    while first.planned is None:
+        now[0] += 1000 * MS
+        thoughts += 1
+        first.think(10_000 * MS, 0, 0)
+    assert thoughts == (3 if each else 1)  # none of them in the first second
+    word = shared[1].heard()
+    assert word is not None
+    assert word.meets == (each * (now[0] + TOLD_AHEAD) // (10 * MS))
+    now[0] += 2 * TOLD_AHEAD
+    assert (shared[2].heard() is None) == bool(each)  # a rank that hears of it too late goes without
+
+
 def busy_loop(place: str, waits: int, turn: int = 10) -> BusyLoop:
     site = LoopSite("train.py", "main", 1, int(place.partition(":")[2]))
     return BusyLoop(frozenset({(0, 2)}), site, place, 2 * waits * MS, waits * MS, np.arange(0, 100 * turn, turn) * MS)

@@ -101,7 +101,7 @@ class Run:
         self.clock = self.window.clock
         self._sources = SourceLoops(read_source)
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
-        self._shared = SharedWindows(Path(options.shared or self.folder.parent), self.clock)
+        self._shared = SharedWindows(Path(options.shared or self.folder.parent), self.clock, collectives_so_far)
         self._further: list[tuple[Occasion, Window]] = []
         self._open_spans: list[tuple[int, int]] = []  # from when to when each window was open
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
@@ -342,7 +342,10 @@ class Run:
             self._open(self._turns)
 
     def _is_loop_due(self, one: Occasion) -> bool:
-        is_time = 0 < one.opens <= self.marks.count or self.clock() >= one.not_before
+        if one.meets:
+            is_time = self._shared.collectives() >= one.meets
+        else:
+            is_time = 0 < one.opens <= self.marks.count or self.clock() >= one.not_before
         return is_time and not self.others.at_work
 
     def _begins_anew(self) -> bool:
@@ -537,6 +540,13 @@ class Run:
         if getattr(distributed, "is_initialized", bool)():
             self._place = distributed.get_rank(), distributed.get_world_size()
         return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def collectives_so_far() -> int:
+    """Of all ranks together, as PyTorch counts them in each; 0 where it does not."""
+    with suppress(Exception):
+        return int(sys.modules["torch.distributed"].group.WORLD._get_sequence_number_for_group())
+    return 0
 
 
 CATCHES_UP = 1.25

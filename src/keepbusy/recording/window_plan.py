@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +71,8 @@ class Occasion(NamedTuple):
     loop: LoopSite | None = None
     usual: int = 0
     """What a turn of that loop takes."""
+    meets: int = 0
+    """Of ranks: from which collective on."""
 
 
 class SharedWindows:
@@ -77,9 +81,23 @@ class SharedWindows:
     Nobody waits for anybody: a rank that hears of a window too late, or shares no folder, goes without.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], int]) -> None:
-        self._file, self._clock = folder / "windows.json", clock
+    def __init__(self, folder: Path, clock: Callable[[], int], collectives: Callable[[], int] = int) -> None:
+        """`collectives`: how many there have been so far."""
+        self._file, self._clock, self.collectives = folder / "windows.json", clock, collectives
         self._last = _now()  # what was told before is of another run that met here
+        self._counted: deque[tuple[int, int]] = deque(maxlen=3)
+
+    def collective_ahead(self) -> int | None:
+        """The one with which a loop's window opens: hosts are not equally far ahead of their GPUs, so at one time they
+        are in turns that never meet. Asked at each thought, for at first hosts gain their lead: None until it is known
+        how quickly collectives come; 0 where they do not."""
+        self._counted.append((self._clock(), self.collectives()))
+        first, last = self._counted[0][1], self._counted[-1][1]
+        if last and (len(self._counted) < 3 or not first):
+            return None
+        paces = ((b - a) / max(1, then - now) for (now, a), (then, b) in pairwise(self._counted))
+        ahead = round(TOLD_AHEAD * min(paces, default=0))
+        return ahead and last + ahead
 
     def tell(self, occasion: Occasion) -> Occasion:
         """Returns it with the number by which the ranks' windows are brought together: that of no other run."""
@@ -94,6 +112,8 @@ class SharedWindows:
             told = Occasion(*json.loads(self._file.read_text(encoding="utf-8")))
             if told.about["number"] > self._last:
                 self._last = told.about["number"]
+                if 0 < told.meets <= self.collectives():
+                    return None
                 told = told._replace(loop=told.loop and LoopSite(*told.loop))
                 return self._shifted(told, self._clock() - time.time_ns())
         return None
@@ -183,9 +203,12 @@ class WindowPlan:
 
     def _loops(self) -> Iterator[Occasion]:
         known = {one.about.get("place") for one in self.taken}
-        opens, not_before = self.marks.count, 0
+        opens, not_before, meets = self.marks.count, 0, 0
         if self.shared is not None:
-            opens, not_before = opens and opens + self._marks_ahead(), self.clock() + 2 * TOLD_AHEAD
+            ahead = self.shared.collective_ahead()
+            if ahead is None:
+                return
+            opens, not_before, meets = opens and opens + self._marks_ahead(), self.clock() + 2 * TOLD_AHEAD, ahead
         for one in self.loops():
             if len(one.ends) < TURNS_KNOWN or one.place in known:
                 continue
@@ -193,7 +216,7 @@ class WindowPlan:
             if turn <= LONGEST_TURN:
                 turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, WHOLE_TURNS_AFTER // max(1, turn)))
                 about, usual = {"place": one.place}, mean(trimmed(one.turns))
-                yield Occasion(LOOP, one.waits, turns, about, opens, not_before, one.site, usual)
+                yield Occasion(LOOP, one.waits, turns, about, opens, not_before, one.site, usual, meets)
 
     def _stalls(self, steps: Steps, longest: int) -> Iterator[Occasion]:
         took = steps.took[steps.plain]
