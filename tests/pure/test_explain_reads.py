@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from build import HOME, LAUNCH, MB, SYNC, Run
-from told import cause, harmless, names, near, told
+from build import HOME, LAUNCH, MB, SYNC, Run, loop
+from told import cause, explained, harmless, names, near, told
+
+from keepbusy.timeline.run_tree import RUN, Part
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
 
@@ -41,6 +43,16 @@ def test_without_reads_the_slower_of_host_and_device_sets_the_pace() -> None:
     assert cause(found, "host_sync").predicted.step == near(3_000)
     slow = told(lambda run: read_then_prepare(run, kernels=3, prepare=4_400))
     assert cause(slow, "host_sync").predicted.step == near(4_400)
+
+
+def test_a_value_that_decides_what_comes_next_cannot_come_later() -> None:
+    """Nobody knows how much of what it decides a GPU can do, or a batch at once: at worst nothing is gained."""
+    window = loop(lambda run: run.launch([1_000] * 9).sync(at=["train.py(9): main", *ITEM]).work(800), 8)
+    assert explained(window).plan[0].fix == "readback"
+    run = Part(RUN, time=10**9, decides=("train.py:9",))
+    (first, *_) = explained(window.change_facts(run=run)).plan
+    assert (first.fix, first.predicted.step) == ("decide_on_gpu", near(9_000))
+    assert first.predicted.high == near(9_800)
 
 
 def test_a_sync_of_the_whole_device_is_a_read_of_nothing() -> None:

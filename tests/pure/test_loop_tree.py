@@ -407,6 +407,13 @@ def test_another_process_finds_the_loop_by_where_it_stands(train: Watched) -> No
     assert jumps_of(inner.site, train.looks, sources)[1] == jumps_of(outer.site, train.looks, sources)[0] != frozenset()
 
 
+def test_the_run_knows_its_lines_that_decide_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "for step in steps:\n    if heard(step).item() == 0:\n        break\n    say(step)\n"
+    run = Watched().program(tmp_path / "spell.py", text).at(300, ("spell", 2)).at(200, ("spell", 4))
+    assert tree_of(run.looks).decides == ("spell.py:2",)
+
+
 STARS = "for round in range(9):\n    for step in range(20):\n        for piece in pieces:\n            add(piece)\n"
 
 

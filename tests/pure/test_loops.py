@@ -54,6 +54,35 @@ def test_the_loops_around_a_line(line: int, first_lines: list[int]) -> None:
     assert around(NESTED, line) == first_lines
 
 
+DECISIONS = """\
+while bound.item() > 0:
+    if piece.item() == BLANK:
+        break
+    ended = wrong.any(
+    ).item()
+    if ended and tired:
+        state = reset(state)
+    if not finite.item():
+        raise ValueError(f"turn {turn}")
+    if loss.item() > worst:
+        worst = turn
+        print(turn)
+    else:
+        log.warning("better")
+    weight = 1.0 if loss.item() > 2 else decay(turn)
+    total += loss.item()
+    if turn % 100 == 0:
+        print(total)
+"""
+
+
+def test_lines_that_decide_what_comes_next() -> None:
+    """A test, and what the next statement tests. What is only raised, said or noted can wait."""
+    sources = SourceLoops(lambda file: DECISIONS)
+    code = codes_of(DECISIONS)["<module>"]
+    assert [line for line in range(1, 19) if sources.decides(code, line)] == [1, 2, 4, 5, 6, 15]
+
+
 IN_A_FUNCTION = """\
 for trial in range(3):
     @cached

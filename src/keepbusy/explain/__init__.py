@@ -211,7 +211,9 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
             continue
         place = one.facts.reason.place
         with suppress(BadInput):
-            told = explain(one.change_facts(run=innermost_at(run, place)), workers=workers, turns=drawn)
+            loop = innermost_at(run, place)
+            mine = replace(loop, decides=run.decides) if loop is not None and run is not None else None
+            told = explain(one.change_facts(run=mine), workers=workers, turns=drawn)
             if told.steps:
                 found.append(LoopDiagnosis(place, _turns_at(run, place), replace(told, run=None)))
     return tuple(found)

@@ -164,9 +164,10 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = cause == "host_sync" and _in_the_middle(scene, rows)
             share = COMPILED_AWAY if remedy.fix == "compile" else 1.0
-            bounds, reason = tuple[Edit, ...](), ""
-            if remedy.fix == "compute_on_gpu":  # nobody knows how much of it a GPU can do, or several at once need
-                bounds, reason = (edit, Edit.nothing(scene.timeline)), BOTH_WAYS
+            bounds = tuple[Edit, ...]()
+            if remedy.fix in ("compute_on_gpu", "decide_on_gpu"):  # nobody knows how much of it a GPU can do
+                bounds = (edit, Edit.nothing(scene.timeline))
+            reason = BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
 
 

@@ -125,8 +125,9 @@ def _of_a_sync(seen: Seen) -> Remedy | None:
         return PARTICULAR["send_tensors"]
     if "grad_scaler" in seen.where.library:
         return PARTICULAR["scaler"]
-    called = seen.where.operator
-    return next((PARTICULAR[name] for pattern, name in SYNCS.items() if re.search(pattern, called)), None)
+    called, run = seen.where.operator, seen.scene.timeline.facts.run
+    known = next((PARTICULAR[name] for pattern, name in SYNCS.items() if re.search(pattern, called)), None)
+    return known or (PARTICULAR["decided_here"] if run is not None and str(seen.where) in run.decides else None)
 
 
 def _of_a_collective(seen: Seen) -> Remedy | None:

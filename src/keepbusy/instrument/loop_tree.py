@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import USER, kind_of, shown
+from keepbusy.instrument.lines import PROGRAM_CODE, USER, kind_of, shown
 from keepbusy.instrument.loops import (
     IMPORT_SYSTEM,
     LOOKS_IN_ONE_FRAME,
@@ -275,7 +275,14 @@ class _Tree:
             parts=tuple(sorted([*beside, *loops], key=lambda part: part.began)),
             clock=self.looks.began,
             shares=self.shares,
+            decides=tuple(sorted(self._deciding())),
         )
+
+    def _deciding(self) -> set[str]:
+        lines = {line for lines in self.looks.known_chains for line in lines}
+        codes = ((line, self.looks.codes[line.code]) for line in lines)
+        of_program = [(line, code) for line, code in codes if kind_of(code.co_filename) in PROGRAM_CODE]
+        return {self._written(line) for line, code in of_program if self.sources.decides(code, line.line)}
 
     def _place(self, root: _Node, chain: int, lines: Sequence[Line]) -> None:
         """Down to the innermost loop that this chain is in."""

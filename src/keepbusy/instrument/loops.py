@@ -15,9 +15,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
 from keepbusy.instrument.unseen_thread import UnseenThread
@@ -380,12 +380,13 @@ class SourceLoop(NamedTuple):
 
 
 class SourceLoops:
-    """The `for` and `while` loops of source files, by the function that holds them."""
+    """The `for` and `while` loops of source files, and their decisions, by the function that holds them."""
 
     def __init__(self, read: Callable[[str], str]) -> None:
         """`read` gives the text of a file; OSError where there is none."""
         self._read = read
         self._loops: dict[tuple[str, int], list[SourceLoop]] = {}  # of each function, by file and first line
+        self._deciding: dict[tuple[str, int], set[int]] = {}
         self._lines: dict[str, list[str]] = {}
 
     def around(self, code: CodeType, line: int) -> list[SourceLoop]:
@@ -396,9 +397,15 @@ class SourceLoops:
         """All loops of this code, from the outside in; none where its file went, or was never one."""
         owner = code.co_filename, _first_line(code)
         if owner not in self._loops:
-            found = _loops_within(self._text(code.co_filename), code)
-            self._loops[owner] = [loop for first, loop in found if first == owner[1]]
+            tree = _tree_of(self._text(code.co_filename), code)
+            self._loops[owner] = [loop for first, loop in _loops(tree, 0) if first == owner[1]]
+            self._deciding[owner] = set(_deciding(tree))
         return self._loops[owner]
+
+    def decides(self, code: CodeType, line: int) -> bool:
+        """Whether this line works out by what the program chooses what it does next."""
+        self.of(code)
+        return line in self._deciding[code.co_filename, _first_line(code)]
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
         """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
@@ -422,7 +429,7 @@ class SourceLoops:
         return self._lines[file]
 
 
-def _loops_within(text: list[str], code: CodeType) -> list[tuple[int, SourceLoop]]:
+def _tree_of(text: list[str], code: CodeType) -> ast.AST:
     """Of a function its own lines alone are parsed: a file of thousands of lines takes a tenth of a second."""
     first = _first_line(code)
     for begin, end in ((first - 1, _end_of(text, code)), (0, len(text))) if first else ((0, len(text)),):
@@ -432,8 +439,8 @@ def _loops_within(text: list[str], code: CodeType) -> list[tuple[int, SourceLoop
             tree = ast.parse("\n".join(["if 1:"] * inside + own))
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue  # a lambda may begin in the middle of something
-        return list(_loops(ast.increment_lineno(tree, begin - inside), 0))
-    return []
+        return ast.increment_lineno(tree, begin - inside)
+    return ast.Module([], [])
 
 
 def _end_of(text: list[str], code: CodeType) -> int:
@@ -464,6 +471,44 @@ def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
             statements = tuple(one.lineno for one in child.body)
             yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child), statements)
         yield from _loops(child, mine)
+
+
+_SAYS = {"append", "critical", "debug", "error", "exception", "info", "log", "print", "warn", "warning", "write"}
+_JUMPS = ast.Break | ast.Continue | ast.Return | ast.Yield
+
+
+def _deciding(tree: ast.AST) -> Iterator[int]:
+    """The lines of tests, and of what the statement after them tests."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp) or _chooses(node):
+            yield from _lines_of(node.test)
+        for body in (getattr(node, part, ()) for part in ("body", "orelse", "finalbody")):
+            for one, after in pairwise(body if isinstance(body, list) else ()):
+                if isinstance(one, ast.Assign | ast.AnnAssign) and _chooses(after):
+                    told = {name.id for name in ast.walk(one) if isinstance(name, ast.Name) and _is_stored(name)}
+                    if any(isinstance(name, ast.Name) and name.id in told for name in ast.walk(after.test)):
+                        yield from _lines_of(one)
+
+
+def _chooses(node: ast.AST) -> TypeGuard[ast.If | ast.While]:
+    """What is only said, noted or raised comes as well a turn later."""
+    return isinstance(node, ast.While) or (
+        isinstance(node, ast.If) and not all(map(_can_wait, [*node.body, *node.orelse]))
+    )
+
+
+def _can_wait(statement: ast.stmt) -> bool:
+    inner = list(ast.walk(statement))
+    calls = {ast.unparse(one.func).rpartition(".")[2] for one in inner if isinstance(one, ast.Call)}
+    return isinstance(statement, ast.Raise) or (calls <= _SAYS and not any(isinstance(one, _JUMPS) for one in inner))
+
+
+def _is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
+def _lines_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _begins(loop: ast.For | ast.AsyncFor | ast.While) -> tuple[Position, Position]:

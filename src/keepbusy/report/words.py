@@ -119,6 +119,7 @@ _FIXES = {
     "compute_meanwhile": "compute something else meanwhile",
     "copy_beside": "copy on a stream of its own",
     "cut_into_micro_batches": "cut the batch into more micro-batches",
+    "decide_on_gpu": "decide on the GPU",
     "do_at_once": "do all rounds at once",
     "drop_sync": "drop the synchronization",
     "fuse_optimizer": "use a fused optimizer",

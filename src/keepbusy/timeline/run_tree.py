@@ -64,6 +64,7 @@ class Part:
     parts: tuple[Part, ...] = ()  # in the order of the run
     clock: int = NONE  # of the run itself: its first moment, on the clock by which its steps are timed
     shares: tuple[int, ...] = ()  # of the run itself: percent of each equal stretch in which the GPU was at work
+    decides: tuple[str, ...] = ()  # of the run itself: lines that work out what the program chooses by
 
     @property
     def waits(self) -> int:
