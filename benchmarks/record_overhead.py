@@ -15,7 +15,8 @@ process; of the recorded one also for how long its window held it up, and when w
 
 Switches (with `--switches`, in place of the other two): which part of the recorder costs what. Every part is switched
 by itself. What a part costs is what blocks take longer in which it was on, all else being fitted, too; so each block
-says something of every part. Beside it stands for how long its own code ran, of the time in which it was on.
+says something of every part. Beside it stands what its own code took of its thread's processor, of the time in which it
+was on.
 
 Window (with `--window`): what opening and closing one takes, with PyTorch's external correlation and without it, what
 a step takes in it, and what a step takes afterwards, against processes in which nothing was opened.
@@ -178,7 +179,7 @@ class Switches:
 
         self.run: Any = Run(RunOptions(after=1 << 30))
         self.on = dict.fromkeys(PARTS, True)
-        self.own = dict.fromkeys(PARTS, 0.0)  # seconds for which its code ran
+        self.own = dict.fromkeys(PARTS, 0.0)  # seconds of the processor that its code took
         self.for_seconds = dict.fromkeys(PARTS, 0.0)  # for how long it was on
         self._since = time.perf_counter()
         self._gate = threading.Lock()  # held while there are to be no looks
@@ -202,9 +203,9 @@ class Switches:
 
     def _timed(self, part: str, act: Callable[..., object]) -> Callable[..., object]:
         def timed(*arguments: object) -> object:
-            began = time.perf_counter()
+            began = time.thread_time()
             done = act(*arguments)
-            self.own[part] += time.perf_counter() - began
+            self.own[part] += time.thread_time() - began
             return done
 
         return timed
@@ -276,7 +277,7 @@ def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[s
         "looks": len(looks.times),
         "turns": sum(len(ends) for ends in turns.values()),
         "entries": sum(len(times) for times in looks.entries.values()),
-        "own": 100 * sum(switches.own.values()) / max(1e-9, switches.for_seconds[LOOKS]),
+        "own": {part: 100 * own / max(1e-9, switches.for_seconds[LOOKS]) for part, own in switches.own.items() if own},
         "parts": {
             part: {
                 "added": 100 * cost[number],
@@ -290,7 +291,9 @@ def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[s
 
 def calls_of_a_mark() -> dict[str, float]:
     """Microseconds of what a mark asks of the driver, each between two pieces of other work, as in a program."""
-    work, stream, took = small_batches(), torch.cuda.current_stream(), dict[str, list[float]]()
+    from keepbusy.recording.marks import Cuda
+
+    work, device, took = small_batches(), Cuda(), dict[str, list[float]]()
 
     def timed(name: str, act: Callable[[], object]) -> None:
         began = time.perf_counter()
@@ -300,11 +303,10 @@ def calls_of_a_mark() -> dict[str, float]:
     first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(300):
         work()
-        timed("capturing?", torch.cuda.is_current_stream_capturing)
-        timed("stream", torch.cuda.current_stream)
-        timed("record", lambda: first.record(stream))
+        timed("capturing?", device.ready)
+        timed("set", lambda: device.set(first))
         timed("query, pending", first.query)
-        second.record(stream)
+        device.set(second)
         wait_for_device()
         work()
         timed("query, passed", first.query)
@@ -339,7 +341,7 @@ def show_switched(name: str, row: dict[str, Any]) -> None:
     print(f"{name}: a step {row['step_ms']:.3f} ms, {row['kept']} of {row['blocks']} blocks, {counted}")
     if len(row["parts"]) == 2:
         control, whole = row["parts"][CONTROL], row["parts"][LOOKS]
-        own = f"its own code {row['own']:.2f}% of the time"
+        own = "its own code " + ", ".join(f"{part} {share:.2f}%" for part, share in row["own"].items())
         print(f"  the recorder {whole['added']:+.2f}% (± {whole['error']:.2f}), {own}")
         print(f"  the control  {control['added']:+.2f}% (± {control['error']:.2f})", flush=True)
         return

@@ -8,8 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from build import loop
+from hypothesis import given
+from hypothesis import strategies as st
 from marked_runs import run, steps
 
+from keepbusy.instrument.slow_turns import quantile
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.plain_run import PlainRun
@@ -66,3 +69,10 @@ def test_what_the_host_takes_alone_is_seen_where_its_queue_fills() -> None:
     assert run(steps(took, lead=20, host=host)).host == pytest.approx(4_100_000)
     assert run(steps(took, lead=2, host=host)).host == -1  # this host may well set the pace now and then
     assert run(steps(took, lead=20)).host == -1
+
+
+@given(st.lists(st.integers(0, 1 << 50), min_size=1), st.floats(0, 1))
+def test_quantiles_are_numpys(took: list[int], share: float) -> None:
+    assert quantile(np.array(took), share) == pytest.approx(np.quantile(took, share))
+    rows = np.array([took, took[::-1]], np.float64)
+    assert quantile(rows, share) == pytest.approx(np.quantile(rows, share, axis=1))

@@ -27,7 +27,7 @@ from keepbusy.instrument.loops import (
     SourceLoop,
     SourceLoops,
 )
-from keepbusy.instrument.slow_turns import LookTable, beat_of, slow_kinds, warm_up
+from keepbusy.instrument.slow_turns import LookTable, beat_of, quantile, slow_kinds, warm_up
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 from keepbusy.timeline.table import NONE, Ints, Mask
 
@@ -245,7 +245,7 @@ class _Tree:
         for chain, lines in enumerate(self.looks.known_chains):
             for code in {line.code for line in lines}:
                 within[code] += self.time_of[chain]
-        look = float(np.median(self.weight)) if len(self.weight) else 0.0
+        look = float(quantile(self.weight)) if len(self.weight) else 0.0
         stay = self.looks.stay or LOOKS_IN_ONE_FRAME * look
         found = set()
         for code, longest in self.looks.longest_stay.items():
@@ -330,7 +330,7 @@ class _Tree:
         if around is None or len(ends) <= len(around) + 1:
             return len(ends) <= (1 if around is None else len(around) + 1)
         within = np.diff(np.searchsorted(ends, around))
-        return bool(within.any()) and float(np.median(within[within > 0])) <= 1
+        return bool(within.any()) and float(quantile(within[within > 0])) <= 1
 
     def _beside(self, root: _Node) -> list[Part]:
         """What the run does beside its loops, line by line; importing and waking the GPU under their own names."""
@@ -407,14 +407,13 @@ class _Tree:
             return part
         cold = warm_up(took)
         rest = took[cold:]
-        low, high = np.percentile(rest, [20, 80])
-        usual = int(np.median(rest))
+        usual = int(quantile(rest))
         first = int(began[0]) - self.looks.began - part.began  # the turn that was under way when counting began
         cold_time = max(0, first - usual) + int(took[:cold].sum()) - cold * usual
         return replace(
             part,
-            low=round(float(low)),
-            high=round(float(high)),
+            low=round(float(quantile(rest, 0.2))),
+            high=round(float(quantile(rest, 0.8))),
             warm_up=cold + (first > 2 * usual),
             warm_up_time=max(0, cold_time) if cold or first > 2 * usual else 0,
             kinds=self._slow_kinds(node, number[cold:], ends, part.time),
@@ -441,7 +440,7 @@ class _Tree:
                     count=len(kind.rows),
                     every=beat.every if beat.regular else len(number) / len(kind.rows),
                     regular=beat.regular,
-                    longer=int(np.median(kind.longer)),
+                    longer=int(quantile(kind.longer)),
                     total=kind.total,
                     place=self._written(known[kind.place]) if kind.place != NONE else "",
                 )

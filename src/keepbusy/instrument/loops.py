@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
 from keepbusy.instrument.unseen_thread import UnseenThread
 
-LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 700, 1.02
+LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 1_000, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
 long as a look takes. The program waits for each, and for the interpreter to go back and forth: three times as long."""
 KEPT_LOOKS = 200_000

@@ -7,6 +7,7 @@ it keeps a beat, is read off afterwards.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.table import NONE, Ints, Mask
+
+
+def quantile(values: npt.NDArray[np.integer | np.floating], share: float = 0.5) -> npt.NDArray[np.float64]:
+    """Along the last axis. NumPy's own imports its masked arrays first, and the program would wait for that."""
+    place = share * (values.shape[-1] - 1)
+    low, high = math.floor(place), math.ceil(place)
+    part = np.partition(values, (low, high), axis=-1)
+    return np.asarray(part[..., low] + (place - low) * (part[..., high] - part[..., low]))
+
 
 # What is usual among turns, and from which length on one is slow.
 
@@ -31,8 +41,8 @@ def slow_from(took: Ints) -> int:
 
 
 def _slow_from(rows: Ints) -> npt.NDArray[np.float64]:
-    median = np.median(rows, axis=1, keepdims=True)
-    deviation = np.median(np.abs(rows - median), axis=1, keepdims=True)
+    median = quantile(rows)[:, None]
+    deviation = quantile(np.abs(rows - median))[:, None]
     return np.asarray(median + np.maximum(SLOW_DEVIATIONS * deviation, SLOW_SHARE * median))
 
 
@@ -47,7 +57,7 @@ def slow_turns(took: Ints) -> tuple[Mask, Ints]:
         rows = took[part].reshape(count, length)
         if rows.size:
             found[part] = (rows > _slow_from(rows)).ravel()
-            usual[part] = np.repeat(np.median(rows, axis=1), length)
+            usual[part] = np.repeat(quantile(rows), length)
     return found, usual
 
 
@@ -56,7 +66,7 @@ def warm_up(took: Ints) -> int:
     if len(took) < 4:
         return 0
     half = took[len(took) // 2 :]
-    usual = took <= min(slow_from(half), int(2 * np.median(half)))
+    usual = took <= min(slow_from(half), int(2 * quantile(half)))
     settled = np.flatnonzero(usual[:-2] & usual[1:-1] & usual[2:])
     if not len(settled):  # as where every third turn is slow: also later ones are no steadier
         settled = np.flatnonzero(usual)
@@ -85,7 +95,7 @@ def beat_of(came: Ints, known: Ints) -> Beat:
         return Beat()
     distances = np.diff(came)
     whole = np.diff(np.searchsorted(known, came)) == distances
-    every = float(np.median(distances[whole] if whole.any() else distances))
+    every = float(quantile(distances[whole] if whole.any() else distances))
     beats = np.maximum(1.0, np.round(distances / every))
     exact = (np.abs(distances - beats * every) <= 1).mean() >= BEAT_SHARE and beats.mean() < 2
     throughout = came[-1] - came[0] + every >= BEAT_LASTS * (known[-1] - came[0])
@@ -184,7 +194,7 @@ def _give_away_unseen(groups: defaultdict[tuple[str, int], list[int]], longer: I
     """Turns that no look has met, to the kind with the same reason whose turns are most nearly as long."""
     for reason, place in [key for key in groups if key[1] == NONE]:
         others = {
-            key: float(np.median(longer[ones])) for key, ones in groups.items() if key[0] == reason and key[1] >= 0
+            key: float(quantile(longer[ones])) for key, ones in groups.items() if key[0] == reason and key[1] >= 0
         }
         for one in groups[reason, place] if others else ():
             key = min(others, key=lambda other: abs(np.log(longer[one] / others[other])))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from keepbusy.instrument.loop_tree import BusyLoop, LoopKey
+from keepbusy.instrument.slow_turns import quantile
 from keepbusy.timeline.table import Ints
 
 PATIENCE = 8
@@ -55,7 +56,7 @@ def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop])
     found: BusyLoop | None = None
     for number, loop in enumerate(loop for loop in reversed(around) if loop in known):
         turns = np.diff(np.searchsorted(known[loop].ends, marks))
-        if turns.any() and np.median(turns if number else turns[turns > 0]) == 1:
+        if turns.any() and quantile(turns if number else turns[turns > 0]) == 1:
             found = known[loop]
         elif found is not None:
             break

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from keepbusy.instrument.slow_turns import slow_from
+from keepbusy.instrument.slow_turns import quantile, slow_from
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds, StepSource
 from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step
@@ -87,6 +87,8 @@ class Cuda:
         import torch
 
         self._cuda = torch.cuda
+        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._streams: dict[int, Any] = {}
         self._number: int | None = None
 
     def ready(self) -> bool:
@@ -101,7 +103,16 @@ class Cuda:
         return self._cuda.Event(enable_timing=True)
 
     def set(self, event: Any) -> None:
-        event.record(self._cuda.current_stream(self._number))
+        event.record(self._current_stream())
+
+    def _current_stream(self) -> Any:
+        """PyTorch makes the object anew each time, which takes as long as all else of a mark."""
+        if self._raw_stream is None:
+            return self._cuda.current_stream(self._number)
+        raw = self._raw_stream(self._number)
+        if raw not in self._streams:
+            self._streams[raw] = self._cuda.current_stream(self._number)
+        return self._streams[raw]
 
 
 class _Pending(NamedTuple):
@@ -415,13 +426,13 @@ class Marks:
         steps = self.steps(LATEST_MARKS)
         took, lead = steps.took[-SHOWN_STEPS:], steps.lead[-SHOWN_STEPS:]
         known = lead[lead != NONE]
-        low, step, high = np.percentile(took, [10, 50, 90]) if len(took) else (0, 0, 0)
+        low, step, high = (round(float(quantile(took, share))) if len(took) else 0 for share in (0.1, 0.5, 0.9))
         return Figures(
             steps=self.count,
-            step=round(step),
-            low=round(low),
-            high=round(high),
-            lead=round(float(np.median(known))) if len(known) else NONE,
+            step=step,
+            low=low,
+            high=high,
+            lead=round(float(quantile(known))) if len(known) else NONE,
             ended=self.table.last,
             limit=slow_from(took) if len(took) >= STEADY_STEPS else 0,
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
 from keepbusy.instrument.loops import Line, Looks
-from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, slow_kinds, slow_turns, warm_up
+from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, quantile, slow_kinds, slow_turns, warm_up
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Mask
@@ -203,19 +203,18 @@ def plain_run(
     rest = plain.take(np.arange(len(plain)) >= begun)
     slow, _ = slow_turns(rest.took)
     ordinary = rest.take(~slow)
-    low, high = np.percentile(ordinary.took, [10, 90]) if len(ordinary) else (0, 0)
     lead = ordinary.lead[ordinary.lead != NONE]
     later = [one for one in readings if len(rest) and one.mark >= rest.mark[0]]
     return PlainRun(
         marked_by=marked_by,
         steps=len(rest),
         step=mean(ordinary.took),
-        low=round(low),
-        high=round(high),
+        low=_quantile(ordinary.took, 0.1, unknown=0),
+        high=_quantile(ordinary.took, 0.9, unknown=0),
         warm_up=begun,
         warm_up_time=int(plain.took[:begun].sum()),
         host=_host_alone(ordinary),
-        lead=_median(lead),
+        lead=_quantile(lead),
         no_lead=float((lead < NO_LEAD).mean()) if len(lead) else 0.0,
         input=mean(ordinary.input),
         collector=mean(ordinary.collector),
@@ -269,7 +268,7 @@ def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, around:
         count=len(came),
         every=beat.every,
         regular=beat.regular,
-        time=round(float(np.median(kind.longer))),
+        time=_quantile(kind.longer),
         total=kind.total,
         share=kind.total / whole,
         lines=lines,
@@ -310,16 +309,16 @@ def mean(took: Ints) -> int:
     return round(float(took.mean())) if len(took) else 0
 
 
-def _median(values: Ints) -> int:
-    return round(float(np.median(values))) if len(values) else NONE
+def _quantile(values: Ints, share: float = 0.5, unknown: int = NONE) -> int:
+    return round(float(quantile(values, share))) if len(values) else unknown
 
 
 def _host_alone(steps: Steps) -> int:
     """What a step takes of a host that nothing holds up; NONE where the host may well set the pace."""
     known = steps.lead != NONE
-    if not known.any() or np.median(steps.lead[known]) < LEAD_FROM * np.median(steps.took):
+    if not known.any() or quantile(steps.lead[known]) < LEAD_FROM * quantile(steps.took):
         return NONE
-    return _median(steps.host[steps.host < (1 - HELD_UP_FROM) * steps.took])
+    return _quantile(steps.host[steps.host < (1 - HELD_UP_FROM) * steps.took])
 
 
 def _course(steps: Steps) -> Course:
@@ -327,8 +326,8 @@ def _course(steps: Steps) -> Course:
     parts = [np.arange(first, min(first + each, len(steps))) for first in range(0, len(steps), each)]
     return Course(
         each=each,
-        step=tuple(_median(steps.took[part]) for part in parts),
+        step=tuple(_quantile(steps.took[part]) for part in parts),
         longest=tuple(int(steps.took[part].max()) for part in parts),
-        lead=tuple(_median(steps.lead[part][steps.lead[part] != NONE]) for part in parts),
+        lead=tuple(_quantile(steps.lead[part][steps.lead[part] != NONE]) for part in parts),
         ended=tuple(int(steps.ended[part[-1]]) for part in parts),
     )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop, LoopSite
-from keepbusy.instrument.slow_turns import slow_from, warm_up
+from keepbusy.instrument.slow_turns import quantile, slow_from, warm_up
 from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at, differs, mean, rare_stalls, trimmed
@@ -44,7 +44,7 @@ PLANNING_TIME = 200_000_000
 """Until a plan is made the program has gone on for so long."""
 STEPS_KNOWN, MARKS_CONSIDERED = 32, 4096
 """So many steps are known before any is foreseen; what was before so many is known by then."""
-THINKING_SHARE = 500
+THINKING_SHARE = 1_000
 """To find out takes time, too: it is asked again after so many times as long."""
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
@@ -212,7 +212,7 @@ class WindowPlan:
         for one in self.loops():
             if len(one.ends) < TURNS_KNOWN or one.place in known:
                 continue
-            turn = int(np.median(np.diff(one.ends[-TURNS_KNOWN:])))
+            turn = int(quantile(np.diff(one.ends[-TURNS_KNOWN:])))
             if turn <= LONGEST_TURN:
                 turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, WHOLE_TURNS_AFTER // max(1, turn)))
                 about, usual = {"place": one.place}, mean(trimmed(one.turns))
@@ -225,7 +225,7 @@ class WindowPlan:
         looked_at = [one.about["step"] for one in self.taken if one.why == STALL]
         for one in rare_stalls(steps.take(steps.plain), dict(self.marks.table.saves), self.looks()):
             if is_worth_a_window(one, longest) and not any(one.comes_in(step) for step in looked_at):
-                soon = max(2 + round(PLANNING_TIME / max(1.0, float(np.median(took)))), self._marks_ahead())
+                soon = max(2 + round(PLANNING_TIME / max(1.0, float(quantile(took)))), self._marks_ahead())
                 step = foreseen(one, self.marks.count + soon + SETTLING_TURNS + TURNS_BEFORE + 1)
                 opens = step - SETTLING_TURNS - TURNS_BEFORE - 1
                 about = {"step": step, "stall": asdict(one)}
