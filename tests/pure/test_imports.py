@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2541,
     "traces": 2434,
     "instrument": 2141,
-    "recording": 4106,
+    "recording": 4101,
     "virtual": 8745,
     "explain": 4366,
     "report": 3291,

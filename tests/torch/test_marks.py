@@ -22,7 +22,7 @@ from warm_python import SOURCES
 
 import keepbusy
 from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, Pauses, without_processor
-from keepbusy.recording.marks import SETTLING_MARKS, Marks
+from keepbusy.recording.marks import SETTLING_MARKS, Cuda, Marks
 from keepbusy.recording.step_detector import SILENT_AFTER
 from keepbusy.timeline.plain_run import FiguresFile, PlainRun
 
@@ -82,6 +82,24 @@ def test_each_optimizer_step_is_one(program: Program) -> None:
     run = program.ended()
     assert run.marked_by == "optimizer"
     assert run.steps + run.warm_up == 9  # between ten marks
+
+
+def test_a_mark_stands_in_the_stream_that_is_current_then(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch is asked for the object of each stream once, and for its number at each mark."""
+    asked, current = [], torch.cuda.current_stream
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current().stream_id, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda number: asked.append(number) or current(number))
+    torch.ones(1, device="cuda")
+    device, other = Cuda(), torch.cuda.Stream()
+    assert device.ready()
+    events = [device.new_event() for _ in range(4)]
+    for event, stream in zip(events, (current(), other, current(), other), strict=True):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000_000 if stream is other else 1_000)
+            device.set(event)
+    current().synchronize()
+    assert [event.query() for event in events] == [True, False, True, False]
+    assert asked == [0, 0]
 
 
 def test_gradient_accumulation_is_one_step(program: Program) -> None:

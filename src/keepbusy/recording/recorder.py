@@ -342,10 +342,7 @@ class Run:
             self._open(self._turns)
 
     def _is_loop_due(self, one: Occasion) -> bool:
-        if one.meets:
-            is_time = self._shared.collectives() >= one.meets
-        else:
-            is_time = 0 < one.opens <= self.marks.count or self.clock() >= one.not_before
+        is_time = self._shared.collectives() >= one.meets if one.meets else self.clock() >= one.not_before
         return is_time and not self.others.at_work
 
     def _begins_anew(self) -> bool:

@@ -65,14 +65,14 @@ class Occasion(NamedTuple):
     turns: int
     about: dict[str, Any]
     opens: int = 0
-    """From which mark on; 0 is at once."""
+    """From which mark on; 0 is at once, and of a loop."""
     not_before: int = 0
-    """Where no marks come any more: from when on, by the host's clock."""
+    """Of a loop of ranks that know no number of their collectives: from when on, by the host's clock."""
     loop: LoopSite | None = None
     usual: int = 0
     """What a turn of that loop takes."""
     meets: int = 0
-    """Of ranks: from which collective on."""
+    """From which collective on, else."""
 
 
 class SharedWindows:
@@ -203,12 +203,10 @@ class WindowPlan:
 
     def _loops(self) -> Iterator[Occasion]:
         known = {one.about.get("place") for one in self.taken}
-        opens, not_before, meets = self.marks.count, 0, 0
-        if self.shared is not None:
-            ahead = self.shared.collective_ahead()
-            if ahead is None:
-                return
-            opens, not_before, meets = opens and opens + self._marks_ahead(), self.clock() + 2 * TOLD_AHEAD, ahead
+        meets = self.shared.collective_ahead() if self.shared is not None else 0
+        if meets is None:
+            return
+        not_before = self.clock() + 2 * TOLD_AHEAD if self.shared is not None else 0
         for one in self.loops():
             if len(one.ends) < TURNS_KNOWN or one.place in known:
                 continue
@@ -216,7 +214,7 @@ class WindowPlan:
             if turn <= LONGEST_TURN:
                 turns = max(RECORDED_TURNS, min(RECORDED_AT_MOST, WHOLE_TURNS_AFTER // max(1, turn)))
                 about, usual = {"place": one.place}, mean(trimmed(one.turns))
-                yield Occasion(LOOP, one.waits, turns, about, opens, not_before, one.site, usual, meets)
+                yield Occasion(LOOP, one.waits, turns, about, 0, not_before, one.site, usual, meets)
 
     def _stalls(self, steps: Steps, longest: int) -> Iterator[Occasion]:
         took = steps.took[steps.plain]
