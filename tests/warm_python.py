@@ -6,7 +6,8 @@ What a test wants to know of Python's own start (streams, `sys.argv`, what is im
 
 Ranks of `--ranks` are forks as well, with what torchrun would tell them, and so is `keepbusy` where a verb starts it
 anew, as `check`, `fix` and `plan` do; `agent=True` lets both start as they do for a user. Where a command starts Python
-itself, for `multiprocessing` or as torchrun's agent, `stand_in.py` is started, and asks the warm one for a fork.
+itself, for `multiprocessing` or as torchrun's agent, `stand_in.py` is started, and asks the warm one for a fork; a test
+may start `executable` in place of Python, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ctypes
 import fcntl
 import gc
 import json
+import math
 import multiprocessing.spawn
 import os
 import runpy
@@ -50,13 +52,23 @@ class WarmPython:
     """One for a whole session of tests, in a process of its own: in that of the tests there are virtual GPUs."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-        )
+        self._folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+        program, address = self._folder / "python", self._folder / "asked"
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{STAND_IN}" "{address}" "$@"\n')
+        program.chmod(0o755)
+        self.executable = str(program)
+        """Starts a fork, with its files and its environment, wherever Python could be started."""
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.bind(str(address))
+            asked.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, self.executable, str(asked.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+                pass_fds=[asked.fileno()],
+            )
 
     def keepbusy(
         self,
@@ -103,6 +115,7 @@ class WarmPython:
         assert self._process.stdout
         self._process.stdout.close()
         self._process.wait()
+        shutil.rmtree(self._folder)
 
 
 @cache
@@ -128,8 +141,8 @@ def _serve() -> None:
     library.on_exit(library._exit, None)
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")  # closed in each fork, as standard output is replaced
-    forks = _Forks()
-    for line in sys.stdin:
+    forks = _Forks(*sys.argv[1:])
+    while forks.attend_until(sys.stdin.fileno(), math.inf) and (line := sys.stdin.readline()):
         asked = json.loads(line)
         child = os.fork()
         if not child:
@@ -144,7 +157,6 @@ def _serve() -> None:
             run = partial(_run, *place, asked["env"])
             raise _Fork(partial(_forked, asked["ranks"], run) if asked["ranks"] else partial(run, {}))
         print(json.dumps(forks.status(child, asked["timeout"])), file=answers, flush=True)
-    forks.end()
 
 
 def _keep_installed() -> None:
@@ -166,42 +178,33 @@ class _Fork(Exception):  # noqa: N818
 class _Forks:
     """Those that run a command, and those that were asked for by what stands in for a Python there."""
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
-        address = self._folder / "asked"
-        self._asked = socket.socket(socket.AF_UNIX)
-        self._asked.bind(str(address))
-        self._asked.listen(64)
+    def __init__(self, python: str, asked: str) -> None:
+        self.python, self._asked = python, socket.socket(fileno=int(asked))
         self._running: dict[int, tuple[int, socket.socket]] = {}
         """By the descriptor of its process and by that of its stand-in: the process, and who asked for it."""
-        program = self._folder / "python"
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{STAND_IN}" "{address}" "$@"\n')
-        program.chmod(0o755)
-        self.python = str(program)
-
-    def end(self) -> None:
-        shutil.rmtree(self._folder)
 
     def status(self, child: int, timeout: int) -> int | None:
         """How it ended, or None if it had to be killed."""
-        own, until, ended = os.pidfd_open(child), time.monotonic() + timeout, True
-        while own not in (ready := self._ready(own, until)):
-            if not ready:
-                os.kill(child, signal.SIGKILL)
-                ended = False
-                break
-            for number in ready:
-                if number == self._asked.fileno():
-                    self._begin(self._asked.accept()[0])
-                else:
-                    self._end(number)
+        own = os.pidfd_open(child)
+        ended = self.attend_until(own, time.monotonic() + timeout)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
         os.close(own)
         _, status = os.waitpid(child, 0)
         return status if ended else None
 
-    def _ready(self, own: int, until: float) -> list[int]:
-        asked = [own, self._asked.fileno(), *self._running]
-        return select.select(asked, [], [], max(0, until - time.monotonic()))[0]
+    def attend_until(self, awaited: int, end: float) -> bool:
+        """Whether there was something to read there before the end; stand-ins get their forks meanwhile."""
+        while (left := end - time.monotonic()) > 0:
+            ready = select.select([awaited, self._asked, *self._running], [], [], min(left, 3600))[0]
+            if awaited in ready:
+                return True
+            for one in ready:
+                if one is self._asked:
+                    self._begin(self._asked.accept()[0])
+                else:
+                    self._end(one)
+        return False
 
     def _begin(self, stand_in: socket.socket) -> None:
         with stand_in.makefile("rb") as words:

@@ -30,57 +30,52 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def opened(chromium: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens a page from its text, as from a mail attachment. Whatever its console complains of fails the test."""
-    complaints: list[str] = []
-    contexts = []
+class Tabs:
+    """One for each kind of screen, and in it one page after the other: to begin a tab costs more than most tests."""
 
-    def open_page(html: str, width: int = 1280, height: int = 900, scheme: str = "light", **more: Any) -> Any:
-        path = tmp_path / "run.html"
-        path.write_text(html, encoding="utf-8")
-        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
-        contexts.append(context)
-        page = context.new_page()
-        _listen(page, path, complaints)
-        _show(page, path)
+    def __init__(self, chromium: Any, folder: Path) -> None:
+        self._chromium, self._folder, self._pages = chromium, folder, dict[object, Any]()
+        self.path = folder
+        self.complaints: list[str] = []
+        """What the console of the page says, and whatever it wants to fetch."""
+
+    def open(self, html: str, width: int = 1280, height: int = 900, scheme: str = "light", **screen: Any) -> Any:
+        """From its text, as from a mail attachment."""
+        page = self._page(**screen)
+        self.path = self._folder / f"run{len(list(self._folder.iterdir()))}.html"
+        self.path.write_text(html, encoding="utf-8")
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme)
+        page.mouse.move(-9, -9)
+        page.goto(self.path.as_uri())
+        page.wait_for_selector("main:not([aria-busy])")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    def _page(self, **screen: Any) -> Any:
+        kind = tuple(screen.items())
+        if kind not in self._pages:
+            page = self._chromium.new_context(viewport={"width": 1280, "height": 900}, **screen).new_page()
+            page.on("console", lambda said: self._complain(said.type in ("error", "warning"), said.text))
+            page.on("pageerror", lambda error: self._complain(True, str(error)))
+            page.on("request", lambda asked: self._complain(self._is_fetched(asked.url), asked.url))
+            self._pages[kind] = page
+        return self._pages[kind]
+
+    def _complain(self, really: bool, what: str) -> None:
+        self.complaints += [what] if really else []
+
+    def _is_fetched(self, url: str) -> bool:
+        return not url.startswith(("data:", "blob:")) and url != self.path.as_uri()
 
 
 @pytest.fixture(scope="session")
-def opened_in_turn(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Opens one page after the other in the same tab: for tests that ask their programs and look at nothing."""
-    complaints: list[str] = []
-    path = tmp_path_factory.mktemp("page") / "run.html"
-    context = chromium.new_context(viewport={"width": 320, "height": 240})
-    page = context.new_page()
-    _listen(page, path, complaints)
-
-    def open_page(html: str) -> Any:
-        path.write_text(html, encoding="utf-8")
-        _show(page, path)
-        assert complaints == []
-        return page
-
-    yield open_page
-    context.close()
+def tabs(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Tabs:
+    return Tabs(chromium, tmp_path_factory.mktemp("pages"))
 
 
-def _listen(page: Any, path: Path, complaints: list[str]) -> None:
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda asked: complaints.append(asked.url) if _is_fetched(asked.url, path) else None)
-
-
-def _show(page: Any, path: Path) -> None:
-    page.goto(path.as_uri())
-    page.wait_for_selector("main:not([aria-busy])")
-
-
-def _is_fetched(url: str, path: Path) -> bool:
-    return not url.startswith(("data:", "blob:")) and url != path.as_uri()
+@pytest.fixture
+def opened(tabs: Tabs) -> Iterator[Open]:
+    """Opens a page in place of the one before it. Whatever its console complains of fails the test."""
+    tabs.complaints.clear()
+    yield tabs.open
+    assert tabs.complaints == []

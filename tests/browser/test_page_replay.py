@@ -24,7 +24,7 @@ from keepbusy.timeline.steps import one_turn, whole_steps
 
 TRUTH = Path(__file__).parents[1] / "gpu" / "truth"
 RECORDINGS = sorted(TRUTH.rglob("*.busy"))
-MANY = 20_000
+MANY = 5_000
 NEVER, NEVER_IN_THE_PAGE = -(1 << 62), -(1 << 52)
 EVERYTHING = "() => { const all = keepbusy.choice.moment.fixes; return keepbusy.replayed(all.map((_, fix) => fix)); }"
 
@@ -97,9 +97,9 @@ def assert_same(said: dict[str, Any], timeline: Timeline, edits: list[Edit]) -> 
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_page_replays_a_recording_as_it_is_and_with_everything_fixed(path: Path, opened_in_turn: Any) -> None:
+def test_the_page_replays_a_recording_as_it_is_and_with_everything_fixed(path: Path, opened: Any) -> None:
     timeline = whole_of(path)
     edits = [finding.edit for finding in findings(Scene(timeline)).values()]
-    page = opened_in_turn(page_of(timeline, edits))
+    page = opened(page_of(timeline, edits), width=320, height=240)
     assert_same(page.evaluate("() => keepbusy.replayed([])"), timeline, [])
     assert_same(page.evaluate(EVERYTHING), timeline, edits)
