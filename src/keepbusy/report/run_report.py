@@ -23,7 +23,7 @@ WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
 MOST_PARTS = 12
 WORTH_A_ROW = 0.003
-"""Of the run: a fix that saves less of it is no row of the plan."""
+"""Of the run: a fix that saves less of it is no row of the plan, nor are parts that take less a row of the tree."""
 _NAMES = {IMPORTS: "imports", FIRST_USE: "first use of the GPU"}
 MATTERS = 0.02
 """Of a step: what takes less of it is not told."""
@@ -62,8 +62,8 @@ def tree(run: Part, width: int) -> Iterator[RenderableType]:
     small = [part for part in rest if part.time < WORTH_A_LINE * run.time]
     for part in [part for part in rest if part not in small][:MOST_PARTS]:
         _rows(table, part, run, 0, width)
-    if small:
-        table.add_row("the rest", "", duration(sum(part.time for part in small), run.time), Text(_named(small), FAINT))
+    if (time := sum(part.time for part in small)) >= WORTH_A_ROW * run.time:
+        table.add_row("the rest", "", duration(time, run.time), Text(_named(small), FAINT))
     yield table
 
 
