@@ -553,6 +553,30 @@ def test_a_stall_without_a_line_is_where_the_run_shows_it() -> None:
     assert (fix.fix, places(fix)) == ("save_later", ["train.py:48"])
 
 
+def outer_step(ranks: tuple[int, ...] = (0,)) -> Diagnosis:
+    """A function is called now and then, which goes through all weights, copies each home and steps there."""
+    told = timed(1_400, ranks)
+    assert told.run is not None
+    lines = (LineTime("outer.py:36", 500 * MS, 400 * MS), LineTime("outer.py:37", 700 * MS, 650 * MS))
+    inner = Part(LOOP, "outer.py:35", function="step", time=1_200 * MS, lines=lines)
+    [loop] = told.run.parts
+    called = tuple(replace(line, call="step") for line in loop.lines)
+    return replace(told, run=replace(told.run, parts=(replace(loop, lines=called, parts=(inner,)),)))
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=len)
+def test_a_stall_is_at_the_lines_of_the_loop_that_its_own_line_calls(ranks: tuple[int, ...]) -> None:
+    """Where each rank may go through such a loop nobody knows that one alone does it, and could share it."""
+    [fix] = plan_of_run(outer_step(ranks), ())
+    assert (fix.fix, places(fix)) == ("compute_on_gpu", ["outer.py:37", "outer.py:36"])
+    assert fix.gain == 150 * MS
+
+
+def test_a_stall_that_calls_a_loop_of_its_own_is_told_once() -> None:
+    told = outer_step()
+    assert plan_of_run(replace(told, loops=(LoopDiagnosis("outer.py:35", 640, HEALTHY),)), ()) == ()
+
+
 def test_of_work_that_all_ranks_share_each_keeps_its_part() -> None:
     [fix] = plan_of_run(timed(1_400, ranks=(0, 1)), ())
     assert (fix.causes, fix.gain) == (("peer_late",), 75 * MS)

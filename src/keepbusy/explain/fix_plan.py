@@ -692,6 +692,8 @@ def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
     ranks, first, count = len(told.ranks), stalls[0], sum(one.count for one in stalls)
     place = _place_of(first, told)
     remedy = OF_STALLS.get(first.what) or (PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"])
+    within = _loops_called(place, told) if remedy.fix in ("share_among_ranks", "move_off_the_loop") else []
+    remedy = PARTICULAR["on_the_gpu"] if within else remedy
     known, time, idle = _in_the_tree(first, told), first.time, _idle_at(place, first, told)
     every = max([first.every or told.steps_of_run, *(kind.every for kind in known if kind.regular)])
     total = max([first.total, *(kind.total for kind in known)])
@@ -703,7 +705,7 @@ def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
     return (
         _row(
             remedy,
-            [Where.of(_place_of(one, told)) for one in stalls],
+            [Where.of(one) for one in (_idlest(within) or [_place_of(one, told) for one in stalls])],
             ("peer_late" if ranks > 1 else "host_work",),
             gain,
             Prediction(after, after, told.plain_step + time),
@@ -714,12 +716,29 @@ def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
     )
 
 
+def _loops_called(place: str, told: Diagnosis) -> list[Part]:
+    """The loops of the function that this line calls, where the line's time passes in them: each rank goes through its
+    own, over one small thing after another."""
+    for part in _loops_of(told):
+        line = next((line for line in part.lines if line.place == place and line.call), None)
+        inner = [one for one in part.parts if line is not None and one.function == line.call]
+        if line is not None and 2 * sum(one.time for one in inner) >= line.time:
+            return inner
+    return []
+
+
+def _idlest(parts: Sequence[Part]) -> list[str]:
+    lines = sorted((line for part in parts for line in part.lines), key=lambda line: -line.idle)
+    return [line.place for line in lines[:PLACES_APART] if line.idle > 0]
+
+
 def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
     """Whether the stall is a loop that was explained by its own turns."""
-    lines = set(map(_place, stall.lines))
-    explained = {one.place for one in told.loops}
+    lines, explained = set(map(_place, stall.lines)), {one.place for one in told.loops}
+    called = (loop.place for line in lines for loop in _loops_called(line, told))
     loops = [part for part in _loops_of(told) if part.place in explained]
-    return any(line.place in lines for part in loops for inner in part.within() for line in inner.lines)
+    within = (line.place for part in loops for inner in part.within() for line in inner.lines)
+    return not lines.isdisjoint(within) or not explained.isdisjoint(called)
 
 
 def _loops_of(told: Diagnosis) -> list[Part]:
