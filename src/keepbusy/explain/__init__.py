@@ -171,7 +171,7 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     if facts.loop and (turns := _turns_at(facts.run, facts.loop)):
         return turns
     around = _loop_of_marks(timeline)
-    if around is not None and facts.loop and facts.plain_step:
+    if around is not None and facts.plain_step and (facts.loop or not facts.plain_runs):
         return around.time // facts.plain_step
     marked = max((one.steps + one.warm_up for one in facts.plain_runs.values()), default=0)
     if around is not None and 2 * around.turns < marked:  # most of them in another loop, which is not the one recorded
