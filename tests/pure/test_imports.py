@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2141,
     "recording": 4101,
     "virtual": 8745,
-    "explain": 4385,
+    "explain": 4383,
     "report": 3291,
     "runtime": 5698,
     "cli": 3535,

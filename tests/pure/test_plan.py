@@ -33,8 +33,9 @@ from keepbusy.explain.diagnosis import (
     Site,
     Where,
 )
-from keepbusy.explain.fix_plan import candidates, plan_of_run, with_loader, without_planned
+from keepbusy.explain.fix_plan import candidates
 from keepbusy.explain.ledger import Story
+from keepbusy.explain.run_plan import plan_of_run, with_loader, without_planned
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes

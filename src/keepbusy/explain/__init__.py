@@ -20,10 +20,11 @@ from keepbusy.explain.diagnosis import (
     Rare,
     Where,
 )
-from keepbusy.explain.fix_plan import plan_of, plan_of_run, without_planned
+from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part
 from keepbusy.explain.remedies import PARTICULAR
+from keepbusy.explain.run_plan import plan_of_run, without_planned
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Timeline
@@ -75,7 +76,10 @@ def explain(
 
     if plain_step is not None:
         return told(timeline, plain_step)
-    known = timeline.facts.plain_step or turn_of_part(timeline) or _turn_of_tree(timeline)
+    known = timeline.facts.plain_step or turn_of_part(timeline)
+    loop = innermost_at(timeline.facts.run, timeline.facts.loop)
+    if known is None and loop is not None and loop.turns and not timeline.facts.virtual:
+        known = loop.usual  # where no steps were timed, what a turn of the recorded loop usually takes
     try:
         return told(timeline, known)
     except BadInput as misfit:
@@ -110,12 +114,6 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         one_turn=not step,
     )
     return replace(told, plan=plan_of_run(told, facts.loaders))
-
-
-def _turn_of_tree(timeline: Timeline) -> int | None:
-    """What a turn of the recorded loop usually takes, where no steps were timed."""
-    loop = innermost_at(timeline.facts.run, timeline.facts.loop)
-    return loop.usual if loop is not None and loop.turns and not timeline.facts.virtual else None
 
 
 def _explained(
