@@ -159,7 +159,7 @@ LINES = {
     "hang": 663,
     "timeline": 2541,
     "traces": 2434,
-    "instrument": 2141,
+    "instrument": 2150,
     "recording": 4101,
     "virtual": 8745,
     "explain": 4383,

@@ -492,14 +492,29 @@ def test_whoever_follows_a_loop_is_told_each_turn() -> None:
 
 
 @pytest.mark.skipif(COUNTS, reason="turns are counted there")
-def test_where_turns_cannot_be_counted_whoever_knows_tells(program: Program) -> None:
-    loop, inner = Frame(code("train"), 4), Frame(code("step"), 2)
-    program.look(Frame(module(), 9), loop, times=LOOKS_WITHOUT_COUNTS)
-    inner.f_back = loop
-    for _ in range(3):
-        program.watch.passed(inner)  # type: ignore[arg-type]
-    [(line, times)] = program.watch.looks.passes.items()
-    assert (program.watch.looks.codes[line.code].co_name, line.line, len(times)) == ("train", 4, 3)
+@pytest.mark.parametrize("traced", [False, True])
+def test_where_turns_cannot_be_counted_whoever_knows_tells(traced: bool) -> None:
+    """Also of the loop around a call in which steps end; but a program that is traced is left alone."""
+    text = (
+        "def step():\n    tell()\n\ndef train():\n    for _ in range(3):\n        step()\n\n"
+        "def run():\n    for _ in range(4):\n        train()\n"
+    )
+    globe: dict[str, Any] = {"tell": lambda: watch.passed(sys._getframe(1))}
+    exec(compile(text, "/home/user/train.py", "exec"), globe)
+    outer, inner = Frame(globe["run"].__code__, 10), Frame(globe["train"].__code__, 6)
+    inner.f_back = outer
+    watch = LoopWatch(Clock(), lambda: inner)  # type: ignore[arg-type,return-value]
+    for _ in range(LOOKS_WITHOUT_COUNTS):
+        watch.look()
+    before = sys.gettrace()
+    if traced:
+        sys.settrace(lambda *_: None)
+    try:
+        globe["run"]()
+    finally:
+        sys.settrace(before)
+    turns = {(watch.looks.codes[line.code].co_name, line.line): len(ends) for line, ends in watch.looks.passes.items()}
+    assert turns == {("train", 6): 12} | ({} if traced else {("run", 10): 4})
 
 
 @counting

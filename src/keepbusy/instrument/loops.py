@@ -82,6 +82,10 @@ class Looks:
     ended: int = 0
 
 
+def _known(*_: object) -> None:
+    """Stands in a frame's `f_trace`."""
+
+
 class LoopWatch:
     """Looks at one thread, and counts the turns of what stays there. Nothing of it runs in the program's own thread,
     but for the callbacks of `sys.monitoring`."""
@@ -135,17 +139,22 @@ class LoopWatch:
     def passed(self, frame: FrameType | None) -> None:
         """In the program's own thread, where turns cannot be counted: a step ended here, or a batch came.
 
-        It is a turn of the loop around the innermost frame that stays.
+        It is a turn of the loop around each frame that stays, from the inside out, as long as what that one has called
+        is another call than the last time. A call is known by `f_trace`, which nobody reads where nobody traces.
         """
+        called: FrameType | None = None
         while frame is not None and self._counters is None:
             code = self._numbers.get(id(frame.f_code))
             if code is not None and self.looks.longest_stay.get(code, 0) >= LOOKS_WITHOUT_COUNTS:
-                line = Line(code, frame.f_lineno or 0)
-                times = self.looks.passes.setdefault(line, array("q"))
+                if called is not None and called.f_trace is _known:
+                    return
+                times = self.looks.passes.setdefault(Line(code, frame.f_lineno or 0), array("q"))
                 if len(times) < KEPT_TURNS:
                     times.append(self._clock())
-                return
-            frame = frame.f_back
+                if called is None or sys.gettrace() is not None:
+                    return
+                called.f_trace = _known
+            called, frame = frame, frame.f_back
 
     def begin(self) -> None:
         self._thread = UnseenThread(self._look_on)
