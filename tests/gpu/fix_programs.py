@@ -1458,4 +1458,205 @@ for epoch in range(3):
 """,
 }
 
-PROGRAMS = {**AHEAD, **COPIES, **LOADERS, **NUMBERS, **KNOWN_LATER, **HOMES, **WAITS, **DRAWS, **WORKERS, **LIVES}
+FOREACH = {
+    "averages and steps by hand": """
+net, other = (nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))).cuda() for _ in range(2))
+weights, momenta = list(net.parameters()), [torch.zeros_like(one) for one in net.parameters()]
+second = [torch.zeros_like(one) for one in weights]
+class Average:
+    def __init__(self, net):
+        self.decay, self.shadow = 0.9, {name: one.detach().clone() for name, one in net.named_parameters()}
+    def update(self, net):
+        for name, one in net.named_parameters():
+            if one.requires_grad:
+                self.shadow[name].mul_(self.decay).add_(one.data, alpha=1 - self.decay)
+average, rate = Average(net), 0.01
+weights[2].requires_grad_(False)
+for step in range(7):
+    loss = net(torch.ones(2, 7, device="cuda") * step).square().mean(); loss.backward()
+    scale = 1.0 / (1.0 + loss.detach())
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.grad is None: continue
+            p.grad.mul_(scale)
+            p.grad.clamp_(-0.5, 0.5)
+        for p, momentum, v in zip(weights, momenta, second, strict=True):
+            if p.grad is not None:
+                grad = p.grad.add(p, alpha=1e-4)
+                momentum.mul_(0.9).add_(grad)
+                v.mul_(0.99).addcmul_(grad, grad, value=0.01)
+                p -= rate * momentum / (v.sqrt() + 1e-8)
+    average.update(net)
+    for p, q in zip(net.parameters(), other.parameters()):
+        q.data.copy_(0.1 * p.data + 0.9 * q.data)
+    for p in net.parameters():
+        p.grad = None
+    found += [one.sum().item() for one in (*weights, *momenta, *average.shadow.values(), *other.parameters())]
+    if step > 1: found.append(grad.sum().item())
+""",
+    "state by names, of several types": """
+net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).cuda()
+mean = copy.deepcopy(net); mean[2].half()
+kinds = {k: v.dtype for k, v in mean.state_dict().items()}
+for step in range(6):
+    net(torch.ones(2, 3, 5, 5, device="cuda") * step)
+    state = {k: v.to(kinds[k]) for k, v in net.state_dict().items()}
+    with torch.no_grad():
+        for i, (k, v) in enumerate(mean.state_dict().items()):
+            if v.dtype.is_floating_point:
+                v.lerp_(state[k], 0.25)
+        for k, v in mean.state_dict().items():
+            if v.is_floating_point(): v *= 0.75; v += state[k] * 0.25
+            else: v.copy_(state[k])
+    found += [(k, v.dtype, v.double().sum().item()) for k, v in mean.state_dict().items()]
+    found.append((i, k, v.item()))
+""",
+    "tensors that share memory, in loops": """
+flat = torch.arange(40.0, device="cuda"); same = torch.ones(5, device="cuda")
+rows = {"views": list(flat.view(8, 5)), "overlapping": [flat[at : at + 5] for at in range(8)], "same": [same] * 8,
+        "expanded": [torch.ones(1, device="cuda").expand(5) for _ in range(3)],
+        "strided": [flat[at::8] for at in range(8)]}
+for step in range(6):
+    for name, held in rows.items():
+        try:
+            for one, two in zip(held, held[1:] + held[:1]):
+                one.mul_(0.5).add_(two, alpha=0.25)
+        except RuntimeError as error: found.append(str(error)[:30])
+        for one in rows["views"]:
+            one.add_(1.0)
+        found.append([one.tolist() for one in held])
+""",
+    "changed and read in one loop": """
+ones = [torch.full((4,), float(at), device="cuda") for at in range(6)]
+seen, total = [], torch.zeros(4, device="cuda")
+class Rates:
+    calls = 0
+    @property
+    def rate(self): Rates.calls += 1; return 1.0 / Rates.calls
+rates = Rates()
+for step in range(5):
+    for one in ones:
+        one.mul_(2); seen.append(one.sum().item())
+    for one in ones:
+        one.sub_(1); total.add_(one)
+    before = ones[0]
+    for one in ones:
+        one.add_(before); before = one
+    for one in ones:
+        one.mul_(rates.rate)
+    for at, one in enumerate(ones):
+        one.add_(at)
+    for one in ones:
+        one.add_(total)
+    for one in ones:
+        one.mul_(ones[0][1])
+    for one in reversed(ones):
+        one.div_(3)
+    found += [one.tolist() for one in ones] + [total.tolist(), Rates.calls]
+found += seen
+""",
+    "errors in the middle of a loop": """
+ones = [torch.ones(4, device="cuda") for _ in range(6)]
+others = [torch.ones(4 if at != 3 else 5, device="cuda") for at in range(6)]
+for step in range(12):
+    try:
+        for one, other in zip(ones, others):
+            one.add_(other).mul_(2)
+    except RuntimeError as error: found.append(str(error)[:40])
+    try:
+        for one, other in zip(ones, others[:4] , strict=True):
+            one.add_(1)
+    except ValueError as error: found.append(str(error))
+    try:
+        for one in [*ones[:3], None, *ones[3:]]:
+            one.add_(1)
+    except AttributeError as error: found.append(str(error))
+    try:
+        for one in ones: one.add_(unknown)
+    except NameError as error: found.append(str(error))
+    for one in []: one.add_(unknown)
+    found.append([one.sum().item() for one in ones])
+""",
+    "loops over what autograd, hooks and subclasses see": """
+class Mine(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found.append(getattr(function, "__name__", ""))
+        return super().__torch_function__(function, types, args, kwargs or {})
+net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))).cuda()
+for one in net.parameters(): one.register_hook(lambda grad: found.append("hook") or grad * 2)
+mine = [torch.ones(2, device="cuda").as_subclass(Mine) for _ in range(3)]
+leaves = [torch.ones(2, device="cuda", requires_grad=True) for _ in range(3)]
+for step in range(6):
+    net(torch.ones(2, 3, device="cuda")).sum().backward()
+    for p in net.parameters(): p.grad.mul_(0.5)
+    for p in net.parameters(): p.data.add_(p.grad, alpha=-0.1)
+    made = [one * 2 for one in leaves]
+    for one in made: one.mul_(3).add_(1)
+    sum(one.sum() for one in made).backward()
+    found.append([one.grad.tolist() for one in leaves])
+    for one in leaves: one.grad.zero_()
+    for one in mine: one.add_(1)
+    try:
+        for one in leaves: one.add_(1)
+    except RuntimeError as error: found.append(str(error)[:30])
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for p in net.parameters(): p.data.mul_(0.99)
+    with torch.inference_mode(): held = [torch.ones(2, device="cuda") for _ in range(3)]
+    try:
+        for one in held: one.add_(1)
+    except RuntimeError as error: found.append(str(error)[:30])
+    found += [one.sum().item() for one in net.parameters()]
+""",
+    "loops on other streams, in threads, and in functions of functions": """
+import threading
+from torch.utils._python_dispatch import TorchDispatchMode
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found.append(str(function)); return function(*args, **(kwargs or {}))
+def halve(held, by=0.5):
+    def inner():
+        for one in held:
+            if by: one.mul_(by)
+            one += 1
+        return one
+    return inner()
+rows = [[torch.ones(3, device="cuda") for _ in range(5)] for _ in range(3)]
+side = torch.cuda.Stream()
+for step in range(6):
+    halve(rows[0])
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side): last = halve(rows[0], 0.25)
+    torch.cuda.current_stream().wait_stream(side)
+    threads = [threading.Thread(target=halve, args=(row,)) for row in rows]
+    for one in threads: one.start()
+    for one in threads: one.join()
+    with Counting():
+        for one in rows[1]: one.mul_(1.5)
+    for row in rows:
+        for one, at in zip(row, itertools.count()): one.add_(at)
+    for one in (x.mul_(1.25) for x in rows[2]): one.sub_(0.5)
+    for row in rows:
+        for name in ("zero_", "neg_"): pass
+        else: row[0].neg_()
+    plain = torch.Tensor.mul_
+    if step == 4: torch.Tensor.mul_ = lambda one, by: plain(one, by).add_(7)
+    halve(rows[1])
+    torch.Tensor.mul_ = plain
+    found.append([one.tolist() for row in rows for one in row] + [last.tolist(), at])
+""",
+}
+
+PROGRAMS = {
+    **AHEAD,
+    **FOREACH,
+    **COPIES,
+    **LOADERS,
+    **NUMBERS,
+    **KNOWN_LATER,
+    **HOMES,
+    **WAITS,
+    **DRAWS,
+    **WORKERS,
+    **LIVES,
+}

@@ -22,6 +22,8 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    busy = staticmethod(lambda _: False)  # that a program this small waits for nothing is no reason to leave it alone
+    monkeypatch.setattr("keepbusy.fix.live.batch_copies.DeferredCopies._is_idle", busy)
 
 
 @pytest.mark.parametrize("name", fix_programs.PROGRAMS)
@@ -167,6 +169,40 @@ for x, y in fed(400, 1 << 21):
 found = torch.cuda.max_memory_allocated() >> 24
 """
     assert int(fixed(source, tmp_path / "train.py", tried=False)[0]) < 16
+
+
+OPERATORS = """
+a.mul_(0.999).add_(b, alpha=0.001)  a.sub_(b, alpha=0.3)  a.add_(0.1)  a.sub_(0.3)  a.mul_(b)  a.mul_(scale)  a.neg_()
+a.copy_(b / c)  a.copy_(c.sqrt())  a.lerp_(b, 0.1)  a.lerp_(b, 0.9)  a.clamp_(-0.5, 0.5)  a.zero_()  a.copy_(b)
+a.addcmul_(b, c, value=0.3)  a.addcdiv_(b, c, value=-0.3)  a += 0.3 * b  a -= 0.1 * b / (c.sqrt() + 1e-8)
+a.copy_(0.1 * b.clamp(max=0.7) + 0.9 * a)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_joint_launches_round_as_single_ones_do(dtype: str, tmp_path: Path) -> None:
+    loops = [one for line in OPERATORS.split("\n") for one in line.split("  ") if one]
+    source = f"""{fix_programs.HEAD}
+shapes = (1,), (7, 3), (1000,), (70001,), (64, 32, 3, 3), (0,), (513, 513)
+rows = [[torch.randn(shape, device="cuda").to(torch.{dtype}) for shape in shapes] for _ in range(3)]
+rows = [[x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in row] for row in rows]
+scale = torch.full((), 0.3, device="cuda", dtype=torch.{dtype})
+for step in range(6):
+    for row in rows: row[0].normal_(); row[1].normal_(); row[2].normal_()
+    for x in rows[2]: torch.Tensor.abs_(x)
+"""
+    for one in loops:
+        source += (
+            f"    for a, b, c in zip(*rows):\n        {one}\n    found += [x.double().sum().item() for x in rows[0]]\n"
+        )
+    source += "found += [x._version for x in rows[0]]\n"
+    expected = found_by(source, tmp_path / "train.py")
+    found, fixes = fixed(source, tmp_path / "train.py", tried=False)
+    (foreach,) = [one for one in fixes.switches if one.name == "foreach"]
+    lines = source.splitlines()
+    assert not [(lines[int(one.split()[0].rpartition(":")[2]) - 1], one) for one in foreach.notes]
+    assert len(foreach.done) == len(loops)
+    assert found == expected
 
 
 def ranks(*command: str, cwd: Path) -> str:

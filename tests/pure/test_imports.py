@@ -159,14 +159,14 @@ LINES = {
     "hang": 663,
     "timeline": 2541,
     "traces": 2434,
-    "instrument": 2150,
+    "instrument": 2160,
     "recording": 4101,
     "virtual": 8745,
     "explain": 4383,
     "report": 3291,
     "runtime": 5698,
     "cli": 3535,
-    "fix": 5422,
+    "fix": 6072,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

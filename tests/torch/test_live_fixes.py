@@ -20,9 +20,11 @@ from torch import nn
 from warm_python import warm
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
+from keepbusy.fix.live.late_gradients import LateGradients
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
 from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
+from keepbusy.instrument.patches import Patches, left_alone
 from keepbusy.recording.marks import Cuda, Marks
 from keepbusy.timeline.errors import BadInput
 
@@ -30,6 +32,8 @@ from keepbusy.timeline.errors import BadInput
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    busy = staticmethod(lambda _: False)  # that a program this small waits for nothing is no reason to leave it alone
+    monkeypatch.setattr("keepbusy.fix.live.batch_copies.DeferredCopies._is_idle", busy)
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
     )  # seconds for a worker to end by itself
@@ -87,6 +91,12 @@ DONE = (
     ("streams of its own in the middle", "batches", 6),
     ("inference mode, and a model that only infers", "batches", 12),
     ("streamed samples", "batches", 12),
+    ("averages and steps by hand", "foreach", 16),
+    ("state by names, of several types", "foreach", 6),
+    ("tensors that share memory, in loops", "foreach", 27),
+    ("changed and read in one loop", "foreach", 0),
+    ("errors in the middle of a loop", "foreach", 0),
+    ("loops over what autograd, hooks and subclasses see", "foreach", 9),
     ("generators of its own", "workers", 0),
     ("counts its samples", "workers", 0),
     ("a global count", "workers", 0),
@@ -126,6 +136,73 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
     fixed("found = [1]", tmp_path / "train.py")
     assert (torch.Tensor.to, torch.Tensor.copy_, torch.tensor, torch.cuda.empty_cache, gc.collect) == before
     assert not hasattr(builtins, "__keepbusy_late__")
+
+
+def test_no_operator_passes_through_the_fixes() -> None:
+    """What has nothing to be fixed costs what it did: only the end of a turn is looked at."""
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).cuda(), torch.ones(2, 4, device="cuda")
+    fixes, optimizer, called = LiveFixes(chosen()), torch.optim.SGD(net.parameters(), momentum=0.9), set[str]()
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/keepbusy/fix/" in frame.f_code.co_filename:
+            called.add(frame.f_code.co_name)
+
+    fixes.begin()
+    try:
+        for turn in range(4):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), x).backward()
+            optimizer.step()
+            (x.mul(2).add_(1).view(4, 2)[0] @ x.view(2, 4)).clamp_(0, 1).sum()
+            if not turn:  # in which the optimizer makes its state
+                sys.setprofile(see)
+    finally:
+        sys.setprofile(None)
+        fixes.end()
+    assert called - {"<lambda>", "_trained", "turn", "end"} == set()
+
+
+def test_a_copy_that_would_wait_for_nothing_is_made_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of what makes every GPU seem busy
+    fixes, x = LiveFixes(("copies",), tried=False), torch.ones(100, 100)
+    small = torch.zeros(1, device="cuda")
+    fixes.begin()
+    try:
+        for waits in range(3):
+            torch.cuda.synchronize()
+            for _ in range(waits):
+                torch.cuda._sleep(10**9)
+            assert x.to("cuda").sum().item() == 10_000
+    finally:
+        fixes.end()
+    assert small.item() == 0
+    assert fixes.switches[0].done.total() == 2
+
+
+def test_what_is_left_alone_is_not_compiled_where_a_compiled_function_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, patches = list[int](), Patches()
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs.append(len([one for one in graph.graph.nodes if one.op.startswith("call")]))
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.add(1).mul(2)
+
+    @left_alone
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        return inner(x).sub(3)
+
+    LateGradients().patch(patches)
+    try:
+        compiled = torch.compile(lambda x: (torch._dynamo.graph_break(), seen(x.add(5)).div(7))[1], backend=counted)
+        assert compiled(torch.ones(2)).tolist() == [11 / 7] * 2
+        leaf = torch.ones(2, requires_grad=True)
+        torch.compile(lambda x: x.mul(3).sum(), backend=counted)(leaf).backward()
+        assert leaf.grad is not None
+    finally:
+        patches.undo()
+    assert graphs == [1, 1, 2]
 
 
 def test_the_report_says_what_was_done_and_what_it_gained(tmp_path: Path) -> None:

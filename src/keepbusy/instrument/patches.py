@@ -12,11 +12,21 @@ Function = Callable[..., Any]
 def left_alone(function: Function) -> Function:
     """What PyTorch's compiler is not to look into, wherever it meets it: it is called as it stands.
 
-    That is all `torch.compiler.disable` does, which would import the compiler.
+    `torch.compiler.disable` would import the compiler.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    run_plainly(function)
     return function
+
+
+def run_plainly(function: Any) -> None:
+    """What is called where a compiled function goes on as Python is not compiled, nor is what it calls."""
+    from torch._C._dynamo import eval_frame
+
+    skipped = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skipped, skipped)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 class Patches:

@@ -12,7 +12,7 @@ What could tell the difference, and what is done about it:
   tensors are copied the plain way;
 - memory of a tensor that goes is not given out before its last reader is done: it is marked as the stream's.
 
-Small tensors that one expression moves (`joint_moves`) travel as one, and each gets memory of its own on the device.
+Small tensors that one expression moves (`joint_loops`) travel as one, and each gets memory of its own on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from keepbusy.fix.live.switch import FixSwitch, is_ours, ours
-from keepbusy.fix.syntax.joint_moves import moved_singly
+from keepbusy.fix.syntax.joint_loops import moved_singly
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 _SMALL = 1 << 16
@@ -52,6 +52,7 @@ class DeferredCopies:
     def __init__(self) -> None:
         self.switch = FixSwitch("copies", "copies to the GPU that Python does not wait for")
         self._side: dict[int, Any] = {}
+        self._default: dict[int, Any] = {}
         self._flying: deque[Any] = deque()
         self._pinned: list[StorageWeakRef] = []
         self.ahead: Callable[[Tensor, torch.device | None, torch.dtype | None, bool], Tensor | None] = lambda *_: None
@@ -244,6 +245,8 @@ class DeferredCopies:
         if small and pinned and non_blocking:
             return None  # that is what the plain copy does
         with ours():
+            if tensor.nbytes < _LARGE and self._is_idle(device.index):
+                return None  # it would wait for nothing, and is done sooner
             if small:  # the driver takes the bytes of ordinary memory along
                 source = tensor if dtype == tensor.dtype and not pinned else tensor.to(dtype, copy=True)
                 sent = source.to(device, non_blocking=True)
@@ -255,6 +258,13 @@ class DeferredCopies:
                     sent = self._beside(source, device, pinned and not non_blocking)
         self.switch.count()
         return sent
+
+    def _is_idle(self, device: int) -> bool:
+        """Whether the GPU has done all that it was given. Streams are looked up once, which takes 28 µs."""
+        stream = self._default.get(device)
+        if stream is None:
+            stream = self._default[device] = torch.cuda.default_stream(device)
+        return bool(stream.query())
 
     def _beside(self, source: Tensor, device: torch.device, wait: bool) -> Tensor:
         """On a stream of its own; the current one waits for it, on the device."""
@@ -314,11 +324,18 @@ def may_be_sent(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and not torch.compiler.is_compiling()
-        and not torch.cuda.is_current_stream_capturing()
-        and torch._C._get_tracing_state() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_watched()
+    )
+
+
+def is_watched() -> bool:
+    """Whether somebody looks at what PyTorch is asked to do."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 

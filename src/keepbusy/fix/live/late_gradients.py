@@ -38,6 +38,12 @@ class MarkedTurn(NamedTuple):
     is_last: bool
 
 
+class SeenGradient(property):
+    """In place of PyTorch's own, which its compiler asks whose it is."""
+
+    __objclass__ = torch._C.TensorBase
+
+
 class LateGradients:
     """`loss.backward()` of a model wrapped by DistributedDataParallel, several times before the optimizer steps."""
 
@@ -64,7 +70,7 @@ class LateGradients:
                 self._look_at(tensor)
             return plain.__get__(tensor)
 
-        torch.Tensor.grad = property(grad, plain.__set__, plain.__delete__)
+        torch.Tensor.grad = SeenGradient(grad, plain.__set__, plain.__delete__)
         patches.later(lambda: setattr(torch.Tensor, "grad", plain))
 
     def mark(self, condition: Callable[[], object], first: int, last: int) -> None:

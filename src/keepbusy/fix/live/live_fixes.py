@@ -16,13 +16,13 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from keepbusy.fix.syntax.first_moves import TAKEN, first_moves
-from keepbusy.fix.syntax.joint_moves import MOVED, join_moves, moved_singly
+from keepbusy.fix.syntax.joint_loops import FOREACH, MOVED, join_loops, join_moves, moved_singly
 from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of
-from keepbusy.instrument.patches import Function, Patches, admit_scripts
+from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly
 from keepbusy.report.words import duration, share, transition
 from keepbusy.timeline.errors import BadInput
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch, Place
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
-SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "syncs", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "foreach", "syncs", "cache", "garbage")
 ASKED = ("fused", "gradients")
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
-_READING = {"copies", "batches", "late_numbers", "gradients"}
+_READING = {"copies", "batches", "late_numbers", "foreach", "gradients"}
 """Those that know the program's source."""
 _BY_THEMSELVES = ("workers", "gradients")
 """Those that cannot be switched by turns: what workers gain is seen before and after; ranks must all do the same."""
@@ -49,6 +49,7 @@ _MADE_BY = {
     "workers": {"prepare_in_workers"},
     "syncs": {"drop_sync"},
     "cache": {"keep_memory"},
+    "foreach": {"graph"},
     "garbage": {"move_off_the_loop"},
     "fused": {"fuse_optimizer"},
     "gradients": {"accumulate"},
@@ -102,7 +103,7 @@ class LiveFixes:
             self._patches.later(script.COMPILE.pop)
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
             plainly = {NAME: ReadsAtOnce(), TAKEN: lambda one, _: one, MARK: lambda *_: None, MOVED: moved_singly}
-            for name, plain in plainly.items():
+            for name, plain in {**plainly, FOREACH: lambda _, remake, __, *held: remake(*held)}.items():
                 setattr(builtins, name, plain)
                 self._patches.later(partial(delattr, builtins, name))
         when_imported("torch", self._await_ranks if is_spawned else self._meet_torch)
@@ -118,7 +119,7 @@ class LiveFixes:
             marked = mark_last_turns(tree) if "gradients" in self._names else 0
             moves = first_moves(tree, is_script) if "batches" in self._names else {}
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
-            joint = "copies" in self._names and join_moves(tree)
+            joint = ("copies" in self._names and join_moves(tree)) | ("foreach" in self._names and join_loops(tree))
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
         self._moves[path] = {line: frozenset((path, one) for one in found) for line, found in moves.items() if found}
@@ -161,6 +162,7 @@ class LiveFixes:
         from keepbusy.fix.live.batch_copies import DeferredCopies
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.draws import DrawsAhead
+        from keepbusy.fix.live.foreach import ForeachLoops
         from keepbusy.fix.live.late_gradients import LateGradients
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
@@ -171,14 +173,22 @@ class LiveFixes:
         trial = self.trial = FixTrial()
         self._inference = InferenceTurns(trial.turn)
         late, copies = LateNumbers(self._inference.passed), DeferredCopies()
-        batches, gradients = BatchesAhead(self._moves, copies), LateGradients()
+        batches, gradients, foreach = BatchesAhead(self._moves, copies), LateGradients(), ForeachLoops()
+        for name, called in {
+            TAKEN: batches.take,
+            MARK: gradients.mark,
+            MOVED: copies.moved,
+            FOREACH: foreach.left,
+        }.items():
+            setattr(builtins, name, called)
+            run_plainly(called)
         setattr(builtins, NAME, late)
-        setattr(builtins, TAKEN, batches.take)
-        setattr(builtins, MARK, gradients.mark)
-        setattr(builtins, MOVED, copies.moved)
+        for method in (late.add, late.add_at, late.keep, late.bring, late.append, type(late).__call__):
+            run_plainly(method)
         fixes: dict[str, Any] = {
             "copies": copies,
             "batches": batches,
+            "foreach": foreach,
             "late_numbers": late,
             "draws": DrawsAhead(),
             "workers": MoreWorkers(trial.begin_again),

@@ -1,0 +1,473 @@
+"""Loops over tensors, made as a few launches for all of them: PyTorch's `_foreach_` functions.
+
+    for p, q in zip(model.parameters(), average.parameters()):
+        q.mul_(0.999).add_(p, alpha=0.001)
+
+The loop's body is run once, with all of `p` and all of `q` in place of one each (`joint_loops`). It tells what it would
+do to them, and meets whatever is not plain arithmetic on plain tensors before any of it is done: then the loop runs as
+it is written. Else each operator is launched once for all. The loop's own code makes the last turn, which leaves its
+names as they would be.
+
+The order of the turns is of no account where no tensor of a turn shares memory with one of another: that is looked at
+each time. That a joint launch rounds as single ones do is seen the first times: it is made of copies, and compared bit
+for bit with what the loop makes.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import getattr_static
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from keepbusy.fix.live.batch_copies import is_watched
+from keepbusy.fix.live.switch import CHECKED, FixSwitch, Place, ours, place_of
+from keepbusy.fix.syntax.joint_loops import METHODS
+from keepbusy.instrument.lines import shown
+from keepbusy.instrument.patches import Patches
+
+_AT_ONCE = 1 << 26
+"""Bytes of what is made in between: a loop holds that of one turn only."""
+_VAIN = 8
+"""Times that a loop could not be joined: then it is not looked at any more."""
+_TENSORS = {Tensor, nn.Parameter}
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_NAMED = {dict, OrderedDict, defaultdict}
+_HELD = {
+    *(list, tuple, *_NAMED, type({}.keys()), type({}.values()), type({}.items())),
+    *(type(OrderedDict[str, str]().keys()), type(OrderedDict[str, str]().values())),
+    type(OrderedDict[str, str]().items()),
+}
+_OWN = {vars(nn.Module)[name].__code__ for name in ("parameters", "named_parameters", "buffers", "named_buffers")}
+_LOOKS_UP = ("named_parameters", "named_buffers", "_named_members", "named_modules")
+"""Generators that only look up what a module has, and what these use."""
+_FORMS = {
+    **dict.fromkeys(("zero", "neg", "sqrt"), ("",)),
+    **dict.fromkeys(("add", "sub"), ("c", "n")),
+    **dict.fromkeys(("addcmul", "addcdiv"), ("cc",)),
+    **dict.fromkeys(("clamp_min", "clamp_max"), ("n",)),
+    "copy": ("c",),
+    "div": ("c",),
+    "mul": ("c", "n", "t"),
+    "lerp": ("cn",),
+}
+"""Of each operator what may stand beside the tensor: many others, a number, or one number on the device."""
+_OPTIONS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
+
+
+class AsWritten(Exception):  # noqa: N818 -- no error
+    """The loop is to be run as it is written."""
+
+
+class Uneven(AsWritten):
+    """What the turn is to do depends on which one it is: turns of one kind are looked at by themselves."""
+
+    def __init__(self, kinds: Sequence[Any]) -> None:
+        self.kinds = kinds
+
+
+class Launch(NamedTuple):
+    """One function for all turns."""
+
+    function: Callable[..., Any]
+    columns: tuple[Column, ...]
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    made: Column | None
+
+
+class Single:
+    """One number on the device, of which nothing is asked but to be multiplied by."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __bool__(self) -> bool:
+        raise AsWritten
+
+
+class Column:
+    """What one expression is in each of the turns."""
+
+    def __init__(self, turns: JointTurns, held: Sequence[Any], like: Column | None = None) -> None:
+        """`like`: of those that are yet to be made, what they will be like."""
+        self.turns, self._held, self._like = turns, held, like
+        self._kind: tuple[Any, ...] = ()
+        self._shapes: Sequence[Any] = ()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise AsWritten
+
+    def __eq__(self, other: object) -> bool:
+        raise AsWritten
+
+    @property
+    def held(self) -> Sequence[Any]:
+        if self._like is not None:
+            raise AsWritten
+        return self._held
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        if not {*map(type, self.held)} <= _TENSORS:
+            raise AsWritten
+        return self._held
+
+    @property
+    def is_made(self) -> bool:
+        return self._like is not None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Of all of them: their type, their device, and whether autograd follows them."""
+        if self._like is not None:
+            return self._like.kind
+        if not self._kind:
+            kinds = [(one.dtype, one.device, one.requires_grad) for one in self.tensors]
+            if len({*kinds}) > 1:
+                raise Uneven(kinds)
+            self._kind = kinds[0]
+        return self._kind
+
+    @property
+    def shapes(self) -> Sequence[Any]:
+        if self._like is not None:
+            return self._like.shapes
+        self._shapes = self._shapes or [one.shape for one in self.tensors]
+        return self._shapes
+
+    # what a turn asks of them
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kind[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(self.kind[2]) and not self.is_made
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    @property
+    def data(self) -> Column:
+        return Column(self.turns, [one.data for one in self.tensors])
+
+    @data.setter
+    def data(self, changed: object) -> None:
+        """As `p.data *= 2` does; it is the same memory as before."""
+        self._set(self.data, changed)
+
+    @property
+    def grad(self) -> Column | None:
+        found = [one.grad for one in self.tensors]
+        known = [one is not None for one in found]
+        if not any(known):
+            return None
+        if not all(known):
+            raise Uneven(known)
+        return Column(self.turns, found)
+
+    @grad.setter
+    def grad(self, changed: object) -> None:
+        self._set(self.grad, changed)
+
+    @staticmethod
+    def _set(before: Column | None, changed: object) -> None:
+        if before is None or not isinstance(changed, Column) or changed.is_made:
+            raise AsWritten
+        if any(one.data_ptr() != other.data_ptr() for one, other in zip(before.held, changed.held, strict=True)):
+            raise AsWritten
+
+    def detach(self) -> Column:
+        return self if self.is_made else Column(self.turns, [one.detach() for one in self.tensors])
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in METHODS:
+            raise AsWritten
+        return lambda *given, **options: self._do(name, given, options)
+
+    def __add__(self, other: Any) -> Column:
+        return self._do("add", (other,), {})
+
+    def __sub__(self, other: Any) -> Column:
+        return self._do("sub", (other,), {})
+
+    def __mul__(self, other: Any) -> Column:
+        return self._do("mul", (other,), {})
+
+    def __truediv__(self, other: Any) -> Column:
+        return self._do("div", (other,), {})
+
+    def __neg__(self) -> Column:
+        return self._do("neg", (), {})
+
+    def __iadd__(self, other: Any) -> Column:
+        return self._do("add_", (other,), {})
+
+    def __isub__(self, other: Any) -> Column:
+        return self._do("sub_", (other,), {})
+
+    def __imul__(self, other: Any) -> Column:
+        return self._do("mul_", (other,), {})
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def _do(self, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Column:
+        operator, end = name.removesuffix("_"), "_" * name.endswith("_")
+        self.turns.uses(name)
+        if operator == "clamp":
+            made, bounds = self, dict(zip(("min", "max"), given, strict=False)) | options
+            for bound in sorted(bounds, reverse=True):
+                made = made._note(f"clamp_{bound}", end if made is self else "_", (bounds[bound],), {})
+            return made
+        if operator == "lerp" and "weight" in options:
+            given, options = (*given, options["weight"]), {}
+        return self._note(operator, end, given, options)
+
+    def _note(self, operator: str, end: str, given: tuple[Any, ...], options: dict[str, Any]) -> Column:
+        """One launch more, if it does the same to tensors that are alike."""
+        form = "".join(map(_letter, given))
+        known = () if form == "n" else (_OPTIONS.get(operator),)
+        if form not in _FORMS[operator] or not all(one in known and _letter(options[one]) == "n" for one in options):
+            raise AsWritten
+        columns = (self, *(one for one in given if isinstance(one, Column)))
+        rest = tuple(one.tensor if isinstance(one, Single) else one for one in given if not isinstance(one, Column))
+        types = {one.dtype for one in (*columns, *rest) if isinstance(one, Column | Tensor)}
+        moves = operator in ("zero", "copy")
+        if not (types <= _FLOATS if moves and len(types) > 1 else len(types) == 1 and (moves or types <= _FLOATS)):
+            raise AsWritten
+        if self.kind[1].type != "cuda" or any(one.kind[1] != self.kind[1] for one in columns):
+            raise AsWritten
+        if any(one.shapes != self.shapes or (one.requires_grad and torch.is_grad_enabled()) for one in columns):
+            raise AsWritten
+        made = None if end else Column(self.turns, (), self)
+        function = getattr(torch, f"_foreach_{operator}{end}")
+        self.turns.launches.append(Launch(function, columns, rest, options, made))
+        return self if made is None else made
+
+
+class JointTurns:
+    """What turns of one kind do to their tensors."""
+
+    def __init__(self, methods: dict[str, Any], places: Sequence[int]) -> None:
+        self._methods = methods
+        self.places = places
+        """Which turns of the loop these are."""
+        self.launches: list[Launch] = []
+
+    def uses(self, name: str) -> None:
+        """Somebody may have put another in its place."""
+        if getattr(Tensor, name) is not self._methods[name]:
+            raise AsWritten
+
+    @property
+    def columns(self) -> Iterator[Column]:
+        """Those that are there before."""
+        return (one for launch in self.launches for one in launch.columns if not one.is_made)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What says how it rounds."""
+        return tuple(
+            (one.function, *map(type, one.rest), *(column.kind for column in one.columns)) for one in self.launches
+        )
+
+    def occupy(self, memory: dict[int, tuple[Any, ...]]) -> None:
+        """Where its tensors lie; none may share memory with one of another turn."""
+        for launch in self.launches:
+            for one in launch.rest:
+                if isinstance(one, Tensor):
+                    _occupy(memory, one, -1)
+        for column in {id(one): one for one in self.columns}.values():
+            for turn, one in zip(self.places, column.tensors, strict=True):
+                _occupy(memory, one, turn)
+
+    def run(self, count: int, copies: dict[int, Tensor] | None = None) -> None:
+        """The first of its turns; of copies, by the place of what they were made of, if there are any."""
+        for first, last in self._parts(count):
+            held: dict[int, Sequence[Tensor]] = {id(one): one.tensors[first:last] for one in self.columns}
+            if copies is not None:
+                held = {number: [copies.get(one.data_ptr(), one) for one in some] for number, some in held.items()}
+            for function, columns, rest, options, made in self.launches:
+                result = function(*(held[id(one)] for one in columns), *rest, **options)
+                if made is not None:
+                    held[id(made)] = result
+
+    def _parts(self, count: int) -> Iterator[tuple[int, int]]:
+        """So many turns at once that what is made in between needs little memory."""
+        makers = [
+            launch.columns[0] for launch in self.launches if launch.made is not None and not launch.columns[0].is_made
+        ]
+        first = size = 0
+        for turn in range(count if makers else 0):
+            more = sum(one.tensors[turn].nbytes for one in makers)
+            if size + more > _AT_ONCE and turn > first:
+                yield first, turn
+                first, size = turn, 0
+            size += more
+        yield first, count
+
+
+def _occupy(memory: dict[int, tuple[Any, ...]], tensor: Tensor, turn: int) -> None:
+    if tensor.numel():
+        place = tensor.data_ptr()
+        mine = (place + tensor.nbytes, turn, tensor.dtype, tensor.stride())
+        is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+        if not is_dense or memory.setdefault(place, mine) != mine:
+            raise AsWritten
+
+
+def _letter(value: Any) -> str:
+    kind = type(value)
+    return "c" if kind is Column else "n" if kind is int or kind is float else "t" if kind is Single else "?"
+
+
+class ForeachLoops:
+    """What rewritten loops go through; it is `__keepbusy_foreach__` there."""
+
+    def __init__(self) -> None:
+        self.switch = FixSwitch("foreach", "loops over tensors made as one launch for all of them")
+        self._methods: dict[str, Any] = {}
+        self._in_vain: Counter[int] = Counter()
+        self._same: Counter[Any] = Counter()
+        self._different: set[Any] = set()
+
+    def patch(self, patches: Patches) -> None:
+        self._methods = {name: getattr(Tensor, name) for name in METHODS}
+        patches.later(self._methods.clear)
+
+    def left(
+        self, turn: Callable[..., None], remake: Callable[..., Iterable[Any]], leaves_names: bool, *sources: Any
+    ) -> Iterable[Any]:
+        """What the loop is to go through itself."""
+        loop = id(turn.__code__)
+        if torch.compiler.is_compiling() or not self.switch.on or self._in_vain[loop] > _VAIN:
+            return remake(*sources)
+        if is_watched() or torch.is_autocast_enabled("cuda") or not all(map(_is_plain, sources)):
+            return remake(*sources)
+        sources = tuple([*one] if isinstance(one, GeneratorType) else one for one in sources)
+        gone_through = remake(*sources)
+        if type(gone_through) not in (zip, enumerate, *_HELD):
+            return gone_through
+        try:
+            items = [*gone_through]
+        except ValueError:  # what is wrong with them is told after the turns that can be
+            return remake(*sources)
+        try:
+            joint = self._joint(turn, items, range(len(items)))
+            _stand_apart(joint)
+        except Exception:  # whatever it is, the loop itself will come to it
+            self._in_vain[loop] += 1
+            return items
+        last = min(one.places[-1] for one in joint) if leaves_names else len(items) - 1
+        key = (loop, *(one.signature for one in joint))
+        if key in self._different or last < 1 or not any(one.launches for one in joint):
+            return items
+        if self._same[key] < CHECKED:
+            return self._both_ways(key, joint, items, place_of(sys._getframe(1)))
+        for one in joint:
+            one.run(bisect_left(one.places, last))
+        self.switch.count(sys._getframe(1))
+        return items[last:]
+
+    def _joint(self, turn: Callable[..., None], items: Sequence[Any], places: Sequence[int]) -> list[JointTurns]:
+        turns = JointTurns(self._methods, places)
+        try:
+            turn(_columns(turns, items), free, part)
+        except Uneven as uneven:
+            kinds = defaultdict(list)
+            for at, kind in enumerate(uneven.kinds):
+                kinds[kind].append(at)
+            return [
+                one
+                for some in kinds.values()
+                for one in self._joint(turn, [items[at] for at in some], [places[at] for at in some])
+            ]
+        return [turns]
+
+    def _both_ways(self, key: Any, joint: Sequence[JointTurns], items: Sequence[Any], place: Place) -> Iterator[Any]:
+        """All turns as they are written, after the same was done to copies; and then compared."""
+        tensors = {
+            one.data_ptr(): one.detach() for turns in joint for column in turns.columns for one in column.tensors
+        }
+        tensors.pop(0, None)  # those with no elements
+        if sum(one.nbytes for one in tensors.values()) > torch.cuda.mem_get_info()[0] // 4:
+            yield from items
+            return
+        with torch.no_grad(), ours():
+            copies = {at: one.clone() for at, one in tensors.items()}
+            for turns in joint:
+                turns.run(len(turns.places), copies)
+        yield from items
+        self.switch.checked += 1
+        self._same[key] += 1
+        with ours():
+            if not all(torch.equal(_bits(tensors[at]), _bits(copies[at])) for at in tensors):
+                self._different.add(key)
+                self.switch.notes.append(
+                    f"{shown(place[0])}:{place[1]} would round otherwise, and runs as it is written"
+                )
+
+
+def _stand_apart(joint: Sequence[JointTurns]) -> None:
+    """Whether no two turns share memory."""
+    memory: dict[int, tuple[Any, ...]] = {}
+    for one in joint:
+        one.occupy(memory)
+    end = 0
+    for place in sorted(memory):
+        if place < end:
+            raise AsWritten
+        end = memory[place][0]
+
+
+def _columns(turns: JointTurns, items: Sequence[Any]) -> Any:
+    """In place of what one turn is given."""
+    if {*map(type, items)} == {tuple} and len({*map(len, items)}) == 1:
+        return tuple(_columns(turns, one) for one in zip(*items, strict=True))
+    return Column(turns, items)
+
+
+def _is_plain(source: Any) -> bool:
+    """Whether to go through it does nothing else."""
+    if not isinstance(source, GeneratorType):
+        return type(source) in _HELD
+    module = (source.gi_frame.f_locals if source.gi_frame else {}).get("self")
+    return source.gi_code in _OWN and all(getattr(type(module), name) is getattr(nn.Module, name) for name in _LOOKS_UP)
+
+
+def free(value: Any, *names: str) -> Any:
+    """What a name outside of the loop holds, or an attribute of it: a number, or what holds such."""
+    for name in names:
+        if any("__getattribute__" in vars(one) for one in type(value).__mro__[:-1]):
+            raise AsWritten
+        value = getattr_static(value, name)
+    if type(value) is Tensor and value.ndim == 0 and value.is_cuda:
+        return Single(value)
+    if type(value) not in (int, float, bool, str, type(None), list, tuple, *_NAMED):
+        raise AsWritten
+    return value
+
+
+def part(held: Any, key: Any) -> Any:
+    """`held[key]`, where either may be one thing in each turn."""
+    if isinstance(held, Column):
+        if isinstance(key, Column) or not all(type(one) in _NAMED and key in one for one in held.held):
+            raise AsWritten
+        return Column(held.turns, [one[key] for one in held.held])
+    if isinstance(key, Column) and (type(held) in (list, tuple) or all(one in held for one in key.held)):
+        return Column(key.turns, [held[one] for one in key.held])
+    return free(held[key])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

@@ -1,0 +1,219 @@
+"""Loops that do the same to each of many tensors: it may be done to all of them at once.
+
+columns = [column.to("cuda") for column in batch.values()]
+batch = {name: one.to(device, non_blocking=True) for name, one in batch.items()}
+for p, q in zip(model.parameters(), average.parameters()):
+    q.mul_(0.999).add_(p, alpha=0.001)
+
+What stands in such a loop becomes a function. That of a move is asked where it would move to. That of a loop is run
+with all of `p` in place of one, and all of `q`: so it tells what it does to them, before any of it is done.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+
+MOVED = "__keepbusy_moved__"
+"""`__keepbusy_moved__(lambda column: column.to("cuda"), batch.values(), False)`: what they become, in a list."""
+FOREACH = "__keepbusy_foreach__"
+"""`for p, q in __keepbusy_foreach__(turn, lambda s0, s1: zip(s0, s1), False, a, b):` goes through what is left."""
+_TURN, _ITEM, _FREE, _PART = (f"__keepbusy_{name}__" for name in ("turn", "item", "free", "part"))
+METHODS = {
+    *("mul", "mul_", "add", "add_", "sub", "sub_", "div", "neg", "neg_", "sqrt", "sqrt_", "lerp", "lerp_", "zero_"),
+    *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "clamp", "clamp_", "copy_", "detach", "is_floating_point"),
+}
+"""Of a tensor: they make of each element what becomes of it, whatever the others are, or compute nothing."""
+_CHANGING = {name for name in METHODS if name.endswith("_")}
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_KNOWN = (ast.Pass, ast.If, ast.Expr, ast.Constant, ast.UnaryOp, ast.unaryop, ast.BoolOp, ast.boolop)
+_MARKS = (ast.operator, ast.expr_context)
+
+
+def moved_singly(move: Any, held: Any, is_named: bool) -> Any:
+    """As it is written."""
+    return {name: move(one) for name, one in held.items()} if is_named else [move(one) for one in held]
+
+
+def join_moves(tree: ast.Module) -> bool:
+    """Whether there are any."""
+    change = _JointMoves()
+    change.visit(tree)
+    return change.done
+
+
+def join_loops(tree: ast.Module) -> bool:
+    """Whether there are any."""
+    change = _JointLoops()
+    change.visit(tree)
+    return change.done
+
+
+class _JointLoops(ast.NodeTransformer):
+    done = False
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.stmt:
+        """Functions in it see none of its names, so loops of its own stay as they are."""
+        node.body = [self.visit(one) if isinstance(one, ast.FunctionDef | ast.ClassDef) else one for one in node.body]
+        return node
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        sources, remade = _sources(copy.deepcopy(node.iter))
+        targets, made = _stored([node.target]), _stored(node.body)
+        changes = any(
+            isinstance(one, ast.AugAssign) or getattr(one, "attr", "") in _CHANGING for one in _nodes(node.body)
+        )
+        if not changes or any(isinstance(one, ast.Starred) for one in sources):
+            return node
+        try:
+            turn = _TurnOfAll(targets | made)
+            body = [turn.visit(copy.deepcopy(one)) for one in node.body]
+        except LookupError:
+            return node
+        self.done = True
+        taken = ast.Assign([copy.deepcopy(node.target)], ast.Name(_ITEM, ast.Load()))
+        function = ast.FunctionDef(
+            name=_TURN,
+            args=_parameters(_ITEM, _FREE, _PART),
+            body=[taken, *body],
+            decorator_list=[],
+            lineno=node.lineno,
+        )
+        setattr(function, "type_params", [])  # noqa: B010 -- Python 3.11 knows none
+        leaves = ast.Constant(not made <= targets)
+        remake = ast.Lambda(_parameters(*(f"s{at}" for at, _ in enumerate(sources))), remade)
+        node.iter = ast.copy_location(
+            _call(FOREACH, [ast.Name(_TURN, ast.Load()), remake, leaves, *sources]), node.iter
+        )
+        for one in ast.walk(function):
+            if not hasattr(one, "lineno"):
+                ast.copy_location(one, node)
+        return [ast.copy_location(function, node), node]
+
+
+def _sources(held: ast.expr) -> tuple[list[ast.expr], ast.expr]:
+    """What is gone through, side by side or counted, and how: with `s0`, `s1` in their places."""
+    match held:
+        case ast.Call(func=ast.Name(id="zip" | "enumerate"), args=[_, *_], keywords=given) if all(
+            isinstance(one.value, ast.Constant) for one in given
+        ):
+            first = held.args[0]
+            if isinstance(first, ast.Call) and len(held.args) == 1:
+                sources, held.args[0] = _sources(first)
+            else:
+                sources, held.args = held.args, [ast.Name(f"s{at}", ast.Load()) for at, _ in enumerate(held.args)]
+            return sources, held
+    return [held], ast.Name("s0", ast.Load())
+
+
+class _TurnOfAll(ast.NodeTransformer):
+    """One turn, in which names of its own may hold many; what it is given from outside is looked at first."""
+
+    def __init__(self, own: Set[str]) -> None:
+        self._own = own
+
+    def visit(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Continue():
+                return ast.copy_location(ast.Return(None), node)
+            case ast.Name(id=name):
+                return node if name in self._own else self._free(node, [])
+            case ast.Attribute(ctx=ast.Load()):
+                names, held = [node.attr], node.value
+                while isinstance(held, ast.Attribute):
+                    names, held = [held.attr, *names], held.value
+                if isinstance(held, ast.Name) and held.id not in self._own:
+                    return self._free(held, names)
+            case ast.Attribute(attr="data" | "grad") | ast.Assign(targets=[ast.Name()]):
+                pass
+            case ast.AugAssign(target=ast.Name() | ast.Attribute()) | ast.BinOp() if isinstance(node.op, _ARITHMETIC):
+                pass
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                node.left = self.visit(node.left)
+                return node
+            case ast.Call(func=ast.Attribute(value=held, attr=name)) if name in METHODS and self._is_own(held):
+                node.func.value = self.visit(held)  # type: ignore[attr-defined]
+                node.args = [self.visit(one) for one in node.args]
+                for one in node.keywords:
+                    one.value = self.visit(one.value)
+                return node
+            case ast.Subscript(ctx=ast.Load()):
+                return ast.copy_location(_call(_PART, [self.visit(node.value), self.visit(node.slice)]), node)
+            case _ if not isinstance(node, (*_KNOWN, *_MARKS)):
+                raise LookupError
+        return self.generic_visit(node)
+
+    def _free(self, root: ast.Name, names: list[str]) -> ast.expr:
+        return ast.copy_location(_call(_FREE, [root, *map(ast.Constant, names)]), root)
+
+    def _is_own(self, node: ast.AST) -> bool:
+        return any(isinstance(one, ast.Name) and one.id in self._own for one in ast.walk(node))
+
+
+def _nodes(parts: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    return (one for part in parts for one in ast.walk(part))
+
+
+def _stored(parts: Sequence[ast.AST]) -> set[str]:
+    return {one.id for one in _nodes(parts) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
+def _parameters(*names: str) -> ast.arguments:
+    return ast.arguments([], [ast.arg(one) for one in names], None, [], [], None, [])
+
+
+def _call(name: str, given: Iterable[ast.expr]) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), [*given], [])
+
+
+class _JointMoves(ast.NodeTransformer):
+    done = False
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        match node:
+            case ast.ListComp(
+                elt=ast.Call() as move,
+                generators=[ast.comprehension(target=ast.Name(id=each), iter=held, ifs=[], is_async=0)],
+            ) if _moves(move, each):
+                return self._joint(node, move, each, held, False)
+        self.generic_visit(node)
+        return node
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.expr:
+        match node:
+            case ast.DictComp(
+                key=ast.Name(id=key),
+                value=ast.Call() as move,
+                generators=[
+                    ast.comprehension(
+                        target=ast.Tuple(elts=[ast.Name(id=name), ast.Name(id=each)]),
+                        iter=ast.Call(func=ast.Attribute(value=held, attr="items"), args=[], keywords=[]),
+                        ifs=[],
+                        is_async=0,
+                    )
+                ],
+            ) if key == name != each and _moves(move, each):
+                return self._joint(node, move, each, held, True)
+        self.generic_visit(node)
+        return node
+
+    def _joint(self, node: ast.expr, move: ast.expr, each: str, held: ast.expr, is_named: bool) -> ast.expr:
+        self.done = True
+        moving = ast.Lambda(_parameters(each), move)
+        return ast.copy_location(_call(MOVED, [moving, self.visit(held), ast.Constant(is_named)]), node)
+
+
+def _moves(call: ast.Call, each: str) -> bool:
+    """Whether it is `each.to(...)`, and to the same place whichever it is."""
+    match call.func:
+        case ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda") if name == each:
+            given = [*call.args, *(one.value for one in call.keywords)]
+            parts = [part for one in given for part in ast.walk(one) if isinstance(part, ast.expr)]
+            return all(
+                isinstance(one, ast.Constant | ast.Attribute) or (isinstance(one, ast.Name) and one.id != each)
+                for one in parts
+            )
+    return False
