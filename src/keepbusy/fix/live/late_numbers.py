@@ -321,7 +321,8 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
 
 def _in_order() -> bool:
     """Whether the current stream is the default one; to ask for the streams themselves takes 50 µs."""
-    return bool(torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())[0] == 0)
+    device = torch._C._cuda_getDevice()
+    return bool(torch._C._cuda_getCurrentStream(device) == torch._C._cuda_getDefaultStream(device))
 
 
 def _is_single(value: Any) -> bool:
