@@ -195,8 +195,8 @@ def test_what_is_left_alone_is_not_compiled_where_a_compiled_function_goes_on(mo
 
     LateGradients().patch(patches)
     try:
-        compiled = torch.compile(lambda x: (torch._dynamo.graph_break(), seen(x.add(5)).div(7))[1], backend=counted)
-        assert compiled(torch.ones(2)).tolist() == [11 / 7] * 2
+        compiled = torch.compile(lambda x: (torch._dynamo.graph_break(), seen(x.add(5)).div(2))[1], backend=counted)
+        assert compiled(torch.ones(2)).tolist() == [5.5, 5.5]
         leaf = torch.ones(2, requires_grad=True)
         torch.compile(lambda x: x.mul(3).sum(), backend=counted)(leaf).backward()
         assert leaf.grad is not None
