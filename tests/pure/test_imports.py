@@ -30,7 +30,7 @@ ROOMS = {
         {"timeline", "explain.diagnosis", "explain.comparison", "explain.edit", "explain.turns"},
         {"numpy", "rich"},
     ),
-    "fix": 6073(
+    "fix": (
         {"instrument", "runtime", "timeline", "explain", "report.words", "report.source", "report.exports.sarif"},
         {"torch", "libcst", "numpy"},
     ),

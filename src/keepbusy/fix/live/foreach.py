@@ -72,7 +72,7 @@ class Uneven(AsWritten):
         self.kinds = kinds
 
 
-class Launch(NamedTuple):
+class JointLaunch(NamedTuple):
     """One function for all turns."""
 
     function: Callable[..., Any]
@@ -251,7 +251,7 @@ class Column:
             raise AsWritten
         made = None if end else Column(self.turns, (), self)
         function = getattr(torch, f"_foreach_{operator}{end}")
-        self.turns.launches.append(Launch(function, columns, rest, options, made))
+        self.turns.launches.append(JointLaunch(function, columns, rest, options, made))
         return self if made is None else made
 
 
@@ -262,7 +262,7 @@ class JointTurns:
         self._methods = methods
         self.places = places
         """Which turns of the loop these are."""
-        self.launches: list[Launch] = []
+        self.launches: list[JointLaunch] = []
 
     def uses(self, name: str) -> None:
         """Somebody may have put another in its place."""
