@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from warm_python import Run
 
 from keepbusy.virtual.costs.device import read
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch.host_side import time_of
+from keepbusy.virtual.pytorch.host_side import PythonCalls, time_of
 
 MEASURED = Path(__file__).parents[1] / "gpu" / "truth" / "host_operators.json"
 MEASURED_IN = read("h100")  # a common host, as all but the H200 of the device files have
@@ -42,6 +43,22 @@ CASES: dict[str, tuple[str, list[torch.dtype], torch.dtype, int]] = {
     "conv 3x3": ("conv2d", [FLOAT], FLOAT, 1),
 }
 """Of each measured case the operator, the types of its inputs and of its result, and how many times shorter that is."""
+
+SHARDED = """
+import time, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+for shard in (False, True):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))).cuda()
+    for layer in (*model, model) if shard else ():
+        fully_shard(layer)
+    for _ in range(3):
+        began = time.perf_counter()
+        model(torch.ones(4, 8, device="cuda")).sum().backward()
+    print("step", time.perf_counter() - began)
+dist.destroy_process_group()
+"""
 
 
 def test_the_laws_hold_against_what_was_measured() -> None:
@@ -107,3 +124,26 @@ def test_what_the_device_computes_is_no_work_of_the_host() -> None:
 
     method, function = backward(torch.Tensor.backward), backward(torch.autograd.backward)
     assert method == function < 1_000_000
+
+
+def test_python_beside_operators_takes_time_by_its_calls() -> None:
+    def recurring(depth: int) -> int:
+        return recurring(depth - 1) if depth > 1 else 1
+
+    host = MACHINE.clock.host()
+    before = host.modelled_time
+    with PythonCalls():
+        recurring(10)
+        with PythonCalls():  # as one hook calls another: each call counts once
+            recurring(30)
+    each = MACHINE.device.host.python_call
+    assert host.modelled_time - before == round(40 * each)
+    host.modelled_time = before
+
+
+def test_a_block_that_is_gathered_costs_the_host_its_hooks(run: Run) -> None:
+    ended = run(SHARDED, before=("--clock", "modelled", "--values", "none", "--ranks", "2", "--alike", "--quiet"))
+    told = [float(line.split()[-1]) for line in ended.stdout.splitlines()]
+    plain, sharded = told
+    # some thousand calls a block; what is gathered and scattered alone takes 0.7 ms
+    assert sharded - plain > 8 * 600 * MACHINE.device.host.python_call / 1e9, ended.stderr

@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from threading import current_thread, local, main_thread
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from keepbusy.instrument import step
+from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.patches import Patches
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
@@ -34,6 +38,7 @@ from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
 
 _LOADER = "enumerate(DataLoader)#"
 _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
+_KEEPBUSY = str(Path(__file__).parents[2])
 
 
 def patch(patches: Patches) -> None:
@@ -187,6 +192,42 @@ def patch_modelled(patches: Patches) -> None:
     """In the thread that calls it, until the end."""
     HostOperatorCosts().__enter__()
     patches.wrap(time, "sleep", _sleep)
+    when_imported(f"{_FSDP}._fsdp_state", lambda: _wrap_hooks(patches))
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+def _wrap_hooks(patches: Patches) -> None:
+    state, group = (sys.modules[f"{_FSDP}.{name}"] for name in ("_fsdp_state", "_fsdp_param_group"))
+    for name in ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"):
+        patches.wrap(state.FSDPState, name, _with_python)
+    patches.wrap(group.FSDPParamGroup, "post_backward", _with_python)
+
+
+def _with_python(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with PythonCalls():
+        return native(*args, **kwargs)
+
+
+class PythonCalls:
+    """What is called in Python within takes time, beside the operators: of FSDP2 and DTensor that is milliseconds a
+    block, of all else what an operator's dispatch has in it already."""
+
+    def __enter__(self) -> None:
+        self._outer = sys.getprofile()  # somebody else's, or one of these
+        if self._outer is None:
+            self._calls, self._host = 0, MACHINE.clock.host()
+            sys.setprofile(self._count)
+
+    def _count(self, frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and not self._host.pauses and not frame.f_code.co_filename.startswith(_KEEPBUSY):
+            self._calls += 1
+
+    def __exit__(self, *error: object) -> None:
+        if self._outer is None:
+            sys.setprofile(None)
+            MACHINE.clock.spend(self._calls * MACHINE.device.host.python_call)
 
 
 def _sleep(native: Callable[..., Any], seconds: Any) -> None:
@@ -206,10 +247,17 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         given: Any = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
         # a large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes
         unread = name in OPERATORS["initialise"] and not VALUES.real and type(given) is Parameter and not given.is_cuda
-        made = given if unread and given.nbytes > CARRIED_SIZE else func(*args, **(kwargs or {}))
+        with PythonCalls() if _of_shards(args) else nullcontext():
+            made = given if unread and given.nbytes > CARRIED_SIZE else func(*args, **(kwargs or {}))
         if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
             _price(name, args, made)
         return made
+
+
+def _of_shards(args: tuple[Any, ...]) -> bool:
+    """Whether an operator is called on DTensors."""
+    first = args[0] if args else None
+    return hasattr(first[0] if isinstance(first, list) and first else first, "_local_tensor")
 
 
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
