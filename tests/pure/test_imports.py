@@ -161,7 +161,7 @@ LINES = {
     "traces": 2434,
     "instrument": 2160,
     "recording": 4101,
-    "virtual": 8745,
+    "virtual": 8717,
     "explain": 4383,
     "report": 3291,
     "runtime": 5698,

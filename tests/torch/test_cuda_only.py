@@ -85,12 +85,10 @@ def test_halves_of_synchronized_batch_norm_make_a_whole() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_products_and_convolutions_by_their_names_in_cuda() -> None:
+def test_products_of_sixteen_bits_give_thirty_two() -> None:
     one, other = torch.randn(2, 3).half().cuda(), torch.randn(3, 2).half().cuda()
-    assert torch.mm(one, other, out_dtype=torch.float32).dtype is torch.float32
-    x, weight = torch.randn(1, 2, 5, 5, device="cuda"), torch.randn(4, 2, 3, 3, device="cuda")
-    found = torch.cudnn_convolution_relu(x, weight, None, (1, 1), (1, 1), (1, 1), 1)
-    assert torch.equal(found, functional.conv2d(x, weight, padding=1).relu())
+    found = torch.mm(one, other, out_dtype=torch.float32)
+    assert torch.equal(found, one.float() @ other.float())
 
 
 @pytest.mark.parametrize(

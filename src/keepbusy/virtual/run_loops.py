@@ -88,8 +88,25 @@ class RunLoops:
         `lines`: of the names of frames their code and number; `lane`: the thread that began it; `wires`: of rows of
         collectives, how long they were on the wire; `announced`: the program says itself where its steps end."""
         visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name))
+        sources = SourceLoops(read_source)
+        looks = self._looks_of(visits, sources, int(timeline.spans.end.max(initial=0)))
+        turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
+        nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
+        is_marked = len(timeline.marks) > 0
+        if not is_marked:
+            held = {loop for one in innermost_loops(looks, busy, sources) for loop in one.nest}
+            nest = _working_loop(timeline, visits.of_frame, [_lasting(one, held) for one in nests], turns)
+        else:
+            nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns)
+        looks = replace(looks, holders=frozenset(code for code, _ in (*nest, *_beside(nest, nests))))
+        told = timeline.change_facts(run=tree_of(looks, busy, sources))
+        loops = innermost_loops(looks, busy, sources) if nest else []
+        trains = next((one for one in loops if one.nest[-1] == nest[-1]), None)
+        return told if trains is None else _with_marks(told, lane, trains, loops, is_marked)
+
+    def _looks_of(self, visits: _Visits, sources: SourceLoops, ended: int) -> Looks:
+        """What a recording would have seen, at every line that the program came to."""
         times, chains = visits.looks()
-        ended, sources = int(timeline.spans.end.max(initial=0)), SourceLoops(read_source)
         looks = replace(
             self._looks,
             times=times,
@@ -101,31 +118,8 @@ class RunLoops:
         )
         passes, entries = _read_off(visits, looks, sources)
         # as where entries are counted, the one at which a code was met first is none of them
-        looks = replace(
-            looks, passes=passes, entries={code: times[1:] for code, times in entries.items()} | looks.entries
-        )
-        turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
-        nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
-        is_marked = len(timeline.marks) > 0
-        if is_marked:
-            nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns)
-        else:
-            held = {loop for one in innermost_loops(looks, busy, sources) for loop in one.nest}
-            nest = _working_loop(timeline, visits.of_frame, [_lasting(one, held) for one in nests], turns)
-        looks = replace(looks, holders=frozenset(code for code, _ in (*nest, *_beside(nest, nests))))
-        told = timeline.change_facts(run=tree_of(looks, busy, sources))
-        if not nest:
-            return told
-        loops = innermost_loops(looks, busy, sources)
-        trains = next((one for one in loops if one.nest[-1] == nest[-1]), None)
-        if trains is None:
-            return told
-        worth = {one.nest for one in worth_a_look(loops)}
-        further = [_window(told, lane, one) for one in beside(trains, loops) if one.nest in worth]
-        marked = _marked(told, lane, trains)
-        if not is_marked and not _is_told_by_turns(trains, marked, by_pattern(told)):
-            return told
-        return marked.change(further=tuple(one for one in further if one is not None))
+        entries = {code: times[1:] for code, times in entries.items()} | looks.entries
+        return replace(looks, passes=passes, entries=entries)
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
         code, line = lines[name]
@@ -245,6 +239,18 @@ def _nest(chain: Chain, looks: Looks, sources: SourceLoops, turns: Mapping[LoopK
                 found.append((line.code, loop.first))
                 most = count + 1
     return tuple(found)
+
+
+def _with_marks(
+    timeline: Timeline, lane: int, trains: BusyLoop, loops: Sequence[BusyLoop], is_marked: bool
+) -> Timeline:
+    """With its steps at the turns of the loop that trains, unless launches tell them better, and turns of others."""
+    marked = _marked(timeline, lane, trains)
+    if not is_marked and not _is_told_by_turns(trains, marked, by_pattern(timeline)):
+        return timeline
+    worth = {one.nest for one in worth_a_look(loops)}
+    further = [_window(timeline, lane, one) for one in beside(trains, loops) if one.nest in worth]
+    return marked.change(further=tuple(one for one in further if one is not None))
 
 
 def _marked(timeline: Timeline, lane: int, loop: BusyLoop, last: int = 0) -> Timeline:

@@ -187,18 +187,18 @@ class FirstStep:
                     f"{name} was frozen when the model was spread, and DDP does not send its gradients: each rank "
                     "would train its own; freeze it after spread"
                 )
-        if self._done or all(group.get("lr") == 0 for group in optimizer.param_groups):  # that only makes the states
-            return
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        if all(one.grad is None for one in trained):
-            return
-        self._done = True
+        makes_states = all(group.get("lr") == 0 for group in optimizer.param_groups)
+        if not self._done and not makes_states and any(one.grad is not None for one in trained):
+            self._done = True
+            self._check_gradients(trained)
+
+    def _check_gradients(self, trained: list[Any]) -> None:
         names = {id(one): name for name, one in self._model.named_parameters()}
-        missing = [names[id(one)] for one in trained if one.grad is None]
-        if missing:
+        if missing := [names[id(one)] for one in trained if one.grad is None]:
             warnings.warn(
                 f"{len(missing)} parameters got no gradient at the first step, such as {missing[0]}: they do not learn",
-                stacklevel=2,
+                stacklevel=3,
             )
         if self._layout.wraps:
             remedy = "call the model that spread returned, outside of no_sync()"

@@ -382,13 +382,6 @@ _memory_info, _memory_stats = _of_memory("info"), _of_memory("stats")
 _reset_peak, _reset_accumulated = _of_memory("reset_peak"), _of_memory("reset_accumulated")
 
 
-def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    index = CURRENT.index(device)
-    stats = sorted(MACHINE.memory.stats(index).items())
-    rows = [f"{name:>40}  {value:>16,}" for name, value in stats if name.endswith((".current", ".peak"))]
-    return "\n".join([f"virtual {MACHINE.device.name}, device {index}", *rows])
-
-
 def _empty_cache(device: int | None = None) -> None:
     """Of one device, or of all that have been used."""
     with DeviceCall("cudaFree"):
@@ -483,7 +476,6 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "mem_get_info": _memory_info,
     "ipc_collect": _constant(None),
     "is_tf32_supported": lambda: MACHINE.device.capability >= (8, 0),
-    "memory_summary": _memory_summary,
 }
 """In `torch.cuda`."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 # PyTorch's own functions, not those of `torch`: what the program calls there stands in the timeline
 _aten = torch.ops.aten
 
-# `nn.GRUCell` and `nn.LSTMCell`: everything behind the two products is one kernel.
+# `nn.GRUCell` and `nn.LSTMCell`: everything behind the two products is one kernel, and one in the backward pass.
 
 
 def _gru_cell(
@@ -28,17 +28,6 @@ def _gru_cell(
     return new + update * (hidden - new), _aten.cat.default([reset, update, new, hidden, new_h], 1)
 
 
-def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
-    reset, update, new, hidden, new_h = workspace.chunk(5, 1)
-    of_update = gradient * (hidden - new) * (1 - update) * update
-    of_new = gradient * (1 - update) * (1 - new * new)
-    of_reset = of_new * new_h * (1 - reset) * reset
-    of_input = _aten.cat.default([of_reset, of_update, of_new], 1)
-    of_hidden = _aten.cat.default([of_reset, of_update, of_new * reset], 1)
-    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
-    return of_input, of_hidden, gradient * update, *biases
-
-
 def _lstm_cell(
     input_gates: Tensor, hidden_gates: Tensor, cell: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,26 +38,6 @@ def _lstm_cell(
     take, forget, new, give = take.sigmoid(), forget.sigmoid(), new.tanh(), give.sigmoid()
     after = forget * cell + take * new
     return give * after.tanh(), after, _aten.cat.default([take, forget, new, give], 1)
-
-
-def _lstm_cell_backward(
-    of_output: Tensor | None, of_cell: Tensor | None, before: Tensor, after: Tensor, workspace: Tensor, has_bias: bool
-) -> tuple[Tensor | None, ...]:
-    take, forget, new, give = workspace.chunk(4, 1)
-    flat = after.tanh()
-    of_output = _aten.zeros_like.default(after) if of_output is None else of_output
-    through = of_output * give * (1 - flat * flat)
-    through = through if of_cell is None else through + of_cell
-    of_gates = _aten.cat.default(
-        [
-            through * new * take * (1 - take),
-            through * before * forget * (1 - forget),
-            through * take * (1 - new * new),
-            of_output * flat * give * (1 - give),
-        ],
-        1,
-    )
-    return of_gates, through * forget, of_gates.sum(0) if has_bias else None
 
 
 # `nn.SyncBatchNorm`: its halves, between which ranks exchange their means.
@@ -158,7 +127,7 @@ def _narrowing(backward: Any) -> Callable[..., Tensor]:
     return lambda gradient, output, dim, dtype: backward(gradient, output, dim, gradient.dtype).to(dtype)
 
 
-# Products in sixteen bits whose result has thirty-two, and convolutions under cuDNN's own names.
+# Products in sixteen bits whose result has thirty-two.
 
 
 def _wide(product: Any) -> Callable[..., Tensor]:
@@ -166,33 +135,8 @@ def _wide(product: Any) -> Callable[..., Tensor]:
     return lambda *given, **factors: product(*[one.to(given[-1]) for one in given[:-1]], **factors)
 
 
-def _convolved(tensor: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, *rest: Any) -> Tensor:
-    dilation, groups = rest
-    return _aten.convolution.default(tensor, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
-
-
-def _cudnn_convolution(tensor: Tensor, weight: Tensor, padding: Any, stride: Any, *rest: Any) -> Tensor:
-    return _convolved(tensor, weight, None, stride, padding, *rest[:2])
-
-
-def _cudnn_convolution_transpose(tensor: Tensor, weight: Tensor, padding: Any, out: Any, *rest: Any) -> Tensor:
-    stride, dilation, groups = rest[:3]
-    return _aten.convolution.default(tensor, weight, None, stride, padding, dilation, True, out, groups)
-
-
-def _convolution_add_relu(tensor: Tensor, weight: Tensor, addend: Tensor, alpha: float | None, *rest: Any) -> Tensor:
-    return (_convolved(tensor, weight, *rest) + addend * (1 if alpha is None else alpha)).relu()
-
-
-def _depthwise_convolution(tensor: Tensor, weight: Tensor, _size: Any, *rest: Any) -> Tensor:
-    return _convolved(tensor, weight, *rest, tensor.shape[1])
-
-
+CELLS: dict[str, Callable[..., Any]] = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_lstm_cell": _lstm_cell}
 ON_HOST: dict[str, Callable[..., Any]] = {
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
-    "_thnn_fused_lstm_cell": _lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
     "batch_norm_stats": _batch_norm_stats,
     "batch_norm_elemt": _batch_norm_elemt,
     "batch_norm_gather_stats": _batch_norm_gather_stats,
@@ -209,9 +153,4 @@ ON_HOST: dict[str, Callable[..., Any]] = {
     "bmm.dtype": _wide(_aten.bmm.default),
     "addmm.dtype": _wide(_aten.addmm.default),
     "baddbmm.dtype": _wide(_aten.baddbmm.default),
-    "cudnn_convolution": _cudnn_convolution,
-    "cudnn_convolution_transpose": _cudnn_convolution_transpose,
-    "cudnn_convolution_relu": lambda *args: _convolved(*args).relu(),
-    "cudnn_convolution_add_relu": _convolution_add_relu,
-    "conv_depthwise3d": _depthwise_convolution,
 }

@@ -81,7 +81,7 @@ class Operands:
             if not VALUES.real:
                 raise NotImplementedError("Sparse tensors are nothing without their values: run without --values none.")
             self.with_sparse_tensor = True
-            host = sparse_to_host(tensor, self.recorded)
+            host = sparse_to_host(tensor, self.recorded).clone()  # written into, it may get pieces of the host's own
             self.inputs += [host._indices(), host._values()]
             return host
         host = lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else tensor
@@ -95,6 +95,10 @@ class Operands:
                 raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", "cpu")
             if self.kernel.short in _INDEXING:
                 MACHINE.needs_pinned(self.device, is_pinned=False)
+        if self.inputs and not self.with_sparse_tensor:  # whose indices are whole numbers
+            refusing, dtype = _OF_FLOATS_ALONE.get(self.kernel.short.rstrip("_")), self.inputs[0].dtype
+            if refusing and dtype in _INTEGERS:
+                raise NotImplementedError(f"\"{refusing}\" not implemented for '{_INTEGERS[dtype]}'")
         return CURRENT.index(self.device)
 
 
@@ -255,24 +259,12 @@ class Kernel:
                 returned = source[0]
         return KnownCall(self.on_host or self._chosen(args), kernels, returned)
 
-    def _check_types(self, inputs: list[Tensor]) -> None:
-        """Refuses what CUDA has no kernel for, as CUDA does."""
-        kernel = _OF_FLOATS_ALONE.get(self.short.rstrip("_"))
-        if kernel and inputs and inputs[0].dtype in _INTEGERS:
-            raise NotImplementedError(f"\"{kernel}\" not implemented for '{_INTEGERS[inputs[0].dtype]}'")
-
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Any:
         """Any call. `key`: by which it is known from now on; None where it is not like any other."""
         operands = Operands(self)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
-        if operands.with_sparse_tensor:  # one that is written into may get other pieces, in memory of the host's own
-            for _, at in self.writes:
-                if at < len(host_args) and host_args[at].layout is torch.sparse_coo:
-                    host_args[at] = host_args[at].clone()
         device = operands.check()
-        if not operands.with_sparse_tensor:  # whose indices are whole numbers
-            self._check_types(operands.inputs)
         waits = self.waits(host_args)
         if waits:
             cuda_api.announce_sync()
@@ -280,8 +272,8 @@ class Kernel:
         if recording is not None:
             recording.about_to_write(*self.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
-        asked = self.asked(args, kwargs) if self.asks or self.is_list_operator else kwargs
-        kernels = MACHINE.kernels(self.short, operands.inputs, _new_tensors(self.returned, out), asked)
+        made = _new_tensors(self.returned, out)
+        kernels = MACHINE.kernels(self.short, operands.inputs, made, self.asked(args, kwargs))
         if key is not None:
             MACHINE.costs.by_call[key] = self._known(kernels, out, args)
         if self.is_list_operator:

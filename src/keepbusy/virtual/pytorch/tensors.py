@@ -110,12 +110,9 @@ _logical_sizes: dict[int, int] = {}
 def patch(resize: Callable[[Any, int], None]) -> None:
     """`resize`: told of a storage whose size the program changes."""
     _Storage.cuda = _to_device
-    _Storage.to = _storage_to
-    _Storage._to = lambda self, *, device, non_blocking=False: _storage_to(self, device=device)
     _Storage.resize_ = partialmethod(_resize_storage, resize)
     _Storage.size = _Storage.nbytes = _logical_size_of
     _Storage.clone = _clone_storage
-    torch.TypedStorage.cuda = _typed_to_device
     torch.serialization.register_package(5, lambda _storage: None, _load)
 
 
@@ -124,15 +121,6 @@ def _to_device(storage: Any, device: Any = None, non_blocking: bool = False) -> 
         return storage
     flat = Tensor().to(torch.uint8).set_(storage)
     return flat.to(torch.device("cuda", CURRENT.index(device)), non_blocking=non_blocking).untyped_storage()
-
-
-def _storage_to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
-    return _to_device(storage, device, non_blocking) if torch.device(device).type == "cuda" else storage.cpu()
-
-
-def _typed_to_device(typed: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    moved = _to_device(typed._untyped_storage, device, non_blocking)
-    return torch.TypedStorage(wrap_storage=moved, dtype=typed.dtype, _internal=True)
 
 
 def _clone_storage(storage: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import OPERATORS, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
+from keepbusy.virtual.pytorch.cuda_only import CELLS
 from keepbusy.virtual.pytorch.kernels import Kernel, overload_named
 from keepbusy.virtual.pytorch.outlines import VALUES, outline, reserved
 from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
@@ -38,12 +39,13 @@ class _Run:
         self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
 
     def forward(self) -> list[Tensor]:
+        compute = self.kernel.on_host or self.kernel.native
         # a checkpoint would throw away what the parts save, and compute the operator anew for each of them
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*_NO_HOOKS):
             if self.draws:
-                out = randomness.draw(self.kernel.native, self.device, list(self.args), self.kwargs, False)
+                out = randomness.draw(compute, self.device, list(self.args), self.kwargs, False)
             else:
-                out = self.kernel.native(*self.args, **self.kwargs)
+                out = compute(*self.args, **self.kwargs)
         self.parts = list(out) if isinstance(out, list | tuple) else [out]
         return [one.detach() for one in self.parts]
 
@@ -112,8 +114,8 @@ def _device_tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def as_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    kernel = Kernel(overload)
+def as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    kernel = Kernel(overload, on_host)
     return lambda *args, **kwargs: _Whole.apply(kernel, args, kwargs, *_device_tensors(args, kwargs))
 
 
@@ -146,6 +148,6 @@ _attention_as_one = as_one(_aten.scaled_dot_product_attention.default)
 
 def whole_operators() -> dict[str, Callable[..., Any]]:
     """By name, what to run above autograd."""
-    found = {name: overload_named(f"aten::{name}") for name in OPERATORS["whole"]}
-    kernels = {name: as_one(overload) for name, overload in found.items() if overload is not None}
+    found = {name: overload_named(f"aten::{name}") for name in (*OPERATORS["whole"], *CELLS)}
+    kernels = {name: as_one(overload, CELLS.get(name)) for name, overload in found.items() if overload is not None}
     return {"scaled_dot_product_attention": attention, **kernels}
