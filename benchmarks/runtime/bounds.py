@@ -5,7 +5,7 @@
     STALLBENCH_SMALL=1 keepbusy run benchmarks/runtime/bounds.py           # whether it runs; its times mean nothing
 
 - `features`: batches of 500, 5,000 and 50 small tensors at a copy/compute ratio of 0.5, from ready batches in the
-  loop's own process, packed by 1, 4 and 8 threads, and from workers, which join them. `nothing sent`: what it costs to
+  loop's own process, packed by 16, 4 and 8 tasks, and from workers, which join them. `nothing sent`: what it costs to
   be told by workers that a batch is there.
 - `images`: 77 MB of pageable memory a batch, at ratios of 1.0 and 1.5, without workers and with; and how fast threads
   fill pinned memory with it, alone and while the device copies from there, all of it and a few pages again and again.
@@ -72,16 +72,15 @@ def loader(batches: list[Any], **options: Any) -> DataLoader:
     return DataLoader(Ready(batches, FIRST + WARM_UP + STEPS + AHEAD), collate_fn=first, timeout=patience, **options)
 
 
-def packed_by(threads: int) -> Callable[[DataLoader], Iterator[Any]]:
-    """`prefetch` with so many packing threads, however few tensors each has."""
+def packed_by(tasks: int) -> Callable[[DataLoader], Iterator[Any]]:
+    """`prefetch` that packs by so many tasks."""
 
     def batches_of(batches: DataLoader) -> Iterator[Any]:
-        usual = batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD
-        batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = threads, 16
+        usual, batch_transfer.PACKING_TASKS = batch_transfer.PACKING_TASKS, tasks
         try:
             yield from keepbusy.prefetch(batches)
         finally:
-            batch_transfer.PACKING_THREADS, batch_transfer._TENSORS_PER_THREAD = usual
+            batch_transfer.PACKING_TASKS = usual
 
     return batches_of
 
@@ -110,10 +109,10 @@ def measure_features(found: dict[str, Any]) -> None:
             "keepbusy": lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work),
             "keepbusy, pinned": lambda pinned=pinned: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
             **{
-                f"keepbusy, packing threads: {threads}": lambda made=made, threads=threads: milliseconds_a_step(
-                    packed_by(threads)(loader(made)), work
+                f"keepbusy, {tasks} tasks": lambda made=made, tasks=tasks: milliseconds_a_step(
+                    packed_by(tasks)(loader(made)), work
                 )
-                for threads in (1, 4, 8)
+                for tasks in (4, 8)
             },
             f"{workers} workers, nothing sent": lambda workers=workers, here=resident: milliseconds_a_step(
                 (here[0] for _ in loader([0], num_workers=workers)), work, FIRST
@@ -156,6 +155,7 @@ def measure_images(found: dict[str, Any]) -> None:
                 "compute alone": lambda: milliseconds_a_step(loader(resident), work),
                 "keepbusy, pinned": lambda: milliseconds_a_step(keepbusy.prefetch(loader(pinned)), work),
                 "keepbusy, pageable": lambda: milliseconds_a_step(keepbusy.prefetch(loader(batches)), work),
+                "keepbusy, pageable, 8 tasks": lambda: milliseconds_a_step(packed_by(8)(loader(batches)), work),
                 f"{WORKERS} workers, keepbusy": lambda: milliseconds_a_step(
                     keepbusy.prefetch(loader(batches, num_workers=WORKERS)), work, FIRST
                 ),

@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8717,
     "explain": 4383,
     "report": 3291,
-    "runtime": 5698,
+    "runtime": 5702,
     "cli": 3535,
     "fix": 6073,
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 import keepbusy
+from keepbusy.runtime.prefetch import batch_transfer
 from keepbusy.runtime.prefetch.batch_layout import ALIGNMENT, DIRECT_COPY_BYTES, BatchLayouts, layout_of, pieces
 from keepbusy.runtime.prefetch.worker_batches import BUFFERS, WorkerBuffers, give_back
 
@@ -97,6 +101,40 @@ def same(one: Any, other: Any) -> bool:
 def test_any_tree_arrives_bit_for_bit(batches: list[Any]) -> None:
     got = list(keepbusy.prefetch(batches))
     assert same(batches, got)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_megabytes_arrive_bit_for_bit_by_however_many_tasks(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole or in parts, of eight bytes or their own, from odd places, with bits that PyTorch has not applied."""
+
+    def batch(seed: int) -> list[Any]:
+        many = raw((1 << 22,), torch.uint8, seed)
+        return [
+            many[3 + seed : 2_500_003 + seed], many[1:40_008], raw((40_001,), torch.float16, seed),
+            raw((300, 300), torch.float32, seed).t(), raw((3, 8, 80, 80), torch.float32, seed)[:, ::2],
+            raw((4, 8, 60, 60), torch.float32, seed).to(memory_format=torch.channels_last),
+            raw((50_000,), torch.complex64, seed).conj(), raw((50_000,), torch.complex64, seed).conj().imag,
+            *[raw((seed, 2), torch.int64, seed) for _ in range(50)],
+        ]  # fmt: skip
+
+    begun: list[int] = []
+    compiled = batch_transfer._script()
+    counted = SimpleNamespace(begin=lambda *arguments: begun.append(arguments[-1]) or compiled.begin(*arguments))
+    monkeypatch.setattr(batch_transfer, "_script", lambda: counted if compiles else None)
+    batches = [batch(seed) for seed in (5, 5, 5, 6, 5)]
+    assert same(batches, list(keepbusy.prefetch(batches)))
+    assert len(begun) == (5 if compiles else 0)
+    assert 1 not in begun
+
+
+def test_packing_is_compiled_where_functions_of_pytorch_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `run --fix` replaces them: on an H200 a batch of 16 MB met that for the first time."""
+    native = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", wraps(native)(lambda *given: native(*given)))
+    batch_transfer._script.cache_clear()
+    target = torch.zeros(3)
+    batch_transfer._script().begin([target], [torch.ones(3)], [], 1).wait()
+    assert target.sum() == 3
 
 
 @settings(max_examples=100)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Lock, Thread, current_thread
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,83 +23,65 @@ from keepbusy.runtime.prefetch.batch_layout import BatchLayouts, BatchTree, Layo
 from keepbusy.runtime.prefetch.overlap import CopyEvents
 from keepbusy.runtime.prefetch.worker_batches import JoinedBatch, JoinedTree, ReceivedBuffers
 
-PACKING_THREADS = 4
-"""If there are many tensors; a large one PyTorch copies with all of its own threads."""
-_TENSORS_PER_THREAD = 32
-"""So few are not worth another thread."""
-_UNTHREADED_BYTES = 1 << 20
-"""So many are packed before a thread is awake."""
+PACKING_TASKS = 16
+"""Into so many parts a batch is packed at once, if it has enough bytes for them."""
+_TASK_BYTES = 256 << 10
+"""So many at least for each. What is less is packed before a thread is awake."""
+_SERIAL_ELEMENTS = 1 << 15
+"""So many at once a thread copies by itself. For more PyTorch would start a team of threads beside each of these."""
+
+_WIDE = torch.int64
 
 Transform = Callable[[Any], Any]
 
 
-class PackingThreads:
-    """Threads that copy from host memory to host memory, and hold no lock of Python's meanwhile."""
+@cache
+def _script() -> Any:
+    """Packing in PyTorch's own threads, which never want Python's lock; None in a PyTorch that compiles no such thing.
 
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Packing | None] = SimpleQueue()
-        self._threads: list[Thread] = []
+    A thread of Python's that is woken waits for it, and a loop that launches kernels lets go of that for too short a
+    time to take it. A list is not sliced here: PyTorch's compiler believes that nobody sees what is written to the
+    tensors of a slice, and leaves the writing out. Nor is a function of `torch` called: a program that is being fixed
+    has others in their place.
+    """
+    try:
+        return torch.jit.CompilationUnit(f"""
+def copy(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], task: int, tasks: int) -> int:
+    for place in range(task, len(targets), tasks):
+        targets[place].copy_(sources[place])
+    for target, source in large:
+        begin, end = source.numel() * task // tasks, source.numel() * (task + 1) // tasks
+        for start in range(begin, end, {_SERIAL_ELEMENTS}):
+            stop = min(start + {_SERIAL_ELEMENTS}, end)
+            target[start:stop].copy_(source[start:stop])
+    return 0
 
-    def start(self, count: int) -> None:
-        """So many, unless they are there."""
-        while len(self._threads) < count:
-            self._threads.append(Thread(target=_pack, args=(self._tasks,), daemon=True))
-            self._threads[-1].start()
+def pack(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], tasks: int) -> int:
+    copies: List[Future[int]] = []
+    for task in range(tasks):
+        copies.append(torch.jit.fork(copy, targets, sources, large, task, tasks))
+    for one in copies:
+        torch.jit.wait(one)
+    return 0
 
-    def begin(self, tasks: list[Packing]) -> None:
-        """Goes on when all are copying, each in a thread.
-
-        A thread that was only woken would wait for Python's lock, and a loop that launches kernels lets go of that for
-        too short a time to take it: the copy began when the loop waited for its end.
-        """
-        for task in tasks:
-            self._tasks.put(task)
-        for task in tasks:
-            task.begun.acquire()
-
-    def close(self) -> None:
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            if thread is not current_thread():  # which may collect an iterator that nobody closed
-                thread.join()
-        self._threads.clear()
-
-
-class Packing:
-    """Tensors that a thread copies, and two locks that it releases: when it begins, and when it is done."""
-
-    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        self.targets, self.sources = targets, sources
-        self.begun, self.done = Lock(), Lock()
-        self.errors: list[Exception] = []
-        self.begun.acquire()
-        self.done.acquire()
-
-    def wait(self) -> None:
-        with self.done:
-            return
-
-
-def _pack(tasks: SimpleQueue[Packing | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task.begun.release()
-        try:
-            torch._foreach_copy_(task.targets, task.sources)
-        except Exception as error:
-            task.errors.append(error)
-        task.done.release()
-        del task
+def begin(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], tasks: int) -> Future[int]:
+    return torch.jit.fork(pack, targets, sources, large, tasks)
+""")
+    except Exception:
+        return None
 
 
 class PinnedBuffer:
     """One batch's pinned memory, kept for the next batch."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
-        self._packing: list[Packing] = []
+        self._small: list[int] = []  # which of them one task writes
+        self._large: list[int] = []  # and of which each task writes a part
+        self._tasks = 0
+        self._packing: Any = None  # tells when they are done
         self.read: torch.cuda.Event | None = None
         """The device is done with it, and with what it copies from beside it."""
         self.sources: list[Tensor] = []
@@ -108,35 +89,47 @@ class PinnedBuffer:
 
     def release(self) -> None:
         """Wait until the device has read it, by the event of the copies out of it alone."""
-        for part in self._packing:
-            part.wait()
+        self.wait()
         if self.read is not None:
             self.read.synchronize()
-        self._packing, self.read, self.sources = [], None, []
+        self.read, self.sources = None, []
 
-    def pack(self, layout: Layout, tensors: Sequence[Tensor], threads: PackingThreads) -> None:
+    def pack(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
         """Write what travels together, or let threads begin to."""
-        if layout is not self._layout:
-            if layout.packed > self._memory.numel():
-                self._memory = torch.empty(layout.packed, dtype=torch.uint8, pin_memory=True)
-            self._pieces, self._layout = pieces(self._memory[: layout.packed], layout), layout
         sources = [tensors[index] for index in layout.order[: layout.together]]
-        if layout.packed > _UNTHREADED_BYTES:
-            step = min(PACKING_THREADS, -(-len(sources) // _TENSORS_PER_THREAD))
-            threads.start(step)
-            self._packing = [Packing(self._pieces[first::step], sources[first::step]) for first in range(step)]
-            threads.begin(self._packing)
+        if layout is not self._layout:
+            self._lay_out(layout, sources)
+        if self._tasks:
+            targets, small = [self._pieces[place] for place in self._small], [sources[place] for place in self._small]
+            large = [_elements(self._pieces[place], sources[place]) for place in self._large]
+            self._packing = _script().begin(targets, small, large, self._tasks)
         elif sources:
             torch._foreach_copy_(self._pieces, sources)
 
-    def packed(self) -> Tensor:
-        """The pinned memory, once all is written."""
-        for part in self._packing:
-            part.wait()
-            if part.errors:
-                raise part.errors.pop()
-        self._packing = []
-        return self._memory
+    def wait(self) -> None:
+        """Until all is written."""
+        packing, self._packing = self._packing, None
+        if packing is not None:
+            packing.wait()
+
+    def _lay_out(self, layout: Layout, sources: list[Tensor]) -> None:
+        if layout.packed > self.memory.numel():
+            self.memory = torch.empty(layout.packed, dtype=torch.uint8, pin_memory=True)
+        self._pieces, self._layout = pieces(self.memory[: layout.packed], layout), layout
+        self._tasks = min(PACKING_TASKS, layout.packed // _TASK_BYTES) if _script() is not None else 0
+        self._small, self._large = [], []
+        for place, (target, source) in enumerate(zip(self._pieces, sources, strict=True)):
+            large = target.numel() > _SERIAL_ELEMENTS and target.stride() == source.stride()
+            (self._large if large else self._small).append(place)
+
+
+def _elements(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, without gaps and of the same strides, as rows of elements: of eight bytes each where they can be."""
+    target, source = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (target, source))
+    size, begin = source.nbytes, source.storage_offset() * source.itemsize
+    if source.is_complex() or source.is_neg() or size % _WIDE.itemsize or begin % _WIDE.itemsize:
+        return target, source
+    return target.view(_WIDE), source.view(_WIDE)
 
 
 class PackedBatch(NamedTuple):
@@ -170,17 +163,16 @@ class DeviceBatch:
 
 
 class BatchTransfer:
-    """The way to a device: pinned memory for the batches that are on it, threads that fill it, and a stream.
+    """The way to a device: pinned memory for the batches that are on it, and a stream.
 
-    The threads copy from host memory to host memory and do nothing else. The rest happens in the loop's thread,
-    so a program does the same things in the same order every time.
+    The threads that fill that memory copy from host memory to host memory and do nothing else. The rest happens in the
+    loop's thread, so a program does the same things in the same order every time.
     """
 
     def __init__(self, device: torch.device, copy_stream: Any, depth: int, then: Transform | None) -> None:
         self.device, self._copy_stream, self._then = device, copy_stream, then
         # one for each batch ahead, one for the loop's, and one for that which is being packed
         self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
-        self._threads = PackingThreads()
         self._received, self._layouts = ReceivedBuffers(device), BatchLayouts()
 
     def pack(self, batch: Any) -> PackedBatch:
@@ -192,26 +184,35 @@ class BatchTransfer:
             self._received.hold(batch.joined)
         tree = JoinedTree(batch) if isinstance(batch, JoinedBatch) else BatchTree(batch)
         as_bytes, others, layout = self._layouts.of(tree.leaves)
-        buffer.pack(layout, [tree.leaves[place] for place in as_bytes], self._threads)
+        buffer.pack(layout, [tree.leaves[place] for place in as_bytes])
         return PackedBatch(tree, as_bytes, others, layout, buffer)
 
-    def send(self, packed: PackedBatch) -> DeviceBatch:
-        """Issue its copies, once it is packed."""
-        pinned, loop_stream = packed.buffer.packed(), torch.cuda.current_stream(self.device)
+    def read(self, packed: PackedBatch) -> PackedBatch | DeviceBatch:
+        """Wait until the loader may have its memory again: all is packed or, where something moves by itself, sent."""
+        packed.buffer.wait()
+        leaves = [packed.tree.leaves[place] for place in packed.others]
+        return self.send(packed) if any(isinstance(one, Tensor) or moves_itself(one) for one in leaves) else packed
+
+    def send(self, packed: PackedBatch | DeviceBatch) -> DeviceBatch:
+        """Issue its copies, unless that is done."""
+        if isinstance(packed, DeviceBatch):
+            return packed
+        loop_stream = torch.cuda.current_stream(self.device)
         memory = torch.empty(packed.layout.size, dtype=torch.uint8, device=self.device)
         try:
-            return self._send(packed, pinned, memory, loop_stream)
+            return self._send(packed, memory, loop_stream)
         except Exception:
             loop_stream.wait_stream(self._copy_stream)  # the memory goes back to it now
             raise
 
     def close(self) -> None:
-        """End the threads. PyTorch keeps pinned memory until the copies out of it are done."""
-        self._threads.close()
+        """PyTorch keeps pinned memory until the copies out of it are done."""
+        for buffer in self._buffers:
+            buffer.wait()  # a loader that knows it is closed may use its own memory again
         self._buffers.clear()
         self._received.close(self._copy_stream)
 
-    def _send(self, packed: PackedBatch, pinned: Tensor, memory: Tensor, loop_stream: Any) -> DeviceBatch:
+    def _send(self, packed: PackedBatch, memory: Tensor, loop_stream: Any) -> DeviceBatch:
         tree, as_bytes, others, layout, buffer = packed
         targets, leaves = pieces(memory, layout), list(tree.leaves)
         alone = [leaves[as_bytes[index]] for index in layout.order[layout.together :]]
@@ -225,7 +226,7 @@ class BatchTransfer:
         with torch.cuda.stream(self._copy_stream):
             begun = timed_event(self._copy_stream)
             if layout.packed:
-                memory[: layout.packed].copy_(pinned[: layout.packed], non_blocking=True)
+                memory[: layout.packed].copy_(buffer.memory[: layout.packed], non_blocking=True)
             for target, source in zip(targets[layout.together :], alone, strict=True):
                 target.copy_(source, non_blocking=True)
             copied = timed_event(self._copy_stream)

@@ -116,7 +116,9 @@ class Overlap:
             self._previous_asked = one.asked
             if previous is None:
                 continue
-            idle = _between(one.entered, one.asked)
+            idle, exposed = _between(one.entered, one.asked), _between(one.asked, one.copies.ready)
+            if exposed:  # the copies came last, and were issued before: had the host been quicker, they had been no earlier
+                idle, exposed = 0, exposed + idle
             packing = min(idle, one.packing)  # the host packs last: the end of its call is what the GPU waited for
             self._sums.update(
                 batches=1,
@@ -125,7 +127,7 @@ class Overlap:
                 packed=one.copies.packed,
                 pageable=one.copies.pageable,
                 copies=_between(one.copies.begun, one.copies.copied),
-                exposed=_between(one.asked, one.copies.ready),
+                exposed=exposed,
                 loader_late=min(idle - packing, one.loading),
                 packing=packing,
             )

@@ -213,8 +213,9 @@ class PrefetchIterator:
             packing, self._packing = self._packing or self._pack_next(), None
             if packing is None:
                 break
-            self._waiting.append(packing.become(self._transfer.send))
-            self._packing = self._pack_next()
+            packed = packing.become(self._transfer.read)
+            self._packing = self._pack_next()  # which is packed while this one is sent
+            self._waiting.append(packed.become(self._transfer.send))
         if not self._waiting:
             self._cursor.rewind()
             self.close()
