@@ -70,6 +70,29 @@ def test_no_batch_is_wrong_under_a_delayed_reader(depth: int, then: Callable[[An
     assert wrong(keepbusy.prefetch(batches(COUNT), depth=depth, then=then), COUNT, scale) == 0
 
 
+def refilled(count: int) -> Iterator[dict[str, Any]]:
+    """Two megabytes in many tensors and a large one, by a loader that fills the same memory again and again."""
+    batch = {f"column {index}": torch.empty(2048, dtype=torch.int64) for index in range(60)}
+    batch["large"] = torch.empty(1 << 17, dtype=torch.int64)
+    for index in range(count):
+        torch._foreach_zero_(list(batch.values()))
+        torch._foreach_add_(list(batch.values()), index % MADE)
+        yield batch
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_what_threads_pack_is_right_under_a_delayed_reader(depth: int) -> None:
+    """None is overwritten: by the next batch in pinned memory, by the loader, or on the device."""
+    count = COUNT // 4
+    sums = torch.zeros(count, dtype=torch.int64, device="cuda")
+    for index, batch in enumerate(keepbusy.prefetch(refilled(count), depth=depth)):
+        torch.cuda._sleep(4 * LATE)
+        sums[index] = torch.cat(list(batch.values())).sum()
+        del batch
+    expected = torch.arange(count) % MADE * (60 * 2048 + (1 << 17))
+    assert int((sums.cpu() != expected).sum()) == 0
+
+
 class Numbered(torch.utils.data.Dataset):
     """What workers join: nothing is pinned, and each batch is made anew."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import wraps
 from types import SimpleNamespace
@@ -125,6 +126,17 @@ def test_megabytes_arrive_bit_for_bit_by_however_many_tasks(compiles: bool, monk
     assert same(batches, list(keepbusy.prefetch(batches)))
     assert len(begun) == (5 if compiles else 0)
     assert 1 not in begun
+
+
+def test_the_loader_may_fill_its_memory_again() -> None:
+    def loader() -> Iterator[list[Tensor]]:
+        batch = [torch.empty(3000, dtype=torch.int64) for _ in range(40)] + [torch.empty(200_000)]
+        for index in range(12):
+            yield [one.fill_(index) for one in batch]
+
+    for index, batch in enumerate(keepbusy.prefetch(loader())):
+        assert all(bool((one == index).all()) for one in batch)
+    assert index == 11
 
 
 def test_packing_is_compiled_where_functions_of_pytorch_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
