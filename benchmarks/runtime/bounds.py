@@ -123,7 +123,12 @@ def measure_features(found: dict[str, Any]) -> None:
         }
         title = f"features, {count} tensors, copy/compute 0.5: milliseconds a step"
         keep(found, title, take_turns(ways, 2), "compute alone")
-        profiled(lambda made=made: milliseconds_a_step(keepbusy.prefetch(loader(made)), work))
+        for options in ({}, {"num_workers": workers}):
+            profiled(
+                lambda made=made, options=options: milliseconds_a_step(
+                    keepbusy.prefetch(loader(made, **options)), work, FIRST if options else 0
+                )
+            )
 
 
 def keep(found: dict[str, Any], title: str, rows: dict[str, list[float]], bound: str) -> None:

@@ -82,6 +82,7 @@ class _Shape(NamedTuple):
     kind: Any
     keys: list[Any] | None
     parts: list[Any]
+    bare: bool  # all of them tensors
 
 
 _TENSOR: Any = object()
@@ -89,22 +90,24 @@ _TENSOR: Any = object()
 
 def _shape_of(value: Any, leaves: list[Any]) -> Any:
     kind = value.__class__
-    if kind is dict:
-        return _Shape(kind, list(value), [_shape_of(one, leaves) for one in value.values()])
-    if kind is tuple or kind is list:
-        return _Shape(kind, None, [_shape_of(one, leaves) for one in value])
+    if kind is dict or kind is tuple or kind is list:
+        parts = [_shape_of(one, leaves) for one in (value.values() if kind is dict else value)]
+        return _Shape(kind, list(value) if kind is dict else None, parts, all(part is _TENSOR for part in parts))
     leaves.append(value)
     return _TENSOR if isinstance(value, Tensor) else value
 
 
 def _fits(value: Any, shape: Any, tensors: list[Tensor]) -> bool:
-    kind, keys, parts = shape
+    kind, keys, parts, bare = shape
     if value.__class__ is not kind or len(value) != len(parts):
         return False
     if keys is not None:
         if list(value) != keys:
             return False
         value = value.values()
+    if bare:
+        tensors += value  # whether they are any is asked of all together
+        return True
     for one, part in zip(value, parts, strict=True):
         if part is _TENSOR:
             tensors.append(one)
@@ -132,8 +135,9 @@ class Outputs:
     """What the captured step returned. Its tensors are overwritten by the next replay, so callers get copies."""
 
     def __init__(self, returned: Any) -> None:
-        self._leaves, self._spec = tree_flatten(returned)
-        for leaf in self._leaves:
+        leaves, self._spec = tree_flatten(returned)
+        self._leaves = [one.detach() if isinstance(one, Tensor) else one for one in leaves]
+        for leaf in leaves:
             if not (type(leaf) in PLAIN or (isinstance(leaf, Tensor) and leaf.is_cuda)):
                 what = "a tensor of the host" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise Uncapturable(
@@ -143,9 +147,7 @@ class Outputs:
 
     def copies(self) -> Any:
         """As they are after the replay that is under way."""
-        return tree_unflatten(
-            [one.detach().clone() if isinstance(one, Tensor) else one for one in self._leaves], self._spec
-        )
+        return tree_unflatten([one.clone() if isinstance(one, Tensor) else one for one in self._leaves], self._spec)
 
 
 class EagerStream:
@@ -181,9 +183,11 @@ class Inputs:
         self._copies = torch.cuda.Stream() if self._from_host else None
         self._taken, self._arrived = torch.cuda.Event(), torch.cuda.Event()
         # hundreds of tensors of one type are copied with one launch
-        self._places_by_type: dict[torch.dtype, list[int]] = {}
+        self._by_type: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         for place, one in enumerate(self.static):
-            self._places_by_type.setdefault(one.dtype, []).append(place)
+            places, static = self._by_type.setdefault(one.dtype, ([], []))
+            places.append(place)
+            static.append(one)
         self.fill(tensors)
         self._versions = [one._version for one in self.static]
 
@@ -197,9 +201,10 @@ class Inputs:
                     sources[place] = arrival.copy_(tensors[place], non_blocking=True)
                 self._arrived.record()
             torch.cuda.current_stream().wait_event(self._arrived)
-        for places in self._places_by_type.values():
-            torch._foreach_copy_([self.static[one] for one in places], [sources[one] for one in places])
-        self._taken.record()
+        for places, static in self._by_type.values():
+            torch._foreach_copy_(static, [sources[place] for place in places])
+        if self._copies is not None:
+            self._taken.record()
 
     def wait(self) -> None:
         """Until the host's tensors have been read. To be called when the replay is enqueued: it loses no time then."""
