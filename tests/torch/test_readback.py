@@ -110,6 +110,7 @@ def test_a_scalar_comes_home_bit_for_bit(
         home = sent.open(place)
         assert (home.dtype, home.shape, home.requires_grad) == (dtype, tensor.shape, False)
         assert torch.equal(home.reshape(1).view(torch.uint8), tensor.detach().reshape(1).view(torch.uint8))
+        assert repr(reading.Reading(sent, place).item()) == repr(tensor.item())
     assert memory.given_back == 1
 
 

@@ -16,9 +16,11 @@ from keepbusy.runtime.pinned_pages import SLOT_DOUBLES, PinnedSlot, give_back, t
 from keepbusy.runtime.tensor_readback import Arriving, HostReadback, TensorReadback
 
 _NUMBERS = (int, float, complex)
-_ONE_DOUBLE = (
-    torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.int16, torch.int8, torch.uint8,
-)  # fmt: skip
+_ONE_DOUBLE: dict[torch.dtype, type] = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), float), torch.bool: bool,
+    **dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), int),
+}  # fmt: skip
+"""And what Python makes of it."""
 _DOUBLES = {**dict.fromkeys(_ONE_DOUBLE, 1), torch.int64: 2, torch.float64: 2}
 """A double holds each value of most types; two hold the halves of the others."""
 _STREAMS: dict[tuple[int, int, int], Any] = {}
@@ -76,6 +78,8 @@ class Reading:
 
     def item(self) -> Any:
         """The value as a Python number."""
+        if isinstance(self._sent, ScalarReadback):
+            return self._sent.number(self._place)
         tensor = self.tensor
         if tensor.numel() != 1:
             raise ValueError(
@@ -188,6 +192,12 @@ class ScalarReadback:
                 if not self._doubles:
                     self._doubles = self._slot.on_host.tolist()
                     give_back(self._device, self._slot)
+
+    def number(self, place: int) -> Any:
+        """One of the numbers, without a tensor for it on the way."""
+        self.land()
+        start, dtype, _ = self._places[place]
+        return _ONE_DOUBLE[dtype](self._doubles[start]) if dtype in _ONE_DOUBLE else self.open(place).item()
 
     def open(self, place: int) -> Tensor:
         """One of the numbers, as a tensor of the host."""
