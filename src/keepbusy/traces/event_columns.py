@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import compress
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -193,8 +194,8 @@ class Collector:
                     thread=np.array([threads[row.pid, row.tid] for row in complete], np.int32),
                     start=start,
                     end=end,
-                    correlation=_said(complete, _CALL[category] | on_device, lambda one: one.correlation),
-                    sequence=_said(complete, _OPERATOR[category], lambda one: one.sequence),
+                    correlation=_said(complete, _CALL[category] | on_device, "correlation"),
+                    sequence=_said(complete, _OPERATOR[category], "sequence"),
                 )
             )
             self._device_events.append(self._on_device(complete, np.flatnonzero(on_device), category))
@@ -249,10 +250,11 @@ def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
     return (complete, category) if telling.all() else (list(compress(complete, telling)), category[telling])
 
 
-def _said(complete: list[Complete], telling: Mask, what: Callable[[Arguments], Any]) -> Ints:
+def _said(complete: list[Complete], telling: Mask, what: str) -> Ints:
     """What the arguments of these events say, and NONE for the others."""
     said, rows = np.full(len(complete), NONE, np.int64), np.flatnonzero(telling)
-    said[rows] = integers([what(complete[row].args or _NO_ARGUMENTS) for row in rows.tolist()])
+    arguments = [complete[row].args or _NO_ARGUMENTS for row in rows.tolist()]
+    said[rows] = integers(list(map(attrgetter(what), arguments)))
     return said
 
 

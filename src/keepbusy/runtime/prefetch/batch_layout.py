@@ -36,13 +36,10 @@ class BatchTree:
     """The `leaves` of a batch. Each is a tensor, something that moves itself, or of no concern to us."""
 
     def __init__(self, batch: Any) -> None:
-        self._keys = list(batch) if is_plain(batch) else None
-        if self._keys is not None:
-            self.leaves: list[Any] = list(batch.values())
-            return
-        nodes, self._spec = tree_flatten(batch, is_leaf=has_to)
+        nodes, self._structure = taken_apart(batch)
         self._size = len(nodes)
-        opened = {place: _opened(node) for place, node in enumerate(nodes) if node.__class__ is not Tensor}
+        plain = self._structure.__class__ is list
+        opened = {} if plain else {at: _opened(node) for at, node in enumerate(nodes) if node.__class__ is not Tensor}
         self._inner = {place: inner for place, inner in opened.items() if inner is not None}
         self.leaves = nodes
         if self._inner:
@@ -53,10 +50,8 @@ class BatchTree:
 
     def close(self, leaves: Iterator[Any], to_device: ToDevice) -> Any:
         """The batch again, of other leaves. What keeps its device in mind learns the new one at the end."""
-        if self._keys is not None:
-            return dict(zip(self._keys, leaves, strict=False))
         if not self._inner:
-            return tree_unflatten(list(islice(leaves, self._size)), self._spec)
+            return put_together(list(islice(leaves, self._size)), self._structure)
         nodes = []
         for place in range(self._size):
             if place in self._inner:
@@ -64,12 +59,19 @@ class BatchTree:
                 nodes.append(rebuild(tree.close(leaves, to_device), to_device))
             else:
                 nodes.append(next(leaves))
-        return tree_unflatten(nodes, self._spec)
+        return put_together(nodes, self._structure)
 
 
-def is_plain(batch: Any) -> bool:
-    """Whether it is a dict of tensors and nothing else: for such PyTorch's own trees take ten times as long."""
-    return batch.__class__ is dict and set(map(type, batch.values())) == {Tensor}
+def taken_apart(batch: Any, kind: type = Tensor) -> tuple[list[Any], Any]:
+    """What is in it, and its structure; of a dict of tensors a list of names, for PyTorch's trees take ten times as long."""
+    if batch.__class__ is dict and set(map(type, batch.values())) == {kind}:
+        return list(batch.values()), list(batch)
+    return tree_flatten(batch, is_leaf=has_to)
+
+
+def put_together(nodes: list[Any], structure: Any) -> Any:
+    """The same of other things."""
+    return dict(zip(structure, nodes, strict=True)) if structure.__class__ is list else tree_unflatten(nodes, structure)
 
 
 def moves_itself(value: Any) -> bool:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -35,9 +34,9 @@ from keepbusy.runtime.prefetch.batch_layout import (
     BatchTree,
     Layout,
     ToDevice,
-    has_to,
-    is_plain,
     pieces,
+    put_together,
+    taken_apart,
 )
 
 BUFFERS = 8
@@ -73,10 +72,7 @@ class PackingCollate:
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
-        if is_plain(batch):
-            nodes, structure = list(batch.values()), list(batch)
-        else:
-            nodes, structure = tree_flatten(batch, is_leaf=has_to)
+        nodes, structure = taken_apart(batch)
         places, others, layout = self._layouts.of(nodes)
         if len(places) < _WORTH_JOINING and layout.packed < DIRECT_COPY_BYTES:
             return batch
@@ -84,7 +80,7 @@ class PackingCollate:
         kind = structure, places, others, layout
         try:
             if self._kind != kind:
-                numbered = tree_unflatten(range(len(nodes)), tree_flatten(batch, is_leaf=has_to)[1])
+                numbered = put_together(list(range(len(nodes))), structure)
                 self._form = pickle.dumps((numbered, (*places, *others), layout))
                 self._kind = kind
         except Exception:  # a kind of tree that takes nothing but tensors
@@ -162,20 +158,17 @@ class JoinedTree(BatchTree):
         nodes: list[Any] = [None] * len(places)
         for place, node in zip(places, chain(pieces(joined, layout), others), strict=True):
             nodes[place] = node
-        if isinstance(structure, list):
-            return dict(zip(structure, nodes, strict=True))
-        return tree_unflatten(nodes, structure)
+        return put_together(nodes, structure)
 
 
 @lru_cache(maxsize=64)
 def _form_of(form: bytes) -> tuple[Any, tuple[int, ...], Layout]:
-    """Its tree, or the names of a plain dict; where in it the leaves stand; and their layout.
+    """Its structure, where in it the leaves stand, and their layout.
 
     Batches of the same kind say it by the same bytes.
     """
     numbered, places, layout = pickle.loads(form)
-    plain = numbered.__class__ is dict and set(map(type, numbered.values())) == {int}
-    return list(numbered) if plain else tree_flatten(numbered)[1], places, layout
+    return taken_apart(numbered, int)[1], places, layout
 
 
 class ReceivedBuffers:
