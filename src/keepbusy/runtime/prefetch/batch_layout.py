@@ -63,7 +63,7 @@ class BatchTree:
 
 
 def taken_apart(batch: Any, kind: type = Tensor) -> tuple[list[Any], Any]:
-    """What is in it, and its structure; of a dict of tensors a list of names, for PyTorch's trees take ten times as long."""
+    """What is in it, and its structure: of a dict of tensors its names, for PyTorch's trees take ten times as long."""
     if batch.__class__ is dict and set(map(type, batch.values())) == {kind}:
         return list(batch.values()), list(batch)
     return tree_flatten(batch, is_leaf=has_to)

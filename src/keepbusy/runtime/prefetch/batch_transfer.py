@@ -46,7 +46,9 @@ def _script() -> Any:
     """
     try:
         return torch.jit.CompilationUnit(f"""
-def copy(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], task: int, tasks: int) -> int:
+def copy(
+    targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], task: int, tasks: int
+) -> int:
     for place in range(task, len(targets), tasks):
         targets[place].copy_(sources[place])
     for target, source in large:
