@@ -145,7 +145,7 @@ def test_packing_is_compiled_where_functions_of_pytorch_are_replaced(monkeypatch
     monkeypatch.setattr(torch, "_foreach_copy_", wraps(native)(lambda *given: native(*given)))
     batch_transfer._script.cache_clear()
     target = torch.zeros(3)
-    batch_transfer._script().begin([target], [torch.ones(3)], [], 1).wait()
+    assert batch_transfer._script().begin([target], [torch.ones(3)], [], 4).wait() == 4
     assert target.sum() == 3
 
 

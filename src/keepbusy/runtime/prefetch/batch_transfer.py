@@ -29,7 +29,6 @@ _TASK_BYTES = 256 << 10
 """So many at least for each. What is less is packed before a thread is awake."""
 _SERIAL_ELEMENTS = 1 << 15
 """So many at once a thread copies by itself. For more PyTorch would start a team of threads beside each of these."""
-
 _WIDE = torch.int64
 
 Transform = Callable[[Any], Any]
@@ -56,15 +55,16 @@ def copy(
         for start in range(begin, end, {_SERIAL_ELEMENTS}):
             stop = min(start + {_SERIAL_ELEMENTS}, end)
             target[start:stop].copy_(source[start:stop])
-    return 0
+    return 1
 
 def pack(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], tasks: int) -> int:
     copies: List[Future[int]] = []
     for task in range(tasks):
         copies.append(torch.jit.fork(copy, targets, sources, large, task, tasks))
+    done = 0
     for one in copies:
-        torch.jit.wait(one)
-    return 0
+        done += torch.jit.wait(one)
+    return done
 
 def begin(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], tasks: int) -> Future[int]:
     return torch.jit.fork(pack, targets, sources, large, tasks)

@@ -117,7 +117,7 @@ class Overlap:
             if previous is None:
                 continue
             idle, exposed = _between(one.entered, one.asked), _between(one.asked, one.copies.ready)
-            if exposed:  # the copies came last, issued by an earlier call: a quicker host would have waited for them, too
+            if exposed:  # copies of an earlier call came last: a quicker host would have waited for them, too
                 idle, exposed = 0, exposed + idle
             packing = min(idle, one.packing)  # the host packs last: the end of its call is what the GPU waited for
             self._sums.update(
