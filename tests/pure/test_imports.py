@@ -158,13 +158,13 @@ MOST_FILES = 12
 LINES = {
     "hang": 663,
     "timeline": 2541,
-    "traces": 2434,
+    "traces": 2436,
     "instrument": 2160,
     "recording": 4101,
     "virtual": 8717,
     "explain": 4383,
     "report": 3291,
-    "runtime": 5702,
+    "runtime": 5714,
     "cli": 3535,
     "fix": 6073,
 }
