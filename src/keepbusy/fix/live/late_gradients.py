@@ -39,9 +39,9 @@ class MarkedTurn(NamedTuple):
 
 
 class SeenGradient(property):
-    """In place of PyTorch's own, which its compiler asks whose it is."""
+    """In place of PyTorch's own, which its compiler asks for its name, and whose it is."""
 
-    __objclass__ = torch._C.TensorBase
+    __objclass__, __name__ = torch._C._TensorBase, "grad"
 
 
 class LateGradients:
@@ -68,7 +68,8 @@ class LateGradients:
         def grad(tensor: torch.Tensor) -> Any:
             if self._held and not is_ours() and sys._getframe(1).f_code.co_name != "zero_grad":
                 self._look_at(tensor)
-            return plain.__get__(tensor)
+            with ours():  # under a mode of PyTorch's this is called once more, by its name
+                return plain.__get__(tensor)
 
         torch.Tensor.grad = SeenGradient(grad, plain.__set__, plain.__delete__)
         patches.later(lambda: setattr(torch.Tensor, "grad", plain))

@@ -23,8 +23,8 @@ from keepbusy.fix.live.switch import FixSwitch, ours, same_bits
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.runtime.readback import Reading, readback
 
-_PAGE = 1024
-"""Numbers that come home at once."""
+_PAGE = 256
+"""Numbers that come home at once. Of more that are on their way Python's garbage collection has much to look at."""
 _ROOM_UNASKED = 1 << 20
 """Bytes that are put aside on the device without asking whether it has room."""
 _CARRIED = 4
@@ -55,20 +55,32 @@ class ValuePage:
             place, shape = len(self._values) - 1, value.shape
             if len(self._values) == _PAGE:
                 self._send()
-            return lambda: self._read(place).reshape(shape)
+            return PlacedNumber(self, place, shape)
 
     def _send(self) -> None:
         self._closed = True
         with torch.no_grad(), ours():
             self._reading = readback(torch.stack([one.reshape(()) for one in self._values]))
 
-    def _read(self, place: int) -> Tensor:
+    def read(self, place: int) -> Tensor:
         with self._lock:
             if not self._closed:
                 self._send()
             if self._reading is not None:
                 self._home, self._reading, self._values = self._reading.tensor.unbind(), None, []
             return self._home[place]
+
+
+class PlacedNumber:
+    """One of a page."""
+
+    __slots__ = ("_page", "_place", "_shape")
+
+    def __init__(self, page: ValuePage, place: int, shape: torch.Size) -> None:
+        self._page, self._place, self._shape = page, place, shape
+
+    def __call__(self) -> Tensor:
+        return self._page.read(self._place).reshape(self._shape)
 
 
 def _sent(value: Tensor) -> Home:
@@ -109,23 +121,27 @@ def _timed(event: Any) -> Home:
 class LateValue:
     """What is worked out when somebody asks for it, and once."""
 
-    __slots__ = ("_depth", "_lock", "_number", "_work")
+    __slots__ = ("_depth", "_formula", "_homes", "_lock", "_number", "_others")
 
-    def __init__(self, work: Callable[[], Any], depth: int) -> None:
-        self._work: Callable[[], Any] | None = work
+    def __init__(
+        self, formula: Callable[..., Any], homes: tuple[Home, ...], others: tuple[Any, ...], depth: int
+    ) -> None:
+        self._formula: Callable[..., Any] | None = formula
+        self._homes, self._others = homes, others
         self._number, self._lock, self._depth = None, Lock(), depth
 
     @property
     def depth(self) -> int:
         """So many are worked out with it."""
-        return self._depth if self._work is not None else 0
+        return self._depth if self._formula is not None else 0
 
     def settle(self) -> Any:
         with self._lock:
-            if self._work is not None:
+            if self._formula is not None:
                 with ours():
-                    self._number = self._work()
-                self._work = None
+                    others = (one.settle() if isinstance(one, _UNSETTLED) else one for one in self._others)
+                    self._number = self._formula(*(home() for home in self._homes), *others)
+                self._formula, self._homes, self._others = None, (), ()
             return self._number
 
 
@@ -238,10 +254,9 @@ class LateNumbers:
             return None
         kind = (id(formula.__code__), *map(_kind_of, values), *map(type, others))
         with self._lock:
-            alone = [_is_alone(values, at) for at, _ in enumerate(values)]
             now = None if kind in self._seen else (formula(*values, *map(self, others)),)
-            homes = [self._aside(*one, large) for one in zip(values, alone, strict=True)]
-            late = LateValue(lambda: formula(*(home() for home in homes), *map(self, others)), depth)
+            homes = tuple(self._aside(one, large) for one in values)
+            late = LateValue(formula, homes, others, depth)
         if values:
             self.switch.count(sys._getframe(2))
         if values and now is None and not timed:  # else it was read, which is a pass of its own
@@ -251,7 +266,7 @@ class LateNumbers:
             self.switch.checked += 1
             if not same_bits(late.settle(), now[0]):
                 self.switch.stop("a number came out different")
-            return LateValue(lambda: now[0], 0)
+            return LateValue(lambda: now[0], (), (), 0)
         if timed:
             self._timed.append((values, late))
             self._settle_timed(waiting=False)
@@ -262,12 +277,12 @@ class LateNumbers:
             return False
         return all(map(_can_wait, values)) and all(isinstance(one, _NUMBERS) for one in others)
 
-    def _aside(self, value: Any, alone: bool, large: Callable[[Tensor], Home]) -> Home:
+    def _aside(self, value: Any, large: Callable[[Tensor], Home]) -> Home:
         if not isinstance(value, Tensor):
             return _timed(value)
         if not _is_single(value):
             return large(value.detach())
-        value = value.detach() if alone else value.detach().clone()
+        value = value.detach().clone()  # also where nobody else seems to know it: a graph's next replay writes there
         page = self._pages.get((value.device, value.dtype))
         number = page.put(value) if page is not None else None
         if number is None:
@@ -327,21 +342,3 @@ def _in_order() -> bool:
 
 def _is_single(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _references(values: tuple[Any, ...], at: int) -> int:
-    return sys.getrefcount(values[at])
-
-
-_BY_NOBODY = _references((object(),), 0)
-
-
-def _is_alone(values: tuple[Any, ...], at: int) -> bool:
-    """Whether nobody else can change it: no name, no other view, nothing of a backward pass."""
-    value = values[at]
-    if not isinstance(value, Tensor) or value._is_view():
-        return False
-    del value
-    return (
-        _references(values, at) == _BY_NOBODY and torch._C._storage_Use_Count(values[at].untyped_storage()._cdata) == 2
-    )
