@@ -166,14 +166,14 @@ def keepbusy_run(path: Path, options: argparse.Namespace, tell: int) -> int:
     from keepbusy.cli import main
     from keepbusy.cli.program import supervised_run
 
-    class Announced(supervised_run.Supervised):
+    class Announced(supervised_run.ProgramProcess):
         def wait(self) -> int:
             if self._status is None:
                 super().wait()
                 os.close(tell)
             return super().wait()
 
-    supervised_run.Supervised = Announced  # type: ignore[misc]
+    supervised_run.ProgramProcess = Announced  # type: ignore[misc]
     try:
         return main(["run", "--json", "--save", str(options.out / f"{path.stem}.busy"), str(path)])
     except SystemExit as end:

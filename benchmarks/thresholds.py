@@ -170,7 +170,9 @@ BOUNDS = {
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "COMPILING", "MERGED_WORK"),
     ),
     "keepbusy.explain.edit": ("UNLIMITED",),
-    "keepbusy.explain.ledger": ("NOISE", "EXACT", "SAMPLED", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
+    "keepbusy.explain.ledger": (
+        *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
+    ),
     "keepbusy.explain.places": ("ROWS_NEARBY", "WORTH_NAMING"),
     "keepbusy.explain.plain": (
         *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LARGEST_COST", "LUCKIEST_RECORDING", "UNREACHABLE"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Late, Prediction, Site, Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, LateRank, Prediction, Site, Where
 from keepbusy.timeline.model import FrameKind, Frames, Kind, Lane, LinkKind, Links, Meetings, Spans, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 
@@ -108,7 +108,7 @@ LATE = Diagnosis(
     predicted=predicted(22.5, 21.0, 24.0),
     noise=ms(1.0),
     ranks=(0, 1, 2, 3),
-    late=(Late(1, ms(20.3), "host_work", Where("train.py", 15, "main", exact=True)),),
+    late=(LateRank(1, ms(20.3), "host_work", Where("train.py", 15, "main", exact=True)),),
     device="NVIDIA H200",
     sources=tuple(f"late.rank{rank}.trace.json.gz" for rank in range(4)),
 )

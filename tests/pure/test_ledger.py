@@ -11,7 +11,7 @@ from build import MB, WIRE, Run, loop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.explain.ledger import Busy, busy, covered
+from keepbusy.explain.ledger import StepParts, busy, covered
 from keepbusy.timeline.replay import steady
 from keepbusy.timeline.steps import whole_steps
 
@@ -31,7 +31,7 @@ def test_a_circle_of_no_length_holds_nothing() -> None:
     assert covered(np.array([5]), np.array([9]), 0.0) == 0.0
 
 
-def spent(body: Callable[[Run], Any], ranks: int = 1) -> Busy:
+def spent(body: Callable[[Run], Any], ranks: int = 1) -> StepParts:
     """In microseconds."""
     timeline = whole_steps(loop(body, ranks=ranks))
     return busy(timeline, steady(timeline)).scaled(1e-3)

@@ -25,11 +25,11 @@ from keepbusy.explain.diagnosis import (
     Cause,
     Diagnosis,
     Harmless,
-    Late,
+    LateRank,
     LoopDiagnosis,
     PlannedFix,
     Prediction,
-    Rare,
+    RareStep,
     Site,
     Where,
 )
@@ -469,7 +469,9 @@ def stalled(**given: Any) -> Diagnosis:
     halved = Prediction(105 * MS, 104 * MS, 106 * MS)
     late = Cause("peer_late", 1, 1.0, (Site(Where("train.py", 46), 1.0, 1),), "It is late.", "share_among_ranks",
                  "Share it.", "", "", halved)  # fmt: skip
-    rare = Rare(stall, 84, 180 * MS, {}, (late,), halved, (Late(0, 150 * MS, "computing", Where("train.py", 46)),))
+    rare = RareStep(
+        stall, 84, 180 * MS, {}, (late,), halved, (LateRank(0, 150 * MS, "computing", Where("train.py", 46)),)
+    )
     marks = PlainRun("optimizer", 118, step=30 * MS, low=1, high=1 << 40, warm_up=2)
     usual: dict[str, Any] = {"rare": (rare,), "plain_runs": {0: marks}, "run": TREE}
     return replace(HEALTHY, **(usual | given))

@@ -29,7 +29,7 @@ from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
-    from keepbusy.fix.source.proof import Computed
+    from keepbusy.fix.source.proof import RunResults
 
 EXAMPLES = """\
 examples:
@@ -76,19 +76,19 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialRun:
     """A run of the program, or of a candidate: what it took, and what it computed."""
 
     diagnosis: Diagnosis
     length: int
-    computed: Computed
+    computed: RunResults
 
     def time(self, planned: PlannedFix) -> int:
         """Of a step; of the whole run for what does not come in every step."""
         return self.length if planned.every or planned.loop else self.diagnosis.plain_step
 
 
-def _tried(runs: CandidateRuns, before: Tried) -> dict[str, str]:
+def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
     """The sources with all fixes that hold; what became of each is shown at once."""
     from keepbusy.fix.source.source_edits import ways_of
 
@@ -129,10 +129,10 @@ class CandidateRuns:
         given = machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
-    def tried(self, sources: dict[str, str], what: str) -> Tried:
+    def tried(self, sources: dict[str, str], what: str) -> TrialRun:
         """`what`: which run it is, for who looks on."""
         from keepbusy.cli.console.explanation import explained
-        from keepbusy.fix.source.proof import Computed
+        from keepbusy.fix.source.proof import RunResults
         from keepbusy.timeline.busy_file import load
 
         self._count += 1
@@ -142,10 +142,10 @@ class CandidateRuns:
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
             raise BadInput(f"{self.name} ran nothing on the GPU.")
-        return Tried(explained(timeline), int(timeline.spans.end.max()), Computed.read(folder))
+        return TrialRun(explained(timeline), int(timeline.spans.end.max()), RunResults.read(folder))
 
     def proven(
-        self, planned: PlannedFix, way: str, own: Tried, without: tuple[dict[str, str], Tried], after: Tried
+        self, planned: PlannedFix, way: str, own: TrialRun, without: tuple[dict[str, str], TrialRun], after: TrialRun
     ) -> str:
         """What a fix gains and how that is known. Raises BadInput with why it does not hold.
 
@@ -173,7 +173,7 @@ class CandidateRuns:
         predicted = f", {duration(max(0, planned.gain))} predicted" if way == planned.fix else ""
         return f"gains {duration(was - now)} a step{predicted}; {same}"
 
-    def _agree_with_itself(self, own: Tried) -> None:
+    def _agree_with_itself(self, own: TrialRun) -> None:
         """A program that does not compute the same twice proves nothing of a fix."""
         if not self._agrees:
             different = own.computed.same(self.tried({}, "as it is, again").computed, 0)

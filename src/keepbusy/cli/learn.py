@@ -23,10 +23,10 @@ PLACES = (PACKAGE / "course", PACKAGE.parents[1] / "docs" / "course")
 """In a wheel, and in a checkout."""
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PICTURE = re.compile(r"!\[(.*?)\]\((.*?)\)")
-WITHIN = re.compile(r"\[([^\]]*)\]\((?:\d-[\w-]+\.md)?#[\w-]*\)")
+INNER_LINK = re.compile(r"\[([^\]]*)\]\((?:\d-[\w-]+\.md)?#[\w-]*\)")
 """A link to a place within a chapter, which a terminal cannot follow."""
 PROGRAM = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
-FOLDED = re.compile(r"</?details>|<summary>(.*?)</summary>")
+DETAILS_TAG = re.compile(r"</?details>|<summary>(.*?)</summary>")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +78,8 @@ def shown(page: Path, where: Screen) -> str:
 
     text = COMMENT.sub("", page.read_text(encoding="utf-8"))
     text = PICTURE.sub(lambda found: f"*{found[1]}:* `{page.parent / found[2]}`", text)
-    text = WITHIN.sub(r"\1", text)
-    text = FOLDED.sub(lambda found: f"**{found[1]}.**" if found[1] else "", text)
+    text = INNER_LINK.sub(r"\1", text)
+    text = DETAILS_TAG.sub(lambda found: f"**{found[1]}.**" if found[1] else "", text)
     out = io.StringIO()
     colour = {"force_terminal": True, "color_system": "truecolor"} if where.colour else {"color_system": None}
     console = Console(file=out, width=where.width, **colour)

@@ -12,12 +12,12 @@ from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import (
     CAUSES,
     Cause,
+    ChangedSteps,
     Diagnosis,
-    Later,
     LoopDiagnosis,
     PlannedFix,
     Prediction,
-    Rare,
+    RareStep,
     Where,
 )
 from keepbusy.explain.fix_plan import plan_of
@@ -268,20 +268,20 @@ def ordinary_steps(timeline: Timeline) -> Timeline:
     return without_steps(timeline, {one for one in numbers if any(stall.comes_in(one) for stall in stalls)})
 
 
-def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[Rare, ...]:
+def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[RareStep, ...]:
     """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has.
 
     Of windows on the same stall the one counts in which fixing gains most: what the stall is was seen best there.
     """
     windows = [one for one in timeline.further if one.facts.reason and one.facts.reason.why == STALL]
     seen = [found for window in windows if (found := _rare(window, ordinary, workers)) is not None]
-    best: dict[RareStall, Rare] = {}
+    best: dict[RareStall, RareStep] = {}
     for one in sorted(seen, key=lambda one: one.predicted.step):
         best.setdefault(one.stall, one)
     return tuple(one for one in seen if best[one.stall] is one)
 
 
-def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
+def left_unexplained(timeline: Timeline, rare: Sequence[RareStep]) -> Iterator[str]:
     """A sentence for each further window that told nothing."""
     explained_steps = {one.step for one in rare}
     for window in timeline.further:
@@ -292,7 +292,7 @@ def left_unexplained(timeline: Timeline, rare: Sequence[Rare]) -> Iterator[str]:
             yield f"A stall was foreseen for step {step}, and a window was open then: {why}."
 
 
-def later_of(timeline: Timeline, workers: int) -> Later | None:
+def later_of(timeline: Timeline, workers: int) -> ChangedSteps | None:
     """What steps are like since they have changed."""
     for window in timeline.further:
         reason = window.facts.reason
@@ -300,11 +300,11 @@ def later_of(timeline: Timeline, workers: int) -> Later | None:
             with suppress(BadInput):
                 whole = whole_steps(window, plain)
                 now = Story.of(sample(whole), plain, workers).diagnosis(whole, plain_given=True)
-                return Later(reason.began, now)
+                return ChangedSteps(reason.began, now)
     return None
 
 
-def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
+def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> RareStep | None:
     reason, usual = further.facts.reason, further.facts.plain_step or ordinary.plain_step
     if reason is None or reason.step is None:
         return None
@@ -318,7 +318,7 @@ def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> Rare | None:
         stalled = Story.of(window, plain, workers).diagnosis(window, plain_given=True)
         causes = tuple(sorted(_beyond(stalled, ordinary, stall), key=lambda one: one.predicted.step))
         together = _together(stalled, ordinary, causes, stall)
-        return Rare(stall, number, plain, stalled.ledger, causes, together, stalled.late)
+        return RareStep(stall, number, plain, stalled.ledger, causes, together, stalled.late)
     return None
 
 

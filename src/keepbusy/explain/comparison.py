@@ -42,7 +42,7 @@ class CauseChange:
 
 
 @dataclass(frozen=True)
-class Foretold:
+class FixOutcome:
     """A fix of the plan before, and whether it was made: whether the plan after no longer asks for it there."""
 
     fix: PlannedFix
@@ -60,7 +60,7 @@ class Comparison:
     causes: tuple[CauseChange, ...]  # the largest change first
     predicted: Prediction | None  # what the run before said of fixing exactly what is gone
     notes: tuple[str, ...]
-    plan: tuple[Foretold, ...] = ()
+    plan: tuple[FixOutcome, ...] = ()
     foretold: Prediction | None = None  # the step, by the fixes that were made
     run: Change | None = None  # the whole run, where both were watched
     run_foretold: int = 0
@@ -81,7 +81,7 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         if before.ledger.get(place) or after.ledger.get(place)
     }
     causes = _causes(before, after, ledger, noise)
-    plan = tuple(Foretold(fix, not _asked_for(fix, after)) for fix in before.plan)
+    plan = tuple(FixOutcome(fix, not _asked_for(fix, after)) for fix in before.plan)
     run = None
     if before.run is not None and after.run is not None:
         longer = max(before.run.time, after.run.time)

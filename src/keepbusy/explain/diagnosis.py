@@ -122,7 +122,7 @@ class Harmless:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateRank:
     """A rank that its peers wait for."""
 
     rank: int
@@ -151,7 +151,7 @@ class PlannedFix:
     reason: str = ""  # a sentence with its figures, where only the plan tells why
     loop: str = ""  # of another loop than that of the steps: where it stands
     every: float = 0.0  # of a stall that comes now and then: steps from one to the next
-    late: tuple[Late, ...] = ()  # the ranks that the others wait for
+    late: tuple[LateRank, ...] = ()  # the ranks that the others wait for
 
     @property
     def named(self) -> str:
@@ -165,7 +165,7 @@ def named(fix: str, where: Sequence[Where]) -> str:
 
 
 @dataclass(frozen=True)
-class Rare:
+class RareStep:
     """A stall that comes only now and then, and one step of it that was looked at. Times are of one such step."""
 
     stall: RareStall
@@ -174,7 +174,7 @@ class Rare:
     ledger: Mapping[str, int]
     causes: tuple[Cause, ...]  # by what fixing gains beyond what it gains in every step
     predicted: Prediction  # such a step, once all of these are fixed
-    late: tuple[Late, ...] = ()
+    late: tuple[LateRank, ...] = ()
 
     def gain_of(self, predicted: Prediction) -> int:
         """Averaged over all steps, those between that do not stall included."""
@@ -191,7 +191,7 @@ class LoopDiagnosis:
 
 
 @dataclass(frozen=True)
-class Later:
+class ChangedSteps:
     """Steps have changed for good since the first window, and were explained again."""
 
     since: int  # the step
@@ -212,7 +212,7 @@ class Diagnosis:
     predicted: Prediction  # the step once all causes are fixed, or the ones asked for
     noise: int  # below this, no gain is claimed
     ranks: tuple[int, ...] = (0,)
-    late: tuple[Late, ...] = ()
+    late: tuple[LateRank, ...] = ()
     fixed: tuple[str, ...] = ()  # the causes that `--what-if` named
     device: str = ""  # "NVIDIA H200"
     sources: tuple[str, ...] = ()
@@ -225,8 +225,8 @@ class Diagnosis:
     run_steps: int = 0  # that the run took, where each of them was recorded: on a virtual GPU
     loop: str = ""  # whose turns the steps are, where the run's tree knows it: file:line
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
-    rare: tuple[Rare, ...] = ()  # of these runs' rare stalls, those that were looked at
-    later: Later | None = None
+    rare: tuple[RareStep, ...] = ()  # of these runs' rare stalls, those that were looked at
+    later: ChangedSteps | None = None
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
     draw: Callable[[], Turns] | None = field(default=None, compare=False, repr=False)  # for who wants to later
 

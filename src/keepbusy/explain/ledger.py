@@ -33,7 +33,7 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.explain.places import by_place, late_ranks
-from keepbusy.explain.plain import Plain, fed_as_usual, other_view, plain_run
+from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import lesson, remedy_for, what_happened
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.turns import Turns, turns_of
@@ -42,7 +42,7 @@ from keepbusy.timeline.replay import Replayed, pace, steady
 
 
 @dataclass(frozen=True)
-class Busy:
+class StepParts:
     """A step of one timeline, the mean of its ranks. Together with `waiting` it is the whole step."""
 
     step: float
@@ -51,8 +51,10 @@ class Busy:
     wire: float
     paced_by: SideLane = SideLane.STAY  # the lane for moved work that sets the pace, if one does
 
-    def scaled(self, ratio: float) -> Busy:
-        return Busy(self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio, self.paced_by)
+    def scaled(self, ratio: float) -> StepParts:
+        return StepParts(
+            self.step * ratio, self.computing * ratio, self.copying * ratio, self.wire * ratio, self.paced_by
+        )
 
     @property
     def held_up(self) -> float:
@@ -64,14 +66,14 @@ class Busy:
         return max(0.0, self.held_up - self.copying - self.wire)
 
 
-def busy(timeline: Timeline, steady: Replayed) -> Busy:
+def busy(timeline: Timeline, steady: Replayed) -> StepParts:
     """How a step of this steady replay is spent on the device."""
     replayed = timeline.change_spans(start=steady.start, end=steady.end)
     steps = len(timeline.marks_of(timeline.ranks[0]))
     rank = replayed.rank_of_rows
     shares = np.array([_shares(replayed, rank == one, steady.pace * steps) for one in timeline.ranks])
     computing, copying, wire = (float(share) for share in shares.mean(axis=0) / steps)
-    return Busy(steady.pace, computing, copying, wire, _side_lane(timeline.lanes[steady.slowest]))
+    return StepParts(steady.pace, computing, copying, wire, _side_lane(timeline.lanes[steady.slowest]))
 
 
 def _side_lane(lane: Lane) -> SideLane:
@@ -119,16 +121,16 @@ NOISE = 0.03
 class Forecast:
     """The plain run, and the same run under another view of what recording cost. Their difference is the range."""
 
-    plain: Plain
-    other: Plain
-    _spent: dict[Edit, Busy] = field(default_factory=dict)  # edits are compared by identity: each is replayed once
+    plain: PlainTimeline
+    other: PlainTimeline
+    _spent: dict[Edit, StepParts] = field(default_factory=dict)  # edits are compared by identity: each is replayed once
     _predicted: dict[Edit, Prediction] = field(default_factory=dict)
 
     @property
     def noise(self) -> int:
         return round(NOISE * self.plain.step)
 
-    def spent(self, edit: Edit) -> Busy:
+    def spent(self, edit: Edit) -> StepParts:
         """How the fixed step is spent on the device."""
         if edit not in self._spent:
             timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
@@ -166,9 +168,9 @@ class Forecast:
         return self._predicted[edit]
 
 
-EXACT = 5
+EXACT_ORDERS = 5
 """So many causes are fixed in every order that there is; of more, in a sample of orders."""
-SAMPLED = 6
+SAMPLED_ORDERS = 6
 
 
 def mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]], float]) -> dict[str, float]:
@@ -177,11 +179,11 @@ def mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]
     `left_after` tells what is left once these are fixed. No fix gives back what another one took. A sample of orders
     holds each one also backwards, so that nobody has the better end of it.
     """
-    if len(causes) <= EXACT:
+    if len(causes) <= EXACT_ORDERS:
         orders = list(permutations(causes))
     else:
         draw = Random(len(causes))
-        forwards = [draw.sample(causes, len(causes)) for _ in range(SAMPLED)]
+        forwards = [draw.sample(causes, len(causes)) for _ in range(SAMPLED_ORDERS)]
         orders = [tuple(order) for one in forwards for order in (one, one[::-1])]
     taken = dict.fromkeys(causes, 0.0)
     for order in orders:
@@ -202,7 +204,7 @@ CAUSES_OF = {
     SideLane.WORKERS: ("input_late",),
 }
 """Whose work it is that moves to a side lane."""
-SILENT = (*RESIDUAL, "exposed_collective", "made_on_host")
+SILENT_CAUSES = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
 SHARE_IN_LEDGER = 0.005
 """Of the step: causes that change less of it, fixed alone or last, take what the others leave in the ledger."""
@@ -227,11 +229,11 @@ class Story:
         return Story(scene, forecast, findings(scene))
 
     @property
-    def plain(self) -> Plain:
+    def plain(self) -> PlainTimeline:
         return self.forecast.plain
 
     @cached_property
-    def unchanged(self) -> Busy:
+    def unchanged(self) -> StepParts:
         return self.forecast.spent(self.edit_of([]))
 
     def gain(self, cause: str) -> int:
@@ -401,7 +403,7 @@ class Story:
             why = "something else holds the step up at the same time"
         rows, spans = [], self.scene.timeline.spans
         for cause, finding in self.found.items():
-            if cause not in named and cause not in SILENT:
+            if cause not in named and cause not in SILENT_CAUSES:
                 for place, mine in by_place(self.scene, self._seen_in_vain(finding)).items():
                     told = lesson(cause, place) if self.scene.timeline.facts.runs_once else why
                     held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
@@ -436,7 +438,7 @@ def sources_of(timeline: Timeline) -> tuple[str, ...]:
     return timeline.facts.sources or tuple(filter(None, [timeline.facts.source]))
 
 
-def notes_of(whole: Timeline, scene: Scene, plain: Plain, plain_given: bool) -> tuple[str, ...]:
+def notes_of(whole: Timeline, scene: Scene, plain: PlainTimeline, plain_given: bool) -> tuple[str, ...]:
     """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
     facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
     met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import Late, Where
+from keepbusy.explain.diagnosis import LateRank, Where
 from keepbusy.explain.edit import Finding
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
@@ -146,7 +146,7 @@ WORTH_NAMING = 0.2
 """Ranks that are late by less than this share of the latest one are not worth a line."""
 
 
-def late_ranks(scene: Scene, finding: Finding) -> tuple[Late, ...]:
+def late_ranks(scene: Scene, finding: Finding) -> tuple[LateRank, ...]:
     """Which ranks come late, by how much, and what they do meanwhile; the latest first."""
     excess = np.where(finding.culprit >= 0, finding.edit.saves(scene.timeline.spans.work), 0)
     rank = scene.timeline.rank_of_rows
@@ -156,7 +156,7 @@ def late_ranks(scene: Scene, finding: Finding) -> tuple[Late, ...]:
     return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
 
 
-def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
+def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> LateRank:
     """The place that loses most, were its rank like the others."""
     rows = np.flatnonzero(excess)
     on_device = scene.timeline.on_device[rows]
@@ -168,5 +168,5 @@ def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> Late:
     worst = max(places, key=lambda place: of_host[places[place]].sum())
     ranks, late = len(scene.timeline.ranks), excess[rows].sum() / scene.steps
     if computing:  # it would keep its share of what it does beyond the others
-        return Late(rank, int(late * ranks / (ranks - 1)), "computing", worst)
-    return Late(rank, int(late), "host_work", worst)
+        return LateRank(rank, int(late * ranks / (ranks - 1)), "computing", worst)
+    return LateRank(rank, int(late), "host_work", worst)

@@ -42,7 +42,7 @@ UNREACHABLE = 0.75
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainTimeline:
     """The run without its recorder, as far as we can tell."""
 
     timeline: Timeline
@@ -88,7 +88,7 @@ def waits_for_absent_peers(timeline: Timeline) -> Floats:
     return waits
 
 
-def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
+def plain_run(timeline: Timeline, plain_step: int | None) -> PlainTimeline:
     """The timeline under which the unchanged run takes the plain step."""
     timeline = _as_long_as_met(timeline)
     if plain_step is not None and plain_step == turn_of_part(timeline):
@@ -101,7 +101,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
         damaged = "shows steps in which no time passes, so its times are damaged; record it again."
         raise BadInput(f"{timeline.facts.named} {damaged}")
     if plain_step is None:
-        return Plain(timeline, round(recorded), 1.0, 0.0)
+        return PlainTimeline(timeline, round(recorded), 1.0, 0.0)
     if plain_step > LUCKIEST_RECORDING * recorded:
         raise BadInput(
             f"{timeline.facts.named} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
@@ -125,7 +125,7 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> Plain:
             f"recording its work takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on "
             "the same program."
         )
-    return Plain(deflated, plain_step, plain_step / reached, factor)
+    return PlainTimeline(deflated, plain_step, plain_step / reached, factor)
 
 
 def turn_of_part(timeline: Timeline) -> int | None:
@@ -136,15 +136,15 @@ def turn_of_part(timeline: Timeline) -> int | None:
     return max(steps) if is_part and steps else None
 
 
-def _sampled(timeline: Timeline, plain_step: int, factor: float) -> Plain:
+def _sampled(timeline: Timeline, plain_step: int, factor: float) -> PlainTimeline:
     """A plain step that goes as these turns went, though they took less or more of it than can be explained."""
     reached, loop = max(1.0, pace(timeline)), innermost_at(timeline.facts.run, timeline.facts.loop)
     ratio, known = plain_step / reached, loop is not None and loop.busy != NONE and len(timeline.ranks) == 1
     at_work = plain_step * loop.busy // max(1, loop.time) if loop is not None and known else 0
-    return Plain(timeline, plain_step, ratio, factor, min(ratio, 1 / ratio), at_work)
+    return PlainTimeline(timeline, plain_step, ratio, factor, min(ratio, 1 / ratio), at_work)
 
 
-def _as_lines_took(sample: Plain) -> Plain:
+def _as_lines_took(sample: PlainTimeline) -> PlainTimeline:
     """Each line of the loop takes what the run's tree has of it, not what the beginning of a turn shows; and what the
     turn passes at lines that were not met there is unknown."""
     timeline, facts = sample.timeline, sample.timeline.facts
@@ -258,7 +258,7 @@ def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
     return timeline.change_facts(plain_step=None, notes=(*timeline.facts.notes, note))
 
 
-def other_view(timeline: Timeline, plain: Plain) -> Plain:
+def other_view(timeline: Timeline, plain: PlainTimeline) -> PlainTimeline:
     """The same run, had the recorder slowed all host work evenly instead of event by event."""
     timeline = even_hosts(timeline)
     if (
@@ -269,7 +269,7 @@ def other_view(timeline: Timeline, plain: Plain) -> Plain:
         return plain
     speed = _sought(lambda speed: pace(deflate(timeline, 0.0, speed)), SLOWEST_HOST, 1.0, plain.step)
     even = deflate(timeline, 0.0, speed)
-    return Plain(even, plain.step, plain.step / pace(even), 0.0)
+    return PlainTimeline(even, plain.step, plain.step / pace(even), 0.0)
 
 
 def _factor(timeline: Timeline, plain_step: int, recorded: float) -> float:

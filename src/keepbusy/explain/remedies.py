@@ -50,7 +50,7 @@ def setting_of(causes: Sequence[str], holders: Sequence[str]) -> str:
     return next((settings[cause] for settings in known for cause in causes if cause in settings), "")
 
 
-class Seen(NamedTuple):
+class PlacedCause(NamedTuple):
     """A cause at one place."""
 
     scene: Scene
@@ -62,11 +62,11 @@ class Seen(NamedTuple):
 def remedy_for(scene: Scene, finding: Finding, where: Where, rows: Ints) -> Remedy:
     """By the cause, a place, and what was seen of it there."""
     choose = CHOICES.get(finding.cause)
-    remedy = (choose(Seen(scene, finding, where, rows)) if choose else None) or REMEDIES[finding.cause]
+    remedy = (choose(PlacedCause(scene, finding, where, rows)) if choose else None) or REMEDIES[finding.cause]
     return remedy._replace(code=remedy.code.replace("{workers}", str(scene.workers)))
 
 
-def _of_a_late_rank(seen: Seen) -> Remedy | None:
+def _of_a_late_rank(seen: PlacedCause) -> Remedy | None:
     """What only one rank does can be shared, or written later; what all do can be dealt out evenly."""
     if _writes(seen):
         return PARTICULAR["checkpoint"]
@@ -75,7 +75,7 @@ def _of_a_late_rank(seen: Seen) -> Remedy | None:
     return PARTICULAR["one_for_all"] if (seen.scene.frame_of_one_rank[seen.rows] != NONE).all() else None
 
 
-def _of_launches(seen: Seen) -> Remedy | None:
+def _of_launches(seen: PlacedCause) -> Remedy | None:
     """What would take them away has its price, which a script that runs once never earns back."""
     facts, why = seen.scene.timeline.facts, _no_graph_because(seen.scene)
     if facts.runs_once:
@@ -102,7 +102,7 @@ def _no_graph_because(scene: Scene) -> str:
     return "" if 2 * max(alike.values()) > alike.total() else "its steps differ in what they launch"
 
 
-def _of_a_blocking_copy(seen: Seen) -> Remedy | None:
+def _of_a_blocking_copy(seen: PlacedCause) -> Remedy | None:
     spans = seen.scene.timeline.spans
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
@@ -113,14 +113,14 @@ def _of_a_blocking_copy(seen: Seen) -> Remedy | None:
     return PARTICULAR["pinned"] if seen.scene.timeline.facts.runs_once else None
 
 
-def _of_a_copy_in_line(seen: Seen) -> Remedy | None:
+def _of_a_copy_in_line(seen: PlacedCause) -> Remedy | None:
     """What goes to the host is none of a batch that could be fetched ahead."""
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
     back = (seen.scene.timeline.spans.direction[copies] == Direction.DEVICE_TO_HOST).all()
     return PARTICULAR["beside"] if back or seen.scene.timeline.facts.runs_once else None
 
 
-def _of_a_sync(seen: Seen) -> Remedy | None:
+def _of_a_sync(seen: PlacedCause) -> Remedy | None:
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
     if "grad_scaler" in seen.where.library:
@@ -130,7 +130,7 @@ def _of_a_sync(seen: Seen) -> Remedy | None:
     return known or (PARTICULAR["decided_here"] if run is not None and str(seen.where) in run.decides else None)
 
 
-def _of_a_collective(seen: Seen) -> Remedy | None:
+def _of_a_collective(seen: PlacedCause) -> Remedy | None:
     """By whose it is: gradients that travel too often or too late, parameters that FSDP gathers, or values."""
     scene, launch = seen.scene, seen.scene.launch[seen.rows]
     rows = np.where(launch == NONE, seen.rows, launch)  # of a collective that nobody launched here, itself
@@ -169,7 +169,7 @@ def _before_the_gradients(scene: Scene, row: int) -> bool:
     return bool(backward[row : marks[np.searchsorted(marks, row, side="right")]].any()) or not backward.any()
 
 
-def _of_work(seen: Seen) -> Remedy | None:
+def _of_work(seen: PlacedCause) -> Remedy | None:
     """Not all that holds Python up is work of the program's own, nor can all of it go on beside the GPU."""
     if _writes(seen):
         return PARTICULAR["checkpoint"]
@@ -180,7 +180,7 @@ def _of_work(seen: Seen) -> Remedy | None:
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
 
 
-def _prepares(seen: Seen) -> bool:
+def _prepares(seen: PlacedCause) -> bool:
     """Whether it is PyTorch that works, before it launches a kernel: cuDNN looks for one whenever a shape is new."""
     scene, frame = seen.scene, seen.scene.timeline.spans.frame[seen.rows]
     work = scene.timeline.spans.work[seen.rows]
@@ -188,7 +188,7 @@ def _prepares(seen: Seen) -> bool:
     return bool(2 * work[layers[frame]].sum() > work.sum())
 
 
-def _collects(seen: Seen) -> bool:
+def _collects(seen: PlacedCause) -> bool:
     """Whether it takes as long as Python's garbage collector does in each step."""
     timeline = seen.scene.timeline
     collector = max((run.collector for run in timeline.facts.plain_runs.values()), default=0)
@@ -196,7 +196,7 @@ def _collects(seen: Seen) -> bool:
     return bool(takes < 2 * collector < 4 * takes)
 
 
-def _writes(seen: Seen) -> bool:
+def _writes(seen: PlacedCause) -> bool:
     return "serialization" in seen.where.library
 
 
@@ -204,7 +204,7 @@ _MAKERS = {"arange", "eye", "full", "linspace", "normal", "ones", "rand", "randi
 """What makes a tensor of nothing but its arguments, and takes a device, as `torch.randn` does."""
 
 
-def _of_a_maker(seen: Seen) -> Remedy | None:
+def _of_a_maker(seen: PlacedCause) -> Remedy | None:
     timeline, usual = seen.scene.timeline, REMEDIES["made_on_host"]
     frame = seen.scene.outermost(seen.scene.frames_with(Role.MAKES))[np.isin(seen.finding.culprit, seen.rows)]
     made = {timeline.names[name].rpartition("::")[2] for name in timeline.frames.name[frame[frame != NONE]].tolist()}
@@ -213,7 +213,7 @@ def _of_a_maker(seen: Seen) -> Remedy | None:
     return usual._replace(code=usual.code.replace("torch.randn(shape", f"torch.{name}(..."), api=f"torch.{name}")
 
 
-CHOICES: dict[str, Callable[[Seen], Remedy | None]] = {
+CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
     "peer_late": _of_a_late_rank,
     "launch_bound": _of_launches,
     "exposed_collective": _of_a_collective,

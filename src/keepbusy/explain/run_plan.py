@@ -15,7 +15,7 @@ from keepbusy.explain.diagnosis import (
     Harmless,
     PlannedFix,
     Prediction,
-    Rare,
+    RareStep,
     Where,
 )
 from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
@@ -156,7 +156,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     )
 
 
-def _of_stall(rare: Rare, told: Diagnosis) -> Plan:
+def _of_stall(rare: RareStep, told: Diagnosis) -> Plan:
     """The fixes of a stall, in its own step: the one that gains most, then the others, as far as they add to it."""
     steps, every = told.steps_of_run, rare.stall.every
     often = steps / every if rare.stall.regular and every else rare.stall.count

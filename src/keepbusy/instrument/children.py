@@ -32,7 +32,7 @@ _SCRIPT, _MODULE = _MAIN = ("init_main_from_path", "init_main_from_name")
 
 _followed = Patches()
 """What `follow` replaced last."""
-_THEN: list[dict[str, Any]] = []
+_CHILD_CALLS: list[dict[str, Any]] = []
 """What children call besides, once they have begun."""
 
 
@@ -49,7 +49,7 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
         def prepared(name: str) -> dict[str, Any]:
             data = prepare(name)
             main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
-            then = [{**one, "options": _asked(one["options"])} for one in _THEN]
+            then = [{**one, "options": _asked(one["options"])} for one in _CHILD_CALLS]
             os.environ[CHILD] = json.dumps({**child, "options": _asked(options), "then": then, **main})
             return data | {_SCRIPT: _FILE}
 
@@ -65,7 +65,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 
 def follow_with(then: Callable[..., object], **options: Any) -> None:
     """To be called in spawned children that are followed, once they have begun."""
-    _THEN.append({"module": then.__module__, "function": then.__qualname__, "options": options})
+    _CHILD_CALLS.append({"module": then.__module__, "function": then.__qualname__, "options": options})
 
 
 def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:

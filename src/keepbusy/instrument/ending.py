@@ -18,7 +18,7 @@ from keepbusy.instrument.script import as_before, flush
 from keepbusy.instrument.unseen_thread import UnseenThread
 
 _set, _get = signal.signal, signal.getsignal
-_AGAIN = 0.002
+_RETRY = 0.002
 """Seconds after which the signal is sent again where it came at a bad moment."""
 _PATIENCE = 3.0
 """Seconds after which a program that stands in a call which does not come back is ended without us."""
@@ -64,7 +64,7 @@ class Ending:
         self._handled.set()
         if os.getpid() == self._process and not self._in_handler and _is_within_us(frame):
             self._handled.clear()
-            if _starts(threading.Timer(_AGAIN, signal.pthread_kill, (threading.main_thread().ident, number))):
+            if _starts(threading.Timer(_RETRY, signal.pthread_kill, (threading.main_thread().ident, number))):
                 return  # what is being written down is half written: this waits until it is done
         _set(number, signal.SIG_DFL)
         try:

@@ -71,7 +71,7 @@ def _new_main(program: Sequence[str], arguments: Sequence[str]) -> ModuleType:
 def _set_first_path(folder: str) -> None:
     """Python put ours there, unless it was told to put none."""
     if not sys.flags.safe_path:
-        _BEFORE.append(_Interpreter(folder))
+        _INTERPRETERS.append(_Interpreter(folder))
         sys.path[0:1] = [folder]
 
 
@@ -115,13 +115,13 @@ def _taken_out(name: str) -> dict[str, ModuleType]:
     return {one: sys.modules.pop(one) for one in [*sys.modules] if one.partition(".")[0] == name}
 
 
-_BEFORE: list[_Interpreter] = []
+_INTERPRETERS: list[_Interpreter] = []
 """Of the program that is run, once it is."""
 
 
 def as_before() -> AbstractContextManager[None]:
     """The interpreter as it was before the program."""
-    return _BEFORE[-1].again() if _BEFORE else nullcontext()
+    return _INTERPRETERS[-1].again() if _INTERPRETERS else nullcontext()
 
 
 def _holds_a_program(path: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, Rare, Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, RareStep, Where
 from keepbusy.report.run_report import called_at, where_of
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
@@ -250,7 +250,7 @@ def _stall(stall: RareStall) -> dict[str, Any]:
     }
 
 
-def _rare(one: Rare) -> dict[str, Any]:
+def _rare(one: RareStep) -> dict[str, Any]:
     return {
         "stall": _stall(one.stall),
         "step": one.step,

@@ -14,7 +14,7 @@ from keepbusy.timeline.run_facts import Cluster, Straggler
 
 NAMED = 8
 """Stragglers that have a line of their own."""
-UNTOLD = 0.02
+NEGLIGIBLE_SHARE = 0.02
 """Of a step: what less of it goes beyond what the slowest rank needs is not worth a sentence."""
 
 
@@ -62,7 +62,7 @@ def _of_the_others(cluster: Cluster) -> Iterator[str]:
             f"a step by themselves, and half of all ranks {duration(cluster.typical)} or less."
         )
     beyond = cluster.step - max(one.own for one in cluster.ranks)
-    if beyond > UNTOLD * cluster.step:
+    if beyond > NEGLIGIBLE_SHARE * cluster.step:
         part = f"{duration(beyond)} of the step ({share(beyond, cluster.step)})"
         yield f"{part} is more than the slowest needs: data travels, or now one comes last and now another."
     yield from _different_work(cluster)

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import COMPUTING, Cause, Diagnosis, Late, Later, PlannedFix, Rare, Where
+from keepbusy.explain.diagnosis import COMPUTING, Cause, ChangedSteps, Diagnosis, LateRank, PlannedFix, RareStep, Where
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line, link_to, look
 from keepbusy.report.source import fix_line, source_of
@@ -218,7 +218,7 @@ def _after(diagnosis: Diagnosis, one: PlannedFix, before: int, saved: int) -> li
     return after
 
 
-def lateness(late: Late, ranks: Sequence[int]) -> str:
+def lateness(late: LateRank, ranks: Sequence[int]) -> str:
     """`Rank 0 arrives 66.6 ms late, and rank 1 waits for it: host work at train.py:46.`"""
     others = [rank for rank in ranks if rank != late.rank]
     who = f"rank {others[0]} waits" if len(others) == 1 else f"{len(others)} ranks wait"
@@ -267,7 +267,7 @@ def _is_part(run: Part | None, place: str, turn: int) -> bool:
     return any(part.turn > 1.5 * turn and part.parts[0].kind == LOOP for part in there)
 
 
-def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[Rare] = ()) -> Iterator[tuple[str, str]]:
+def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> Iterator[tuple[str, str]]:
     """A label and a sentence each. With several ranks: of the first one, and the rare stalls of all of them."""
     if not runs:
         return
@@ -376,7 +376,7 @@ def _when(stall: RareStall) -> str:
     return f"{stall.count} times"
 
 
-def of_stall(rare: Rare) -> Iterator[str]:
+def of_stall(rare: RareStep) -> Iterator[str]:
     """Why such a step takes long, and what fixing it gains a step, averaged over those between that do not stall."""
     if not rare.causes:
         busy = share(rare.ledger.get(COMPUTING, 0), rare.plain_step)
@@ -396,7 +396,7 @@ def _cause(cause: Cause) -> str:
     return f"{look(cause.cause).name}{words.at(cause.where, 50)}{text}"
 
 
-def of_change(first: Diagnosis, later: Later) -> Iterator[str]:
+def of_change(first: Diagnosis, later: ChangedSteps) -> Iterator[str]:
     """Since when, by how much, and what has changed most; with what to do where that is a cause that grew."""
     now = later.diagnosis
     step = f"{duration(now.plain_step)} instead of {duration(first.plain_step, now.plain_step)}"

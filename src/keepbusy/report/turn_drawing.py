@@ -43,7 +43,7 @@ class Cells(NamedTuple):
         return np.diff(before[at] + np.maximum(0.0, edges - inside))
 
 
-class Laid(NamedTuple):
+class RoundRows(NamedTuple):
     """The rows of a steady round and of the one before it, which was alike: the GPU may be that far behind."""
 
     row: Ints
@@ -65,7 +65,7 @@ def render(diagnosis: Diagnosis, width: int, colour: bool = False, unicode: bool
     return laid_out(parts, width, colour, unicode)
 
 
-def _turn(turns: Turns, plain_step: int) -> tuple[Laid, float, float]:
+def _turn(turns: Turns, plain_step: int) -> tuple[RoundRows, float, float]:
     """The turn that takes most nearly what a turn takes."""
     timeline, paced = turns.timeline, steady(turns.timeline)
     done = run(timeline, 1 if timeline.facts.one_turn else paced.rounds)
@@ -75,10 +75,10 @@ def _turn(turns: Turns, plain_step: int) -> tuple[Laid, float, float]:
     lengths = np.diff(np.append(starts, starts[0] + around))
     rows = np.arange(len(timeline))
     if timeline.facts.one_turn:
-        return Laid(rows, done.start, done.end), float(done.start.min()), around
+        return RoundRows(rows, done.start, done.end), float(done.start.min()), around
     best = int(np.abs(lengths * turns.ratio - plain_step).argmin())
     earlier = round(around)
-    both = Laid(
+    both = RoundRows(
         np.concatenate([rows, rows]),
         np.concatenate([done.start - earlier, done.start]),
         np.concatenate([done.end - earlier, done.end]),
@@ -86,7 +86,7 @@ def _turn(turns: Turns, plain_step: int) -> tuple[Laid, float, float]:
     return both, float(starts[best]), float(lengths[best])
 
 
-def _numbered(turns: Turns, laid: Laid, cells: Cells) -> dict[tuple[str, Where | None], int]:
+def _numbered(turns: Turns, laid: RoundRows, cells: Cells) -> dict[tuple[str, Where | None], int]:
     """Causes and their lines, and how long their gaps in this turn last; the longest first."""
     lasts: dict[tuple[str, Where | None], int] = {}
     for rank in turns.timeline.ranks:
@@ -100,7 +100,9 @@ def _numbered(turns: Turns, laid: Laid, cells: Cells) -> dict[tuple[str, Where |
     return dict(sorted(lasts.items(), key=lambda one: -one[1]))
 
 
-def _lanes(turns: Turns, laid: Laid, cells: Cells, numbered: dict[tuple[str, Where | None], int]) -> Iterator[Text]:
+def _lanes(
+    turns: Turns, laid: RoundRows, cells: Cells, numbered: dict[tuple[str, Where | None], int]
+) -> Iterator[Text]:
     timeline = turns.timeline
     kind, lane = timeline.spans.kind[laid.row], timeline.spans.lane[laid.row]
     main = set(timeline.spans.lane[timeline.marks].tolist())
@@ -132,7 +134,7 @@ def _row(name: str, drawn: Text, style: str = FAINT) -> Text:
     )
 
 
-def _drawn(laid: Laid, cells: Cells, tones: list[tuple[str, str, Mask]]) -> Text:
+def _drawn(laid: RoundRows, cells: Cells, tones: list[tuple[str, str, Mask]]) -> Text:
     """In each cell the letter of what takes most of it, if anything takes a third."""
     taken = np.array([cells.taken(laid.start[mine], laid.end[mine]) for _, _, mine in tones])
     return _text(cells, taken, [(letter, style) for letter, style, _ in tones])
@@ -146,7 +148,7 @@ def _text(cells: Cells, taken: Ints, letters: list[tuple[str, str]]) -> Text:
     return drawn
 
 
-def _gpu(turns: Turns, laid: Laid, rank: int, cells: Cells, numbered: dict[tuple[str, Where | None], int]) -> Text:
+def _gpu(turns: Turns, laid: RoundRows, rank: int, cells: Cells, numbered: dict[tuple[str, Where | None], int]) -> Text:
     timeline = turns.timeline
     begin, end, row = turns.gaps(rank, *laid)
     mine = (timeline.on_device & (timeline.rank_of_rows == rank))[laid.row]
@@ -179,7 +181,7 @@ def _joined(start: Ints, end: Ints) -> tuple[Ints, Ints]:
     return start[first], reached[np.append(np.flatnonzero(first)[1:] - 1, len(start) - 1)] if len(start) else end
 
 
-def _line_numbers(turns: Turns, laid: Laid, mine: Mask, cells: Cells) -> Text:
+def _line_numbers(turns: Turns, laid: RoundRows, mine: Mask, cells: Cells) -> Text:
     """Where a line of the program begins to hold the thread for long enough, its number stands."""
     place = turns.place[laid.row[mine]]
     cell = np.clip(

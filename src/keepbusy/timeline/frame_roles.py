@@ -101,7 +101,7 @@ _PIECE = re.compile(r"(Forward|Backward) \d+$")
 _LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
 INSTALLED = "site-packages/"
 """Before the name of a file, where its producer knows that it was installed; else its name has to tell."""
-_ELSEWHERE = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
+_INSTALLED_PATH = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 _TORCH = "torch"
 _TOOL = "keepbusy"
 _LIBRARIES = re.compile(
@@ -122,7 +122,7 @@ def owner_of_file(file: str) -> Owner:
     top = file.split("/", 1)[0].removesuffix(".py")
     if top in (_TORCH, _TOOL):
         return Owner.TORCH if top == _TORCH else Owner.TOOL
-    foreign = _ELSEWHERE.search(file) or _LIBRARIES.fullmatch(top) or top in sys.stdlib_module_names
+    foreign = _INSTALLED_PATH.search(file) or _LIBRARIES.fullmatch(top) or top in sys.stdlib_module_names
     return Owner.LIBRARY if foreign else Owner.USER
 
 

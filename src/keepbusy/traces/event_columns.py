@@ -118,7 +118,7 @@ _LARGEST_TIME = 2.0**52
 _NO_ARGUMENTS = Arguments()
 
 
-class Interned(dict[Any, int]):
+class KeyNumbers(dict[Any, int]):
     """Numbers its keys in the order of their first use."""
 
     def __missing__(self, key: Any) -> int:
@@ -141,7 +141,7 @@ class ThreadNumbers(dict[tuple[Any, Any], int]):
     """The same for threads, which may call themselves 7 or "7"."""
 
     def __init__(self) -> None:
-        self.spelled = Interned()
+        self.spelled = KeyNumbers()
         self.labels: dict[int, str] = {}
 
     def __missing__(self, key: tuple[Any, Any]) -> int:
@@ -161,7 +161,7 @@ class Collector:
     """Takes the rows of one trace; `events` gives them back as columns."""
 
     def __init__(self) -> None:
-        self.names, self.threads, self.collectives, self.blocks = Interned(), ThreadNumbers(), Interned(), Blocks()
+        self.names, self.threads, self.collectives, self.blocks = KeyNumbers(), ThreadNumbers(), KeyNumbers(), Blocks()
         self.skipped = 0
         self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
         self.memory: list[MemoryUse] = []

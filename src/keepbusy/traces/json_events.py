@@ -84,7 +84,7 @@ class Naming(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
     args: Label | None = None
 
 
-class Held(msgspec.Struct, gc=False, rename=MEMORY_ARGUMENTS):
+class MemoryArguments(msgspec.Struct, gc=False, rename=MEMORY_ARGUMENTS):
     """`args` of an Instant."""
 
     kind: Any = -1
@@ -102,7 +102,7 @@ class Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
     name: str = ""
     pid: int | str | float | None = 0
     tid: int | str | float | None = 0
-    args: Held | None = None
+    args: MemoryArguments | None = None
 
     @property
     def is_memory(self) -> bool:

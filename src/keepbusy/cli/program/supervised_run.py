@@ -35,7 +35,7 @@ _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux."""
 
 
-class Supervised:
+class ProgramProcess:
     """A program in a child process of its own, so that whatever ends it, its report is still made.
 
     It says when it is over. Its process ends later, for all its memory and the GPU's is given back; the report is made
@@ -137,7 +137,7 @@ def run(
     kept = os.environ.get(KEEP)
     folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
     meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
-    child = Supervised(lambda over: _watched(program, folder, options, over))
+    child = ProgramProcess(lambda over: _watched(program, folder, options, over))
     streams.until = child.wait
     try:
         with meanwhile or nullcontext():

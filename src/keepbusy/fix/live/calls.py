@@ -17,7 +17,7 @@ from keepbusy.fix.live.switch import FixSwitch, is_ours
 from keepbusy.instrument import lines
 from keepbusy.instrument.patches import Function, Patches
 
-_SCARCE = 0.1
+_SCARCE_MEMORY = 0.1
 """Of the device's memory: with less than this free, what the program gives back is given back."""
 _WHOLE = 50
 """So many collections look at new objects only; then one looks at all of them."""
@@ -47,7 +47,7 @@ class KeptCache:
 
 def _is_scarce() -> bool:
     free, total = torch.cuda.mem_get_info()
-    return bool(free < _SCARCE * total)
+    return bool(free < _SCARCE_MEMORY * total)
 
 
 class QuickCollection:

@@ -28,13 +28,13 @@ _SHORTEST_DRAW = 200_000
 """Nanoseconds that a draw must take: a shorter one is over before a thread has heard of it."""
 _REPEATED = 3
 """So often an order is seen before anything is drawn ahead, and so many draws are then made both ways and compared."""
-_AHEAD, _SLOW_AHEAD = 16, 2
+_STOCK, _SLOW_STOCK = 16, 2
 """Draws that nobody has asked for yet, and those of them that take long."""
 _CONTEXT = 4
 """Draws that say what comes next."""
 _ORDERS = 1000
 """So many pairs of draws are remembered."""
-_VAIN = 16
+_VAIN_DRAWS = 16
 """Draws in a row that came to nothing: then the program draws in no order that can be foreseen."""
 
 
@@ -134,7 +134,7 @@ class DrawsAhead:
         taken = self._chain.take(draw)
         if taken is None:
             self._chain, self._vain = None, self._vain + 1
-            if self._vain > _VAIN:
+            if self._vain > _VAIN_DRAWS:
                 self.switch.stop("the program draws in no order that can be foreseen")
             return None
         numbers, after = taken
@@ -158,7 +158,7 @@ class DrawsAhead:
         self._follows[self._last] = draw
         self._last = (*self._last, draw)[-_CONTEXT:]
         asked = [one for one, _ in self._chain.draws] if self._chain is not None else []
-        if sum(one in self._slow for one in asked) >= _SLOW_AHEAD:
+        if sum(one in self._slow for one in asked) >= _SLOW_STOCK:
             return
         coming = self._coming((*self._last, *asked)[-_CONTEXT:])
         if coming and not asked:
@@ -170,7 +170,7 @@ class DrawsAhead:
     def _coming(self, last: Context) -> list[Draw]:
         """What is expected, as far as the next draw that is worth it; nothing if none is."""
         coming: list[Draw] = []
-        while len(coming) < _AHEAD and self._seen[last, self._follows.get(last)] >= _REPEATED:  # type: ignore[index]
+        while len(coming) < _STOCK and self._seen[last, self._follows.get(last)] >= _REPEATED:  # type: ignore[index]
             coming.append(self._follows[last])
             if coming[-1] in self._slow:
                 return coming

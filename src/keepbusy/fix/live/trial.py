@@ -21,7 +21,7 @@ from keepbusy.instrument.patches import Function, Patches, left_alone
 
 _WARM_UP, _BLOCK, _ROUNDS, _SETTLE = 6, 4, 4, 1
 """Turns before the first trial, turns of a block, blocks of each kind, and turns between blocks that count for none."""
-_SELDOM = 0.75
+_WON_PAIRS = 0.75
 """Of all pairs of a block with the fixes and one without: in so many the fixes have to gain."""
 _USUAL = 3
 """Passes of a line that make it the end of a turn."""
@@ -45,7 +45,7 @@ class TrialResult:
     def stands_out(self) -> bool:
         """Whether blocks with them are seldom longer than blocks without, whatever the machine does meanwhile."""
         pairs = [fixed < plain for fixed in self.fixed for plain in self.plain]
-        return sum(pairs) >= _SELDOM * len(pairs)
+        return sum(pairs) >= _WON_PAIRS * len(pairs)
 
     @property
     def saved(self) -> int:

@@ -64,7 +64,7 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
 
 
 @dataclass(frozen=True)
-class Computed:
+class RunResults:
     """What a run computed."""
 
     losses: list[float] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Computed:
     last: list[float] = field(default_factory=list)  # of each weight at the end the sum of its sizes
 
     @classmethod
-    def read(cls, folder: Path) -> Computed:
+    def read(cls, folder: Path) -> RunResults:
         """Of all ranks."""
         whole = cls()
         for path in sorted(folder.glob("rank*.json")):
@@ -81,7 +81,7 @@ class Computed:
                 getattr(whole, name).extend(values)
         return whole
 
-    def same(self, other: Computed, tolerance: float) -> str:
+    def same(self, other: RunResults, tolerance: float) -> str:
         """Why they are not the same; "" if they are."""
         if not self.losses and not self.outputs:
             return "it computed no loss and no output that could be compared"
@@ -96,7 +96,7 @@ class Computed:
             return f"its outputs differ from number {of_outputs} on"
         return "" if repr(self.last) == repr(other.last) else "its weights differ at the end"
 
-    def _near(self, other: Computed, tolerance: float) -> str:
+    def _near(self, other: RunResults, tolerance: float) -> str:
         """Losses, and the weights at the end; of steps that are replayed as a graph only these can be seen."""
         if len(self.last) != len(other.last):
             return "it trains other weights"
@@ -120,7 +120,7 @@ class _Witness:
     """Writes down each loss and, after each step of an optimizer, a number that all bits of its weights make."""
 
     def __init__(self, peek: Peek) -> None:
-        self._peek, self._computed, self._inside = peek, Computed(), False
+        self._peek, self._computed, self._inside = peek, RunResults(), False
         self._optimizers: list[Any] = []
 
     def begin(self) -> None:

@@ -32,7 +32,7 @@ _SAME_SHAPED = {
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 _DDP = m.OneOf(*(m.Name(name) for name in ("DDP", "DistributedDataParallel")))
 _WRAPS = m.Call(func=m.OneOf(_DDP, m.Attribute(attr=_DDP)))
-_SETTLED = m.OneOf(m.Name("require_backward_grad_sync"), m.Name("no_sync"))
+_SYNC_SETTINGS = m.OneOf(m.Name("require_backward_grad_sync"), m.Name("no_sync"))
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class _LastTravels(_AtLines):
         self._last_turns = {one.lineno: ast.unparse(last) for one in loops if (last := last_turn(one))}
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
-        if not self._models or not self.stands(original_node) or m.findall(original_node, _SETTLED):
+        if not self._models or not self.stands(original_node) or m.findall(original_node, _SYNC_SETTINGS):
             return updated_node
         models = sorted(
             {dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Set
 
 _READING = {"item", "cpu", "tolist"}
 """Methods of a tensor that bring it home."""
-_AT_HOME = {
+_HOST_METHODS = {
     *("numpy", "astype", "float", "double", "half", "long", "int", "bool", "detach", "clone", "flatten"),
     *("squeeze", "argmax", "sum", "mean", "item", "tolist", "copy"),
 }
@@ -52,7 +52,7 @@ def sources(node: ast.AST) -> list[ast.expr]:
             return sources(value) or [value]
         case ast.Call(func=ast.Attribute(value=start, attr="elapsed_time"), args=[end], keywords=[]):
             return [start, end]
-        case ast.Call(func=ast.Attribute(value=value, attr=name), args=given, keywords=[]) if name in _AT_HOME:
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=given, keywords=[]) if name in _HOST_METHODS:
             return sources(value) if all(map(_is_setting, given)) else []
     return []
 

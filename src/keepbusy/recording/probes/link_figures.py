@@ -34,17 +34,17 @@ from keepbusy.timeline.files import typed
 
 PATIENCE = 20.0
 """Seconds in which each rank must come from one probe to the next. The longest one takes two."""
-UNWATCHED = 30
+PATIENCE_OF_PYTORCH = 30
 """Times `PATIENCE`: PyTorch's own limit, which must not strike before ours says who is late."""
-SLOW = 200_000_000
+SLOW_COLLECTIVE = 200_000_000
 """A collective that takes so long is not tried with more bytes."""
-COPIED, LEAST = 64 << 20, 1 << 10
+LONG_MESSAGE, SMALL_MESSAGE = 64 << 20, 1 << 10
 """Bytes of a long copy or message, and of a small one."""
-ASLEEP = 20_000_000
+SLEEP = 20_000_000
 """Cycles in which the GPU sleeps, some ten milliseconds, so that the host is ahead with what is then timed."""
-APART = 8
+PAIRED_RANKS = 8
 """Up to so many ranks each two are measured while the others rest; of more, pairs that share no rank at once."""
-WATCHED = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "PYTHON", "NVIDIA_")
+VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "PYTHON", "NVIDIA_")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def launch(ranks: int, patience: float = PATIENCE) -> LinkFigures:
 
 def _ended(started: Sequence[subprocess.Popen[bytes]], patience: float) -> list[int]:
     """The exit codes, as far as they are known a moment after the first rank failed."""
-    until = time.monotonic() + UNWATCHED * patience
+    until = time.monotonic() + PATIENCE_OF_PYTORCH * patience
     codes = [one.poll() for one in started]
     while None in codes and time.monotonic() < until:
         if any(codes):
@@ -167,7 +167,7 @@ def attend(patience: float = PATIENCE) -> LinkFigures | None:
         why = f"port {os.environ.get('MASTER_PORT')} is taken; give the job another MASTER_PORT."
         taken = "EADDRINUSE" in str(error)
         raise BadInput(why if taken else f"rank {rank} could not meet the others: {_first_line(error)}") from None
-    store.set_timeout(timedelta(seconds=UNWATCHED * patience))
+    store.set_timeout(timedelta(seconds=PATIENCE_OF_PYTORCH * patience))
     with _Deadline(store, rank, world, patience) as deadline, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
@@ -247,7 +247,7 @@ class _Rank:
     def measured(self) -> LinkFigures | None:
         if self.cuda:
             torch.cuda.set_device(self.device)
-        limit = timedelta(seconds=UNWATCHED * self.deadline.patience)
+        limit = timedelta(seconds=PATIENCE_OF_PYTORCH * self.deadline.patience)
         backend = "nccl" if self.cuda else "gloo"
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
         places = [typed(RankPlace, one) for one in self._of_all(asdict(_place(self.device)))]
@@ -275,19 +275,19 @@ class _Rank:
 
     def _copies(self, places: Sequence[RankPlace]) -> CopyRates:
         """Those of one host take turns; then all copy."""
-        device = torch.zeros(COPIED, dtype=torch.uint8, device=self.device)
-        pinned = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(LONG_MESSAGE, dtype=torch.uint8, device=self.device)
+        pinned = torch.zeros(LONG_MESSAGE, dtype=torch.uint8, pin_memory=True)
         ways = (lambda: device.copy_(pinned, non_blocking=True)), (lambda: pinned.copy_(device, non_blocking=True))
         alone: tuple[float, ...] = ()
         turn = sum(one.host == places[self.rank].host for one in places[: self.rank])
         for number in range(max(sum(one.host == host for one in places) for host in {one.host for one in places})):
             self._meet("copies alone")
             if number == turn:
-                alone = tuple(COPIED / device_time(copy) for copy in ways)
+                alone = tuple(LONG_MESSAGE / device_time(copy) for copy in ways)
         together = []
         for copy in ways:
             self._meet("copies of all ranks at once")
-            together.append(COPIED / device_time(copy, 10))
+            together.append(LONG_MESSAGE / device_time(copy, 10))
         return CopyRates(alone, tuple(together))
 
     def _meet(self, step: str) -> None:
@@ -299,7 +299,7 @@ class _Rank:
     # each two
 
     def _pairs(self) -> tuple[tuple[tuple[float, ...], ...], int]:
-        size = 4 * COPIED if self.cuda else COPIED // 16
+        size = 4 * LONG_MESSAGE if self.cuda else LONG_MESSAGE // 16
         known = {pair: times for told in self._of_all(self._received(size)) for pair, times in told.items()}
         everyone = range(self.world)
         rates = tuple(
@@ -309,7 +309,7 @@ class _Rank:
 
     def _received(self, size: int) -> dict[str, tuple[float, float]]:
         """What messages to this rank took, large ones and small ones: one ends with its last byte there."""
-        large, small = (torch.zeros(many, dtype=torch.uint8, device=self.device) for many in (size, LEAST))
+        large, small = (torch.zeros(many, dtype=torch.uint8, device=self.device) for many in (size, SMALL_MESSAGE))
         took: dict[str, tuple[float, float]] = {}
         for meeting in _meetings(self.world):
             self._meet("messages between two ranks")
@@ -327,7 +327,7 @@ class _Rank:
             for work in dist.batch_isend_irecv([dist.P2POp(act, data, peer)]):
                 work.wait()
 
-        return min(self._spent(pass_on, 4 if len(data) > LEAST else 20)[0] for _ in range(3))
+        return min(self._spent(pass_on, 4 if len(data) > SMALL_MESSAGE else 20)[0] for _ in range(3))
 
     # collectives
 
@@ -346,7 +346,7 @@ class _Rank:
             for size in sizes if name != "barrier" else sizes[:1]:
                 self.deadline.reach(f"{name} of {size} bytes")
                 times.append(self._collective(name, size, group, members))
-                if times[-1] > SLOW:
+                if times[-1] > SLOW_COLLECTIVE:
                     break
             known = sizes[: len(times)] if name != "barrier" else [0]
             yield CollectiveTimes(name, len(members), hosts, tuple(known), tuple(times))
@@ -374,7 +374,7 @@ class _Rank:
                 call()
             return (time.perf_counter_ns() - begun) / turns, 0.0
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(ASLEEP)
+        torch.cuda._sleep(SLEEP)
         call()
         begin.record()
         begun = time.perf_counter_ns()
@@ -401,7 +401,7 @@ def collective_calls(data: Tensor, group: Any, ranks: int) -> dict[str, Callable
 
 def _meetings(ranks: int) -> list[list[tuple[int, int]]]:
     """Each two once: pair by pair, or of many ranks in rounds in which each has one partner."""
-    if ranks <= APART:
+    if ranks <= PAIRED_RANKS:
         return [[(one, other)] for one in range(ranks) for other in range(one + 1, ranks)]
     seats = [*range(ranks), *([-1] if ranks % 2 else [])]
     rounds = []
@@ -428,7 +428,7 @@ def _place(device: torch.device) -> RankPlace:
         near=_cpus(_read(f"/sys/bus/pci/devices/{address}/local_cpulist")) if address else (),
         rdma=_ports(Path("/sys/class/infiniband")),
         topology=_topology() if about and os.environ.get("LOCAL_RANK", "0") == "0" else "",
-        settings=tuple(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(WATCHED))),
+        settings=tuple(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES))),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from keepbusy import __version__
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, Late, PlannedFix, Rare, Where
+from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, LateRank, PlannedFix, RareStep, Where
 from keepbusy.explain.edit import Edit
 from keepbusy.report import run_report, words
 from keepbusy.report.paper import look
@@ -162,11 +162,11 @@ def _harmless(one: Harmless) -> dict[str, Any]:
     return {"cause": one.cause, "where": place(one.where), "count": one.count, "why": text(one.why)}
 
 
-def _late(one: Late) -> dict[str, Any]:
+def _late(one: LateRank) -> dict[str, Any]:
     return {"rank": one.rank, "late": one.late, "cause": one.cause, "where": place(one.where)}
 
 
-def _rare(one: Rare) -> dict[str, Any]:
+def _rare(one: RareStep) -> dict[str, Any]:
     return {"step": one.step, "time": one.plain_step, "ledger": [[name, time] for name, time in one.ledger.items()]}
 
 

@@ -134,7 +134,7 @@ def _returned(schema: Any) -> tuple[tuple[int, str] | None, ...]:
     return tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
 
 
-_ONE_NEW, _OTHERWISE = -1, -2
+_ONE_NEW, _OTHER_RESULT = -1, -2
 """What a call returns: one new tensor, or something else than that or an argument."""
 
 
@@ -250,7 +250,7 @@ class Kernel:
 
     def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> KnownCall:
         """What to do when such a call comes again."""
-        returned = _OTHERWISE
+        returned = _OTHER_RESULT
         if len(self.returned) == 1 and isinstance(out, Tensor) and out.layout is torch.strided:
             source = self.returned[0]
             if source is None:
