@@ -7,9 +7,11 @@ runs all 44, in some minutes.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm
 
 nbformat = pytest.importorskip("nbformat", reason="there is no nbformat: pip install nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
@@ -33,8 +35,9 @@ def test_every_program_of_the_chapter_is_a_cell(path: Path) -> None:
     assert {program.replace("Path(__file__).with_name(", "Path(") for program in programs} <= set(cells)
 
 
-def test_the_notebooks_run() -> None:
+def test_the_notebooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other in one kernel, each in its own folder."""
+    monkeypatch.setattr(sys, "executable", warm().executable)  # of the kernel
     of_each = {}
     for path in NOTEBOOKS:
         sources = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"][:RUN]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,35 +228,33 @@ def scaled() -> dict[str, Any]:
     return found
 
 
-def resumed(kind: str = "GPT") -> dict[str, Any]:
-    """Every layout's checkpoint, read by every other."""
+def trained_and_resumed(kind: str, *names: str) -> dict[str, Any]:
+    """In these layouts or in all, and the checkpoint that each of them writes, read by another one."""
     with tempfile.TemporaryDirectory() as mine:
         folder: list[Any] = [mine]
         dist.broadcast_object_list(folder)
-        found = _resumed_from(Path(folder[0]), kind)
+        found = _resumed_from(Path(folder[0]), kind, names or (*LAYOUTS[RANKS],))
         dist.barrier()
         return found
 
 
-def _resumed_from(root: Path, kind: str) -> dict[str, Any]:
+def _resumed_from(root: Path, kind: str, names: Sequence[str]) -> dict[str, Any]:
     example = batch(kind, 9)[0]
-    found, saving = {}, None
     model, optimizer = made(kind)
-    train(model, optimizer, batches(kind, 0, 2))
-    found["one process"] = train(model, optimizer, batches(kind, 2, 2))
-    for name, layout in LAYOUTS[RANKS].items():
-        model, optimizer, pairs = spread(*made(kind), batches(kind, 0, 2), example=example, **layout)
-        train(model, optimizer, pairs)
+    trained = {"one process": train(model, optimizer, batches(kind, 0, 2))}
+    resumed, saving = {"one process": train(model, optimizer, batches(kind, 2, 2))}, None
+    for name in names:
+        model, optimizer, pairs = spread(*made(kind), batches(kind, 0, 2), example=example, **LAYOUTS[RANKS][name])
+        trained[name] = train(model, optimizer, pairs)
         saving = save_later(state_of(model, optimizer), root / name)
     assert saving is not None
     saving.wait()
     dist.barrier()
-    names = list(LAYOUTS[RANKS])
     for written, read in [*zip(names, [*names[1:], names[0]], strict=True), (names[0], names[-1])]:
         model, optimizer, pairs = spread(*made(kind), batches(kind, 2, 2), example=example, **LAYOUTS[RANKS][read])
         resume(model, optimizer, root / written)
-        found[f"{written} read as {read}"] = train(model, optimizer, pairs)
-    return found
+        resumed[f"{written} read as {read}"] = train(model, optimizer, pairs)
+    return {"trained": trained, "resumed": resumed}
 
 
 def packed() -> dict[str, Any]:
@@ -512,9 +510,8 @@ def kept_whole() -> list[str]:
 
 
 RUNS: dict[str, Callable[[], Any]] = {
-    "GPT": lambda: layouts_of("GPT"),
+    "GPT": lambda: trained_and_resumed("GPT"),
     "states from before": with_states_from_before,
-    "resume": resumed,
     "packed": packed,
     "sequences": sequences,
     "dropout": dropped,
@@ -522,7 +519,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 AMONG_TWO: dict[str, Callable[[], Any]] = {
     "ResNet": lambda: layouts_of("ResNet"),
     "encoder": lambda: layouts_of("encoder"),
-    "packed resume": lambda: resumed("packed"),
+    "packed layers": lambda: trained_and_resumed("packed", "shard=0", "shard=3", "tensor=2"),
     "norms of the optimizer": normed,
     "accumulate": accumulated,
     "scaler": scaled,

@@ -38,20 +38,12 @@ def test_the_links_of_two_processes(tmp_path: Path, warm_python: WarmPython) -> 
     assert "mine.toml is this machine: keepbusy plan --gpus 2 --on mine.toml train.py" in done.stdout
 
 
-def test_within_a_job_of_two_hosts_the_first_rank_tells(tmp_path: Path) -> None:
+def test_within_a_job_of_two_hosts_the_first_rank_tells(tmp_path: Path, warm_python: WarmPython) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    agent = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--max-restarts=0",
-    ]
+    agent = [warm_python.executable, "-m", "torch.distributed.run"]
+    agent += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts=0"]
     agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", tmp_path.name]
     command = [*agent, "-m", "keepbusy", "doctor", "--ranks", "2", "--save", str(tmp_path / "two.toml")]
     nodes = [

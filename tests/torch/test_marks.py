@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from warm_python import SOURCES
+from warm_python import SOURCES, warm
 
 import keepbusy
 from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, Pauses, without_processor
@@ -505,13 +505,6 @@ marks.end()
 """PyTorch's compiler, on the CPU: the virtual GPU passes it by."""
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process without the virtual GPU."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-
-
 def mentions_us(text: str) -> bool:
     """Whether our sources stand in it; a clone's folder may have any name, ours too."""
     return str(SOURCES / "keepbusy") in text or "keepbusy." in text.replace(str(SOURCES), "")
@@ -519,7 +512,10 @@ def mentions_us(text: str) -> bool:
 
 def test_what_is_compiled_is_compiled_as_ever() -> None:
     """The compiler does not see the wrapper around the outermost call, nor what stands behind the optimizer's hook."""
-    done = python("-c", COMPILED)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert done.stdout.splitlines() == ["3", "3 3"], done.stderr
     assert not mentions_us(done.stderr)
 
@@ -542,7 +538,7 @@ def test_an_error_of_the_programs_shows_nothing_of_ours(tmp_path: Path) -> None:
         "from keepbusy.recording.marks import Marks; "
         "Marks().begin(); sys.exit(script.run_file(Path(sys.argv[1]), []))"
     )
-    done = python("-c", code, str(tmp_path / "train.py"))
+    done = warm().python("-c", code, str(tmp_path / "train.py"), cwd=tmp_path)
     assert done.returncode == 1
     assert "RuntimeError: Parent directory" in done.stderr
     assert ", line 7, in <module>" in done.stderr

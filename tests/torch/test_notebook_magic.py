@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
+from warm_python import warm
 
 nbformat = pytest.importorskip("nbformat", reason="there is no nbformat: pip install nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
@@ -29,7 +31,8 @@ def printed(outputs: list[Any]) -> str:
     return "".join(one["text"] for one in outputs if one["output_type"] == "stream")
 
 
-def test_a_cell_is_run_and_explained() -> None:
+def test_a_cell_is_run_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm().executable)  # of the kernel
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     _, sums, about, nonsense, failed = (cell.outputs for cell in notebook.cells)

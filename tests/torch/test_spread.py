@@ -46,10 +46,8 @@ def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5)
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("GPT", 5),
         ("ResNet", 4),
         ("encoder", 5),
-        ("packed resume", 6),
         ("without an example", 4),
         ("tied over blocks", 1),
         ("read by another", 1),
@@ -67,8 +65,13 @@ def test_a_public_model_trains_as_it_comes(two: Found, library: str) -> None:
     assert_like_one_process(two[library], 2)
 
 
-def test_four_ranks_have_the_losses_of_one_process(four: Found) -> None:
-    assert_like_one_process(four["GPT"], 4)
+@pytest.mark.parametrize(("ranks", "kind", "layouts"), [(2, "GPT", 5), (2, "packed layers", 3), (4, "GPT", 4)])
+def test_it_trains_in_each_layout_and_a_checkpoint_is_read_by_another(
+    ranks: int, kind: str, layouts: int, request: Any
+) -> None:
+    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])[kind]
+    assert_like_one_process(found["trained"], layouts)
+    assert_like_one_process(found["resumed"], layouts + 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -76,12 +79,6 @@ def test_learning_rates_schedules_and_momenta_of_each_group_go_along(ranks: int,
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["states from before"]
     assert_like_one_process(found, {2: 5, 4: 4}[ranks])
     assert found["shard=3"][-2:] == pytest.approx([0.25e-3, 0.75e-3])
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_checkpoint_of_any_layout_is_read_by_any_other(ranks: int, request: Any) -> None:
-    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["resume"]
-    assert_like_one_process(found, {2: 6, 4: 5}[ranks])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
