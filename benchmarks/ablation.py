@@ -58,7 +58,6 @@ SETS = {
     "second": HERE / "stalls/second/planted.json",
     "public": HERE / "stalls/public.json",
     "live": HERE / "stallbench_planted.json",
-    "live_uneven": HERE / "stallbench_planted.json",
 }
 MANY_RANKS = {"two_late": ("peer_late",), "none_late": ()}
 RUNS = ("fourth", "sixth", "seventh")
