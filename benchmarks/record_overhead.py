@@ -177,7 +177,7 @@ class Switches:
     def __init__(self) -> None:
         from keepbusy.recording.recorder import Run, RunOptions
 
-        self.run: Any = Run(RunOptions(after=1 << 30))
+        self.run: Any = Run(RunOptions())
         self.on = dict.fromkeys(PARTS, True)
         self.own = dict.fromkeys(PARTS, 0.0)  # seconds of the processor that its code took
         self.for_seconds = dict.fromkeys(PARTS, 0.0)  # for how long it was on
@@ -186,6 +186,8 @@ class Switches:
         self._read_driver, self._read_at = self.run.share.read, 0
         run, meanwhile = self.run, self.run._meanwhile
         run.share.read = run._turn = lambda: None  # the former has a switch of its own, and no window is to open
+        run._opened = 1  # as after the first window
+        run._plan.due = lambda _: setattr(run._plan, "planned", None)
 
         def after_look() -> None:
             if self.on[DRIVER] and run.clock() >= self._read_at:
@@ -251,18 +253,20 @@ class Switches:
 def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[str, Any]:
     """`is_whole`: all of it is switched at once."""
     torch.set_num_threads(1)
-    chance, step = random.Random(1), make()
+    chance, step = random.Random(), make()
     columns = (CONTROL, LOOKS) if is_whole else PARTS
     for _ in range(WARM_UP):
         step()
     switches = Switches()
     milliseconds(step, LEFT_UNMEASURED)
     until = time.perf_counter() + seconds
-    took, rows = list[float](), list[list[float]]()
+    took, rows, on = list[float](), list[list[float]](), dict.fromkeys(PARTS, True)
     while time.perf_counter() < until:
-        on = {part: chance.random() < 0.5 for part in PARTS}
-        if is_whole:
-            on |= dict.fromkeys((part for part in PARTS if part != CONTROL), on[LOOKS])
+        if len(rows) % 2:  # what was on is off in the block after it, so that no part has the better half of the run
+            on = {part: not was_on for part, was_on in on.items()}
+        else:
+            on = {part: chance.random() < 0.5 for part in PARTS}
+            on |= dict.fromkeys((part for part in PARTS if part != CONTROL), on[LOOKS]) if is_whole else {}
         switches.throw(on)
         milliseconds(step, SWITCHED_SETTLING)
         took.append(milliseconds(step, SWITCHED))

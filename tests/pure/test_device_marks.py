@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from clocks import LAUNCH, PaperDevice
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,36 +16,43 @@ from keepbusy.timeline.model import NONE
 MS = 1_000_000
 
 
-def loop(device: PaperDevice, steps: int, host: int, work: int, sync_every: int = 0) -> tuple[DeviceMarks, list[int]]:
+def loop(device: PaperDevice, steps: int, host: int, work: int, sync_every: int = 0) -> tuple[DeviceMarks, MarkTable]:
     """A program that launches `work` and takes `host` for it, a mark at the end of each step."""
-    marks, times = DeviceMarks(device, device.clock), []
+    table = MarkTable()
+    marks, pauses = DeviceMarks(table, device, device.clock), Pauses(device.clock)
     for step in range(steps):
         for _ in range(10):
             device.work(host // 10)
             device.launch(work // 10)
         if sync_every and step % sync_every == sync_every - 1:
             device.sync()
+        table.add(device.now, ENDS, pauses)
         marks.set(step, device.now)
-        times.append(device.now)
-    return marks, times
+    return marks, table
 
 
-def told(marks: DeviceMarks, times: list[int]) -> np.ndarray:
-    return leads(np.array(times), *(np.array(column, np.int64) for column in marks.columns()))
+def told(table: MarkTable) -> np.ndarray:
+    _, host, _, _, _, *passed = table.columns()
+    return leads(host, *passed)
+
+
+def passed(table: MarkTable) -> np.ndarray:
+    return table.columns()[5]
 
 
 def test_where_the_device_waits_for_the_host_there_is_no_lead() -> None:
     device = PaperDevice(ahead=12 * MS)
-    lead = told(*loop(device, 50, host=10 * MS, work=2 * MS))
+    _, table = loop(device, 50, host=10 * MS, work=2 * MS)
+    lead = told(table)
     assert lead[lead != NONE].max() < 1 * MS  # of which the last launch takes a fifth
 
 
 def test_where_the_device_is_slower_the_host_runs_ahead() -> None:
     device = PaperDevice(ahead=-7 * MS)
-    marks, times = loop(device, 30, host=1 * MS, work=10 * MS)
+    marks, table = loop(device, 30, host=1 * MS, work=10 * MS)
     device.now = device.done + LAUNCH
     marks.read_all()
-    lead = told(marks, times)
+    lead = told(table)
     assert lead[0] != NONE
     assert np.abs(lead - np.array(device.true_lead)).max() <= 5 * LAUNCH + 1 * MS
 
@@ -52,40 +60,37 @@ def test_where_the_device_is_slower_the_host_runs_ahead() -> None:
 def test_the_steps_are_the_devices_though_it_has_not_done_the_last_ones() -> None:
     """A short run whose host is far ahead: its own steps are those of a queue that fills."""
     device = PaperDevice()
-    marks, times = loop(device, 40, host=2 * MS, work=10 * MS)
-    marked = MarkTable()
-    for time in times:
-        marked.add(time, ENDS, Pauses(lambda: 0))
-    steps = steps_of(marked, marks)
+    _, table = loop(device, 40, host=2 * MS, work=10 * MS)
+    steps = steps_of(table)
     assert 3 <= len(steps) < 0.5 * 40
     assert np.abs(steps.took - 10 * MS).max() <= 10 * LAUNCH
 
 
 def test_no_event_is_made_a_step_and_none_is_waited_for() -> None:
     device = PaperDevice()
-    marks, _ = loop(device, 2000, host=5 * MS, work=5 * MS)
+    _, table = loop(device, 2000, host=5 * MS, work=5 * MS)
     assert device.made <= 4
     assert device.asked < 2.5 * 2000
-    assert len(marks.times) == 2000
+    assert len(passed(table)) == 2000
 
 
 def test_a_device_that_falls_far_behind_costs_marks_and_not_memory() -> None:
     device = PaperDevice()
-    marks, times = loop(device, 2 * EVENTS_IN_FLIGHT, host=1 * MS, work=100 * MS)
+    marks, table = loop(device, 2 * EVENTS_IN_FLIGHT, host=1 * MS, work=100 * MS)
     assert device.made == EVENTS_IN_FLIGHT
     device.now = device.done + LAUNCH
     marks.read_all()
     marks.read_all()
-    lead = told(marks, times)
+    lead = told(table)
     assert (lead[:EVENTS_IN_FLIGHT] != NONE).all()
     assert (lead[EVENTS_IN_FLIGHT + 10 : -10] == NONE).mean() > 0.9  # but for those set as one came free
 
 
 def test_nothing_gets_into_a_graph_that_is_captured() -> None:
     device = PaperDevice(capturing=True)
-    marks, _ = loop(device, 5, host=1 * MS, work=1 * MS)
+    _, table = loop(device, 5, host=1 * MS, work=1 * MS)
     assert (device.made, device.asked) == (0, 0)
-    assert list(marks.times) == [NONE] * 5
+    assert passed(table).tolist() == [NONE] * 5
 
 
 def test_a_device_that_sleeps_is_not_woken() -> None:
@@ -104,25 +109,42 @@ def test_a_device_that_sleeps_is_not_woken() -> None:
 def test_the_lead_is_what_it_was(host: int, work: int, sync_every: int, ahead: int, drift: float) -> None:
     """But for the time from setting a mark to the device that is idle, and a tenth of a step where it never is."""
     device = PaperDevice(ahead=ahead, drift=drift)
-    marks, times = loop(device, 60, host * MS, work * MS, sync_every)
+    marks, table = loop(device, 60, host * MS, work * MS, sync_every)
     device.now = max(device.now, device.done) + LAUNCH
     marks.read_all()
-    lead, true = told(marks, times), np.array(device.true_lead)
+    lead, true = told(table), np.array(device.true_lead)
     assert (lead >= 0).all()
-    within = 2 * CLOCK_DRIFT * (times[-1] - times[0]) + 2 * LAUNCH + max(0, true.min())
+    within = 2 * CLOCK_DRIFT * np.ptp(table.host()) + 2 * LAUNCH + max(0, true.min())
     assert np.abs(lead - true).max() <= within
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=80))
 def test_marks_never_decrease(work: list[int]) -> None:
     device = PaperDevice()
-    marks = DeviceMarks(device, device.clock)
+    table = MarkTable()
+    marks, pauses = DeviceMarks(table, device, device.clock), Pauses(device.clock)
     for step, time in enumerate(work):
         device.work(10 * MS)
         device.launch(time * MS)
+        table.add(device.now, ENDS, pauses)
         marks.set(step, device.now)
     device.now = device.done + LAUNCH
     marks.read_all()
-    times = np.array(marks.times)
+    times = passed(table)
     assert (np.diff(times) >= 0).all()
     assert (times != NONE).all()
+
+
+def test_of_a_long_run_the_older_half_of_the_marks_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that the device has still to pass."""
+    monkeypatch.setattr("keepbusy.recording.marks.KEPT_MARKS", 8)
+    device = PaperDevice()
+    marks, table = loop(device, 21, host=1 * MS, work=100 * MS)
+    device.now = device.done + LAUNCH
+    marks.read_all()
+    number, host, *_ = table.columns()
+    assert (table.count, number.tolist(), table.last) == (21, list(range(16, 21)), host[-1])
+    assert np.diff(passed(table)).tolist() == [100 * MS] * 4
+    assert table.columns(2).tolist() == table.columns()[:, -2:].tolist()
+    table.disown()
+    assert len(steps_of(table)) == 0

@@ -481,7 +481,7 @@ def test_what_another_loop_does_between_two_steps_is_no_step(tmp_path: Path, mon
     run.turned("ppo", 2, moves).turned("ppo", 5, batches).turned("ppo", 4, epochs).turned("ppo", 1, epochs[1::2])
     loops = innermost_loops(run.looks, None)
     around = [(run.numbers["ppo"], line) for line in (1, 4, 5)]
-    trains = turned_by(np.array(marks.table.host), around, loops)
+    trains = turned_by(marks.table.host(), around, loops)
     assert trains is not None
     assert (trains.place, [one.place for one in beside(trains, loops)]) == ("ppo.py:5", ["ppo.py:2"])
     assert marks.steps().took.max() == 210 * MS

@@ -209,7 +209,7 @@ def followers(folder: Path, count: int) -> tuple[WindowPlan, WindowPlan]:
     for _ in range(2):
         program = Program(stalling(2000, 100))
         program.count = count
-        program.table.host = np.arange(count) * 10 * MS
+        program.table.host = lambda last: np.arange(count)[-last:] * 10 * MS
         plans.append(WindowPlan(program, program.clock, program.looks, list, worked=lambda: 0))  # type: ignore[arg-type]
     plans[0].shared = SharedWindows(folder, plans[0].clock)
     return plans[0], plans[1]

@@ -39,8 +39,8 @@ from keepbusy.timeline.run_tree import LOOP
 
 def stepping(run: Run, due: Callable[[int], Occasion | None], steps: int = 40) -> None:
     """So many steps of a program, in which something is always worth another look."""
-    run._plan.due = due  # type: ignore[method-assign]
     for count in range(1, steps + 1):
+        run._plan.planned = due(count)
         run._on_step(count)
 
 

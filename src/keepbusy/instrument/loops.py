@@ -41,6 +41,7 @@ DEEPEST = 64
 """Frames of a chain, from the outside in."""
 THINKS_AT_MOST = 10.0
 """Seconds, until the looking thread is not waited for any longer."""
+COUNTS_TURNS = sys.version_info >= (3, 12)
 IMPORT_SYSTEM = "<frozen importlib"
 IMPORTING = -1
 
@@ -115,7 +116,7 @@ class LoopWatch:
         )  # free once nothing is to be looked at any more; cheaper to wait for than an event
         self._stop.acquire()
         self._thread: UnseenThread | None = None
-        self._counters = TurnCounters(self.looks, clock) if sys.version_info >= (3, 12) else None
+        self._counters = TurnCounters(self.looks, clock) if COUNTS_TURNS else None
 
     def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
         """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""

@@ -133,14 +133,12 @@ class Allocations:
 
     def __init__(self, counters: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self.readings: list[AllocatorReading] = []
+        self.due = 0
         self._counters = counters or _of_cuda
-        self._next = 0
 
     def read(self, mark: int, now: int) -> None:
-        """At a mark. Most of them come too early to read anything."""
-        if now < self._next:
-            return
-        self._next = now + BETWEEN_READINGS
+        """At the first mark after it was due."""
+        self.due = now + BETWEEN_READINGS
         counted = self._counters()
         if "num_alloc_retries" in counted:
             self.readings.append(

@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,6 +54,65 @@ def leads(host: Ints, times: Ints, earliest: Ints, latest: Ints) -> Ints:
         ahead = clock_offset(times[known], earliest[known], latest[known])
         lead[known] = np.maximum(0, times[known] + ahead - host[known])
     return lead
+
+
+KEPT_MARKS = 1 << 20
+"""Marks that are kept; of a longer run the older half goes."""
+UNDER_WATCH = 3
+"""What a mark says, beside the verdicts of `Rounds`: a step ends that was looked at closely."""
+_COLUMNS = 8
+
+
+class MarkTable:
+    """A row a mark: its number, when the host set it, what it says of the step before it, that step's input and
+    collector; when the device passed it, by its own clock, and how much the host's clock is ahead of that one, at least
+    and at most. NONE where nobody knows.
+
+    A row is written in one call: other threads find whole ones, and what lies close together is soon at hand.
+    """
+
+    def __init__(self) -> None:
+        self.saves: dict[int, int] = {}  # what checkpoints took, by mark: they are rare
+        self._rows = array("q")
+        self._first = 0
+
+    @property
+    def count(self) -> int:
+        """Marks so far, with those that are not kept any more."""
+        return self._first + len(self._rows) // _COLUMNS
+
+    @property
+    def last(self) -> int:
+        """When it was set."""
+        return self._rows[1 - _COLUMNS] if self._rows else 0
+
+    def add(self, now: int, says: int, pauses: Pauses) -> None:
+        took, number = pauses.now, self.count
+        if took[CHECKPOINT]:
+            self.saves[number] = took[CHECKPOINT]
+        if len(self._rows) == KEPT_MARKS * _COLUMNS:
+            del self._rows[: KEPT_MARKS // 2 * _COLUMNS]
+            self._first += KEPT_MARKS // 2
+        self._rows.extend((number, now, says, took[INPUT], took[COLLECTOR], NONE, NONE, NONE))
+        took[CHECKPOINT] = took[INPUT] = took[COLLECTOR] = 0
+
+    def passed(self, mark: int, time: int, earliest: int, latest: int) -> None:
+        """The device did."""
+        end = (mark - self._first + 1) * _COLUMNS
+        if end > 0:
+            self._rows[end - 3 : end] = array("q", (time, earliest, latest))
+
+    def disown(self) -> None:
+        """None of the marks so far ended a step."""
+        self._rows[2::_COLUMNS] = array("q", [BEGINS]) * (len(self._rows) // _COLUMNS)
+
+    def columns(self, last: int = 0) -> Ints:
+        """Copies; `last`: of so many marks at the end."""
+        return np.array(self._rows[-last * _COLUMNS :], np.int64).reshape(-1, _COLUMNS).T
+
+    def host(self, last: int = 0) -> Ints:
+        """When marks were set."""
+        return self.columns(last)[1]
 
 
 # Marks on the device: events in its current stream, read back once it has passed them. Nobody waits for one.
@@ -115,171 +174,71 @@ class Cuda:
         return self._streams[raw]
 
 
-class _Pending(NamedTuple):
-    event: Any
-    mark: int
-    set: int  # by the host's clock
-
-
 class DeviceMarks:
-    """`times[mark - first]` is when the device passed a mark, by its own clock; NONE where nobody knows."""
+    """Notes in the table when the device has passed each mark."""
 
-    def __init__(self, device: EventClock, clock: Callable[[], int]) -> None:
-        self.first = 0
-        self.times = array("q")
-        self.earliest = array("q")  # how much the host's clock is ahead of the device's: at least so much
-        self.latest = array("q")  # and at most so much
-        self._device = device
-        self._clock = clock
+    def __init__(self, table: MarkTable, device: EventClock, clock: Callable[[], int]) -> None:
+        self._table, self._device, self._clock = table, device, clock
         self._free: list[Any] = []
         self._made = 0
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[Any, int, int]] = deque()  # an event, its mark, and when the host set it
         self._seen_pending = 0
         self._last: Any = None
         self._now = 0.0
 
     def set(self, mark: int, now: int) -> None:
-        """The host is here at `now`; when will the device be? Every mark is told, in order."""
-        for column in self.columns():
-            column.append(NONE)
+        """The host is here at `now`; when will the device be?"""
         if not self._device.ready():
             return
-        event = self._event()
+        event = self._free.pop() if self._free else self._new_event()
         if event is not None:
             self._device.set(event)
-            self._pending.append(_Pending(event, mark, now))
+            self._pending.append((event, mark, now))
         self.read(but=1)
 
     def read(self, most: int = READ_AT_A_TIME, but: int = 0) -> None:
         """See which marks the device has passed, `but` the last ones: what was set just now it has not."""
         for _ in range(most):
-            if len(self._pending) <= but or not self._passed(self._pending[0]):
+            if len(self._pending) <= but:
                 return
+            event, mark, was_set = self._pending[0]
+            before = self._clock()
+            if not event.query():
+                self._seen_pending = before
+                return
+            self._pending.popleft()
+            if self._last is not None:
+                self._now += self._last.elapsed_time(event) * 1e6
+                self._free.append(self._last)
+            self._last, time = event, round(self._now)
+            self._table.passed(mark, time, max(was_set, self._seen_pending) - time, self._clock() - time)
+            self._seen_pending = 0
 
     def read_all(self) -> None:
         """Once the program has ended; what the device has not done by then stays unknown."""
         if self._device.ready():
             self.read(EVENTS_IN_FLIGHT)
 
-    def drop(self, count: int) -> None:
-        """Forget the oldest ones."""
-        if not count:
-            return
-        self.first += count
-        for column in self.columns():
-            del column[:count]
-
-    def columns(self) -> tuple[array[int], array[int], array[int]]:
-        """A row a mark."""
-        return self.times, self.earliest, self.latest
-
-    def _event(self) -> Any:
-        if self._free:
-            return self._free.pop()
-        if self._made == EVENTS_IN_FLIGHT:
-            return None
+    def _new_event(self) -> Any:
         self._made += 1
-        return self._device.new_event()
-
-    def _passed(self, pending: _Pending) -> bool:
-        before = self._clock()
-        if not pending.event.query():
-            self._seen_pending = before
-            return False
-        self._pending.popleft()
-        if self._last is not None:
-            self._now += self._last.elapsed_time(pending.event) * 1e6
-            self._free.append(self._last)
-        self._last = pending.event
-        self._note(pending, round(self._now), self._clock())
-        return True
-
-    def _note(self, pending: _Pending, time: int, seen: int) -> None:
-        row = pending.mark - self.first
-        if row >= 0:
-            self.times[row] = time
-            self.earliest[row] = max(pending.set, self._seen_pending) - time
-            self.latest[row] = seen - time
-        self._seen_pending = 0
+        return self._device.new_event() if self._made <= EVENTS_IN_FLIGHT else None
 
 
-KEPT_MARKS = 1 << 20
-"""Marks that are kept; of a longer run the older half goes."""
 KNOWN_ON_DEVICE = 0.8
 """Where so many of the steps that are over are known on the device, those that are not are passed over."""
-UNDER_WATCH = 3
-"""What a mark says, beside the verdicts of `Rounds`: a step ends that was looked at closely."""
 
 
-class MarkTable:
-    """Row by row: when the host set a mark, what it says of the step before it, and that step's pauses."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        self.host = array("q")
-        self.says = array("b")
-        self.input = array("q")
-        self.collector = array("q")
-        self.saves: dict[int, int] = {}  # what checkpoints took, by mark: they are rare
-
-    @property
-    def count(self) -> int:
-        """Marks so far, with those that are not kept any more."""
-        return self.first + len(self.host)
-
-    @property
-    def last(self) -> int:
-        return self.host[-1] if self.host else 0
-
-    def add(self, now: int, says: int, pauses: Pauses) -> None:
-        took = pauses.now
-        if took[CHECKPOINT]:
-            self.saves[self.count] = took[CHECKPOINT]
-        self.says.append(says)
-        self.input.append(took[INPUT])
-        self.collector.append(took[COLLECTOR])
-        self.host.append(now)
-        took[CHECKPOINT] = took[INPUT] = took[COLLECTOR] = 0
-
-    def disown(self) -> None:
-        """None of the marks so far ended a step."""
-        self.says = array("b", [BEGINS]) * len(self.says)
-
-    def columns(self) -> tuple[array[int], ...]:
-        """A row a mark: when it was set, what it says, the input and the collector before it."""
-        return self.host, self.says, self.input, self.collector
-
-    def halve(self) -> int:
-        """Forget the older half, once there are too many; returns how many."""
-        if len(self.host) < KEPT_MARKS:
-            return 0
-        count = KEPT_MARKS // 2
-        for column in self.columns():
-            del column[:count]
-        self.first += count
-        return count
-
-
-def steps_of(marked: MarkTable, device: DeviceMarks | None, last: int = 0) -> Steps:
-    """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end.
-
-    Any thread may ask: only copies are looked at, and a mark that is being set meanwhile is left out.
-    """
-    on_device = device.columns() if device is not None else ()
-    end = min(len(column) for column in (*marked.columns(), *on_device))
-    part = slice(max(0, end - last) if last else 0, end)
-    host, says, waited, collector = (np.array(column[part], np.int64) for column in marked.columns())
-    times = lead = np.full(len(host), NONE, np.int64)
-    if on_device:
-        times, earliest, latest = (np.array(column[part], np.int64) for column in on_device)
-        lead = leads(host, times, earliest, latest)
+def steps_of(marked: MarkTable, last: int = 0) -> Steps:
+    """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end."""
+    mark, host, says, waited, collector, times, earliest, latest = marked.columns(last)
+    lead = leads(host, times, earliest, latest)
     rows = np.flatnonzero((says == ENDS) | (says == UNDER_WATCH))
     rows = rows[rows > 0]
     known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
     over = np.count_nonzero(rows <= known[-1]) if len(known) else 0  # the device is still busy with those after it
     passed, rows = (times, known) if over and len(known) >= KNOWN_ON_DEVICE * over else (host, rows)
     return Steps(
-        mark=rows + marked.first + part.start,
+        mark=mark[rows],
         took=passed[rows] - passed[rows - 1],
         plain=says[rows] == ENDS,
         input=waited[rows],
@@ -332,7 +291,7 @@ class Marks:
 
     def begin(self) -> None:
         """Call it in the program's main thread, once torch can be imported. The device is left asleep."""
-        self._on_device = DeviceMarks(self._device or Cuda(), self._clock)
+        self._on_device = DeviceMarks(self.table, self._device or Cuda(), self._clock)
         self._running = True
         self._ends.begin()
         self.pauses.begin()
@@ -369,12 +328,12 @@ class Marks:
 
     def steps(self, last: int = 0) -> Steps:
         """Whole steps so far, or between so many marks at the end."""
-        found = steps_of(self.table, self._on_device, last)
+        found = steps_of(self.table, last)
         return found.take(~self._is_beside(found)) if self.others else found
 
     def beside(self) -> set[int]:
         """Numbers of what lies between two marks and is no step."""
-        found = steps_of(self.table, self._on_device)
+        found = steps_of(self.table)
         return set((found.mark[self._is_beside(found)] + 1).tolist())
 
     def _is_beside(self, found: Steps) -> Mask:
@@ -458,21 +417,22 @@ class Marks:
 
     def _mark(self, verdict: int) -> None:
         table, now = self.table, self._clock()
-        if not table.count:
+        number = table.count
+        if not number:
             self._thread, self._began = threading.get_native_id(), now
             self._waited = without_processor(self._thread)
-        if self._ends.source > self._source == StepSource.FORWARD:
-            table.disown()
-            self.since = table.count
-        self._source = self._ends.source
+        if self._ends.source is not self._source:
+            if self._ends.source > self._source == StepSource.FORWARD:
+                table.disown()
+                self.since = number
+            self._source = self._ends.source
         closely = verdict != BEGINS and (self._is_closely_watched or self._settling > 0)
         self._settling -= self._settling > 0
         table.add(now, UNDER_WATCH if closely else verdict, self.pauses)
-        number = table.count - 1
         if self._on_device is not None:
             self._on_device.set(number, now)
-            self._on_device.drop(table.halve())
-        self._allocations.read(number, now)
+        if now >= self._allocations.due:
+            self._allocations.read(number, now)
         if self._on_step is not None:
             self._on_step(number + 1)
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
-import numpy as np
-
 from keepbusy.instrument.children import follow, when_imported
 from keepbusy.instrument.lines import PROGRAM_CODE, kind_of, program_lines
 from keepbusy.instrument.loop_tree import (
@@ -32,7 +30,7 @@ from keepbusy.instrument.loop_tree import (
     turns_at,
     worth_a_look,
 )
-from keepbusy.instrument.loops import LoopWatch, SourceLoops
+from keepbusy.instrument.loops import COUNTS_TURNS, LoopWatch, SourceLoops
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
@@ -262,7 +260,7 @@ class Run:
         numbers = {id(code): number for number, code in enumerate(self.loops.looks.codes)}
         lines = [(code, line) for code, line in reversed(self._stepped_at) if id(code) in numbers]
         around = [(numbers[id(code)], loop.first) for code, line in lines for loop in self._sources.around(code, line)]
-        trains = turned_by(np.array(self.marks.table.host[:], np.int64), around, loops)
+        trains = turned_by(self.marks.table.host(), around, loops)
         if trains is not None:
             self._loop, self.marks.others = trains.place, [one.ends for one in beside(trains, loops)]
         return loops
@@ -283,20 +281,21 @@ class Run:
 
     def _on_step(self, count: int) -> None:
         """Called by the marks. Whatever goes wrong here is ours, and no business of the program's."""
-        if os.getpid() != self.process:
-            return
         self._steps = count
-        self.loops.passed(sys._getframe(1))
-        if not self._sees_a_loop():
+        if not COUNTS_TURNS:
+            self.loops.passed(sys._getframe(1))
+        is_due = self.window.is_open or self._plan.planned is not None or self._opened <= self.marks.since
+        if is_due and not self._sees_a_loop():  # of most steps there is nothing else to do
             self._guarded(self._step, count)
 
     def _on_batch(self, iterator: Any, before: int, after: int) -> None:
         self.loaders.came(iterator, before, after)
-        self.loops.passed(sys._getframe(2))
+        if not COUNTS_TURNS:
+            self.loops.passed(sys._getframe(2))
 
     def _on_turn(self) -> None:
         """At each turn of the loop that is to be looked at."""
-        if os.getpid() == self.process and self._followed is not None:
+        if self._followed is not None:
             self._guarded(self._turn)
 
     def _guarded(self, act: Callable[..., object], *arguments: object) -> None:

@@ -196,7 +196,7 @@ class WindowPlan:
         """So many marks have never come while word goes from the first rank to the others."""
         if self.shared is None:
             return 0
-        host = np.array(self.marks.table.host[-MARKS_CONSIDERED:], np.int64)
+        host = self.marks.table.host(MARKS_CONSIDERED)
         known = min(TOLD_AHEAD, int(np.ptp(host))) if len(host) else 0
         came = np.searchsorted(host, host + known) - np.arange(len(host))
         return 2 + int(came.max(initial=0) * TOLD_AHEAD // max(1, known))
