@@ -6,8 +6,9 @@ Each GPU has a process and cores of its own, which takes case after case, those 
 each kind, which pays for what comes only once; then as it is written, with the fixes, and as its author would have
 fixed it, and the same backwards; and at last with the trial that a user's run makes, where the fixes did anything.
 Weights after the last step are compared bit for bit, and two plain runs say whether a case agrees with itself at all.
-Where the author's weights are others, he made the program compute something else (other random numbers, another order
-of rounding, another algorithm), which is his to decide and no tool's: such cases are counted, and counted apart.
+The short runs use PyTorch's deterministic algorithms. Where the author's weights are others after them, he made the
+program compute something else (other random numbers, another order of rounding, another algorithm), which is his to
+decide and no tool's: such cases are counted, and counted apart.
 A case is told as soon as it is known, and after `--seconds` the answer is what is known by then. Cases of several
 ranks are left out.
 Needs a GPU; without one the cases shrink and run on a virtual GPU, which shows that they run and compute the same.
@@ -138,6 +139,8 @@ def digest(tensor: Any) -> int:
 
 
 def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
     from keepbusy.fix.live.live_fixes import LiveFixes, chosen
 
     def fixes(tried: bool = False) -> LiveFixes:
@@ -145,10 +148,12 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     case, began = Case(path), time.monotonic()
     times: dict[str, list[float]] = {"plain": [], "live": [], "author": []}
-    weights: dict[str, list[int]] = {"plain": [], "live": [], "author": []}
-    short = [case.run(kind == "author", fixes() if kind == "live" else None, FIRST)["ms"] for kind in times]
+    weights: dict[str, list[int]] = {kind: [] for kind in times}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    short = [case.run(kind == "author", fixes() if kind == "live" else None, FIRST) for kind in (*times, "plain")]
+    torch.use_deterministic_algorithms(False)
     if not is_loaded(path):
-        case.steps = max(FIRST * 4, min(STEPS, int(LONG * 1000 / min(short))))
+        case.steps = max(FIRST * 4, min(STEPS, int(LONG * 1000 / min(one["ms"] for one in short))))
     found: dict[str, Any] = {"case": path.stem, "folder": path.parent.name, "done": {}, "off": {}}
     for kind in (*times, *reversed(times)) * options.rounds:
         if is_loaded(path) and times[kind] and times["plain"][0] * case.steps > LONG * 1000:
@@ -163,7 +168,9 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     plain, live_time, author = (min(times[kind]) for kind in times)  # what is slow once is seldom the program
     found.update(times=times, plain=plain, live=live_time, author=author)
     found["noise"] = (max(times["plain"]) - min(times["plain"])) / plain
-    found["same"], found["author_same"] = (same(weights["plain"], weights[kind]) for kind in ("live", "author"))
+    found["same"] = same(weights["plain"], weights["live"])
+    first, _, author, second = (one["weights"] for one in short)
+    found["author_same"] = same([first, second], [author])
     found["gain"] = 1 - author / plain
     found["share"] = (plain - live_time) / (plain - author) if found["gain"] > NULL else None
     found["trial_gain"], found["left_alone"] = None, not found["done"]
