@@ -55,6 +55,7 @@ class DeferredCopies:
         self._default: dict[int, Any] = {}
         self._flying: deque[Any] = deque()
         self._pinned: list[StorageWeakRef] = []
+        self._pinned_room = 64
         self.ahead: Callable[[Tensor, torch.device | None, torch.dtype | None, bool], Tensor | None] = lambda *_: None
         """Asked first, of each move from the host: what is on the device already. A device, if nothing else changes."""
         self.handed: dict[int, Any] = {}
@@ -63,10 +64,10 @@ class DeferredCopies:
         self.brings_home = False
         """Whether the program has copies to the host that it does not wait for."""
 
-    def reads_pinned(self) -> bool:
-        """Whether the program may change its pinned memory while the device still reads it."""
+    def reads_pinned(self) -> int:
+        """How much there is of the program's pinned memory that it may change while the device still reads it."""
         self._pinned = [one for one in self._pinned if not one.expired()]
-        return bool(self._pinned)
+        return len(self._pinned)
 
     def patch(self, patches: Patches) -> None:
         patches.replace(Tensor, "to", lambda plain: self._moving(plain, torch._C._nn._parse_to))
@@ -158,6 +159,8 @@ class DeferredCopies:
     def _note_pinned(self, tensor: Tensor, non_blocking: Any) -> None:
         if non_blocking and not tensor.is_cuda and tensor.is_pinned():
             self._pinned.append(StorageWeakRef(tensor.untyped_storage()))
+            if len(self._pinned) > self._pinned_room:
+                self._pinned_room = 64 + 2 * self.reads_pinned()
 
     # what one expression moves
 
@@ -242,7 +245,7 @@ class DeferredCopies:
         if pinned and (self.brings_home or dtype != tensor.dtype):
             return None
         small = tensor.numel() * dtype.itemsize <= _SMALL
-        if small and pinned and non_blocking:
+        if pinned and non_blocking and tensor.nbytes < _LARGE:
             return None  # that is what the plain copy does
         with ours():
             if tensor.nbytes < _LARGE and self._is_idle(device.index):
