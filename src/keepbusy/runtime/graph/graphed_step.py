@@ -42,7 +42,7 @@ class GraphKey:
     """
 
     def __init__(self, participants: Participants, names: list[NameRead], rates: LearningRates) -> None:
-        self._modules, self._optimizers = participants.modules, participants.optimizers
+        self._modules, self._optimizers = [*participants.modules], [*participants.optimizers]
         self._names = [name for name in names if not isinstance(name.read(), _CODE_TYPES)]
         self._rates = rates
         self._leaves: dict[int, Tensor] = {}
@@ -143,7 +143,7 @@ class Rehearsal:
     def _third_call(self, call: StepCall) -> Any:
         if self._differs is not None:
             return self._find_line(call, self._differs)
-        self.rates = LearningRates(self.participants.optimizers)
+        self.rates = LearningRates([*self.participants.optimizers])
         self.key = GraphKey(self.participants, self._names, self.rates)
         self.key.add([one.leaf for one in self._gradients.held()])
         del self._gradients

@@ -44,8 +44,8 @@ class HostState:
     """Reads everything that a step may change there."""
 
     def __init__(self, participants: Participants, names: list[NameRead]) -> None:
-        self._modules, self._optimizers = participants.modules, participants.optimizers
-        self._schedulers, self._scalers = participants.schedulers, participants.scalers
+        self._modules, self._optimizers = [*participants.modules], [*participants.optimizers]
+        self._schedulers, self._scalers = [*participants.schedulers], [*participants.scalers]
         self._names = names
 
     def read(self) -> dict[StateKey, Any]:

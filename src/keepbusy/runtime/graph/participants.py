@@ -25,27 +25,11 @@ class Participants:
     """All that took part in the calls that were watched so far, in the order in which they did."""
 
     def __init__(self) -> None:
-        self._modules: dict[torch.nn.Module, None] = {}
-        self._optimizers: dict[Optimizer, None] = {}
-        self._schedulers: dict[LRScheduler, None] = {}
-        self._scalers: dict[torch.amp.GradScaler, None] = {}
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.optimizers: dict[Optimizer, None] = {}
+        self.schedulers: dict[LRScheduler, None] = {}
+        self.scalers: dict[torch.amp.GradScaler, None] = {}
         self._leaves: dict[int, Tensor] = {}
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        return [*self._modules]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return [*self._optimizers]
-
-    @property
-    def schedulers(self) -> list[LRScheduler]:
-        return [*self._schedulers]
-
-    @property
-    def scalers(self) -> list[torch.amp.GradScaler]:
-        return [*self._scalers]
 
     @contextmanager
     def watching(self) -> Iterator[Gradients]:
@@ -53,14 +37,14 @@ class Participants:
         gradients = Gradients(self._gathering())
 
         def on_step(optimizer: Optimizer, *_arguments: Any) -> None:
-            self._optimizers.setdefault(optimizer)
+            self.optimizers.setdefault(optimizer)
             gradients.note_step(optimizer)
 
         hooks = [
-            register_module_forward_pre_hook(lambda module, _arguments: self._modules.setdefault(module)),
+            register_module_forward_pre_hook(lambda module, _arguments: self.modules.setdefault(module)),
             register_optimizer_step_pre_hook(on_step),
         ]
-        watcher = _Watcher(gradients.note_backward, self._schedulers.setdefault, self._scalers.setdefault)
+        watcher = _Watcher(gradients.note_backward, self.schedulers.setdefault, self.scalers.setdefault)
         _watch(watcher)
         try:
             yield gradients
@@ -72,8 +56,8 @@ class Participants:
 
     def _gathering(self) -> list[Tensor]:
         """Every tensor known that may gather a gradient."""
-        weights = [weight for module in self._modules for weight in module.parameters(recurse=False)]
-        stepped = [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]
+        weights = [weight for module in self.modules for weight in module.parameters(recurse=False)]
+        stepped = [weight for one in self.optimizers for group in one.param_groups for weight in group["params"]]
         known = {id(one): one for one in (*weights, *stepped, *self._leaves.values())}
         return [one for one in known.values() if one.requires_grad and one.is_leaf]
 
