@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8717,
     "explain": 4385,
     "report": 3293,
-    "runtime": 5714,
+    "runtime": 5698,
     "cli": 3535,
     "fix": 6076,
 }
