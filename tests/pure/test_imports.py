@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2161,
     "recording": 4058,
     "virtual": 8717,
-    "explain": 4385,
+    "explain": 4410,
     "report": 3293,
     "runtime": 5698,
     "cli": 3535,

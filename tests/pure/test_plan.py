@@ -556,6 +556,46 @@ def test_a_stall_without_a_line_is_where_the_run_shows_it() -> None:
     assert (fix.fix, places(fix)) == ("save_later", ["train.py:48"])
 
 
+def calibrated(**loop: Any) -> Diagnosis:
+    """A loop beside that of the steps, in which the GPU is idle for 9 of 10 s at one line."""
+    lines = (LineTime("range.py:32", 9_500 * MS, 8_500 * MS), LineTime("range.py:33", 500 * MS, 500 * MS))
+    told: dict[str, Any] = {"function": "ranges", "time": 10_000 * MS, "busy": 1_000 * MS, "turns": 100, "lines": lines}
+    beside = Part(LOOP, "range.py:30", began=TREE.time, **(told | loop))
+    steps = replace(TREE.parts[1], place="train.py:29")
+    run = replace(TREE, time=TREE.time + 10_000 * MS, parts=(TREE.parts[0], steps, beside))
+    return stalled(run=run, rare=(), plain_step=180 * MS, loop="train.py:29")
+
+
+def test_a_loop_that_nobody_recorded_is_told_by_its_idle_lines() -> None:
+    """From nothing to all of it: what it takes is known, not what it does."""
+    [fix] = plan_of_run(calibrated(), ())
+    assert (fix.fix, places(fix), fix.loop) == ("compute_on_gpu", ["range.py:32"], "range.py:30")
+    assert (fix.gain, fix.run_gain) == (90 * MS, 9_000 * MS)
+    assert fix.predicted == Prediction(10 * MS, 10 * MS, 100 * MS)
+    held = plan_of_run(calibrated(function="library/loops.py:7 in run"), ())
+    assert [places(one) for one in held] == [["range.py:30"]]
+
+
+def test_of_a_loop_whose_recorded_turns_are_unlike_the_others_the_run_knows_more() -> None:
+    """Twelve quick turns were recorded, and then came twelve slow ones."""
+    unlike = replace(calibrated(), loop="range.py:30", plain_given=False)
+    assert "range.py:30" in [fix.loop for fix in plan_of_run(unlike, ())]
+    assert "range.py:30" not in [fix.loop for fix in plan_of_run(replace(unlike, plain_given=True), ())]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [{"busy": 100 * MS}, {"busy": 9_900 * MS}, {"warm_up_time": 8_800 * MS}],
+    ids=["the GPU is not used", "it does not wait", "but in the first turn"],
+)
+def test_a_loop_in_which_nothing_waits_is_no_row(loop: dict[str, Any]) -> None:
+    assert plan_of_run(calibrated(**loop), ()) == ()
+
+
+def test_where_nobody_knows_which_loop_was_recorded_none_is_told() -> None:
+    assert plan_of_run(replace(calibrated(), loop="range.py:77"), ()) == ()
+
+
 def outer_step(ranks: tuple[int, ...] = (0,)) -> Diagnosis:
     """A function is called now and then, which goes through all weights, copies each home and steps there."""
     told = timed(1_400, ranks)

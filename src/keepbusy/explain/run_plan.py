@@ -20,11 +20,12 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
+from keepbusy.explain.places import WORTH_NAMING
 from keepbusy.explain.remedies import PARTICULAR, REMEDIES, Remedy, setting_of
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LoaderUse, Part, SlowTurns
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LineTime, LoaderUse, Part, SlowTurns
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
@@ -40,7 +41,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
     for one in told.loops:
         fixes = (_of_all_steps(fix, one.turns) if one.turns else fix for fix in one.diagnosis.plan)
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
-    parts += [_of_line(one) for one in _idle_lines(told)]
+    parts += [*_idle_lines(told), *_idle_loops(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
     return tuple(_set(fix, told) for fix in _as_far_as_loops_took(_told_once(chain(*parts)), told))
 
@@ -395,30 +396,54 @@ def _computed_in(part: Part, stays: Mapping[str, tuple[float, int]]) -> int:
     return sum(_computed_in(inner, stays) for inner in part.parts if inner.kind == LOOP)
 
 
-def _idle_lines(told: Diagnosis) -> list[Part]:
+def _idle_lines(told: Diagnosis) -> Iterator[Plan]:
     """Of a script that takes no steps the lines at which the GPU waits, once it is in use, and that nobody recorded."""
     run = told.run
     if run is None or told.steps_of_run or any(part.kind == LOOP for part in run.parts):
-        return []
+        return
     begun = min((part.began for part in run.parts if part.kind == FIRST_USE or part.busy > 0), default=run.time)
-    seen = {str(site.where) for cause in told.causes for site in cause.sites} | {
-        str(one.where) for one in told.harmless
-    }
-    lines = [part for part in run.parts if part.kind == LINE and part.place not in seen and part.began >= begun]
-    return [part for part in lines if part.waits > NOISE * run.time]
+    seen = {str(site.where) for cause in told.causes for site in cause.sites}
+    seen |= {str(one.where) for one in told.harmless}
+    for part in run.parts:
+        if part.kind == LINE and part.place not in seen and part.began >= begun and part.waits > NOISE * run.time:
+            called = next((one.call for one in part.lines if one.call), "")
+            yield _of_idle_lines([LineTime(part.place, part.time, part.waits, called)], part.time, part.waits)
 
 
-def _of_line(part: Part) -> Plan:
-    """What it takes is known, and how long the GPU was idle meanwhile: at worst nothing of that can go."""
-    after, called = part.time - part.waits, next((one.call for one in part.lines if one.call), "")
+def _idle_loops(told: Diagnosis) -> Iterator[Plan]:
+    """Loops in which the GPU is used and waits, and of which no turn was recorded, nor of what they are in or hold; or
+    only turns unlike the others."""
+    loops, run = _loops_of(told), told.run
+    recorded = {one.place for one in told.loops} | {told.loop}
+    if run is None or run.kind == LOOP or told.loop not in {part.place for part in loops}:
+        return  # nobody knows in which of them the recorded steps are
+    known = {inner.place for part in loops if part.place in recorded for inner in part.within()}
+    if not told.plain_given:
+        known -= {told.loop}
+    for part in loops:
+        waits = part.waits - part.warm_up_time - sum(one.waits for one in part.parts if one.kind == LOOP)
+        is_known = any(one.place in known for one in part.within()) or part.busy <= NOISE * part.time
+        if not is_known and waits > NOISE * run.time:
+            lines = [one for one in part.lines if one.idle >= WORTH_NAMING * waits]
+            if ":" in part.function:  # a library holds the loop: the program's own line is where it is called
+                lines = [replace(one, place=part.place) for one in lines[:1]]
+            turns, time = max(1, part.turns), part.time - waits
+            for one in _of_idle_lines(lines, part.time, waits):
+                a_turn = Prediction(time // turns, time // turns, part.time // turns)
+                yield (replace(one, loop=part.place, gain=waits // turns, predicted=a_turn),)
+
+
+def _of_idle_lines(lines: Sequence[LineTime], time: int, waits: int) -> Plan:
+    """What they take is known, and how long the GPU was idle meanwhile: at worst nothing of that can go."""
+    called = next((one.call for one in lines if one.call), "")
     return (
         planned_fix(
             PARTICULAR["on_the_gpu"],
-            [Where.of(part.place)],
+            [Where.of(one.place) for one in sorted(lines, key=lambda one: -one.idle)],
             ("host_work",),
-            part.waits,
-            Prediction(after, after, part.time),
-            run_gain=part.waits,
+            waits,
+            Prediction(time - waits, time - waits, time),
+            run_gain=waits,
             reason=f"The host was there{f', in {called}' if called else ''}; that was timed, and not recorded closely.",
         ),
     )
