@@ -158,13 +158,13 @@ MOST_FILES = 12
 LINES = {
     "hang": 663,
     "timeline": 2541,
-    "traces": 2436,
+    "traces": 2430,
     "instrument": 2161,
     "recording": 4058,
     "virtual": 8717,
     "explain": 4410,
     "report": 3293,
-    "runtime": 5698,
+    "runtime": 5699,
     "cli": 3535,
     "fix": 6076,
 }

@@ -139,6 +139,28 @@ def test_the_loader_may_fill_its_memory_again() -> None:
     assert index == 11
 
 
+def test_nothing_of_a_loader_is_read_once_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def loader() -> Iterator[Tensor]:
+        try:
+            while True:
+                yield torch.ones(100_000)
+        finally:
+            said.append("closed")
+
+    wait = batch_transfer.PinnedBuffer.wait
+
+    def waited(buffer: batch_transfer.PinnedBuffer) -> None:
+        said.extend(["waited"] if buffer._packing is not None else [])
+        wait(buffer)
+
+    monkeypatch.setattr(batch_transfer.PinnedBuffer, "wait", waited)
+    for _ in keepbusy.prefetch(loader()):
+        break
+    assert said == ["waited", "waited", "waited", "closed"]
+
+
 def test_packing_is_compiled_where_functions_of_pytorch_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `run --fix` replaces them: on an H200 a batch of 16 MB met that for the first time."""
     native = torch._foreach_copy_
@@ -223,7 +245,7 @@ def test_buffers_that_nobody_gives_back_are_not_kept_for_ever() -> None:
     buffers = WorkerBuffers()
     taken = [buffers.take(600) for _ in range(3 * BUFFERS)]
     assert len({one.data_ptr() for one in taken}) == 3 * BUFFERS
-    assert len(buffers) == BUFFERS
+    assert len(buffers.made) == BUFFERS
 
 
 def columns(number: int) -> dict[str, Tensor]:

@@ -99,7 +99,9 @@ class RankTrace:
         self.held = self._held()
         self.by_event = file.named(EVENT_SYNC.search)[self.calls.event]  # which calls wait for an event
         self.awaited = self._awaited()
-        self.direction, self.pinned = self._direction(), self._pinned()
+        ways = [next((int(way) for mark, way in DIRECTIONS if mark in name), 0) for name in file.names]
+        pinned = [1 if PINNED in name else 0 if PAGEABLE in name else NONE for name in file.names]
+        self.direction, self.pinned = self._of_copies(ways, 0), self._of_copies(pinned, NONE)
         self.blocking = self._blocking()
         self.lanes = self._lanes()
 
@@ -216,18 +218,10 @@ class RankTrace:
         whole = self.file.named(DEVICE_SYNC.search)[calls.event] | (calls.kind == Kind.ALLOCATE)
         return np.where(whole, EVERY_LANE, lane)
 
-    def _direction(self) -> Ints:
-        """Of each command that is a copy, by its name (`Memcpy HtoD (Pageable -> Device)`), which way it goes."""
-        names = self.file.names
-        direction = [next((int(way) for mark, way in DIRECTIONS if mark in name), 0) for name in names]
+    def _of_copies(self, told: list[int], otherwise: int) -> Ints:
+        """Of each command that is a copy what its name tells, as in `Memcpy HtoD (Pageable -> Device)`."""
         is_copy = self.events.category[self.commands] == Category.COPY
-        return np.where(is_copy, np.array(direction, np.int64)[self.events.name[self.commands]], 0)
-
-    def _pinned(self) -> Ints:
-        """And whether its host side is pinned: 1, 0, or NONE where the name does not tell."""
-        pinned = [1 if PINNED in name else 0 if PAGEABLE in name else NONE for name in self.file.names]
-        is_copy = self.events.category[self.commands] == Category.COPY
-        return np.where(is_copy, np.array(pinned, np.int64)[self.events.name[self.commands]], NONE)
+        return np.where(is_copy, np.array(told, np.int64)[self.events.name[self.commands]], otherwise)
 
     def _blocking(self) -> Mask:
         """Which calls return only when their own copy, of pageable memory, has ended, or nearly so."""

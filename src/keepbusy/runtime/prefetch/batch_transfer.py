@@ -207,10 +207,13 @@ class BatchTransfer:
             loop_stream.wait_stream(self._copy_stream)  # the memory goes back to it now
             raise
 
+    def wait(self) -> None:
+        """Until no thread reads memory of the loader."""
+        for buffer in self._buffers:
+            buffer.wait()
+
     def close(self) -> None:
         """PyTorch keeps pinned memory until the copies out of it are done."""
-        for buffer in self._buffers:
-            buffer.wait()  # a loader that knows it is closed may use its own memory again
         self._buffers.clear()
         self._received.close(self._copy_stream)
 

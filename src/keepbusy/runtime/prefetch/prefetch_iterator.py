@@ -231,6 +231,7 @@ class PrefetchIterator:
 
     def close(self) -> None:
         """Let the loader go, and the pinned memory. Batches on their way arrive before their memory is used again."""
+        self._transfer.wait()
         self._cursor.close()
         self._transfer.close()
         for item in self._waiting:

@@ -94,24 +94,21 @@ class WorkerBuffers:
     """Those that this worker made."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def __len__(self) -> int:
-        return len(self._buffers)
+        self.made: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
         """Memory for so many bytes, which nobody reads until it is sent."""
-        free = [place for place, buffer in enumerate(self._buffers) if not buffer[0]]
-        fitting = next((place for place in free if len(self._buffers[place]) >= ALIGNMENT + size), None)
+        free = [place for place, buffer in enumerate(self.made) if not buffer[0]]
+        fitting = next((place for place in free if len(self.made[place]) >= ALIGNMENT + size), None)
         if fitting is not None:
-            buffer = self._buffers[fitting]
+            buffer = self.made[fitting]
         else:
             buffer = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(ALIGNMENT + size))
             buffer[_NAME] = torch.tensor(list(os.urandom(_NAME.stop - _NAME.start)), dtype=torch.uint8)
             if free:  # batches have grown
-                self._buffers[free[0]] = buffer
-            elif len(self._buffers) < BUFFERS:
-                self._buffers.append(buffer)
+                self.made[free[0]] = buffer
+            elif len(self.made) < BUFFERS:
+                self.made.append(buffer)
         buffer[0] = 1
         return buffer[ALIGNMENT : ALIGNMENT + size]
 
