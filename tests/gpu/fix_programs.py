@@ -1555,6 +1555,20 @@ for step in range(5):
     found += [one.tolist() for one in ones] + [total.tolist(), Rates.calls]
 found += seen
 """,
+    "names that are looked at after a loop": """
+def run(ones):
+    for one in ones: one.mul_(2).add_(1)
+    return sorted(locals())
+def later(ones):
+    for one, two in zip(ones, ones[1:]):
+        if two is not None: three = two.neg(); one.copy_(three)
+    return one.tolist(), two.tolist(), three.tolist()
+ones = [torch.full((4,), float(at), device="cuda") for at in range(6)]
+for step in range(6):
+    for one in ones: one.mul_(0.5)
+    found += [run(ones), one.tolist(), later(ones)]
+found += [name for name in globals() if "keepbusy" in name]
+""",
     "errors in the middle of a loop": """
 ones = [torch.ones(4, device="cuda") for _ in range(6)]
 others = [torch.ones(4 if at != 3 else 5, device="cuda") for at in range(6)]

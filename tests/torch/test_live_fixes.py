@@ -95,6 +95,7 @@ DONE = (
     ("state by names, of several types", "foreach", 6),
     ("tensors that share memory, in loops", "foreach", 27),
     ("changed and read in one loop", "foreach", 0),
+    ("names that are looked at after a loop", "foreach", 0),
     ("errors in the middle of a loop", "foreach", 0),
     ("loops over what autograd, hooks and subclasses see", "foreach", 9),
     ("generators of its own", "workers", 0),

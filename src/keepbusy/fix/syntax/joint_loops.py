@@ -16,6 +16,8 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
+from keepbusy.fix.syntax.rewriting import scopes_of
+
 MOVED = "__keepbusy_moved__"
 """`__keepbusy_moved__(lambda column: column.to("cuda"), batch.values(), False)`: what they become, in a list."""
 FOREACH = "__keepbusy_foreach__"
@@ -46,13 +48,16 @@ def join_moves(tree: ast.Module) -> bool:
 
 def join_loops(tree: ast.Module) -> bool:
     """Whether there are any."""
-    change = _JointLoops()
+    change = _JointLoops(tree)
     change.visit(tree)
     return change.done
 
 
 class _JointLoops(ast.NodeTransformer):
-    done = False
+    def __init__(self, tree: ast.Module) -> None:
+        """A loop stays as it is where its scope's names may be asked for: one comes in."""
+        self._stays = {id(node) for scope in scopes_of(tree, True) if scope.is_looked_into() for node in scope.own}
+        self.done = False
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.stmt:
         """Functions in it see none of its names, so loops of its own stay as they are."""
@@ -66,7 +71,7 @@ class _JointLoops(ast.NodeTransformer):
         changes = any(
             isinstance(one, ast.AugAssign) or getattr(one, "attr", "") in _CHANGING for one in _nodes(node.body)
         )
-        if not changes or any(isinstance(one, ast.Starred) for one in sources):
+        if not changes or id(node) in self._stays or any(isinstance(one, ast.Starred) for one in sources):
             return node
         try:
             turn = _TurnOfAll(targets | made)
