@@ -225,7 +225,6 @@ class Switches:
                     self._read_at += late
                 elif part == THOUGHTS:
                     run._think_at, run._write_at = run._think_at + late, run._write_at + late
-                    run._plan.not_before += late
         if on[LOOKS] == self._gate.locked():
             self._gate.release() if on[LOOKS] else self._gate.acquire()
         run.marks._running = on[MARKS]

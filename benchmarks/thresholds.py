@@ -106,7 +106,6 @@ RECORDED = {
     ),
     "keepbusy.recording.turn_times": (
         Threshold("CHANGE", 0.0, "Turns have changed where they take a tenth more or less."),
-        Threshold("LASTING_TURNS", 8, "A change that lasts holds for 32 turns."),
         Threshold("TRIMMED", 0.0, "What turns usually take is told without a tenth of them at either end, ..."),
         Threshold("CERTAINTY", 0.0, "... and a change is three times as large as the error of that."),
         Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
@@ -146,7 +145,14 @@ THRESHOLDS = EXPLAINED | MERGED | RECORDED | VIRTUAL
 BOUNDS = {
     "keepbusy.instrument.loops": (
         *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
-        *("THINKS_AT_MOST", "LOOKS_IN_ONE_FRAME", "LOOKS_WITHOUT_COUNTS", "ENTRIES_A_SECOND", "ENTRIES_IN_A_ROW"),
+        *(
+            "COUNTS_TURNS",
+            "THINKS_AT_MOST",
+            "LOOKS_IN_ONE_FRAME",
+            "LOOKS_WITHOUT_COUNTS",
+            "ENTRIES_A_SECOND",
+            "ENTRIES_IN_A_ROW",
+        ),
         *("TURNS_A_SECOND", "TURNS_IN_A_ROW"),
     ),
     "keepbusy.instrument.loop_tree": (
@@ -162,7 +168,15 @@ BOUNDS = {
     ),
     "keepbusy.recording.window_plan": (
         *("WINDOWS_SHARE", "WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "STEPS_KNOWN", "MARKS_CONSIDERED"),
-        *("THINKING_SHARE", "TOLD_AHEAD", "STALL_IS_WORTH", "TURNS_BEFORE", "TURNS_AFTER", "TURNS_KNOWN"),
+        *(
+            "THINKING_SHARE",
+            "THINKING_ALLOWANCE",
+            "TOLD_AHEAD",
+            "STALL_IS_WORTH",
+            "TURNS_BEFORE",
+            "TURNS_AFTER",
+            "TURNS_KNOWN",
+        ),
         *("LONGEST_TURN", "STEPS_AROUND_FIRST"),
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO", "STEPS_DDP_TIMES"),

@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2541,
     "traces": 2430,
     "instrument": 2161,
-    "recording": 4058,
+    "recording": 4069,
     "virtual": 8717,
     "explain": 4410,
     "report": 3293,

@@ -419,7 +419,13 @@ STARS = "for round in range(9):\n    for step in range(20):\n        for piece i
 
 @pytest.mark.parametrize(
     ("passed", "first", "step"),
-    [(9000, 50, "stars.py:2"), (300, 50, None), (700, 600, None), (900, 900, "stars.py:3"), (1200, 600, "stars.py:2")],
+    [
+        (9000, 50, "stars.py:2"),
+        (300, 50, None),
+        (700, 600, None),
+        (1300, 1300, "stars.py:3"),
+        (1300, 600, "stars.py:2"),
+    ],
 )
 def test_a_step_is_a_turn_of_the_outermost_loop_whose_turns_a_window_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: int, first: int, step: str | None

@@ -304,7 +304,7 @@ import keepbusy.recording.recorder as recorder
 import keepbusy.recording.window as window
 import keepbusy.recording.window_plan as plan
 window.HELD_UP_AT_ONCE = 10**10
-plan.THINKING_SHARE, plan.WINDOWS_SHARE, recorder._THINKS_EVERY = 0, 1.0, 200_000_000
+plan.THINKING_SHARE, plan.WINDOWS_SHARE, recorder._THINKS_EVERY = 1.0, 1.0, 200_000_000
 """
 """To look for what is rare takes time, and only a share of the run's is granted, as for closing windows: too little
 of a run of seconds on a busy machine."""

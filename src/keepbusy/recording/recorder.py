@@ -30,7 +30,7 @@ from keepbusy.instrument.loop_tree import (
     turns_at,
     worth_a_look,
 )
-from keepbusy.instrument.loops import COUNTS_TURNS, LoopWatch, SourceLoops
+from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatch, SourceLoops
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
@@ -220,13 +220,19 @@ class Run:
         self._first_use = self._first_use or now
         if now - self._first_use < _AT_WORK_FOR or self.marks.replays_graphs:
             return False
-        codes = self.loops.looks.codes
-        here = [
-            (codes[one.code], one.line)
-            for one in self.loops.here
-            if kind_of(codes[one.code].co_filename) in PROGRAM_CODE
-        ]
-        return bool(here) and not any(loop.last >= line for code, line in here for loop in self._sources.of(code))
+        looks, here = self.loops.looks, False
+        for one in self.loops.here:
+            code = looks.codes[one.code]
+            is_own = kind_of(code.co_filename) in PROGRAM_CODE
+            stays = looks.longest_stay.get(one.code, 0) >= LOOKS_IN_ONE_FRAME  # as within an optimizer of PyTorch's
+            if any(
+                loop.last >= one.line and (is_own or loop.first <= one.line)
+                for loop in self._sources.of(code)
+                if is_own or stays
+            ):
+                return False
+            here |= is_own
+        return here
 
     def _spent(self) -> int:
         """For how long windows have held the program up so far."""
@@ -325,7 +331,7 @@ class Run:
                 self._stepped_at = [*program_lines(sys._getframe())]
                 self._open(count)
         elif self._may_look_again() and (occasion := self._plan.due(count)) is not None:
-            self._add_window(occasion, brief=False)
+            self._add_window(occasion, brief=occasion.why == DRIFT)
             self._open(count)
 
     def _turn(self) -> None:

@@ -16,10 +16,11 @@ from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Course, PlainRun, RareStall
 
-CHANGE, LASTING_TIME, LASTING_TURNS = 0.1, 2_000_000_000, 32
-"""Turns have changed for good when so many of them, and all for so long, take so much more or less than at first."""
+CHANGE, LASTING_TIME = 0.1, 2_000_000_000
+"""Turns have changed for good when all of them take so much more or less than at first for so long."""
 _STRETCH = 16
 TRIMMED, CERTAINTY = 0.1, 3.0
+_QUARTERS = 4
 
 
 def trimmed(took: Ints) -> Ints:
@@ -31,23 +32,23 @@ def trimmed(took: Ints) -> Ints:
 def changed_at(took: Ints, first: int) -> int | None:
     """Since which turn they take lastingly longer than at first, or less long; None where they are as they were."""
     passed = np.cumsum(took[::-1])
-    lasting = max(LASTING_TURNS, int(np.searchsorted(passed, LASTING_TIME)) + 1)
+    lasting = max(_QUARTERS, int(np.searchsorted(passed, LASTING_TIME)) + 1)
     if len(took) < lasting:
         return None
-    quarters = {differs(quarter, first) for quarter in np.array_split(took[-lasting:], 4)}  # no spell is in them all
-    if quarters not in ({1}, {-1}):
-        return None
-    (now,) = quarters
-    rows = np.arange(len(took) % _STRETCH, len(took), _STRETCH)
-    alike = [row for row in rows.tolist() if differs(took[row : row + _STRETCH], first) != now]
-    return min(len(took) - lasting // 2, alike[-1] + _STRETCH) if alike else 0
+    now = differs(took[-lasting:], first, CERTAINTY * (1 + 40 / lasting**2))  # as Student has it: of few, less is sure
+    if not now or {differs(one, first) for one in np.array_split(took[-lasting:], _QUARTERS)} != {now}:
+        return None  # no spell is in all quarters
+    stretch = min(_STRETCH, lasting)
+    rows = np.arange(len(took) % stretch, len(took), stretch)
+    alike = [row for row in rows.tolist() if differs(took[row : row + stretch], first) != now]
+    return min(len(took) - lasting // 2, alike[-1] + stretch) if alike else 0
 
 
-def differs(took: Ints, first: int) -> int:
+def differs(took: Ints, first: int, certainty: float = CERTAINTY) -> int:
     """1 where turns take longer than at first, -1 where they take less long, 0 where they are as they were, or differ
     among themselves so much that nobody can tell."""
     usual = trimmed(took)
-    ratio, error = mean(usual) / max(1, first), CERTAINTY * usual.std() / len(usual) ** 0.5 / max(1, first)
+    ratio, error = mean(usual) / max(1, first), certainty * usual.std() / len(usual) ** 0.5 / max(1, first)
     return int(ratio - error > 1 and ratio > 1 + CHANGE) - int(ratio + error < 1 and ratio < 1 / (1 + CHANGE))
 
 

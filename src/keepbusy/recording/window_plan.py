@@ -44,8 +44,8 @@ PLANNING_TIME = 200_000_000
 """Until a plan is made the program has gone on for so long."""
 STEPS_KNOWN, MARKS_CONSIDERED = 32, 4096
 """So many steps are known before any is foreseen; what was before so many is known by then."""
-THINKING_SHARE = 1_000
-"""To find out takes time, too: it is asked again after so many times as long."""
+THINKING_SHARE, THINKING_ALLOWANCE = 0.001, 50_000_000
+"""To find out takes time, too: so much of the run so far, or the latter where the run is short."""
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
 TURNS_KNOWN, LONGEST_TURN = 8, 10_000_000_000
@@ -143,7 +143,8 @@ class WindowPlan:
     """Those for which a window was opened."""
     first: int = 0
     """What a plain step takes around the first window."""
-    not_before: int = 0
+    thought: int = 0
+    """For how long it has been thought so far."""
     worked: Callable[[], int] = time.thread_time_ns
     """What thinking takes of its thread; the program may have its turn meanwhile, and that is no matter."""
     shared: SharedWindows | None = None
@@ -152,16 +153,16 @@ class WindowPlan:
     def think(self, passed: int, spent: int, expected: int, longest: int = LONGEST_OPEN, loops: bool = True) -> None:
         """The run has gone on for `passed`; windows have held it up for `spent`, the first one for `expected`, and the
         next one may be open for `longest`."""
-        began, worked = self.clock(), self.worked()
-        if began < self.not_before or not self._has_room() or not is_granted(passed, spent, expected):
+        worked, is_time = self.worked(), self.thought <= max(THINKING_ALLOWANCE, THINKING_SHARE * passed)
+        if not is_time or not self._has_room() or not is_granted(passed, spent, expected):
             return
         found = [*self._loops()] if loops else []
-        if self.marks.count > STEPS_KNOWN:
+        if self.marks.count:
             steps = self.marks.steps(MARKS_CONSIDERED)
             found += [*self._stalls(steps, longest), *self._change(steps)]
         planned = max(found, key=lambda one: one.time, default=None)
         self.planned = self.shared.tell(planned) if planned is not None and self.shared is not None else planned
-        self.not_before = self.clock() + THINKING_SHARE * (self.worked() - worked)
+        self.thought += self.worked() - worked
 
     def follow(self, told: Occasion) -> None:
         """What the first rank plans, where it is still to come."""
@@ -232,6 +233,8 @@ class WindowPlan:
     def _change(self, steps: Steps) -> Iterator[Occasion]:
         """Steps are for good no longer what they were around the first window, and no window has seen them since."""
         closely, rest = steps.mark[~steps.plain], steps.take(steps.plain)
+        if not len(closely) and len(rest) < STEPS_KNOWN:
+            return
         if not self.first:
             rest = rest.take(np.arange(len(rest)) >= warm_up(rest.took))
             near = np.argsort(np.abs(rest.mark - (closely[0] if len(closely) else 0)), kind="stable")
@@ -240,9 +243,10 @@ class WindowPlan:
             row = changed_at(rest.took, self.first)
             if row is not None:
                 about = {"began": int(rest.mark[row]) + 1, "before": self.first}
-                more = abs(mean(trimmed(rest.took[row:])) - self.first) * (len(rest) - row)
+                usual = mean(trimmed(rest.took[row:]))
+                more = abs(usual - self.first) * (len(rest) - row)
                 opens = self.marks.count + self._marks_ahead() if self.shared is not None else 0
-                yield Occasion(DRIFT, more, RECORDED_TURNS, about, opens)
+                yield Occasion(DRIFT, more, RECORDED_TURNS, about, opens, usual=usual)
 
     def share_since(self, change: Occasion) -> float:
         """Of the steps' time, what has passed since they changed; nothing where they are again what they were."""
@@ -261,9 +265,9 @@ def whole_step(loops: Sequence[BusyLoop]) -> BusyLoop | None:
     for key in busiest.nest if busiest is not None else ():
         around = known.get(key)
         if around is not None and len(around.turns) >= TURNS_KNOWN:
-            if mean(trimmed(around.turns)) <= WHOLE_TURNS_AFTER:
+            if mean(trimmed(around.turns)) <= LONGEST_OPEN // 2:
                 return around
-        elif busiest is not None and busiest.turns.sum() < TURNS_KNOWN * WHOLE_TURNS_AFTER:
+        elif busiest is not None and busiest.turns.sum() < TURNS_KNOWN * LONGEST_OPEN // 2:
             return None  # later it has turned so often, or its turns are longer
     return busiest
 
