@@ -174,14 +174,16 @@ found = torch.cuda.max_memory_allocated() >> 24
 OPERATORS = """
 a.mul_(0.999).add_(b, alpha=0.001)  a.sub_(b, alpha=0.3)  a.add_(0.1)  a.sub_(0.3)  a.mul_(b)  a.mul_(scale)  a.neg_()
 a.copy_(b / c)  a.copy_(c.sqrt())  a.lerp_(b, 0.1)  a.lerp_(b, 0.9)  a.clamp_(-0.5, 0.5)  a.zero_()  a.copy_(b)
-a.addcmul_(b, c, value=0.3)  a.addcdiv_(b, c, value=-0.3)  a += 0.3 * b  a -= 0.1 * b / (c.sqrt() + 1e-8)
-a.copy_(0.1 * b.clamp(max=0.7) + 0.9 * a)
+a += 0.3 * b  a -= 0.1 * b / (c.sqrt() + 1e-8)  a.copy_(0.1 * b.clamp(max=0.7) + 0.9 * a)
 """
+PERHAPS = "a.addcmul_(b, c, value=0.3)  a.addcdiv_(b, c, value=-0.3)"
+"""Joint launches of these round otherwise in some versions of PyTorch: there they run as they are written."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_joint_launches_round_as_single_ones_do(dtype: str, tmp_path: Path) -> None:
-    loops = [one for line in OPERATORS.split("\n") for one in line.split("  ") if one]
+    certain, perhaps = (some.replace("\n", "  ").strip().split("  ") for some in (OPERATORS, PERHAPS))
+    loops = certain + perhaps
     source = f"""{fix_programs.HEAD}
 shapes = (1,), (7, 3), (1000,), (70001,), (64, 32, 3, 3), (0,), (513, 513)
 rows = [[torch.randn(shape, device="cuda").to(torch.{dtype}) for shape in shapes] for _ in range(3)]
@@ -192,17 +194,17 @@ for step in range(6):
     for x in rows[2]: torch.Tensor.abs_(x)
 """
     for one in loops:
-        source += (
-            f"    for a, b, c in zip(*rows):\n        {one}\n    found += [x.double().sum().item() for x in rows[0]]\n"
-        )
-    source += "found += [x._version for x in rows[0]]\n"
+        source += f"    for a, b, c in zip(rows[0], rows[1], rows[2]):\n        {one}\n"
+        source += "    found += [x.double().sum().item() for x in rows[0]]\n"
+    source += "found += [x._version > 60 for x in rows[0]]\n"
     expected = found_by(source, tmp_path / "train.py")
     found, fixes = fixed(source, tmp_path / "train.py", tried=False)
     (foreach,) = [one for one in fixes.switches if one.name == "foreach"]
-    lines = source.splitlines()
-    assert not [(lines[int(one.split()[0].rpartition(":")[2]) - 1], one) for one in foreach.notes]
-    assert len(foreach.done) == len(loops)
     assert found == expected
+    lines = source.splitlines()
+    joint = {lines[line].strip() for _, line in foreach.done}  # what stands below the loop's own line
+    assert {*certain} - joint == set()
+    assert len(joint) + len(foreach.notes) == len(loops)
 
 
 def ranks(*command: str, cwd: Path) -> str:
