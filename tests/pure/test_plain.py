@@ -18,6 +18,7 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, settle
+from keepbusy.timeline.run_facts import SCRIPT, WindowReason
 from keepbusy.timeline.run_tree import LOOP, RUN, LineTime, Part
 from keepbusy.timeline.steps import whole_steps
 
@@ -285,6 +286,22 @@ def test_the_run_tells_how_much_of_a_turn_each_line_of_a_part_is(of_lines: dict[
     assert fix.alone == pytest.approx(gain * 100 * MS, rel=0.02)
     assert sum(told.ledger.values()) == told.plain_step == 100 * MS
     assert told.ledger.get("unknown", 0) == pytest.approx(of_lines.get(12, 0) * 100 * MS, abs=MS)
+
+
+@pytest.mark.parametrize(("line", "known"), [(7, True), (99, False)], ids=["its loop", "beside its loop"])
+def test_a_window_on_a_script_within_one_loop_of_the_run_is_one_on_that_loop(line: int, known: bool) -> None:
+    """An optimizer holds the loop: nobody marks its turns, and a window was opened before it was known to be one."""
+
+    def body(run: Run) -> None:
+        with run.inside(f"train.py({line}): main", exact=True):
+            forward(run)
+
+    part = part_of_a_step(60, body=body)
+    script = part.change_facts(loop="", plain_runs={}, reason=WindowReason(SCRIPT, since=2 * MS))
+    said = explain(script)
+    assert (said.loop, said.one_turn) == (("train.py:7", False) if known else ("", True))
+    assert (said.plain_step == 60 * MS, said.steps_of_run == 100) == (known, known)
+    assert [fix.fix for fix in said.plan] == (["graph"] if known else [])
 
 
 @given(st.floats(0.3, 300), st.floats(0, 1))

@@ -22,7 +22,7 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
-from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part
+from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part, within_its_loop
 from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.explain.run_plan import plan_of_run, without_planned
 from keepbusy.timeline.errors import BadInput
@@ -76,6 +76,7 @@ def explain(
 
     if plain_step is not None:
         return told(timeline, plain_step)
+    timeline = within_its_loop(timeline)
     known = timeline.facts.plain_step or turn_of_part(timeline)
     loop = innermost_at(timeline.facts.run, timeline.facts.loop)
     if known is None and loop is not None and loop.turns and not timeline.facts.virtual:

@@ -18,8 +18,8 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, LinkKind, Mask, Timeline
 from keepbusy.timeline.replay import pace, replay
-from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import SCRIPT, RunFacts
+from keepbusy.timeline.run_tree import LOOP, Part
 
 USUAL_COST = 1.0
 """The costs in traces/host_spans.py were measured, so one is the factor of a host like that one."""
@@ -129,11 +129,28 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> PlainTimeline:
 
 
 def turn_of_part(timeline: Timeline) -> int | None:
-    """What a step takes of which only the beginning was recorded; None of other windows."""
+    """What a step takes of which only a part was recorded, or a turn that nobody marked; None of other windows."""
     facts = timeline.facts
     steps = [run.step for run in facts.plain_runs.values() if run.steps]
-    is_part = facts.one_turn and facts.reason is None and not facts.virtual and facts.plain_step is None
-    return max(steps) if is_part and steps else None
+    if not facts.one_turn or facts.reason is not None or facts.virtual or facts.plain_step is not None:
+        return None
+    loop = innermost_at(facts.run, facts.loop)
+    return max(steps, default=loop.usual if loop is not None and loop.turns else 0) or None
+
+
+def within_its_loop(timeline: Timeline) -> Timeline:
+    """A window on a script that saw little but one of its loops is a window on that loop, which a library may hold."""
+    facts, host = timeline.facts, ~timeline.on_device
+    loops = [part for part in (facts.run.parts if facts.run is not None else ()) if part.kind == LOOP and part.turns]
+    if facts.reason is None or facts.reason.why != SCRIPT or not loops:
+        return timeline
+    line = _innermost_of(timeline, [part.place for part in loops])
+    spent = (timeline.spans.end - timeline.spans.start)[host]
+    inside = np.bincount(line[host] + 1, spent, len(loops) + 1)
+    best = int(inside[1:].argmax())
+    if 2 * inside[1 + best] <= inside.sum():
+        return timeline
+    return timeline.change_facts(loop=loops[best].place, reason=None)
 
 
 def _sampled(timeline: Timeline, plain_step: int, factor: float) -> PlainTimeline:

@@ -110,7 +110,8 @@ class RunFacts:
     @property
     def runs_once(self) -> bool:
         """Whether it is a script that is one turn, and not the one turn of a loop, or one call, that was recorded."""
-        return self.one_turn and not self.traced and not any(run.steps for run in self.plain_runs.values())
+        is_part = (self.loop and not self.virtual) or any(run.steps for run in self.plain_runs.values())
+        return self.one_turn and not self.traced and not is_part
 
     def as_json(self) -> dict[str, Any]:
         """Only what differs from what is assumed of every run."""
