@@ -97,6 +97,9 @@ RECORDED = {
         Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),
         Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of a turn."),
     ),
+    "keepbusy.instrument.loop_tree": (
+        Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
+    ),
     "keepbusy.instrument.slow_turns": (
         Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
         Threshold("SLOW_SHARE", 0.0, "A slow turn is longer than the median by half of it."),
@@ -109,7 +112,6 @@ RECORDED = {
         Threshold("TRIMMED", 0.0, "What turns usually take is told without a tenth of them at either end, ..."),
         Threshold("CERTAINTY", 0.0, "... and a change is three times as large as the error of that."),
         Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
-        Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
         Threshold("WHIM_MATTERS", 0.0, "A stall without a beat or reason is told if it takes three hundredths."),
         Threshold("LEAD_FROM", -INFINITE, "A host that is half a step ahead does not set the pace."),
         Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),

@@ -157,13 +157,13 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 663,
-    "timeline": 2542,
+    "timeline": 2543,
     "traces": 2430,
-    "instrument": 2161,
-    "recording": 4069,
+    "instrument": 2195,
+    "recording": 4047,
     "virtual": 8717,
     "explain": 4428,
-    "report": 3293,
+    "report": 3294,
     "runtime": 5699,
     "cli": 3535,
     "fix": 6081,

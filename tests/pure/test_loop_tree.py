@@ -151,6 +151,21 @@ def test_a_loop_of_a_library_stands_at_the_users_line(train: Watched, tmp_path: 
     assert loop.lines[0].time == 600 * MS
 
 
+@pytest.mark.parametrize(("counting", "told"), [(60, "hooks.py:7"), (40, "hooks.py:3")])
+def test_where_a_library_calls_the_program_the_innermost_line_is_told(
+    train: Watched, tmp_path: Path, counting: float, told: str
+) -> None:
+    """As far as most of the time agrees on it."""
+    train.program(tmp_path / "site-packages" / "lib" / "net.py", "def forward(x):\n    return hook(x)\n")
+    text = "def hook(x):\n    if counting:\n        count(x)\n\ndef count(x):\n    y = x.cpu()\n    histogram(y)\n"
+    train.program(tmp_path / "hooks.py", text)
+    for _ in range(10):
+        above = ("train", STEP), ("net.forward", 2), ("hooks.hook", 3)
+        train.at(counting, *above, ("hooks.count", 7)).at(90 - counting, *above, ("hooks.count", 6))
+    [loop] = [one for one in tree_of(train.turned("train", 4, steady(0, 10, 90)).looks).within() if one.kind == LOOP]
+    assert [(line.place, line.call, line.within) for line in loop.lines] == [("train.py:5", "forward", told)]
+
+
 def test_a_loop_that_turns_once_in_each_turn_is_none(train: Watched) -> None:
     """Its lines stand among those of the loop around it."""
     train.looks.turns.clear()

@@ -266,6 +266,26 @@ def test_a_program_is_a_script_where_no_loop_is_to_come(
     assert run._is_script(2_000_000_000) is one
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_program_within_an_optimizers_own_loop_is_no_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """Where its frame stays, as that of LBFGS does, which is called once; loops of other steps come and go."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    file = tmp_path / "main.py"
+    file.write_text("def main():\n    optimizer.step(closure)\n", encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    run, step = Run(RunOptions(str(tmp_path))), torch.optim.LBFGS.step.__wrapped__.__code__  # type: ignore[attr-defined]
+    looks = run.loops.looks
+    looks.codes += [names["main"].__code__, step]
+    looks.known_chains.append((Line(0, 2), Line(1, run._sources.of(step)[0].first + 3)))
+    looks.chains.append(0)
+    looks.longest_stay[1] = 100 if stays else 1
+    assert not run._is_script(1)
+    assert run._is_script(2_000_000_000) is not stays
+
+
 def test_the_loop_that_takes_the_steps_is_not_looked_at_again(tmp_path: Path) -> None:
     """Its turns may not have been counted yet while the first window was open."""
     text = "def train(step):\n    for batch in range(40):\n        step()\n"

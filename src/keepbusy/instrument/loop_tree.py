@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -191,6 +191,29 @@ def follows(ends: Ints, anew: Ints) -> Mask:
     """Of each turn but the first, whether it follows the one before, with nothing in between."""
     runs = np.searchsorted(anew, ends)
     return np.asarray(runs[1:] == runs[:-1])
+
+
+AGREEMENT = 0.6
+"""Of the time so much must have been seen at a line for that to be the place."""
+
+
+def agreed(weights: Mapping[tuple[str, ...], float], trunk: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The longest beginning that most of the time was in. While it is still the loop itself, whichever line had most.
+
+    A function that is called from the loop works at many lines, and the call is its place. The loop is no such place.
+    """
+    least = AGREEMENT * sum(weights.values())
+    found: tuple[str, ...] = ()
+    while True:
+        longer: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for chain, weight in weights.items():
+            if len(chain) > len(found) and chain[: len(found)] == found:
+                longer[chain[: len(found) + 1]] += weight
+        best, weight = max(longer.items(), key=lambda one: one[1], default=(found, 0.0))
+        inside = len(found) < len(trunk) and found == trunk[: len(found)]
+        if not weight or (weight < least and not inside):
+            return found
+        found = best
 
 
 @dataclass(eq=False)
@@ -476,7 +499,8 @@ class _Tree:
         for line, chains in groups.items():
             time, busy = round(float(self.time_of[chains].sum())), self._busy(chains)
             idle = NONE if busy == NONE else max(0, time - busy)
-            found.append(LineTime(self._written(line), time, idle, self._called(line, chains)))
+            within = self._agreed_within(line, chains)
+            found.append(LineTime(self._written(line), time, idle, self._called(line, chains), within))
         return tuple(sorted(found, key=lambda one: -one.time)[:KEPT_LINES])
 
     def _called(self, line: Line, chains: Sequence[int]) -> str:
@@ -487,6 +511,16 @@ class _Tree:
             at = lines.index(line) if line in lines else len(lines)
             inside[self.looks.codes[lines[at + 1].code].co_name if at + 1 < len(lines) else ""] += self.time_of[chain]
         return max(inside, key=lambda name: inside[name], default="")
+
+    def _agreed_within(self, line: Line, chains: Sequence[int]) -> str:
+        """The line of the program's own, in what this one calls, at which it was for most of the time, as in a hook."""
+        inside: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for chain in chains:
+            lines = self.looks.known_chains[chain]
+            below = lines[lines.index(line) + 1 :] if line in lines else ()
+            users = (one for one in below if kind_of(self.looks.codes[one.code].co_filename) == USER)
+            inside[tuple(map(self._written, users))] += self.time_of[chain]
+        return (agreed(inside) or ("",))[-1]
 
     def _busy(self, chains: Sequence[int]) -> int:
         return round(float(self.busy_of[list(chains)].sum())) if self.has_busy else NONE

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
+from keepbusy.instrument.loop_tree import agreed
 from keepbusy.instrument.loops import Line, Looks
 from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, quantile, slow_kinds, slow_turns, warm_up
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
@@ -136,29 +137,6 @@ def _written_chain(looks: Looks, lines: Sequence[Line]) -> tuple[tuple[str, ...]
     users = [line for line, kind in zip(lines, kinds, strict=True) if kind == USER]
     called = lines[-1] if lines and kinds[-1] in (LIBRARY, TORCH, PYTHON) else None
     return tuple(written(line) for line in users), written(called) if called and users else ""
-
-
-AGREEMENT = 0.6
-"""Of the time so much must have been seen at a line for that to be the place."""
-
-
-def agreed(weights: Mapping[Chain, int], trunk: Chain = ()) -> Chain:
-    """The longest beginning that most of the time was in. While it is still the loop itself, whichever line had most.
-
-    A function that is called from the loop works at many lines, and the call is its place. The loop is no such place.
-    """
-    least = AGREEMENT * sum(weights.values())
-    found: Chain = ()
-    while True:
-        longer: Counter[Chain] = Counter()
-        for chain, weight in weights.items():
-            if len(chain) > len(found) and chain[: len(found)] == found:
-                longer[chain[: len(found) + 1]] += weight
-        best, weight = max(longer.items(), key=lambda one: one[1], default=(found, 0))
-        inside = len(found) < len(trunk) and found == trunk[: len(found)]
-        if not weight or (weight < least and not inside):
-            return found
-        found = best
 
 
 def branch(chain: Chain, trunk: Chain) -> Chain:

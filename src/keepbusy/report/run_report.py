@@ -117,8 +117,9 @@ def _sentences(part: Part) -> Iterator[str]:
         yield f"warm-up: {duration(part.warm_up_time)} more in the first {turns}"
     idlest = max(part.lines, key=lambda one: one.idle, default=None)
     if idlest is not None and idlest.idle > 0.1 * part.time and not part.parts:
-        call = f" (in {tame(idlest.call, 30)})" if idlest.call else ""
-        where = f"{_short(idlest.place)}{call}"
+        within = f"at {_short(idlest.within)}" if idlest.within else ""
+        told = ", ".join(one for one in (idlest.call and f"in {tame(idlest.call, 30)}", within) if one)
+        where = f"{_short(idlest.place)} ({told})" if told else _short(idlest.place)
         yield f"the GPU had nothing to do for {duration(idlest.idle)} while the host was at {where}"
 
 

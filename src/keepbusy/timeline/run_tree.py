@@ -27,6 +27,7 @@ class LineTime:
     time: int
     idle: int = NONE
     call: str = ""  # what the line called into, where it is a library: a function's name
+    within: str = ""  # the program's own line in there at which it mostly was: file:line
 
 
 @dataclass(frozen=True)
