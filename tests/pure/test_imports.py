@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8717,
     "explain": 4428,
     "report": 3294,
-    "runtime": 5699,
+    "runtime": 5698,
     "cli": 3535,
     "fix": 6081,
 }

@@ -262,7 +262,7 @@ class Readings:
         for name, value in values.items():
             _check(name, value)
         self._uncounted.append(readback(values))
-        while len(self._uncounted) > 1 and _is_ready(self._uncounted[0]):
+        while len(self._uncounted) > 1 and all(getattr(one, "ready", True) for one in self._uncounted[0].values()):
             self._count(self._uncounted.popleft())
 
     def means(self, *, last: bool = False) -> dict[str, float]:
@@ -305,7 +305,3 @@ def _check(name: str, value: Any) -> None:
     raise ValueError(
         f"add({name}=...) was given {found}, and a mean is kept of single numbers; give {name}'s own mean."
     )
-
-
-def _is_ready(step: _Step) -> bool:
-    return all(reading.ready for reading in step.values() if isinstance(reading, Reading))

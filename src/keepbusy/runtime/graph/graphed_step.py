@@ -305,7 +305,6 @@ class Graphed(Generic[P, R]):
         self._name = getattr(step, "__name__", type(step).__name__)
         self._why = ""
         self._tally: Counter[str] = Counter()
-        self._run: Callable[[StepCall], Any] | None = None
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:

@@ -117,7 +117,8 @@ class PackedStretch(NamedTuple):
     begin: int  # bytes
     end: int
     sizes: list[int]  # in rows: a tensor, the gap after it, and so on; or the tensors, if there are no gaps
-    views: list[_View]
+    step: int  # from a tensor to the next among these
+    views: list[_View]  # none if all are cut out in their shapes
 
 
 class Layout(NamedTuple):
@@ -186,11 +187,13 @@ def pieces(memory: Tensor, layout: Layout) -> list[Tensor]:
     None is a view of another in autograd's eyes: writing into one must not look like a change of its neighbours.
     """
     found: list[Tensor] = []
-    for dtype, row, begin, end, sizes, views in layout.stretches:
+    for dtype, row, begin, end, sizes, step, views in layout.stretches:
         if end <= memory.numel():
             rows = memory[begin:end].view(dtype).view(-1, *row)
-            cut = torch.unsafe_split_with_sizes(rows, sizes)[:: len(sizes) // len(views)]
-            found += [one if view is None else one.as_strided(*view) for one, view in zip(cut, views, strict=True)]
+            cut = torch.unsafe_split_with_sizes(rows, sizes)[::step]
+            if views:
+                cut = [one if view is None else one.as_strided(*view) for one, view in zip(cut, views, strict=True)]
+            found += cut
     return found
 
 
@@ -252,4 +255,5 @@ def _new_stretch(kinds: list[_TensorKind], row: tuple[int, ...], begin: int) -> 
         end += aligned
         stride = _stride_on_device(kind) or tuple(torch.empty(shape, device="meta").stride())
         views.append(None if row or len(shape) == 1 else (shape, stride))
-    return PackedStretch(dtype, row, begin, end, sizes if any(sizes[1::2]) else sizes[::2], views)
+    step = 2 if any(sizes[1::2]) else 1
+    return PackedStretch(dtype, row, begin, end, sizes[:: 3 - step], step, views if any(views) else [])

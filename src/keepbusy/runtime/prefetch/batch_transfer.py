@@ -80,8 +80,9 @@ class PinnedBuffer:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
-        self._small: list[int] = []  # which of them one task writes
-        self._large: list[int] = []  # and of which each task writes a part
+        self._large: list[int] = []  # of which of them each task writes a part
+        self._small: list[int] = []  # and which one task writes, and these
+        self._targets: list[Tensor] = []
         self._tasks = 0
         self._packing: Any = None  # tells when they are done
         self.read: torch.cuda.Event | None = None
@@ -102,9 +103,9 @@ class PinnedBuffer:
         if layout is not self._layout:
             self._lay_out(layout, sources)
         if self._tasks:
-            targets, small = [self._pieces[place] for place in self._small], [sources[place] for place in self._small]
+            small = [sources[place] for place in self._small] if self._large else sources
             large = [_elements(self._pieces[place], sources[place]) for place in self._large]
-            self._packing = _script().begin(targets, small, large, self._tasks)
+            self._packing = _script().begin(self._targets, small, large, self._tasks)
         elif sources:
             torch._foreach_copy_(self._pieces, sources)
 
@@ -123,6 +124,7 @@ class PinnedBuffer:
         for place, (target, source) in enumerate(zip(self._pieces, sources, strict=True)):
             large = target.numel() > _SERIAL_ELEMENTS and target.stride() == source.stride()
             (self._large if large else self._small).append(place)
+        self._targets = [self._pieces[place] for place in self._small]
 
 
 def _elements(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,9 +282,11 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
 
     def add_tensors_of(self, batch: Any, known: Tensor) -> None:
         """To `made`, all in the batch that does not lie in this memory."""
+        storage = known.untyped_storage()._cdata
         for leaf in BatchTree(batch).leaves:
             if isinstance(leaf, Tensor):
-                self.made += [leaf] if leaf.is_cuda and not _lies_in(leaf, known) else []
+                lies_there = leaf.layout is torch.strided and leaf.untyped_storage()._cdata == storage
+                self.made += [leaf] if leaf.is_cuda and not lies_there else []
             elif moves_itself(leaf):
                 self.move(leaf)  # it is there already: it only shows its tensors
 
@@ -300,10 +304,6 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
             self._copy_stream.wait_stream(self._loop_stream)
         self.made += [one for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_cuda]
         return made
-
-
-def _lies_in(tensor: Tensor, memory: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata
 
 
 def timed_event(stream: Any) -> Any:
