@@ -8,7 +8,7 @@
   loop's own process, packed by 16, 4 and 8 tasks, and from workers, which join them. `nothing sent`: what it costs to
   be told by workers that a batch is there.
 - `images`: 77 MB of pageable memory a batch, at ratios of 1.0 and 1.5, without workers and with; and how fast threads
-  fill pinned memory with it, alone and while the device copies from there, all of it and a few pages again and again.
+  fill pinned memory with it, alone and while the device copies from there.
 - `readback`, `graph`: microseconds of the host, of a call and of each thing that it does. A graph is called with one
   tensor, with 50, and with 50 in a batch of lists and dicts.
 - `save_later`: 0.76 GB after the third of 25 steps. Of each step how much longer it took than without a checkpoint.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import ctypes
 import io
 import pstats
 import resource
@@ -52,7 +51,6 @@ from models import SMALL, size
 STEPS, AHEAD = size(30, 3), 40
 FIRST = size(60, 6)
 WORKERS = size(8, 1)
-MEGABYTE = 1 << 20
 
 
 def features(count: int) -> list[Any]:
@@ -173,21 +171,10 @@ def measure_images(found: dict[str, Any]) -> None:
 
 
 def host_copies(found: dict[str, Any], sources: list[torch.Tensor], target: torch.Tensor) -> None:
-    """Into pinned memory, by PyTorch's threads and by plain ones; alone, and while the device reads pinned memory."""
-    threads, size = ThreadPoolExecutor(16), target.nbytes
+    """Into pinned memory, by a thread of Python's and by PyTorch's; alone, and while the device reads pinned memory."""
+    thread, script = ThreadPoolExecutor(1), batch_transfer._script()
     device, side = torch.empty_like(target, device="cuda"), torch.cuda.Stream()
     also = torch.empty_like(target).pin_memory()
-
-    def plain(source: torch.Tensor, count: int, piece: int, ring: int) -> None:
-        """By so many threads, piece by piece; into so many bytes at the target's beginning, again and again."""
-
-        def some(first: int) -> None:
-            for begin in range(first * piece, size, count * piece):
-                length = min(piece, size - begin)
-                ctypes.memmove(target.data_ptr() + begin % ring, source.data_ptr() + begin, length)
-
-        for one in [threads.submit(some, first) for first in range(count)]:
-            one.result()
 
     def timed(copy: Callable[[torch.Tensor], Any], beside: bool) -> float:
         if beside:
@@ -203,16 +190,12 @@ def host_copies(found: dict[str, Any], sources: list[torch.Tensor], target: torc
 
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "copy_ in this thread": target.copy_,
-        "copy_ in another thread": lambda source: threads.submit(target.copy_, source).result(),
+        "copy_ in another thread": lambda source: thread.submit(target.copy_, source).result(),
     }
-    for count in (1, 4, 8, 16):
-        ways[f"memmove, {count} threads"] = lambda one, count=count: plain(one, count, -(-size // count), size)
-    for count in (4, 8, 16):
-        ways[f"memmove, {count} threads, 1 MB"] = lambda one, count=count: plain(one, count, MEGABYTE, size)
-        ring = min(16 * MEGABYTE, size)
-        ways[f"memmove, {count} threads, 1 MB, ring of 16"] = lambda one, count=count, ring=ring: plain(
-            one, count, min(MEGABYTE, ring), ring
-        )
+    for tasks in (1, 4, 8, 16, 32):
+        ways[f"{tasks} tasks"] = lambda source, tasks=tasks: script.begin(
+            [], [], [batch_transfer._elements(target, source)], tasks
+        ).wait()
     rows = take_turns(
         {
             f"{name}{', device reading' if beside else ''}": lambda copy=copy, beside=beside: timed(copy, beside)
