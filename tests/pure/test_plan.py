@@ -703,7 +703,7 @@ def test_what_saves_nothing_of_the_run_is_no_row_unless_another_one_needs_it() -
     large = replace(shortened(29, 9), fix="readback", run_gain=9_000 * MS)
     text = " ".join(terminal.render(replace(HEALTHY, run=TREE, plan=(small, large))).split())
     assert "1 read the value later" in text
-    assert "1 more would save less than 78.0 ms of this run each: drop the synchronization." in text
+    assert "1 more would save less than 78.0 ms of this run: drop the synchronization." in text
     needed = replace(large, needs=(small.named,))
     assert "more would save" not in terminal.render(replace(HEALTHY, run=TREE, plan=(small, needed)))
 

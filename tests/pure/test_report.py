@@ -391,10 +391,24 @@ def main(model, device):
 )
 def test_a_remedy_speaks_the_programs_own_words(program: Path, line: int, api: str, remedy: str, written: str) -> None:
     program.write_text(LOOPS)
+    assert written_at(line, api, remedy).startswith(written)
+
+
+def written_at(line: int, api: str, remedy: str) -> str:
     where = Where("train.py", line, "main", exact=True)
     name = {"torch.randn": "made_on_host", "keepbusy.readback": "host_sync"}.get(api, COPY.cause)
-    cause = replace(COPY, cause=name, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),))
-    assert fix_line(cause).startswith(written)
+    return fix_line(replace(COPY, cause=name, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),)))
+
+
+def test_workers_are_given_to_no_loader_that_may_not_take_them(program: Path) -> None:
+    """As DLRM's `fbDataLoader`, which beside PyTorch's is another way to read other data."""
+    program.write_text(
+        LOOPS.replace("DataLoader(data, batch_size=64, num_workers=2", "fbDataLoader(data, batch_size=64")
+    )
+    assert (
+        written_at(8, "torch.utils.data.DataLoader", "DataLoader(..., num_workers=8)")
+        == "DataLoader(..., num_workers=8)"
+    )
 
 
 def test_without_the_program_a_remedy_stays_as_it_is() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.explanation import explained, write_comparison
-from keepbusy.cli.console.output import check_place, complain, screen, show
+from keepbusy.cli.console.explanation import explained, rendered_comparison, write_comparison
+from keepbusy.cli.console.output import check_place, complain, show
 from keepbusy.cli.console.sources import open_timeline, progress
 from keepbusy.report.words import duration
 
@@ -60,7 +60,6 @@ def _verdicts(text: str) -> tuple[str, ...]:
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain both, and hold them against each other. Ends with exit code 1 where `--fail-on` finds something."""
     from keepbusy.explain.comparison import compare
-    from keepbusy.report import as_json, compared
 
     if options.page:
         check_place(options.page)
@@ -68,12 +67,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     done = compare(*(explained(one, turns=options.page is not None) for one in (before, after)))
     if options.page:
         write_comparison(done, options.page, options.before, options.after)
-    if options.json:
-        told = as_json.render_comparison(done)
-    else:
-        shape = screen()
-        wrap = sys.stdout.isatty()
-        told = compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=wrap)
+    told = rendered_comparison(done, options.json)
     failures = [*_failures(options.fail_on, done, before, after)]
     if not failures:
         return (told, "\n")

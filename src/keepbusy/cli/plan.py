@@ -119,11 +119,11 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     folder = make_folder()
     tried = _tried(chosen, options, _with_memory(options.on, folder), folder)
     trials = [one for one in tried if isinstance(one, Trial)]
+    if not trials:
+        raise BadInput(f"none of {len(chosen)} layouts could be run; the first said: {tried[0]}")
     for layout, one in zip(chosen, tried, strict=True):
         if not isinstance(one, Trial):
             complain(f"{layout}: {one}")
-    if not trials:
-        raise BadInput(f"none of {len(chosen)} layouts could be run; the first said: {tried[0]}")
     plan = LayoutPlan(trials, device.memory.size - CONTEXT, options.price, options.gpus)
     if options.json:
         return (json.dumps(plan.as_json(), indent=1), "\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, explained, rendered, save, write_page
+from keepbusy.cli.console.explanation import check_name, explained, rendered, rendered_comparison, save, write_page
 from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of, without_pytorch
 from keepbusy.cli.program import launch, machine_options, supervised_run
 from keepbusy.instrument.children import follow_with
@@ -325,14 +325,10 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: StandardStreams) -> str:
     """The report, and below it what the run before foretold; as JSON the comparison alone."""
     from keepbusy.explain.comparison import compare
-    from keepbusy.report import as_json, compared
 
     done = compare(explained(options.before, None, (), options.workers), after)
-    if options.json:
-        return as_json.render_comparison(done)
-    shape = streams.screen
-    told = compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal)
-    return f"{report}\n\n{told}"
+    told = rendered_comparison(done, options.json, streams.screen)
+    return told if options.json else f"{report}\n\n{told}"
 
 
 def _again(options: argparse.Namespace) -> str:

@@ -154,7 +154,8 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if diagnosis.run is not None and (left := [one for one in diagnosis.plan if one not in rows]):
         named = words.listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
         time = duration(round(WORTH_A_ROW * diagnosis.run.time))
-        yield line((f"{len(left)} more would save less than {time} of this run each: {named}.", FAINT))
+        each = " each" if len(left) > 1 else ""
+        yield line((f"{len(left)} more would save less than {time} of this run{each}: {named}.", FAINT))
 
 
 def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:

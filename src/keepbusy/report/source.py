@@ -127,6 +127,10 @@ def _name_of(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
+def _options(call: ast.Call) -> dict[str | None, str]:
+    return {one.arg: ast.unparse(one.value) for one in call.keywords}
+
+
 # the line to write
 
 _READERS = {"item", "tolist", "cpu", "numpy"}
@@ -223,12 +227,12 @@ def _more_workers(tree: ast.AST, function: ast.AST, line: int, remedy: str) -> s
     names = set[str]().union(*(_names_in(loop.iter) for loop in _loops_at(function, line)))
     assigned = [one for one in ast.walk(tree) if isinstance(one, ast.Assign)]
     made = [(one, one.value) for one in assigned if isinstance(one.value, ast.Call)]
-    made = [(one, call) for one, call in made if "DataLoader" in _name_of(call)]
+    made = [(one, call) for one, call in made if _name_of(call) == "DataLoader" or "num_workers" in _options(call)]
     made = [(one, call) for one, call in made if names & set[str]().union(*map(_names_in, one.targets))] or made
     if len(made) != 1 or not wanted:
         return ""
     [(assignment, call)] = made
-    today = next((ast.unparse(one.value) for one in call.keywords if one.arg == "num_workers"), "0")
+    today = _options(call).get("num_workers", "0")
     kept = [*map(ast.unparse, call.args)]
     kept += [ast.unparse(one) for one in call.keywords if one.arg not in ("num_workers", "persistent_workers")]
     workers = wanted[1].replace("today", today)

@@ -18,6 +18,7 @@ import numpy as np
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.explain.turns import Turns
 from keepbusy.report import words
+from keepbusy.report.page.contents import edit_in
 from keepbusy.report.paper import look
 from keepbusy.report.words import tame
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Timeline
@@ -147,16 +148,9 @@ def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
     ahead = leaves <= start[links.target]  # a link of the round before has no arrow to draw
     columns = (links.kind, spans.lane[links.source], leaves, spans.lane[links.target], start[links.target])
     for number, (kind, source, left, target, reached) in enumerate(_rows(*(column[ahead] for column in columns))):
-        name = {"cat": "link", "name": LinkKind(kind).name.lower(), "id": number}
-        yield {"ph": "s", "pid": timeline.lanes[source].rank, "tid": _thread(source), "ts": _micro(left), **name}
-        yield {
-            "ph": "f",
-            "bp": "e",
-            "pid": timeline.lanes[target].rank,
-            "tid": _thread(target),
-            "ts": _micro(reached),
-            **name,
-        }
+        flow = {"cat": "link", "name": LinkKind(kind).name.lower(), "id": number}
+        yield _end_of_flow("s", timeline.lanes[source].rank, _thread(source), left, **flow)
+        yield _end_of_flow("f", timeline.lanes[target].rank, _thread(target), reached, bp="e", **flow)
 
 
 def _memory(timeline: Timeline, origin: int) -> Iterator[Event]:
@@ -198,8 +192,8 @@ def _plan(told: Diagnosis, turns: Turns, thread: int, origin: int) -> Iterator[E
     """A thread of each rank for each fix: the calls that it changes."""
     spans, rank = turns.timeline.spans, turns.timeline.rank_of_rows
     for number, fix in enumerate(told.plan, 1):
-        edit = fix.edit
-        if edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
+        edit = edit_in(turns, fix)
+        if edit is None:
             continue
         for one in turns.timeline.ranks:
             name = f"fix {number}: {words.fix(fix.fix)}"

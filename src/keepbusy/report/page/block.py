@@ -87,18 +87,13 @@ def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, Columns]:
     rows |= {
         name: getattr(turns, name).astype(np.int64) for name in ("place", "call", "cause", "rest", "culprit", "aside")
     }
-    links = {name: column.astype(np.int64) for name, column in timeline.links.columns().items()}
-    meetings = {name: column.astype(np.int64) for name, column in timeline.meetings.columns().items()}
-    tables: dict[str, Columns] = {
-        "spans": rows,
-        "links": links,
-        "meetings": meetings,
-        "marks": {"marks": np.asarray(timeline.marks, np.int64)},
-    }
+    tables: dict[str, Columns] = {"spans": rows, "marks": {"marks": np.asarray(timeline.marks, np.int64)}}
+    for part, table in {"links": timeline.links, "meetings": timeline.meetings}.items():
+        tables[part] = {name: column.astype(np.int64) for name, column in table.columns().items()}
     if len(timeline.memory):
         tables["memory"] = memory.table(turns, origin)
     for number, fix in enumerate(diagnosis.plan):
-        edit = contents.edit_in(diagnosis, fix)
+        edit = contents.edit_in(turns, fix)
         if edit is not None:
             tables[f"fix{number}"] = _flags(edit)
             tables[f"fix{number}.scale"] = _scales(edit)

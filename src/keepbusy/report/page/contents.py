@@ -9,8 +9,9 @@ from typing import Any
 
 from keepbusy import __version__
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Harmless, LateRank, PlannedFix, RareStep, Where
+from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, PlannedFix, Where
 from keepbusy.explain.edit import Edit
+from keepbusy.explain.turns import Turns
 from keepbusy.report import run_report, words
 from keepbusy.report.paper import look
 from keepbusy.report.source import fix_line, source_of, text_of
@@ -47,7 +48,10 @@ def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
             for rank, one in sorted(diagnosis.plain_runs.items())
         ],
         "asides": [[label, text(said)] for label, said in run_report.asides(diagnosis.plain_runs, diagnosis.rare)],
-        "rare": [_rare(one) for one in diagnosis.rare],
+        "rare": [
+            {"step": one.step, "time": one.plain_step, "ledger": [*map(list, one.ledger.items())]}
+            for one in diagnosis.rare
+        ],
         "sources": sources(diagnosis),
     }
 
@@ -68,8 +72,14 @@ def turn(diagnosis: Diagnosis) -> dict[str, Any]:
         "reasons": [_cause(one) for one in diagnosis.causes],
         "all": [diagnosis.predicted.step, diagnosis.predicted.low, diagnosis.predicted.high],
         "plan": list(_plan(diagnosis)),
-        "harmless": [_harmless(one) for one in diagnosis.harmless],
-        "late": [_late(one) for one in diagnosis.late],
+        "harmless": [
+            {"cause": one.cause, "where": place(one.where), "count": one.count, "why": text(one.why)}
+            for one in diagnosis.harmless
+        ],
+        "late": [
+            {"rank": one.rank, "late": one.late, "cause": one.cause, "where": place(one.where)}
+            for one in diagnosis.late
+        ],
         "notes": [text(note) for note in diagnosis.notes],
     }
 
@@ -121,13 +131,13 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
             "says": [text(said) for said in (one.reason, *late, one.advice) if said],
             "code": text(one.code),
             "loop": text(one.loop),
-            "replayed": edit_in(diagnosis, one) is not None,
+            "replayed": edit_in(diagnosis.turns, one) is not None,
         }
 
 
-def edit_in(diagnosis: Diagnosis, fix: PlannedFix) -> Edit | None:
-    """What the fix changes in the turns of this diagnosis: nothing, where it is a fix of other turns."""
-    turns, edit = diagnosis.turns, fix.edit
+def edit_in(turns: Turns | None, fix: PlannedFix) -> Edit | None:
+    """What the fix changes in these turns: nothing, where it is a fix of others."""
+    edit = fix.edit
     if turns is None or edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
         return None
     return edit
@@ -156,18 +166,6 @@ def compared(done: Comparison) -> dict[str, Any]:
 
 def _change(change: Change) -> list[Any]:
     return [change.before, change.after, change.significant]
-
-
-def _harmless(one: Harmless) -> dict[str, Any]:
-    return {"cause": one.cause, "where": place(one.where), "count": one.count, "why": text(one.why)}
-
-
-def _late(one: LateRank) -> dict[str, Any]:
-    return {"rank": one.rank, "late": one.late, "cause": one.cause, "where": place(one.where)}
-
-
-def _rare(one: RareStep) -> dict[str, Any]:
-    return {"step": one.step, "time": one.plain_step, "ledger": [[name, time] for name, time in one.ledger.items()]}
 
 
 def _course(plain: PlainRun, run: Part | None) -> dict[str, Any]:
