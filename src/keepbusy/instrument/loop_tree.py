@@ -105,11 +105,7 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
             own += visit(child, node, (*nest, key))
         if node.loop is None:
             return own
-        jumps = frozenset(
-            (code, target)
-            for code, target in list(looks.turns)
-            if code == node.code and tree.sources.of_jump(looks.codes[code], target) == node.loop
-        )
+        jumps = tree.jumps_of(node)
         ends = tree.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
         if not len(ends) or jumps & looks.uncounted:
             return own
@@ -121,10 +117,7 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
         found.append(BusyLoop(jumps, site, place, time, waits, ends, nest, tree._begun_anew(node, above)))
         return []
 
-    root = _Node()
-    for chain, lines in enumerate(looks.known_chains):
-        if tree.time_of[chain] > 0:
-            tree._place(root, chain, lines)
+    root = tree.placed()
     visit(root, root, ())
     return sorted(found, key=lambda one: -one.waits)
 
@@ -281,11 +274,21 @@ class _Tree:
                 found.add(code)
         return found
 
-    def root(self) -> Part:
+    def placed(self) -> _Node:
+        """All looks, in their loops."""
         root = _Node()
         for chain, lines in enumerate(self.looks.known_chains):
             if self.time_of[chain] > 0:
                 self._place(root, chain, lines)
+        return root
+
+    def jumps_of(self, node: _Node) -> Jumps:
+        """Those that ended turns of this loop."""
+        known = ((code, target) for code, target in list(self.looks.turns) if code == node.code)
+        return frozenset(one for one in known if self.sources.of_jump(self.looks.codes[one[0]], one[1]) == node.loop)
+
+    def root(self) -> Part:
+        root = self.placed()
         self._fold(root)
         beside = self._beside(root)
         loops = [self._part(child, root) for child in root.children.values()]
@@ -399,10 +402,7 @@ class _Tree:
         time = round(float(self.time_of[chains].sum()))
         ends = self.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
         count = len(ends) if node.loop.iterates else self._turns_of_while(node, above, ends)
-        uncounted = any(
-            self.looks.codes[one] is code and self.sources.of_jump(code, target) == node.loop
-            for one, target in list(self.looks.uncounted)
-        )
+        uncounted = bool(self.jumps_of(node) & self.looks.uncounted)
         part = Part(
             LOOP,
             place=self._written(place),
