@@ -108,7 +108,7 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
         type=_names,
         metavar="FIXES",
         default=(),
-        help="of these, not: copies,late_numbers,draws,workers,batches,syncs,cache,garbage",
+        help="of these, not: copies,late_numbers,draws,workers,batches,foreach,syncs,cache,garbage",
     )
     parser.add_argument(
         "--also",

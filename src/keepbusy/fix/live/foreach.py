@@ -92,6 +92,10 @@ class Single:
         raise AsWritten
 
 
+def _method(name: str) -> Callable[..., Any]:
+    return lambda column, *given: column._do(name, given, {})
+
+
 class Column:
     """What one expression is in each of the turns."""
 
@@ -100,6 +104,7 @@ class Column:
         self.turns, self._held, self._like = turns, held, like
         self._kind: tuple[Any, ...] = ()
         self._shapes: Sequence[Any] = ()
+        self._attributes: dict[str, Column | None] = {}
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -157,35 +162,23 @@ class Column:
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
-    @property
-    def data(self) -> Column:
-        return Column(self.turns, [one.data for one in self.tensors])
+    def attribute(self, name: str) -> Column | None:
+        """`p.data` or `p.grad`."""
+        if name not in self._attributes:
+            found = [getattr(one, name) for one in self.tensors]
+            known = [one is not None for one in found]
+            if any(known) and not all(known):
+                raise Uneven(known)
+            self._attributes[name] = Column(self.turns, found) if any(known) else None
+        return self._attributes[name]
 
-    @data.setter
-    def data(self, changed: object) -> None:
-        """As `p.data *= 2` does; it is the same memory as before."""
-        self._set(self.data, changed)
-
-    @property
-    def grad(self) -> Column | None:
-        found = [one.grad for one in self.tensors]
-        known = [one is not None for one in found]
-        if not any(known):
-            return None
-        if not all(known):
-            raise Uneven(known)
-        return Column(self.turns, found)
-
-    @grad.setter
-    def grad(self, changed: object) -> None:
-        self._set(self.grad, changed)
-
-    @staticmethod
-    def _set(before: Column | None, changed: object) -> None:
-        if before is None or not isinstance(changed, Column) or changed.is_made:
+    def set_attribute(self, name: str, changed: object) -> None:
+        """As `p.grad *= 2` does: it is what it was."""
+        if changed is None or changed is not self._attributes.get(name):
             raise AsWritten
-        if any(one.data_ptr() != other.data_ptr() for one, other in zip(before.held, changed.held, strict=True)):
-            raise AsWritten
+
+    data = property(lambda one: one.attribute("data"), lambda one, to: one.set_attribute("data", to))
+    grad = property(lambda one: one.attribute("grad"), lambda one, to: one.set_attribute("grad", to))
 
     def detach(self) -> Column:
         return self if self.is_made else Column(self.turns, [one.detach() for one in self.tensors])
@@ -195,31 +188,11 @@ class Column:
             raise AsWritten
         return lambda *given, **options: self._do(name, given, options)
 
-    def __add__(self, other: Any) -> Column:
-        return self._do("add", (other,), {})
-
-    def __sub__(self, other: Any) -> Column:
-        return self._do("sub", (other,), {})
-
-    def __mul__(self, other: Any) -> Column:
-        return self._do("mul", (other,), {})
-
-    def __truediv__(self, other: Any) -> Column:
-        return self._do("div", (other,), {})
-
-    def __neg__(self) -> Column:
-        return self._do("neg", (), {})
-
-    def __iadd__(self, other: Any) -> Column:
-        return self._do("add_", (other,), {})
-
-    def __isub__(self, other: Any) -> Column:
-        return self._do("sub_", (other,), {})
-
-    def __imul__(self, other: Any) -> Column:
-        return self._do("mul_", (other,), {})
-
-    __radd__, __rmul__ = __add__, __mul__
+    __neg__ = _method("neg")
+    __add__ = __radd__ = _method("add")
+    __mul__ = __rmul__ = _method("mul")
+    __sub__, __truediv__ = _method("sub"), _method("div")
+    __iadd__, __isub__, __imul__ = _method("add_"), _method("sub_"), _method("mul_")
 
     def _do(self, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Column:
         operator, end = name.removesuffix("_"), "_" * name.endswith("_")

@@ -49,7 +49,6 @@ _MADE_BY = {
     "workers": {"prepare_in_workers"},
     "syncs": {"drop_sync"},
     "cache": {"keep_memory"},
-    "foreach": {"graph"},
     "garbage": {"move_off_the_loop"},
     "fused": {"fuse_optimizer"},
     "gradients": {"accumulate"},
