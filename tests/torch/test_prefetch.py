@@ -348,6 +348,27 @@ def left_by(how: str, loader: Any) -> None:
         list(batches)
 
 
+def test_a_loader_that_is_interrupted_loses_no_batch() -> None:
+    class Interrupted:
+        asked = 0
+
+        def __iter__(self) -> Interrupted:
+            return self
+
+        def __next__(self) -> Tensor:
+            self.asked += 1
+            if self.asked == 5:
+                raise KeyboardInterrupt
+            if self.asked > 9:
+                raise StopIteration
+            return torch.full((4,), self.asked)
+
+    batches, found = iter(keepbusy.prefetch(Interrupted())), []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(int(batch[0]) for batch in batches)
+    assert found + read(batches) == [1, 2, 3, 4, 6, 7, 8, 9]
+
+
 @pytest.mark.parametrize("how", ["break", "del", "error", "end"])
 def test_leaving_closes_the_loader(how: str) -> None:
     def loader() -> Iterator[Tensor]:

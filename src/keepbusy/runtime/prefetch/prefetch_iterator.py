@@ -214,8 +214,10 @@ class PrefetchIterator:
             if packing is None:
                 break
             packed = packing.become(self._transfer.read)
-            self._packing = self._pack_next()  # which is packed while this one is sent
-            self._waiting.append(packed.become(self._transfer.send))
+            try:
+                self._packing = self._pack_next()  # which is packed while this one is sent
+            finally:  # also when the user interrupts the loader
+                self._waiting.append(packed.become(self._transfer.send))
         if not self._waiting:
             self._cursor.rewind()
             self.close()
