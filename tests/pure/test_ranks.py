@@ -248,6 +248,21 @@ def test_skew_of_one_clock_is_left_alone() -> None:
     np.testing.assert_array_equal(times_of(merged, 1), times_of(whole, 1) + 20 * US)
 
 
+def test_what_a_root_sends_says_nothing_of_clocks() -> None:
+    """Most collectives are broadcasts, whose root is gone before its peers: where all meet, they leave together."""
+    run = Run.of(ranks=2)
+    for _ in range(6):
+        for rank in run.ranks:
+            run.on(rank).step().work(5_000 + 600 * rank).launch(kernel=50)
+        run.collective(wire=100, name="ncclDevKernel_Broadcast").collective(wire=100, name="ncclDevKernel_Broadcast")
+        run.collective(wire=200, size=8 * MB)
+    whole = run.timeline()
+    sends = (whole.rank_of_rows == 0) & (whole.spans.size == MB)
+    sent = whole.change_spans(end=np.where(sends, whole.spans.start + 10 * US, whole.spans.end))
+    merged = merge([alone(sent, 0), alone(whole, 1, clock=660 * US)])
+    np.testing.assert_array_equal(times_of(merged, 1), times_of(whole, 1))
+
+
 # Who takes part
 
 

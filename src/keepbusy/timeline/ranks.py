@@ -225,7 +225,8 @@ def _possible(timeline: Timeline, mine: Ints, its: Ints, offset: int) -> bool:
 
 
 def _align_clocks(timeline: Timeline) -> Timeline:
-    """Everyone leaves a collective at the same time; a rank that seems not to has another clock.
+    """Everyone leaves a collective at the same time; a rank that seems not to has another clock. The root of a
+    broadcast may be gone before, so broadcasts tell only where nothing else does.
 
     Two ranks need not meet each other to share a clock: of what is known of one, those that it meets are known too.
     """
@@ -234,8 +235,9 @@ def _align_clocks(timeline: Timeline) -> Timeline:
     if not len(parts):
         return timeline
     rank, shift = timeline.rank_of_rows, dict.fromkeys(ranks, 0)
+    together = np.array(["roadcast" not in name for name in timeline.names], bool)[spans.name[parts]]
     of_rank = rank[parts]
-    mine = {one: parts[of_rank == one] for one in ranks}
+    mine = {one: parts[(of_rank == one) & (together | ~together[of_rank == one].any())] for one in ranks}
     over = np.full(len(timeline.meetings), NONE, np.int64)  # on the common clock, as soon as one of its ranks has it
     left = [one for one in ranks if len(mine[one])]
     while left:
