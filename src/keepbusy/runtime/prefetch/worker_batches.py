@@ -134,7 +134,7 @@ class JoinedBatch:
                 return
             joined = torch.empty(0, dtype=torch.uint8).set_(_BY_NAME[name], ALIGNMENT, (size,))
         self.joined = joined
-        weakref.finalize(joined, give_back, joined.untyped_storage()).atexit = False
+        weakref.finalize(joined, joined.untyped_storage().__setitem__, 0, 0).atexit = False
 
     def pin_memory(self) -> JoinedBatch:
         """As a loader does with what it knows; the buffer is pinned already, or once it is copied from."""
@@ -212,8 +212,3 @@ class ReceivedBuffers:
 def _name_of(joined: Tensor) -> bytes:
     """Of its buffer."""
     return bytes(torch.empty(0, dtype=torch.uint8).set_(joined.untyped_storage())[_NAME].tolist())
-
-
-def give_back(storage: torch.UntypedStorage) -> None:
-    """To the worker that made it."""
-    storage[0] = 0
