@@ -69,11 +69,6 @@ class HostCosts:
         return float(_DISPATCH.module * self.operator)
 
     @cached_property
-    def python_call(self) -> float:
-        """A call in Python, where there is more of it between operators than `dispatch` has in it."""
-        return float(_DISPATCH.python_call * self.operator)
-
-    @cached_property
     def backward_pass(self) -> float:
         """Another thread takes it over, and gives it back."""
         return float(_DISPATCH.backward_pass * self.backward)

@@ -29,6 +29,7 @@ from keepbusy.instrument.patches import Patches
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.host_threads import BACKWARD_PASS
+from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
@@ -195,6 +196,7 @@ def patch_modelled(patches: Patches) -> None:
     when_imported(f"{_FSDP}._fsdp_state", lambda: _wrap_hooks(patches))
 
 
+PYTHON = figures("python")
 _FSDP = "torch.distributed.fsdp._fully_shard"
 
 
@@ -227,7 +229,7 @@ class PythonCalls:
     def __exit__(self, *error: object) -> None:
         if self._outer is None:
             sys.setprofile(None)
-            MACHINE.clock.spend(self._calls * MACHINE.device.host.python_call)
+            MACHINE.clock.spend(self._calls * PYTHON.call)
 
 
 def _sleep(native: Callable[..., Any], seconds: Any) -> None:
