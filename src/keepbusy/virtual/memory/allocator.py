@@ -16,7 +16,6 @@ from threading import get_ident
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from keepbusy.timeline.model import Ints
 from keepbusy.virtual.clock.engine import Clock
@@ -46,9 +45,6 @@ class Block:
         self.before: Block | None = None
         self.after: Block | None = None
         self.users: set[int] | None = None  # other streams that use it
-
-    def __lt__(self, other: Block) -> bool:
-        return self.address < other.address
 
     @property
     def split(self) -> bool:
@@ -98,69 +94,65 @@ class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
 # What is counted, under PyTorch's names.
 
 
+_IN_POOLS = np.array([(0, 1, 1), (1, 0, 1)])
+"""Of a large block, and of a small one, which count it: the small pool, the large one, and both together."""
+
+
 class Totals:
-    """What is counted of one pool or of both: blocks, their bytes, and the bytes asked for.
+    """What is counted of one kind, a row a pool: blocks, their bytes, and the bytes asked for.
 
     Freed ones follow from what was allocated and what is left, so only one side is counted.
     """
 
     def __init__(self) -> None:
-        self.now, self.peak, self.ever, self._base = np.zeros((4, 3), np.int64)
+        self.now, self.peak, self.ever, self._base = np.zeros((4, 3, 3), np.int64)
 
-    def change(self, changes: npt.ArrayLike) -> None:
+    def change(self, small: Ints, changes: Ints) -> None:
         """What came and went, a row a time, negative where it went."""
-        rows = np.asarray(changes)
-        if len(rows):
+        if len(changes):
+            rows = _IN_POOLS[small][:, :, None] * changes[:, None]
             course = self.now + np.cumsum(rows, axis=0)
             self.now, self.peak = course[-1], np.maximum(self.peak, course.max(axis=0))
             self.ever = self.ever + np.maximum(rows, 0).sum(axis=0)
 
+    def count(self, small: bool, change: int, size: int, asked: int) -> None:
+        """A block that came (1) or went (-1)."""
+        self.change(np.array([int(small)]), np.array([(change, change * size, change * asked)]))
+
     def reset_accumulated(self) -> None:
         """Count what comes and goes from now on."""
-        self.ever, self._base = np.zeros(3, np.int64), self.now
+        self.ever, self._base = np.zeros_like(self.now), self.now
 
-    def shown(self) -> list[list[int]]:
-        """Current, peak, allocated and freed: of blocks, of bytes and of bytes asked for."""
-        rows: list[list[int]] = np.array([self.now, self.peak, self.ever, self._base + self.ever - self.now]).T.tolist()
-        return rows
+    def shown(self) -> list[list[list[int]]]:
+        """Of each pool, of blocks, of bytes and of bytes asked for: current, peak, allocated and freed."""
+        freed = self._base + self.ever - self.now
+        pools: list[list[list[int]]] = np.stack([self.now, self.peak, self.ever, freed], axis=-1).tolist()
+        return pools
 
 
 class Tally:
-    """One device's figures. Each is kept for the small pool, the large one, and both together."""
+    """One device's figures."""
 
     def __init__(self) -> None:
-        self.used, self.segments, self.waiting, self.fragments = ([Totals(), Totals(), Totals()] for _ in range(4))
+        self.used, self.segments, self.waiting, self.fragments = (Totals() for _ in range(4))
         # waiting: freed, and still in use by another stream; fragments: free parts of segments that are in use
         self.retries = self.failures = 0
 
-    def use(self, sizes: Ints, asked: Ints, small: Ints) -> None:
-        """Blocks came into use or, where they are negative, went out of it."""
-        rows = np.stack([np.sign(sizes), sizes, asked], axis=1)
-        for figures, mine in zip(self.used, (rows[small == 1], rows[small == 0], rows), strict=True):
-            figures.change(mine)
-
     def all(self) -> list[Totals]:
-        return [*self.used, *self.segments, *self.waiting, *self.fragments]
+        return [self.used, self.segments, self.waiting, self.fragments]
 
     def set_fragments(self, sizes: list[list[int]]) -> None:
         """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
-        for figures, mine in zip(self.fragments, (*sizes, sizes[0] + sizes[1]), strict=True):
-            figures.now = figures.ever = np.array([len(mine), sum(mine), 0])
-            figures.peak = np.maximum(figures.peak, figures.now)
-
-
-def _count(kind: list[Totals], small: bool, change: int, size: int, asked: int) -> None:
-    """A block that came (1) or went (-1)."""
-    for figures in (kind[0 if small else 1], kind[2]):
-        figures.change([(change, change * size, change * asked)])
+        figures = self.fragments
+        figures.now = figures.ever = np.array([(len(one), sum(one), 0) for one in (*sizes, sizes[0] + sizes[1])])
+        figures.peak = np.maximum(figures.peak, figures.now)
 
 
 def _flat_stats(tally: Tally) -> dict[str, int]:
     """As `torch.cuda.memory_stats` has them."""
     shown: dict[str, list[int]] = {"oversize_allocations": [0] * 4, "oversize_segments": [0] * 4}
-    for index, pool in enumerate(("small_pool", "large_pool", "all")):
-        kinds = (tally.used, tally.segments, tally.waiting, tally.fragments)
-        (blocks, sizes, asked), segments, waiting, fragments = (kind[index].shown() for kind in kinds)
+    pools = zip(("small_pool", "large_pool", "all"), *(one.shown() for one in tally.all()), strict=True)
+    for pool, (blocks, sizes, asked), segments, waiting, fragments in pools:
         shown |= {
             f"allocation.{pool}": blocks,
             f"allocated_bytes.{pool}": sizes,
@@ -193,7 +185,7 @@ def _active(used: list[int], waiting: list[int]) -> list[int]:
 def _out_of_memory(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
     """As PyTorch words it."""
     limit = "" if allowed is None else f"{_bytes(allowed)} allowed; "
-    allocated, reserved = int(tally.used[2].now[1]), int(tally.segments[2].now[1])
+    allocated, reserved = int(tally.used.now[2, 1]), int(tally.segments.now[2, 1])
     return (
         f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
         f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "
@@ -359,7 +351,8 @@ class Memory:
         rows = self.clock.rows.memory.columns(self._counted)
         self._counted += rows.shape[1]
         for one in self._devices:
-            one.tally.use(*rows[4:, rows[1] == one.device][[0, 2, 3]])
+            size, _, asked, small = rows[4:, rows[1] == one.device]
+            one.tally.used.change(small, np.stack([np.sign(size), size, asked], axis=1))
         return self._devices[device].tally
 
     def _segment(self, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
@@ -385,7 +378,7 @@ class Memory:
         pools.segments += 1
         one.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
         one.reserved += wanted
-        _count(one.tally.segments, small, 1, wanted, wanted)
+        one.tally.segments.count(small, 1, wanted, wanted)
         one.look_up_fragments()
         return block
 
@@ -396,7 +389,7 @@ class Memory:
             one = self._devices[block.device]
             self._note(host, block, -1)
             if block.users:
-                _count(one.tally.waiting, block.pool.small, 1, block.size, 0)
+                one.tally.waiting.count(block.pool.small, 1, block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
                 one.in_use_elsewhere.append((block, moments))
                 block.users = None
@@ -408,7 +401,7 @@ class Memory:
         for _ in range(len(one.in_use_elsewhere)):
             block, moments = one.in_use_elsewhere.popleft()
             if at_once or all(map(self.clock.passed, moments)):
-                _count(one.tally.waiting, block.pool.small, -1, block.size, 0)
+                one.tally.waiting.count(block.pool.small, -1, block.size, 0)
                 self._return(block)
             else:
                 one.in_use_elsewhere.append((block, moments))
@@ -435,5 +428,5 @@ class Memory:
                     pool.remove(block)
                     pools.segments -= 1
                     one.reserved -= block.size
-                    _count(one.tally.segments, pool.small, -1, block.size, block.size)
+                    one.tally.segments.count(pool.small, -1, block.size, block.size)
         one.graphs = {name: pools for name, pools in one.graphs.items() if pools.graphs or pools.segments}
