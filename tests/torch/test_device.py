@@ -288,3 +288,25 @@ def test_the_profiler_does_not_fail_at_each_operator(capfd: pytest.CaptureFixtur
 def test_what_the_compiler_imports_of_a_build_with_cuda_is_there() -> None:
     torch._dynamo.reset()
     assert "torch._inductor.cudagraph_trees" in sys.modules
+
+
+def test_streams_and_events_say_what_they_are() -> None:
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    assert current.cuda_stream == 0
+    assert side.cuda_stream == side.stream_id == side.native_handle != 0
+    assert f"cuda_stream={side.cuda_stream:#x}" in repr(side)
+    assert torch.cuda.Stream.priority_range() == (0, -5)
+    event = torch.cuda.Event()
+    assert "uninitialized" in repr(event)
+    torch.cuda._sleep(1_000_000)
+    event.record()
+    event.wait(side)
+    assert "uninitialized" not in repr(event)
+    assert event.cuda_event == event.event_id
+    assert not side.query()
+    with pytest.raises(NotImplementedError, match="no events that processes share"):
+        event.ipc_handle()
+
+
+def test_zeros_that_nobody_reads_are_zeros() -> None:
+    assert torch._efficientzerotensor((2, 3), device="cuda").tolist() == [[0.0] * 3] * 2

@@ -82,6 +82,36 @@ def test_hundreds_of_ranks_are_one_process_whose_sums_are_those_of_all(run) -> N
     assert (done.returncode, done.stdout.split()) == (0, ["512", "512.0"]), done.stderr
 
 
+COLLECTIVES = """\
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+one = torch.arange(4.0, device="cuda")
+parts = [torch.empty_like(one) for _ in range(4)]
+dist.gather(one, parts)
+print([part.tolist() for part in parts] == [one.tolist()] * 4)
+own = torch.empty(4, device="cuda")
+dist.scatter(own, [one + rank for rank in range(4)])
+print(own.tolist())
+dist.all_to_all_single(own, one)
+print(own.tolist())
+work = dist.all_reduce(one, async_op=True)
+doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+work.wait()
+torch.cuda.synchronize()
+print(work.is_completed(), work.is_success(), doubled.wait().tolist())
+"""
+
+
+def test_of_every_collective_one_rank_brings_what_all_would(run) -> None:
+    done = run(COLLECTIVES, "--on", "h200", "--clock", "modelled", "--ranks", "4", "--alike", "--quiet")
+    assert done.stdout.splitlines() == [
+        "True",
+        "[0.0, 1.0, 2.0, 3.0]",
+        "[0.0, 1.0, 2.0, 3.0]",
+        "True True [0.0, 8.0, 16.0, 24.0]",
+    ], done.stderr
+
+
 def test_ranks_that_send_to_one_another_are_not_alike(run) -> None:
     source = DDP.split("model =", maxsplit=1)[0] + "dist.send(torch.ones(1, device='cuda'), 1)\n"
     done = run(source, *MODELLED, "--ranks", "8", "--alike")

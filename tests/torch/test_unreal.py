@@ -42,6 +42,27 @@ def test_a_model_larger_than_memory_takes_its_steps(run) -> None:
     assert "With --values none nothing is computed" in done.stdout
 
 
+BY_VALUES = """\
+import torch
+x = torch.ones(6, 4, device="cuda")
+counted = torch.ones(5, device="cuda", dtype=torch.long)
+for made in (
+    x.masked_select(x[:1] > 0), x.unique(), torch.bincount(counted), torch.bincount(counted, minlength=9),
+    torch.repeat_interleave(counted), x.unique(return_inverse=True)[1],
+):
+    print(tuple(made.shape), made.dtype)
+print(torch.equal(x, x))
+"""
+
+
+def test_of_shapes_that_depend_on_values_half_is_taken(run) -> None:
+    done = run(BY_VALUES, before=("--values", "none", "--clock", "modelled", "--quiet"))
+    assert done.stdout.splitlines() == [
+        *("(12,) torch.float32", "(12,) torch.float32", "(1,) torch.int64", "(9,) torch.int64"),
+        *("(5,) torch.int64", "(6, 4) torch.int64", "False"),
+    ], done.stderr
+
+
 ON_THE_HOST = """\
 import resource
 import torch

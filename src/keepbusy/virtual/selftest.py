@@ -19,11 +19,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import replacing
 
 WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120
@@ -89,13 +91,10 @@ def _cached(place: Path, now: float) -> Verdict | None:
 
 
 def _remember(place: Path, verdict: Verdict) -> None:
-    part = place.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):  # a home that cannot be written costs the trial each time, and nothing else
         place.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(verdict._asdict()), encoding="utf-8")
-        part.replace(place)
-    except OSError:
-        pass  # a home that cannot be written costs the trial each time, and nothing else
+        with replacing(place, durable=False) as part:
+            part.write_text(json.dumps(verdict._asdict()), encoding="utf-8")
 
 
 def _place(root: Path) -> Path:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -342,23 +342,38 @@ def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
 
 
 def _value(kind: str, value: Any, what: str, path: str) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "Share":
-        if not number or not 0 < value <= 1:
-            raise BadInput(f"{path} has {what} = {value!r}; give a share of the peak, above 0 and at most 1.")
-        return float(value)
-    if kind == "Count":
-        if not number or not isinstance(value, int) or value < 1:
-            raise BadInput(f"{path} has {what} = {value!r}; give a whole number, at least 1.")
-        return value
-    units, found = _UNITS[kind], _QUANTITY.match(value) if isinstance(value, str) else None
+    read, wanted = _READERS[kind]
     try:
-        quantity = float(found[1]) * units[found[2]] if found else -1.0
-    except (ValueError, KeyError):
-        quantity = -1.0
+        return read(value)
+    except (ValueError, TypeError, KeyError):
+        raise BadInput(f"{path} has {what} = {value!r}; give {wanted}.") from None
+
+
+def _share(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        raise ValueError
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError
+    return value
+
+
+def _quantity(kind: str, value: Any) -> float:
+    found, units = _QUANTITY.match(value), _UNITS[kind]
+    quantity = float(found[1]) * units[found[2]] if found else -1.0
     if not 0 < quantity < 1e18 and not (quantity == 0 and units is _TIMES):
-        raise BadInput(f"{path} has {what} = {value!r}; give a number and a unit, one of {', '.join(units)}.")
+        raise ValueError
     return round(quantity) if kind in ("Time", "Size") else quantity
+
+
+_READERS: dict[str, tuple[Callable[[Any], float], str]] = {
+    "Share": (_share, "a share of the peak, above 0 and at most 1"),
+    "Count": (_count, "a whole number, at least 1"),
+    **{one: (partial(_quantity, one), f"a number and a unit, one of {', '.join(_UNITS[one])}") for one in _UNITS},
+}
 
 
 def _capability(value: Any, path: str) -> tuple[int, int]:

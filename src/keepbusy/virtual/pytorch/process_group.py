@@ -219,10 +219,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        handle = Handle(tensors)
-        for one in tensors:
-            handle = self.allreduce([one], opts)
-        return handle
+        return [self.allreduce([one], opts) for one in tensors][-1]
 
     def _reduced(self, tensors: list[Tensor], options: Any) -> None:
         """Gloo has no average: a sum, divided."""

@@ -141,9 +141,6 @@ class _GeneratorType(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, HostGenerator)
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, HostGenerator)
-
 
 class GeneratorOfAnyDevice(metaclass=_GeneratorType):
     """Stands for `torch.Generator`, which this build of PyTorch cannot make for a device."""

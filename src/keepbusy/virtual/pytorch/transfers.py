@@ -232,7 +232,6 @@ SPECIAL = {
     "empty_strided": empty_strided,
     "_efficientzerotensor": efficient_zeros,
     "resize_": resize_,
-    "record_stream": lambda *_args: None,
     **dict.fromkeys(
         ("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"),
         lambda *_args, **_kwargs: False,
