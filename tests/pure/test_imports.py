@@ -161,7 +161,7 @@ LINES = {
     "traces": 2430,
     "instrument": 2195,
     "recording": 4047,
-    "virtual": 8717,
+    "virtual": 8714,
     "explain": 4428,
     "report": 3286,
     "runtime": 5695,
