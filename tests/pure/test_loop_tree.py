@@ -551,6 +551,41 @@ def test_what_the_loop_around_a_loop_of_one_turn_does_is_part_of_a_step(
     assert (trains.place, [*beside(trains, loops)]) == ("trainer.py:2", [])
 
 
+FILM = """\
+def write(pieces):
+    for piece in pieces:
+        for frame in piece:
+            pack(frame)
+def coloured(scenes):
+    for scene in scenes:
+        for grey in scene:
+            yield model(grey)
+"""
+
+
+def test_steps_within_a_generator_are_turns_of_the_loop_that_asks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose own work between two of them is no other loop's. Scenes of ten pieces of four frames."""
+    monkeypatch.chdir(tmp_path)
+    run, marks = Watched().program(tmp_path / "film.py", FILM), Marks()
+    for end in steady(0, 60, 80):
+        run.at(20, ("film.write", 2), ("film.coloured", 8)).at(60, ("film.write", 4))
+        marks.table.add(round((end - 61) * MS), ENDS, marks.pauses)
+    run.turned("film.write", 3, steady(5, 240, 20)).turned("film.write", 2, steady(0, 60, 80))
+    run.turned("film.coloured", 7, [one - 60 for one in steady(0, 60, 80)])
+    run.turned("film.coloured", 6, steady(0, 6, 800))
+    loops = innermost_loops(run.looks, None)
+    around = [
+        (run.numbers[name], line) for name, line in (("film.write", 2), ("film.coloured", 6), ("film.coloured", 7))
+    ]
+    trains = turned_by(marks.table.host(), around, loops)
+    assert trains is not None
+    assert (trains.place, [*beside(trains, loops)]) == ("film.py:2", [])
+    marks.others = [one.ends for one in loops if one.place == "film.py:3"]  # if it were held for another one
+    assert len(marks.steps()) == 59
+
+
 def test_a_program_that_is_about_to_import_pytorch_uses_no_gpu_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks from beside it may find a module of which nothing has been executed."""
     monkeypatch.setitem(sys.modules, "torch.cuda", ModuleType("torch.cuda"))

@@ -50,16 +50,14 @@ def _held(passes: Mapping[Nest, int], loop: Nest) -> int:
 
 def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop]) -> BusyLoop | None:
     """The innermost of the loops around a mark, where it turns once from mark to mark as long as it turns; else the
-    next one that always does. Where a loop around it does, too, it is that one: what it does beside is part of a step.
-    Only of loops whose turns were counted."""
+    next one that always does. Where a loop around it does, too, it is that one: what it does beside is part of a step;
+    as one that asks a generator for what its loops make, one in the other. Only of loops whose turns were counted."""
     known = {one.nest[-1]: one for one in loops if one.jumps}
     found: BusyLoop | None = None
     for number, loop in enumerate(loop for loop in reversed(around) if loop in known):
         turns = np.diff(np.searchsorted(known[loop].ends, marks))
         if turns.any() and quantile(turns if number else turns[turns > 0]) == 1:
             found = known[loop]
-        elif found is not None:
-            break
     return found
 
 

@@ -339,7 +339,9 @@ class Marks:
     def _is_beside(self, found: Steps) -> Mask:
         turned = np.zeros(len(found), bool)
         for ends in self.others:
-            turned |= np.searchsorted(ends, found.ended) > np.searchsorted(ends, found.ended - found.host)
+            here = np.searchsorted(ends, found.ended) > np.searchsorted(ends, found.ended - found.host)
+            if 2 * here.sum() < len(found):  # what comes with most steps is part of them
+                turned |= here
         return turned
 
     def are_steady(self, count: int = STEADY_STEPS) -> bool:
