@@ -131,6 +131,17 @@ def test_attention_is_recognised_whole() -> None:
     assert back == pytest.approx(387, rel=0.1)
 
 
+def test_whole_attention_has_its_projections_with_it() -> None:
+    batch = tensor(8, 512, 768)
+    kernels = COSTS.kernels("_native_multi_head_attention", (batch, batch, batch), (batch,), {"num_head": 12})
+    heads = tensor(96, 512, 64)
+    alone = COSTS.kernels("scaled_dot_product_attention", (heads, heads, heads), (heads,))
+    into, attention, out = kernels
+    assert attention == alone[0]
+    assert into[1] / US == spent("mm", [tensor(4096, 768), turned(tensor(2304, 768))], [tensor(4096, 2304)])
+    assert out[1] / US == spent("mm", [tensor(4096, 768), turned(tensor(768, 768))], [tensor(4096, 768)])
+
+
 def test_convolutions_as_measured() -> None:
     def image(channels: int, edge: int) -> Operand:
         return (256, channels, edge, edge), "bfloat16", (channels * edge * edge, 1, edge * channels, channels)

@@ -186,12 +186,12 @@ class DeferredCopies:
         return dict(zip(held, made, strict=True)) if is_named else [*made]
 
     def _joined(self, tensors: tuple[Tensor, ...], *destination: Any) -> tuple[Tensor, ...] | None:
+        """None where one of them has to go by itself."""
         device, dtype, non_blocking, layout = destination
         if device is None or device.type != "cuda" or dtype is not None or layout is not None:
             return None
-        if any(id(one) in self.handed for one in tensors):
-            return None
-        if (non_blocking or self.brings_home) and any(one.is_pinned() for one in tensors):
+        may_change = non_blocking or self.brings_home  # what is pinned, before it has gone
+        if any(id(one) in self.handed or (may_change and one.is_pinned()) for one in tensors):
             return None
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -199,16 +199,20 @@ class DeferredCopies:
         with ours():
             for kind in {one.dtype for one in tensors}:
                 mine = {at: one for at, one in enumerate(tensors) if one.dtype is kind}
-                sizes = [one.numel() for one in mine.values()]
-                staged = torch.empty(sum(sizes), dtype=kind, device="cpu", pin_memory=True)
-                torch.cat([one.reshape(-1) for one in mine.values()], out=staged)
-                large = staged.nbytes >= _LARGE
-                packed = self._beside(staged, device, False) if large else staged.to(device, non_blocking=True)
-                own = [torch.empty_like(one, device=device) for one in mine.values()]
-                parts = zip(packed.split(sizes), own, strict=True)
-                torch._foreach_copy_(own, [part.view(one.shape) for part, one in parts])
-                sent |= zip(mine, own, strict=True)
+                sent |= zip(mine, self._sent_as_one([*mine.values()], device), strict=True)
         return tuple(sent[at] for at, _ in enumerate(tensors))
+
+    def _sent_as_one(self, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        """All are of one type."""
+        sizes = [one.numel() for one in tensors]
+        staged = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu", pin_memory=True)
+        torch.cat([one.reshape(-1) for one in tensors], out=staged)
+        large = staged.nbytes >= _LARGE
+        packed = self._beside(staged, device, False) if large else staged.to(device, non_blocking=True)
+        own = [torch.empty_like(one, device=device) for one in tensors]
+        parts = zip(packed.split(sizes), own, strict=True)
+        torch._foreach_copy_(own, [part.view(one.shape) for part, one in parts])
+        return own
 
     # streams of the program's own
 
