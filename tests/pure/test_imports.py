@@ -159,7 +159,7 @@ LINES = {
     "hang": 663,
     "timeline": 2545,
     "traces": 2430,
-    "instrument": 2193,
+    "instrument": 2185,
     "recording": 4049,
     "virtual": 8714,
     "explain": 4428,

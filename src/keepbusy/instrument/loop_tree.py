@@ -499,28 +499,20 @@ class _Tree:
         for line, chains in groups.items():
             time, busy = round(float(self.time_of[chains].sum())), self._busy(chains)
             idle = NONE if busy == NONE else max(0, time - busy)
-            within = self._agreed_within(line, chains)
-            found.append(LineTime(self._written(line), time, idle, self._called(line, chains), within))
+            found.append(LineTime(self._written(line), time, idle, *self._inside(line, chains)))
         return tuple(sorted(found, key=lambda one: -one.time)[:KEPT_LINES])
 
-    def _called(self, line: Line, chains: Sequence[int]) -> str:
-        """What most of the time at this line was spent in."""
-        inside: defaultdict[str, float] = defaultdict(float)
+    def _inside(self, line: Line, chains: Sequence[int]) -> tuple[str, str]:
+        """What most of the time at this line was spent in, and at which of the program's own lines, as in a hook."""
+        calls: defaultdict[str, float] = defaultdict(float)
+        places: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for chain in chains:
-            lines = self.looks.known_chains[chain]
-            at = lines.index(line) if line in lines else len(lines)
-            inside[self.looks.codes[lines[at + 1].code].co_name if at + 1 < len(lines) else ""] += self.time_of[chain]
-        return max(inside, key=lambda name: inside[name], default="")
-
-    def _agreed_within(self, line: Line, chains: Sequence[int]) -> str:
-        """The line of the program's own, in what this one calls, at which it was for most of the time, as in a hook."""
-        inside: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        for chain in chains:
-            lines = self.looks.known_chains[chain]
+            lines, time = self.looks.known_chains[chain], self.time_of[chain]
             below = lines[lines.index(line) + 1 :] if line in lines else ()
+            calls[self.looks.codes[below[0].code].co_name if below else ""] += time
             users = (one for one in below if kind_of(self.looks.codes[one.code].co_filename) == USER)
-            inside[tuple(map(self._written, users))] += self.time_of[chain]
-        return (agreed(inside) or ("",))[-1]
+            places[tuple(map(self._written, users))] += time
+        return max(calls, key=lambda name: calls[name], default=""), (agreed(places) or ("",))[-1]
 
     def _busy(self, chains: Sequence[int]) -> int:
         return round(float(self.busy_of[list(chains)].sum())) if self.has_busy else NONE
