@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from build import HOME, IN, MB, Run
-from told import TRAIN, cause, harmless, names, near, told
+from build import HOME, IN, MB, Run, loop
+from told import TRAIN, cause, explained, harmless, names, near, told
 
 from keepbusy.timeline.model import Direction
 
@@ -28,6 +28,19 @@ def test_what_goes_to_pinned_memory_between_kernels_could_go_beside_them() -> No
     [fix] = told(keeps).plan
     assert (fix.fix, fix.causes) == ("copy_beside", ("copy_not_overlapped",))
     assert fix.predicted.step == near(1_000)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_shards_that_live_on_the_host_are_one_change(sharded: bool) -> None:
+    """FSDP with CPUOffloadPolicy: gradients travel home, where the optimizer steps, and what it stepped comes back."""
+    copies = ["train.py(63): main", "FSDP::post_backward (blocks.9)" if sharded else "aten::_to_copy", *TO]
+
+    def offloaded(run: Run) -> None:
+        run.launch([1_000] * 8).copy(16 * MB, 2_000, way=HOME, at=copies)
+        run.work(3_000, at=["train.py(64): main", "Optimizer.step#AdamW.step"]).copy(16 * MB, 2_000, at=copies)
+
+    fixes = {one.fix for one in explained(loop(offloaded, 8)).plan}
+    assert (fixes == {"keep_parameters_on_gpu"}) == sharded
 
 
 # Blocking

@@ -103,6 +103,8 @@ def _no_graph_because(scene: Scene) -> str:
 
 
 def _of_a_blocking_copy(seen: PlacedCause) -> Remedy | None:
+    if seen.scene.within(Role.SHARDS)[seen.rows].all():
+        return PARTICULAR["offloaded"]
     spans = seen.scene.timeline.spans
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
@@ -115,6 +117,8 @@ def _of_a_blocking_copy(seen: PlacedCause) -> Remedy | None:
 
 def _of_a_copy_in_line(seen: PlacedCause) -> Remedy | None:
     """What goes to the host is none of a batch that could be fetched ahead."""
+    if seen.scene.within(Role.SHARDS)[seen.rows].all():
+        return PARTICULAR["offloaded"]
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
     back = (seen.scene.timeline.spans.direction[copies] == Direction.DEVICE_TO_HOST).all()
     return PARTICULAR["beside"] if back or seen.scene.timeline.facts.runs_once else None
@@ -177,6 +181,8 @@ def _of_work(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["pad_lengths"]
     if _collects(seen):
         return PARTICULAR["collect_between"]
+    if _steps_offloaded(seen):
+        return PARTICULAR["offloaded"]
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
 
 
@@ -194,6 +200,15 @@ def _collects(seen: PlacedCause) -> bool:
     collector = max((run.collector for run in timeline.facts.plain_runs.values()), default=0)
     takes = timeline.spans.work[seen.rows].sum() / seen.scene.steps / len(timeline.ranks)
     return bool(takes < 2 * collector < 4 * takes)
+
+
+def _steps_offloaded(seen: PlacedCause) -> bool:
+    """Whether it is an optimizer's, of shards that FSDP copies between the host and the GPU."""
+    scene, spans = seen.scene, seen.scene.timeline.spans
+    crosses = scene.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
+    launches = scene.launch[crosses & (spans.size > STAGED_BYTES) & (scene.launch != NONE)]
+    steps = spans.work[seen.rows][scene.within(Role.OPTIMIZER)[seen.rows]].sum()
+    return bool(2 * steps > spans.work[seen.rows].sum() and scene.within(Role.SHARDS)[launches].any())
 
 
 def _writes(seen: PlacedCause) -> bool:

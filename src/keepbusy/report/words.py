@@ -127,6 +127,7 @@ _FIXES = {
     "graph": "capture a CUDA graph",
     "keep_memory": "leave the allocator its memory",
     "keep_on_device": "keep it on the GPU",
+    "keep_parameters_on_gpu": "keep the parameters on the GPU",
     "keep_shapes": "torch.where in place of a mask",
     "launch_less": "launch less",
     "make_on_device": "make the tensor on the GPU",
