@@ -55,18 +55,16 @@ def explain(
     what_if: Sequence[str] = (),
     workers: int = 8,
     on_progress: Say | None = None,
-    mend: Sequence[str] = (),
     turns: bool = False,
 ) -> Diagnosis:
     """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it.
 
-    `what_if` names causes: the step is predicted with just these fixed. (`mend` is its old name.) `turns`: what was
+    `what_if` names causes: the step is predicted with just these fixed. `turns`: what was
     explained is to be drawn, so the diagnosis holds it as well.
 
     A run that was recorded live knows its own plain step. Where that does not fit what was recorded, the recorded
     steps are explained as they are, and a note says so: better than to tell nothing.
     """
-    what_if = what_if or mend
     _refuse_nonsense(timeline, plain_step, what_if, workers)
     if not len(timeline):
         return _without_turns(timeline)

@@ -124,7 +124,11 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     for one in () if as_it_is else _of_rounds(scene):  # the same fix at the same place is one, however it was found
         same = named[one.remedy.fix]
         _add(same, one, [other for other in same if other.named == one.named])
-    return [*chain(*map(_few, named.values())), *_of_pipeline(scene)]
+    found_here = list[Candidate]()
+    for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
+        rest = same[PLACES_APART:]
+        found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
+    return [*found_here, *_of_pipeline(scene)]
 
 
 def _add(same: list[Candidate], one: Candidate, joined_to: Sequence[Candidate]) -> None:
@@ -132,12 +136,6 @@ def _add(same: list[Candidate], one: Candidate, joined_to: Sequence[Candidate]) 
         one = other.joined(one)
         same.remove(other)
     same.append(one)
-
-
-def _few(same: Sequence[Candidate]) -> list[Candidate]:
-    """Of one remedy not more than a few; the last of them takes in the rest."""
-    rest = same[PLACES_APART:]
-    return [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:

@@ -406,8 +406,7 @@ def _idle_lines(told: Diagnosis) -> Iterator[Plan]:
     seen |= {str(one.where) for one in told.harmless}
     for part in run.parts:
         if part.kind == LINE and part.place not in seen and part.began >= begun and part.waits > NOISE * run.time:
-            called = next((one.call for one in part.lines if one.call), "")
-            yield _of_idle_lines([LineTime(part.place, part.time, part.waits, called)], part.time, part.waits)
+            yield _of_idle_part(part, part.lines, part.waits)
 
 
 def _idle_loops(told: Diagnosis) -> Iterator[Plan]:
@@ -418,33 +417,32 @@ def _idle_loops(told: Diagnosis) -> Iterator[Plan]:
     if run is None or run.kind == LOOP or told.loop not in {part.place for part in loops}:
         return  # nobody knows in which of them the recorded steps are
     known = {inner.place for part in loops if part.place in recorded for inner in part.within()}
-    if not told.plain_given:
-        known -= {told.loop}
+    known -= set() if told.plain_given else {told.loop}
     for part in loops:
         waits = part.waits - part.warm_up_time - sum(one.waits for one in part.parts if one.kind == LOOP)
         is_known = any(one.place in known for one in part.within()) or part.busy <= NOISE * part.time
         if not is_known and waits > NOISE * run.time:
-            lines = [one for one in part.lines if one.idle >= WORTH_NAMING * waits]
-            if ":" in part.function:  # a library holds the loop: the program's own line is where it is called
-                lines = [replace(one, place=part.place) for one in lines[:1]]
-            turns, time = max(1, part.turns), part.time - waits
-            for one in _of_idle_lines(lines, part.time, waits):
-                a_turn = Prediction(time // turns, time // turns, part.time // turns)
-                yield (replace(one, loop=part.place, gain=waits // turns, predicted=a_turn),)
+            yield _of_idle_part(part, [one for one in part.lines if one.idle >= WORTH_NAMING * waits], waits)
 
 
-def _of_idle_lines(lines: Sequence[LineTime], time: int, waits: int) -> Plan:
-    """What they take is known, and how long the GPU was idle meanwhile: at worst nothing of that can go."""
+def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
+    """What it takes is known, and how long the GPU was idle meanwhile: at worst nothing of that can go. Where a library
+    holds a loop, the program's own line is where that is called."""
+    in_a_loop, turns, left = part.kind == LOOP, max(1, part.turns), part.time - waits
     called = next((one.call for one in lines if one.call), "")
+    places = [part.place]
+    if in_a_loop and ":" not in part.function:
+        places = [one.place for one in sorted(lines, key=lambda one: -one.idle)]
     return (
         planned_fix(
             PARTICULAR["on_the_gpu"],
-            [Where.of(one.place) for one in sorted(lines, key=lambda one: -one.idle)],
+            list(map(Where.of, places)),
             ("host_work",),
-            waits,
-            Prediction(time - waits, time - waits, time),
+            waits // turns,
+            Prediction(left // turns, left // turns, part.time // turns),
             run_gain=waits,
             reason=f"The host was there{f', in {called}' if called else ''}; that was timed, and not recorded closely.",
+            loop=part.place if in_a_loop else "",
         ),
     )
 

@@ -27,11 +27,7 @@ STAGED_BYTES = 65_536
 
 
 _ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
-
-
-def plain_name(name: str) -> str:
-    """A frame's name without what differs from call to call: the address of an object, the number of a module."""
-    return _ADDRESS.sub("", name)
+"""What differs in a frame's name from call to call: the address of an object, the number of a module."""
 
 
 class Scene:
@@ -137,12 +133,6 @@ class Scene:
         return result | ((around != NONE) & (name[inner] == name[called]))
 
     @cached_property
-    def fills_buckets(self) -> Mask:
-        """Which rows scale gradients that are done, or copy them to where they travel from."""
-        done = self.within(Role.GRADIENTS)
-        return done & self.within(Role.SCALES | Role.MOVES)
-
-    @cached_property
     def innermost_line(self) -> Ints:
         """Of each row, the innermost Python frame around it, or NONE."""
         frames, frame = self.timeline.frames, self.timeline.spans.frame.astype(np.int64)
@@ -177,7 +167,7 @@ class Scene:
         frames = self.timeline.frames
         canonical: dict[str, int] = {}
         names = np.array(
-            [canonical.setdefault(plain_name(name), len(canonical)) for name in self.timeline.names], np.int64
+            [canonical.setdefault(_ADDRESS.sub("", name), len(canonical)) for name in self.timeline.names], np.int64
         )
         path = np.zeros(len(frames) + 1, np.int64)  # the last place is for frames that stand in none
         for mine in self.frames_by_depth:

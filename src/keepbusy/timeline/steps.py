@@ -15,7 +15,6 @@ from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import DDP_FORWARD, EVENT_WAIT
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
-from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import LOOP
 
 NOISE_OF_A_SCRIPT = 0.03
@@ -36,14 +35,16 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = turns_alone(timeline)
     if not len(timeline.marks):
-        timeline = _guessed(timeline)
-    if timeline.facts.plain_runs:
-        timeline = _begun_together(timeline)
-    count = min(len(timeline.marks_of(one)) for one in timeline.ranks)
+        guessed = by_pattern(timeline)
+        timeline = guessed if not timeline.facts.virtual or comes_again(guessed) else timeline
+    marks = [timeline.marks_of(rank) for rank in timeline.ranks]
+    count = min(map(len, marks))
+    if timeline.facts.plain_runs:  # ranks that were recorded live begin with the same step: one may be recorded longer
+        timeline = timeline.change(marks=np.sort(np.concatenate([one[:count] for one in marks])))
     if (turn := _only_turn(timeline, count)) is not None:
         return turn
-    marks = timeline.marks_of(timeline.ranks[0])[-count:]
-    if count < 3 or not (counts := commands_between(timeline, marks)).any():
+    first_marks = timeline.marks_of(timeline.ranks[0])[-count:]
+    if count < 3 or not (counts := commands_between(timeline, first_marks)).any():
         raise BadInput(f"{timeline.facts.named} shows fewer than two whole steps; record at least three.")
     full = np.flatnonzero(counts)
     first, last = int(full[0]), int(full[-1]) + 1
@@ -72,26 +73,15 @@ def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
     if count > 2 or not timeline.on_device.any():
         return None
     turn = timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1]))
-    if count == 2 and _is_step(facts):
+    is_whole = bool(facts.plain_runs) and not facts.one_turn  # of a part nothing is known
+    if count == 2 and not facts.virtual and (is_whole or facts.plain_step is not None):
+        # of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too
         turn = turn.change_facts(one_turn=False)
     elif facts.virtual or facts.one_turn or facts.traced:
         turn = one_turn(turn).change_facts(notes=(*facts.notes, *((ONE_CALL,) if facts.traced else ())))
     else:
         return None
     return turn if turn.on_device.any() else None
-
-
-def _is_step(facts: RunFacts) -> bool:
-    """Of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too."""
-    is_whole = bool(facts.plain_runs) and not facts.one_turn  # of a part nothing is known
-    return not facts.virtual and (is_whole or facts.plain_step is not None)
-
-
-def _begun_together(timeline: Timeline) -> Timeline:
-    """Ranks that were recorded live begin with the same step; what one was recorded longer is left out."""
-    marks = [timeline.marks_of(rank) for rank in timeline.ranks]
-    count = min(map(len, marks))
-    return timeline.change(marks=np.sort(np.concatenate([one[:count] for one in marks])))
 
 
 def one_turn(timeline: Timeline) -> Timeline:
@@ -297,12 +287,6 @@ def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
         last = np.maximum(np.searchsorted(borders, frames.end[mine], side="right"), first + 1)
         within[mine] = before[np.minimum(last, len(marks))] > before[np.minimum(first, len(marks))]
     return within
-
-
-def _guessed(timeline: Timeline) -> Timeline:
-    """By the pattern of launches."""
-    guessed = by_pattern(timeline)
-    return guessed if not timeline.facts.virtual or comes_again(guessed) else timeline
 
 
 def comes_again(timeline: Timeline) -> bool:

@@ -63,11 +63,12 @@ def find_made(scene: Scene) -> Finding:
 
 def _making(scene: Scene, launch: int) -> Ints:
     """The rows before this launch in which its tensor was made; none if anything but making went on there."""
-    spans, lane = scene.timeline.spans, scene.timeline.spans.lane[launch]
+    spans, frames, lane = scene.timeline.spans, scene.timeline.frames, scene.timeline.spans.lane[launch]
     rows: list[int] = []
     row, makes = int(scene.before[launch]), False
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
-        role = _role_of_operator(scene, row)
+        around = frames.around(int(spans.frame[row]))
+        role = next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), 0)
         if spans.work[row] >= PRICE_OF_A_CALL and not role & (Role.MAKES | Role.SHAPES):
             break
         makes |= bool(role & Role.MAKES) and bool(spans.work[row] >= PRICE_OF_A_CALL)
@@ -75,13 +76,6 @@ def _making(scene: Scene, launch: int) -> Ints:
         row = int(scene.before[row])
     heavy = [one for one in rows if spans.work[one] >= PRICE_OF_A_CALL]
     return np.array(heavy if makes else [], np.int64)
-
-
-def _role_of_operator(scene: Scene, row: int) -> int:
-    """Of the innermost operator around a row."""
-    frames = scene.timeline.frames
-    around = frames.around(int(scene.timeline.spans.frame[row]))
-    return next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), 0)
 
 
 def find_work(scene: Scene) -> Finding:

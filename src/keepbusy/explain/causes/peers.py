@@ -91,7 +91,8 @@ class BackwardPass:
         """What PyTorch launches beside its collectives: into their buckets, and for the mean over the ranks."""
         rows = np.arange(self.first, self.last + 1)
         mine = scene.timeline.rank_of_rows[rows] == scene.timeline.lanes[self.main].rank
-        inside = rows[mine & scene.fills_buckets[rows]]
+        fills_buckets = scene.within(Role.GRADIENTS) & scene.within(Role.SCALES | Role.MOVES)
+        inside = rows[mine & fills_buckets[rows]]
         return np.concatenate([inside, np.flatnonzero(np.isin(scene.launch, inside))])
 
     def call_of(self, scene: Scene, row: int) -> Ints:
