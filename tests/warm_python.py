@@ -139,6 +139,8 @@ def _serve() -> None:
 
     library = ctypes.CDLL(None)
     library.on_exit(library._exit, None)
+    for finalizer in [*vars(weakref.finalize)["_registry"]]:
+        finalizer.atexit = False  # of PyTorch's operators, which would be taken down one by one
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")  # closed in each fork, as standard output is replaced
     forks = _Forks(*sys.argv[1:])
