@@ -48,11 +48,9 @@ EXPLAINED = {
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
-    "keepbusy.explain.causes.syncs": (
+    "keepbusy.explain.causes.host": (
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
-    ),
-    "keepbusy.explain.causes.host": (
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
         Threshold("HEAVY", INFINITE, "Host work of a millisecond is work in its own right, not a launch's price."),
         Threshold("CALL_OF_ITS_OWN", INFINITE, "So is a call of the program's own of 0.3 ms that launches nothing."),
@@ -183,8 +181,9 @@ BOUNDS = {
     ),
     "keepbusy.recording.recorder": ("STEPS_TO_LET_GO", "STEPS_DDP_TIMES"),
     "keepbusy.explain.fix_plan": (
-        *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "COMPILING", "MERGED_WORK"),
+        *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK"),
     ),
+    "keepbusy.explain.run_plan": ("COMPILING",),
     "keepbusy.explain.edit": ("UNLIMITED",),
     "keepbusy.explain.ledger": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
@@ -193,8 +192,7 @@ BOUNDS = {
     "keepbusy.explain.plain": (
         *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LARGEST_COST", "LUCKIEST_RECORDING", "UNREACHABLE"),
     ),
-    "keepbusy.explain.causes.host": (),
-    "keepbusy.explain.causes.syncs": ("USUAL_BANDWIDTH", "SETUP"),
+    "keepbusy.explain.causes.host": ("USUAL_BANDWIDTH", "SETUP"),
     "keepbusy.explain.causes.peers": (),
     "keepbusy.explain.causes.rounds": (),
     "keepbusy.explain.scene": (),

@@ -17,12 +17,7 @@ import numpy as np
 
 from keepbusy.explain.causes.peers import Pipeline, is_message, without_messages
 from keepbusy.explain.causes.rounds import CallRounds, as_one, rounds_of
-from keepbusy.explain.diagnosis import (
-    PlannedFix,
-    Prediction,
-    Where,
-    named,
-)
+from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where, named
 from keepbusy.explain.edit import Edit, Finding
 from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.places import by_place
@@ -196,19 +191,14 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         rows = np.concatenate([places[place] for place in mine])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said = _told_of(scene, [one for place in mine for one in there[place]])
-        remedy = _as_one_call(mine[0], mine == of_tables)
+        alone = "fused" if mine[0].library.startswith("torch/optim/") else "all_at_once"
+        remedy = PARTICULAR["one_table" if mine == of_tables else alone]
         if remedy.fix == "do_at_once":
             # parameters and tables do not need each other; of others only their author knows, so nothing is expected
             # beyond what launching them takes
             edit = limits[1]
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
         yield Candidate(remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
-
-
-def _as_one_call(place: Where, is_table: bool) -> Remedy:
-    if is_table:
-        return PARTICULAR["one_table"]
-    return PARTICULAR["fused" if place.library.startswith("torch/optim/") else "all_at_once"]
 
 
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:

@@ -38,7 +38,9 @@ def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
     main = int(timeline.spans.lane[timeline.marks_of(timeline.lanes[lane].rank)[0]])
     if lane != main and len(timeline.frames):
         forward = next(filter(None, (_forward_of(timeline, frame, main) for frame in chain)), None)
-        yield from forward or _open_at(timeline, main, int(timeline.spans.start[row]))
+        frames, time = timeline.frames, timeline.spans.start[row]
+        is_open = (frames.lane == main) & (frames.start <= time) & (frames.end > time)
+        yield from forward or np.flatnonzero(is_open)[::-1].tolist()
 
 
 def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
@@ -48,12 +50,6 @@ def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
         return []
     mine = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
     return list(timeline.frames.around(int(np.flatnonzero(mine)[-1]))) if mine.any() else []
-
-
-def _open_at(timeline: Timeline, lane: int, time: int) -> Iterator[int]:
-    frames = timeline.frames
-    is_open = (frames.lane == lane) & (frames.start <= time) & (frames.end > time)
-    yield from np.flatnonzero(is_open)[::-1].tolist()
 
 
 def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:

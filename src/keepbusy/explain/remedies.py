@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes.host import loader_frame
-from keepbusy.explain.causes.syncs import of_large_copy
+from keepbusy.explain.causes.host import loader_frame, of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.edit import Finding, SideLane
 from keepbusy.explain.places import by_place, late_ranks, where
@@ -102,26 +101,20 @@ def _no_graph_because(scene: Scene) -> str:
     return "" if 2 * max(alike.values()) > alike.total() else "its steps differ in what they launch"
 
 
-def _of_a_blocking_copy(seen: PlacedCause) -> Remedy | None:
+def _of_a_copy(seen: PlacedCause) -> Remedy | None:
+    """What goes to the host is none of a batch that could be fetched ahead, nor are shards that FSDP keeps there."""
     if seen.scene.within(Role.SHARDS)[seen.rows].all():
         return PARTICULAR["offloaded"]
-    spans = seen.scene.timeline.spans
+    spans, runs_once = seen.scene.timeline.spans, seen.scene.timeline.facts.runs_once
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
+    if seen.finding.cause == "copy_not_overlapped":
+        return PARTICULAR["beside"] if back.sum() == copies.sum() or runs_once else None
     if spans.work[back].sum() > spans.work[copies & ~back].sum():
         return PARTICULAR["copy_back_later"]
     if spans.size[copies].max(initial=0) <= STAGED_BYTES:
         return PARTICULAR["keep_on_device"]
-    return PARTICULAR["pinned"] if seen.scene.timeline.facts.runs_once else None
-
-
-def _of_a_copy_in_line(seen: PlacedCause) -> Remedy | None:
-    """What goes to the host is none of a batch that could be fetched ahead."""
-    if seen.scene.within(Role.SHARDS)[seen.rows].all():
-        return PARTICULAR["offloaded"]
-    copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
-    back = (seen.scene.timeline.spans.direction[copies] == Direction.DEVICE_TO_HOST).all()
-    return PARTICULAR["beside"] if back or seen.scene.timeline.facts.runs_once else None
+    return PARTICULAR["pinned"] if runs_once else None
 
 
 def _of_a_sync(seen: PlacedCause) -> Remedy | None:
@@ -234,8 +227,8 @@ CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
     "exposed_collective": _of_a_collective,
     "made_on_host": _of_a_maker,
     "input_late": lambda seen: PARTICULAR["more_workers"] if "_MultiProcessing" in seen.where.operator else None,
-    "blocking_copy": _of_a_blocking_copy,
-    "copy_not_overlapped": _of_a_copy_in_line,
+    "blocking_copy": _of_a_copy,
+    "copy_not_overlapped": _of_a_copy,
     "host_sync": _of_a_sync,
     "host_work": _of_work,
 }

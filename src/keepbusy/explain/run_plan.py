@@ -9,15 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from keepbusy.explain.diagnosis import (
-    COMPUTING,
-    Diagnosis,
-    Harmless,
-    PlannedFix,
-    Prediction,
-    RareStep,
-    Where,
-)
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, Harmless, PlannedFix, Prediction, RareStep, Where
 from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
 from keepbusy.explain.places import WORTH_NAMING
@@ -360,9 +352,7 @@ def _left_to_save(told: Diagnosis, loops: Sequence[Part]) -> dict[str, int]:
     """Of each loop, what it took beside what its turns compute; of all of them, what those not within another took."""
     stays = {one.place: _stays(one.diagnosis, one.turns) for one in told.loops}
     stays |= {told.loop: _stays(told, told.steps_of_run)} if told.steps else {}
-    parts = (
-        () if told.run is None else (told.run,) if told.run.kind == LOOP else told.run.parts
-    )  # a loop explained alone
+    parts = () if told.run is None else (told.run,) if told.run.kind == LOOP else told.run.parts  # a loop alone
     outermost = [part for part in parts if part.kind == LOOP]
     left: Counter[str] = Counter()
     for place, part in [*((part.place, part) for part in loops), *((ALL_LOOPS, part) for part in outermost)]:

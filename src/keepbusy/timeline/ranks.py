@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.timeline.frame_roles import PROFILER_STEP
-from keepbusy.timeline.model import (
-    NONE,
-    Ints,
-    Kind,
-    Lane,
-    LinkKind,
-    Meetings,
-    Timeline,
-)
+from keepbusy.timeline.model import NONE, Ints, Kind, Lane, LinkKind, Meetings, Timeline
 from keepbusy.timeline.replay import last_arrival, settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import Part

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from keepbusy.explain.causes import host, peers, syncs
+from keepbusy.explain.causes import host, peers
 from keepbusy.explain.edit import Finding
 from keepbusy.explain.scene import Scene
 
 FINDERS = {
-    "host_sync": syncs.find_reads,
-    "blocking_copy": syncs.find_blocking,
-    "copy_not_overlapped": syncs.find_in_line,
+    "host_sync": host.find_reads,
+    "blocking_copy": host.find_blocking,
+    "copy_not_overlapped": host.find_in_line,
     "input_late": host.find_input,
     "made_on_host": host.find_made,
     "launch_bound": host.find_launches,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.explain.causes.syncs import of_large_copy
+from keepbusy.explain.causes.host import of_large_copy
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.ledger import covered
 from keepbusy.explain.places import by_place
