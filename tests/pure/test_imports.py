@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8714,
     "explain": 4380,
     "report": 3287,
-    "runtime": 5695,
+    "runtime": 5696,
     "cli": 3536,
     "fix": 6057,
 }

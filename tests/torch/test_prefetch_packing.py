@@ -145,7 +145,7 @@ def test_nothing_of_a_loader_is_read_once_it_is_closed(monkeypatch: pytest.Monke
     def loader() -> Iterator[Tensor]:
         try:
             while True:
-                yield torch.ones(100_000)
+                yield torch.ones(200_000)
         finally:
             said.append("closed")
 

@@ -25,8 +25,9 @@ from keepbusy.runtime.prefetch.worker_batches import JoinedBatch, JoinedTree, Re
 
 PACKING_TASKS = 16
 """Into so many parts a batch is packed at once, if it has enough bytes for them."""
-_TASK_BYTES = 256 << 10
-"""So many at least for each. What is less is packed before a thread is awake."""
+_TASK_BYTES = 512 << 10
+"""So many at least for each: on an H200 a step with 2.7 MB took 0.64 ms by four tasks, and 0.78 by ten. What is less is
+packed before a thread is awake."""
 _SERIAL_ELEMENTS = 1 << 15
 """So many at once a thread copies by itself. For more PyTorch would start a team of threads beside each of these."""
 _WIDE = torch.int64
