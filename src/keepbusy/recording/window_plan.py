@@ -45,7 +45,7 @@ PLANNING_TIME = 200_000_000
 STEPS_KNOWN, MARKS_CONSIDERED = 32, 4096
 """So many steps are known before any is foreseen; what was before so many is known by then."""
 THINKING_SHARE, THINKING_ALLOWANCE = 0.001, 50_000_000
-"""To find out takes time, too: so much of the run so far, or the latter where the run is short."""
+"""To find out takes time, too: so much of the run. Of loops, which are read and built first, at least the latter."""
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
 TURNS_KNOWN, LONGEST_TURN = 8, 10_000_000_000
@@ -144,7 +144,9 @@ class WindowPlan:
     first: int = 0
     """What a plain step takes around the first window."""
     thought: int = 0
-    """For how long it has been thought so far."""
+    """For how long it has been thought of loops so far."""
+    not_before: int = 0
+    """When steps may be thought of next."""
     worked: Callable[[], int] = time.thread_time_ns
     """What thinking takes of its thread; the program may have its turn meanwhile, and that is no matter."""
     shared: SharedWindows | None = None
@@ -153,16 +155,19 @@ class WindowPlan:
     def think(self, passed: int, spent: int, expected: int, longest: int = LONGEST_OPEN, loops: bool = True) -> None:
         """The run has gone on for `passed`; windows have held it up for `spent`, the first one for `expected`, and the
         next one may be open for `longest`."""
-        worked, is_time = self.worked(), self.thought <= max(THINKING_ALLOWANCE, THINKING_SHARE * passed)
-        if not is_time or not self._has_room() or not is_granted(passed, spent, expected):
+        if not self._has_room() or not is_granted(passed, spent, expected):
             return
-        found = [*self._loops()] if loops else []
-        if self.marks.count:
+        found, worked = list[Occasion](), self.worked()
+        if loops and self.thought <= max(THINKING_ALLOWANCE, THINKING_SHARE * passed):
+            found += self._loops()
+        known = self.worked()
+        self.thought += known - worked
+        if self.marks.count and self.clock() >= self.not_before:
             steps = self.marks.steps(MARKS_CONSIDERED)
             found += [*self._stalls(steps, longest), *self._change(steps)]
+            self.not_before = self.clock() + round((self.worked() - known) / THINKING_SHARE)
         planned = max(found, key=lambda one: one.time, default=None)
         self.planned = self.shared.tell(planned) if planned is not None and self.shared is not None else planned
-        self.thought += self.worked() - worked
 
     def follow(self, told: Occasion) -> None:
         """What the first rank plans, where it is still to come."""
