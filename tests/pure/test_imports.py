@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2521,
     "traces": 2430,
     "instrument": 2185,
-    "recording": 4049,
+    "recording": 4054,
     "virtual": 8714,
     "explain": 4380,
     "report": 3287,

@@ -422,7 +422,7 @@ def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
     called = next((one.call for one in lines if one.call), "")
     places = [part.place]
     if in_a_loop and ":" not in part.function:
-        places = [one.place for one in sorted(lines, key=lambda one: -one.idle)]
+        places = [one.within or one.place for one in sorted(lines, key=lambda one: -one.idle)]
     return (
         planned_fix(
             PARTICULAR["on_the_gpu"],
