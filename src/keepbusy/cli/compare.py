@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.console.explanation import explained, rendered_comparison, write_comparison
 from keepbusy.cli.console.output import check_place, complain, show
 from keepbusy.cli.console.sources import open_timeline, progress
+from keepbusy.cli.console.values import listed
 from keepbusy.report.words import duration
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _verdicts(text: str) -> tuple[str, ...]:
-    given = tuple(part for part in text.split(",") if part)
+    given = listed(text)
     if not given or not set(given) <= set(FAILURES):
         raise argparse.ArgumentTypeError(f"{text!r} is nothing to fail on; give {' or '.join(FAILURES)}")
     return given
@@ -90,4 +91,4 @@ def _failures(asked: Sequence[str], done: Comparison, before: Timeline, after: T
 
 def _timeline(argument: str, quiet: bool) -> Timeline:
     with progress(quiet) as on_progress:
-        return open_timeline([part for part in argument.split(",") if part], on_progress)
+        return open_timeline(listed(argument), on_progress)

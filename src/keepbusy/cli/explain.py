@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, drawn, explained, rendered, save
+from keepbusy.cli.console.explanation import check_name, explained, rendered, save
+from keepbusy.cli.console.output import screen
 from keepbusy.cli.console.sources import (
     READ,
     expand,
@@ -85,12 +86,17 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     text = rendered(diagnosis, options.json, _again(options))
     if options.save:
         save(timeline, options.plain_step, options.save)
-    below = [drawn(diagnosis)] if options.timeline and not options.json else []
+    below = list[str]()
+    if options.timeline and not options.json:
+        from keepbusy.report import turn_drawing
+
+        shape = screen()
+        below.append(turn_drawing.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode))
     if options.hours and not options.json:
         from keepbusy.report.run_report import of_a_long_run
 
-        below.append(f"{of_a_long_run(diagnosis, options.hours, options.price)}\n")
-    return (text, "\n", *(part for one in below for part in ("\n", one)))
+        below.append(of_a_long_run(diagnosis, options.hours, options.price))
+    return (text, "\n", *(f"\n{one}\n" for one in below))
 
 
 def _on_ray() -> EachOf:

@@ -105,22 +105,18 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--without",
-        type=_names,
+        type=values.listed,
         metavar="FIXES",
         default=(),
         help="of these, not: copies,late_numbers,draws,workers,batches,foreach,syncs,cache,garbage",
     )
     parser.add_argument(
         "--also",
-        type=_names,
+        type=values.listed,
         metavar="FIXES",
         default=(),
         help="and those whose values differ by rounding: fused,gradients",
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:

@@ -48,20 +48,10 @@ def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None 
 def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:
     from keepbusy.report import as_json, compared
 
+    if json:
+        return as_json.render_comparison(done)
     shape = shape or screen()
-    return (
-        as_json.render_comparison(done)
-        if json
-        else compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal)
-    )
-
-
-def drawn(diagnosis: Diagnosis) -> str:
-    """One turn, in characters."""
-    from keepbusy.report import turn_drawing
-
-    shape = screen()
-    return turn_drawing.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode) + "\n"
+    return compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal)
 
 
 def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:

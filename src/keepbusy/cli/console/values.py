@@ -47,10 +47,14 @@ def fixable() -> list[str]:
     return [cause for cause in CAUSES if cause not in UNFIXABLE]
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
 def causes(text: str) -> tuple[str, ...]:
-    """Comma-separated causes that can be fixed."""
-    known = fixable()
-    asked = [one.strip() for one in text.split(",") if one.strip()]
+    """Such as can be fixed."""
+    known, asked = fixable(), listed(text)
     for one in asked:
         if one not in known:
             raise argparse.ArgumentTypeError(f"{one!r} is no cause that can be fixed; there are {', '.join(known)}")
