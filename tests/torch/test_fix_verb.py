@@ -16,7 +16,7 @@ import torch
 def main():
     model = torch.nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data, total = [torch.ones(64, 64) for _ in range(3)], 0.0
+    data, total = [torch.ones(4096, 64) for _ in range(3)], 0.0  # small ones are not worth it where the GPU is idle
     for step in range(60):
         loss = model(data[step % 3].to("cuda")).square().mean()
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def test_a_program_is_fixed_while_it_runs(folder: Path) -> None:
     assert "calls of empty_cache() in the loop" in report
     assert " less\n" in report
     left = keepbusy(folder, "run", "--fix", "--without", "cache,copies", "--clock", "modelled", "--quiet", "train.py")
-    assert "empty_cache" not in left.stdout
+    assert "calls of empty_cache()" not in left.stdout  # though the plan may name it, to be done by hand
     wrong = keepbusy(folder, "run", "--fix", "--without", "everything", "train.py")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("keepbusy: 'everything' is no fix; the fixes are copies, late_numbers, ")
