@@ -191,8 +191,8 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         rows = np.concatenate([places[place] for place in mine])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said = _told_of(scene, [one for place in mine for one in there[place]])
-        alone = "fused" if mine[0].library.startswith("torch/optim/") else "all_at_once"
-        remedy = PARTICULAR["one_table" if mine == of_tables else alone]
+        steps = mine[0].library.startswith("torch/optim/")
+        remedy = PARTICULAR["one_table"] if mine == of_tables else PARTICULAR["fused" if steps else "all_at_once"]
         if remedy.fix == "do_at_once":
             # parameters and tables do not need each other; of others only their author knows, so nothing is expected
             # beyond what launching them takes
