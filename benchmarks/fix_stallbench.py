@@ -173,17 +173,13 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         if live is not None:
             found["done"] = {switch.name: switch.done.total() for switch in live.switches if switch.done}
             found["off"] = {switch.name: switch.off_because for switch in live.switches if switch.off_because}
-    plain, live_time, author = (min(times[kind]) for kind in times)  # what is slow once is seldom the program
-    found.update(times=times, plain=plain, live=live_time, author=author)
-    found["noise"] = (max(times["plain"]) - min(times["plain"])) / plain
+    found |= outcome(times)
     found["same"] = same(weights["plain"], weights["live"])
-    first, _, author, second = (one["weights"] for one in short)
-    other = "computes else" if same([first, second], [author]) is False else ""
+    first, _, of_author, second = (one["weights"] for one in short)
+    other = "computes else" if same([first, second], [of_author]) is False else ""
     found["left_to_author"] = other or "own Python" * (OWN_WORK in path.read_text())
-    found["gain"] = 1 - author / plain
-    found["share"] = (plain - live_time) / (plain - author) if found["gain"] > NULL else None
     found["trial_gain"], found["left_alone"] = None, not found["done"]
-    if found["done"] and plain * TRIED_STEPS < 2 * LONG * 1000:
+    if found["done"] and found["plain"] * TRIED_STEPS < 2 * LONG * 1000:
         tried = fixes(tried=True)
         case.run(False, tried, TRIED_STEPS)
         found["told"] = tried.told()
@@ -193,6 +189,22 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     case.end()
     found["seconds"] = time.monotonic() - began
     return found
+
+
+def outcome(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Of runs of each kind the quickest counts: what is slow once is seldom the program."""
+    plain, live, author = (min(times[kind]) for kind in ("plain", "live", "author"))
+    gain, noise = 1 - author / plain, (max(times["plain"]) - plain) / plain
+    share = (plain - live) / (plain - author) if gain > NULL else None
+    return {
+        "times": times,
+        "plain": plain,
+        "live": live,
+        "author": author,
+        "noise": noise,
+        "gain": gain,
+        "share": share,
+    }
 
 
 def same(plain: list[int], other: list[int]) -> bool | str:

@@ -1548,7 +1548,7 @@ for step in range(5):
         one.add_(at)
     for one in ones:
         one.add_(total)
-    for one in ones:
+    for one in ones[1:]:
         one.mul_(ones[0][1])
     for one in reversed(ones):
         one.div_(3)

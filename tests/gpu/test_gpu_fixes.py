@@ -209,7 +209,8 @@ for step in range(6):
 
 def ranks(*command: str, cwd: Path) -> str:
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [*agent, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150, check=False
     )

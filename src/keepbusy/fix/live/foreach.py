@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import getattr_static
+from operator import attrgetter
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ _AT_ONCE = 1 << 26
 _VAIN = 8
 """Times that a loop could not be joined: then it is not looked at any more."""
 _TENSORS = {Tensor, nn.Parameter}
+_KIND = attrgetter("dtype", "device", "requires_grad")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _NAMED = {dict, OrderedDict, defaultdict}
 _HELD = {
@@ -136,7 +138,7 @@ class Column:
         if self._like is not None:
             return self._like.kind
         if not self._kind:
-            kinds = [(one.dtype, one.device, one.requires_grad) for one in self.tensors]
+            kinds = [*map(_KIND, self.tensors)]
             if len({*kinds}) > 1:
                 raise Uneven(kinds)
             self._kind = kinds[0]
@@ -146,7 +148,7 @@ class Column:
     def shapes(self) -> Sequence[Any]:
         if self._like is not None:
             return self._like.shapes
-        self._shapes = self._shapes or [one.shape for one in self.tensors]
+        self._shapes = self._shapes or [*map(Tensor.size, self.tensors)]
         return self._shapes
 
     # what a turn asks of them
@@ -254,15 +256,11 @@ class JointTurns:
             (one.function, *map(type, one.rest), *(column.kind for column in one.columns)) for one in self.launches
         )
 
-    def occupy(self, memory: dict[int, tuple[Any, ...]]) -> None:
-        """Where its tensors lie; none may share memory with one of another turn."""
-        for launch in self.launches:
-            for one in launch.rest:
-                if isinstance(one, Tensor):
-                    _occupy(memory, one, -1)
+    def take_memory(self, memory: TakenMemory) -> None:
+        singles = [one for launch in self.launches for one in launch.rest if isinstance(one, Tensor)]
+        memory.take(singles, [-1] * len(singles))
         for column in {id(one): one for one in self.columns}.values():
-            for turn, one in zip(self.places, column.tensors, strict=True):
-                _occupy(memory, one, turn)
+            memory.take(column.tensors, self.places)
 
     def run(self, count: int, copies: dict[int, Tensor] | None = None) -> None:
         """The first of its turns; of copies, by the place of what they were made of, if there are any."""
@@ -290,18 +288,44 @@ class JointTurns:
         yield first, count
 
 
-def _occupy(memory: dict[int, tuple[Any, ...]], tensor: Tensor, turn: int) -> None:
-    if tensor.numel():
-        place = tensor.data_ptr()
-        mine = (place + tensor.nbytes, turn, tensor.dtype, tensor.stride())
-        is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-        if not is_dense or memory.setdefault(place, mine) != mine:
+class TakenMemory:
+    """Which turn's tensors lie where. Few objects are made, for Python's garbage collection looks at each."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        self._turns: dict[int, int] = {}
+
+    def take(self, tensors: Sequence[Tensor], turns: Sequence[int]) -> None:
+        """None may be another's, or another view of its own turn's."""
+        layouts = (torch.contiguous_format, torch.channels_last)
+        if not all(map(Tensor.is_contiguous, tensors)) and not all(
+            any(one.is_contiguous(memory_format=layout) for layout in layouts) for one in tensors
+        ):
             raise AsWritten
+        for place, one, turn in zip(map(Tensor.data_ptr, tensors), tensors, turns, strict=True):
+            known = self._tensors.setdefault(place, one)
+            if place and (
+                self._turns.setdefault(place, turn) != turn or (known is not one and not _is_same_view(known, one))
+            ):
+                raise AsWritten
+
+    def stands_apart(self) -> bool:
+        """Whether no tensor reaches into another."""
+        end = 0
+        for place in sorted(self._tensors):
+            if place < end:
+                return False
+            end = place + self._tensors[place].nbytes
+        return True
 
 
 def _letter(value: Any) -> str:
     kind = type(value)
     return "c" if kind is Column else "n" if kind is int or kind is float else "t" if kind is Single else "?"
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
 
 
 class ForeachLoops:
@@ -337,7 +361,11 @@ class ForeachLoops:
             return remake(*sources)
         try:
             joint = self._joint(turn, items, range(len(items)))
-            _stand_apart(joint)
+            memory = TakenMemory()
+            for one in joint:
+                one.take_memory(memory)
+            if not memory.stands_apart():
+                raise AsWritten
         except Exception:  # whatever it is, the loop itself will come to it
             self._in_vain[loop] += 1
             return items
@@ -389,18 +417,6 @@ class ForeachLoops:
                 self.switch.notes.append(
                     f"{shown(place[0])}:{place[1]} would round otherwise, and runs as it is written"
                 )
-
-
-def _stand_apart(joint: Sequence[JointTurns]) -> None:
-    """Whether no two turns share memory."""
-    memory: dict[int, tuple[Any, ...]] = {}
-    for one in joint:
-        one.occupy(memory)
-    end = 0
-    for place in sorted(memory):
-        if place < end:
-            raise AsWritten
-        end = memory[place][0]
 
 
 def _columns(turns: JointTurns, items: Sequence[Any]) -> Any:
