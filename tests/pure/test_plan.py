@@ -400,6 +400,26 @@ def test_a_script_of_which_only_the_tree_is_known_has_its_lines_in_the_plan() ->
     assert "in median" in shown
 
 
+@pytest.mark.parametrize(
+    ("beside", "ran", "fix", "place"),
+    [
+        (6_000, 2_000, "use_processes", "sonar.py:34"),
+        (6_000, 9_500, "compute_on_gpu", "sonar.py:90"),
+        (900, 2_000, "compute_on_gpu", "sonar.py:90"),
+    ],
+)
+def test_a_line_that_waits_to_run_python_is_not_to_blame_but_the_thread_that_does(
+    beside: int, ran: int, fix: str, place: str
+) -> None:
+    """Not where the line's own thread was at work itself, nor where the other one hardly was."""
+    line = Part(LINE, place="sonar.py:90", began=1_000 * MS, time=8_000 * MS, busy=1_000 * MS)
+    others = (LineTime("sonar.py:34", beside * MS), LineTime("sonar.py:36", 100 * MS))
+    parts = (Part(FIRST_USE, time=1_000 * MS, busy=0), line)
+    run = Part(RUN, time=10_000 * MS, busy=1_000 * MS, parts=parts, beside=others, ran=ran * MS)
+    [found] = explain(Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=RunFacts(source="sonar.py", run=run))).plan
+    assert (found.fix, places(found), found.run_gain) == (fix, [place], 7_000 * MS)
+
+
 def test_the_lines_of_a_run_with_loops_are_no_plan() -> None:
     parts = (Part(LINE, place="train.py:3", time=9_000 * MS, busy=0), *TREE.parts)
     timeline = Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=RunFacts(run=replace(TREE, parts=parts)))

@@ -35,7 +35,8 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
     parts += [*_idle_lines(told), *_idle_loops(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
-    return tuple(_set(fix, told) for fix in _as_far_as_loops_took(_told_once(chain(*parts)), told))
+    rows = _as_far_as_loops_took(_told_once(chain(*parts)), told)
+    return tuple(_set(_held_by_another(fix, told), told) for fix in rows)
 
 
 def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:
@@ -45,6 +46,26 @@ def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:
         if all(seen.setdefault((one.fix, str(place)), one.loop) == one.loop for place in one.where[:1]):
             yield one
             seen.update(((one.fix, str(place)), one.loop) for place in one.where)
+
+
+def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
+    """At the other thread's line, where most of what it saves was that thread's: this one had no processor meanwhile,
+    for it waited to run Python, and the lines at which it did are not to blame."""
+    run = told.run
+    if run is None or not run.beside or run.ran == NONE or fix.causes != ("host_work",):
+        return fix
+    others = sum(line.time for line in run.beside)
+    if 2 * min(others, run.time - run.ran) < max(1, fix.run_gain):
+        return fix
+    remedy, place = PARTICULAR["another_process"], run.beside[0].place
+    ran, whole = run.ran / 1e9, run.time / 1e9
+    reason = (
+        f"Other threads of the program ran for {others / 1e9:.1f} s, mostly there, and this one for {ran:.1f} of "
+        f"{whole:.1f} s: only one thread at a time runs Python."
+    )
+    return replace(
+        fix, fix=remedy.fix, where=(Where.of(place),), advice=remedy.advice, code=remedy.code, api="", reason=reason
+    )
 
 
 def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:

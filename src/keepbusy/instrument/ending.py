@@ -15,7 +15,7 @@ from typing import Any
 from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.script import as_before, flush
-from keepbusy.instrument.unseen_thread import UnseenThread
+from keepbusy.instrument.threads import UnseenThread
 
 _set, _get = signal.signal, signal.getsignal
 _RETRY = 0.002

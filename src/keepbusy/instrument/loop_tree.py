@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -302,7 +302,15 @@ class _Tree:
             clock=self.looks.began,
             shares=self.shares,
             decides=tuple(sorted(self._deciding())),
+            beside=self._of_other_threads(),
+            ran=self.looks.ran,
         )
+
+    def _of_other_threads(self) -> tuple[LineTime, ...]:
+        times: Counter[str] = Counter()
+        for line, time in self.looks.beside.items():
+            times[self._written(line)] += time
+        return tuple(LineTime(place, time) for place, time in times.most_common(KEPT_LINES) if time)
 
     def _deciding(self) -> set[str]:
         lines = {line for lines in self.looks.known_chains for line in lines}

@@ -20,7 +20,8 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
-from keepbusy.instrument.unseen_thread import UnseenThread
+from keepbusy.instrument.threads import UnseenThread, processor_times
+from keepbusy.timeline.table import NONE
 
 LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 1_000, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
@@ -79,6 +80,10 @@ class Looks:
     """Codes that hold loops of the run, whatever they last: that of its steps, those around it and beside it."""
     fleeting: set[int] = field(default_factory=set)
     """Codes that are entered too often for one of their frames to stay, and are counted no further."""
+    beside: dict[Line, int] = field(default_factory=dict)
+    """What the processors gave to the program's other threads, by the line of the program at which each was."""
+    ran: int = NONE
+    """What they gave to the thread that is looked at, from the first look to the end."""
     began: int = 0
     ended: int = 0
 
@@ -103,6 +108,8 @@ class LoopWatch:
         """Called in the looking thread after each look."""
         self._clock = clock
         self._ident = thread = threading.get_ident()
+        self._native = threading.get_native_id() if frame is None else NONE
+        self._given: dict[int, int] = {}  # of each thread, by its native number, what the processors gave it so far
         self._frame = frame or (lambda: sys._current_frames().get(thread))
         self._every = self._pace = LOOK_INTERVAL
         self._cost = 0
@@ -158,6 +165,8 @@ class LoopWatch:
             called, frame = frame, frame.f_back
 
     def begin(self) -> None:
+        if self._native != NONE:
+            self._given_to(self._native)
         self._thread = UnseenThread(self._look_on)
 
     def end(self) -> None:
@@ -166,6 +175,8 @@ class LoopWatch:
             self._thread.join(THINKS_AT_MOST)  # Python ends a process whose threads go on into its own end
         if self._counters is not None:
             self._counters.end()
+        if self._native in self._given:
+            self.looks.ran = self._given_to(self._native)
         self.looks.ended = self._clock()
 
     def forget(self) -> None:
@@ -227,6 +238,34 @@ class LoopWatch:
             frame = frame.f_back
         self._last = stays
         self._note(now if due is None else due, tuple(chain[: -DEEPEST - 1 : -1]), stays)
+        if self._native != NONE:
+            self._look_beside()
+
+    def _look_beside(self) -> None:
+        """What the processors gave since the last look to other threads that run the program's own code: while one
+        thread runs Python, no other does."""
+        threads = threading.enumerate()
+        frames = sys._current_frames() if len(threads) > 1 else {}
+        for thread in threads:
+            frame = frames.get(thread.ident or 0)
+            while frame is not None and self._kind_of(frame.f_code) != USER:
+                frame = frame.f_back
+            if thread.native_id is None or frame is None or thread.native_id == self._native:
+                continue
+            given = self._given_to(thread.native_id)
+            line = Line(self._numbers[id(frame.f_code)], frame.f_lineno or 0)
+            self.looks.beside[line] = self.looks.beside.get(line, 0) + given
+
+    def _given_to(self, thread: int) -> int:
+        """Since this was last asked of it; nothing the first time."""
+        times = processor_times(thread)
+        now = times[0] if times is not None else self._given.get(thread, 0)
+        before, self._given[thread] = self._given.get(thread, now), now
+        return now - before
+
+    def _kind_of(self, code: CodeType) -> int:
+        number = self._numbers.get(id(code))
+        return self._kinds[self._number_of(code) if number is None else number]
 
     def _note(self, now: int, chain: tuple[Line, ...], stays: Mapping[int, tuple[int, int]]) -> None:
         looks, counters = self.looks, self._counters

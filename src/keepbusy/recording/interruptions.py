@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of, program_lines, shown
 from keepbusy.instrument.patches import Function, Patches
+from keepbusy.instrument.threads import processor_times
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_tree import LoaderUse
 
@@ -157,10 +157,8 @@ def _of_cuda() -> Mapping[str, Any]:
 
 def without_processor(thread: int) -> int:
     """Nanoseconds so far of the thread of this process with that native number; NONE where nobody knows."""
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return NONE
+    times = processor_times(thread)
+    return NONE if times is None else times[1]
 
 
 # What the program's loaders do: how long it waits for each batch, and how long a batch takes where it is prepared.

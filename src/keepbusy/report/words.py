@@ -149,6 +149,7 @@ _FIXES = {
     "turn_off_broadcasts": "let DDP not broadcast buffers",
     "tell_sizes": "tell PyTorch the size",
     "work_a_round_ahead": "let ranks work a round ahead of each other",
+    "use_processes": "use processes in place of a thread",
 }
 
 

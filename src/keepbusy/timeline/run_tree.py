@@ -66,6 +66,10 @@ class Part:
     clock: int = NONE  # of the run itself: its first moment, on the clock by which its steps are timed
     shares: tuple[int, ...] = ()  # of the run itself: percent of each equal stretch in which the GPU was at work
     decides: tuple[str, ...] = ()  # of the run itself: lines that work out what the program chooses by
+    beside: tuple[
+        LineTime, ...
+    ] = ()  # of the run itself: lines at which its other threads had a processor, and how long
+    ran: int = NONE  # of the run itself: how long the thread that it is about had one
 
     @property
     def waits(self) -> int:

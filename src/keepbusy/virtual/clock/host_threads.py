@@ -23,7 +23,7 @@ from time import perf_counter_ns
 from types import FrameType
 from weakref import finalize
 
-from keepbusy.instrument.unseen_thread import UnseenThread
+from keepbusy.instrument.threads import UnseenThread
 from keepbusy.timeline.model import NONE, FrameKind, Kind, LinkKind
 from keepbusy.virtual.clock.rows import Rows
 

@@ -1,9 +1,11 @@
-"""A thread of ours that the program does not find among its own: it may count them, or wait for them all to end."""
+"""Threads: one of ours that the program does not find among its own, which it may count or wait for, and what the
+processors gave to any of this process."""
 
 from __future__ import annotations
 
 import _thread
 from collections.abc import Callable
+from pathlib import Path
 
 
 class UnseenThread:
@@ -25,3 +27,13 @@ class UnseenThread:
             self._work()
         finally:
             self._at_work.release()
+
+
+def processor_times(thread: int) -> tuple[int, int] | None:
+    """Nanoseconds so far in which the thread of this native number had a processor, and in which it waited for one;
+    None where nobody knows, as of a thread that ended."""
+    try:
+        ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)
