@@ -42,7 +42,18 @@ from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
 from keepbusy.timeline.model import Lane, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun, RareStall
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, LoaderUse, Part, SlowTurns
+from keepbusy.timeline.run_tree import (
+    FIRST_USE,
+    IMPORTS,
+    LINE,
+    LOOP,
+    RUN,
+    LineTime,
+    LoaderUse,
+    Part,
+    SlowTurns,
+    UnevenLoop,
+)
 from keepbusy.timeline.steps import sample, whole_steps
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -313,6 +324,21 @@ def test_workers_take_their_time_to_start() -> None:
 
 def run_of(time: float, busy: float) -> Part:
     return Part(RUN, source="train.py", time=round(time * MS), busy=round(busy * MS), turns=1, turn=round(time * MS))
+
+
+def test_ranks_that_meet_after_a_loop_wait_for_the_one_that_it_takes_longest() -> None:
+    """Rank 0 learns seven hospitals in 10.4 s and the other in 2.8: shared evenly, each would have 6.6 s to do."""
+    uneven = UnevenLoop("stay.py:64", rank=0, turns=7, longest=10_360 * MS, mean=6_565 * MS)
+    inner = Part(LOOP, "stay.py:47", time=9_240 * MS, turns=1_488)
+    outer = Part(LOOP, "stay.py:64", time=10_360 * MS, turns=7, parts=(inner,))
+    told = replace(HEALTHY, run=replace(run_of(17_600, 9_990), parts=(outer,)), loop="stay.py:47")
+    [fix] = plan_of_run(told, (), [uneven])
+    assert (fix.fix, places(fix), fix.causes, fix.loop) == ("align_ranks", ["stay.py:64"], ("peer_late",), "stay.py:64")
+    assert fix.run_gain == 3_795 * MS
+    assert fix.predicted.step == 6_565 * MS // 7
+    assert "rank 0 10.4 s, and 6.6 s in the mean" in fix.reason
+    assert plan_of_run(told, (), [replace(uneven, longest=6_700 * MS)]) == ()
+    assert plan_of_run(replace(told, loop="stay.py:99"), (), [uneven]) == ()
 
 
 def test_more_workers_come_first_and_gain_what_the_queue_says() -> None:

@@ -12,10 +12,10 @@ from keepbusy.explain import explain
 from keepbusy.explain.plain import plain_run
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.ranks import merge, where_ranks_differ
+from keepbusy.timeline.ranks import merge, uneven_loops, where_ranks_differ
 from keepbusy.timeline.replay import pace, replay, settle
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_tree import Part, UnevenLoop
 from keepbusy.timeline.steps import whole_steps
 
 SECOND = 10**9
@@ -375,3 +375,11 @@ def test_where_ranks_differ_is_said_of_the_loop() -> None:
     assert slow == "train.py:9: a turn takes rank 2 70.0 ms, and the others 50.0 to 51.0 ms."
     [late] = where_ranks_differ({0: tree(50_000, 0.9), 1: tree(50_000, 0.5)})
     assert late.startswith("train.py:9: the GPU of rank 1 is at work for 50% of the time (the other 90%): ")
+
+
+def test_loops_in_no_other_that_take_one_rank_longer_are_uneven() -> None:
+    assert list(uneven_loops({})) == []
+    assert list(uneven_loops({0: tree(50_000, 0.5), 1: tree(51_000, 0.5)})) == []
+    assert list(uneven_loops({0: tree(50_000, 0.5), 1: Part("run", time=110 * 50_000 * US)})) == []
+    [one] = uneven_loops({0: tree(20_000, 0.5), 1: tree(80_000, 0.5)})
+    assert one == UnevenLoop("train.py:9", 1, 100, 8_000_000 * US, 5_000_000 * US)

@@ -148,7 +148,7 @@ def _explained(
         later=later_of(timeline, workers),
         notes=(*told.notes, *left_unexplained(timeline, rare)),
     )
-    plan = plan_of_run(told, timeline.facts.loaders)
+    plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
     told = replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
     return replace(told, causes=tuple(_as_planned(one, plan) for one in told.causes))
 

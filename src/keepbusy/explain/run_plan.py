@@ -17,7 +17,7 @@ from keepbusy.explain.remedies import PARTICULAR, REMEDIES, Remedy, setting_of
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LineTime, LoaderUse, Part, SlowTurns
+from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LineTime, LoaderUse, Part, SlowTurns, UnevenLoop
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
@@ -25,8 +25,9 @@ OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTI
 """Remedies of stalls whose reason was seen."""
 
 
-def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
-    """All that was explained, as one list. `told.plan` is that of its steps."""
+def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[UnevenLoop] = ()) -> Plan:
+    """All that was explained, as one list. `told.plan` is that of its steps; in `uneven` are loops around these, if
+    ranks do not meet in a step."""
     parts = [with_loader(told.plan, uses, told)]
     parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
     parts += [_of_timed_stall(some, told) for some in _by_what_holds_up(told)]
@@ -35,8 +36,33 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse]) -> Plan:
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
     parts += [*_idle_lines(told), *_idle_loops(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
-    rows = _as_far_as_loops_took(_told_once(chain(*parts)), told)
+    rows = _shared_evenly([*_as_far_as_loops_took(_told_once(chain(*parts)), told)], uneven, told)
     return tuple(_set(_held_by_another(fix, told), told) for fix in rows)
+
+
+def _shared_evenly(rows: list[PlannedFix], uneven: Sequence[UnevenLoop], told: Diagnosis) -> list[PlannedFix]:
+    """Ranks that meet only after a loop wait there for the one that it takes longest, whose GPU need never wait."""
+    mine = [one for one in uneven if one.place in _around(told.loop, _loops_of(told))]
+    for one in sorted(mine, key=lambda one: one.mean - one.longest)[:1]:
+        saved, turn, after = (time // one.turns for time in (one.longest - one.mean, one.longest, one.mean))
+        if told.run is None or saved * one.turns <= NOISE * told.run.time:
+            continue
+        known = [place for row in rows if row.fix == "align_ranks" for place in row.where]
+        row = planned_fix(
+            REMEDIES["peer_late"],
+            [*dict.fromkeys([Where.of(one.place), *known])],
+            ("peer_late",),
+            saved,
+            Prediction(after, after, turn),
+            run_gain=one.longest - one.mean,
+            loop=one.place,
+            reason=f"The loop takes rank {one.rank} {one.longest / 1e9:.1f} s, and {one.mean / 1e9:.1f} s in the mean of all "
+            "ranks, which meet only after it.",
+        )
+        others = [other for other in rows if other.fix != "align_ranks"]
+        before = [other for other in others if other.run_gain > row.run_gain]
+        rows = [*before, row, *(other for other in others if other not in before)]
+    return rows
 
 
 def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:

@@ -13,7 +13,7 @@ from keepbusy.timeline.frame_roles import PROFILER_STEP
 from keepbusy.timeline.model import NONE, Ints, Kind, Lane, LinkKind, Meetings, Timeline
 from keepbusy.timeline.replay import last_arrival, settle
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_tree import LOOP, Part, UnevenLoop
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""
@@ -73,6 +73,7 @@ def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) ->
         plain_runs={rank: run for facts in each for rank, run in facts.plain_runs.items()},
         groups={group: members for facts in each for group, members in facts.groups.items()},
         loaders=tuple(sorted(loaders, key=lambda use: use.began - use.waited)),
+        uneven=tuple(uneven_loops(trees)),
         notes=(*each[0].notes, *where_ranks_differ(trees)),
         loop=each[0].loop if turns else "",
         beside=tuple(sorted({number for facts in each for number in facts.beside if number < turns - 1})),
@@ -99,6 +100,17 @@ def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
         here = {rank: known[place] for rank, known in loops.items() if place in known}
         if len(here) > 1 and first.time >= SHORTEST_LOOP * shown.time and (told := _difference(here)):
             yield f"{place}: {told}"
+
+
+def uneven_loops(trees: Mapping[int, Part]) -> Iterator[UnevenLoop]:
+    """Of the loops that every rank has and that are in no other, those that take one of them longer."""
+    loops = {rank: {part.place: part for part in tree.parts if part.kind == LOOP} for rank, tree in trees.items()}
+    for place in next(iter(loops.values()), {}):
+        here = [(known[place].time, rank) for rank, known in loops.items() if place in known]
+        longest, rank = max(here)
+        average = sum(time for time, _ in here) // len(here)
+        if len(here) == len(trees) and longest > (1 + RANKS_DIFFER) * average:
+            yield UnevenLoop(place, rank, max(1, loops[rank][place].turns), longest, average)
 
 
 def _difference(loop: Mapping[int, Part]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_tree import LoaderUse, Part
+from keepbusy.timeline.run_tree import LoaderUse, Part, UnevenLoop
 
 STALL, DRIFT, SCRIPT = "stall", "drift", "script"
 """Beside LOOP: why a further window was opened."""
@@ -92,6 +92,7 @@ class RunFacts:
     run: Part | None = None  # its tree of loops, where it was watched
     loaders: tuple[LoaderUse, ...] = ()  # that it used, the one that it waited for longest first
     reason: WindowReason | None = None  # of a further window
+    uneven: tuple[UnevenLoop, ...] = ()  # where its ranks differ
     notes: tuple[str, ...] = ()  # what the recorder has to say itself
     one_turn: bool = False  # a script without steps, which is explained whole
     traced: bool = False  # by a profiler, for whatever its user wanted: perhaps a single call

@@ -89,6 +89,17 @@ class Part:
 
 
 @dataclass(frozen=True)
+class UnevenLoop:
+    """A loop around all others that takes one rank longer than the rest."""
+
+    place: str  # file:line
+    rank: int  # whom it takes longest
+    turns: int  # of that rank
+    longest: int
+    mean: int  # of all ranks
+
+
+@dataclass(frozen=True)
 class LoaderUse:
     """A loader as the run used it: what it was given, how long batches took, how long the program waited for them."""
 

@@ -49,7 +49,7 @@ _FOREIGN_BEGINNINGS = (
     (b"BZh", "compressed with bzip2", "unpack it and give the .json"),
     (b"\xfd7zXZ", "compressed with xz", "unpack it and give the .json"),
     (b"\x80", "a pickle, perhaps of PyTorch's flight recorder", "those of a job that hangs go to keepbusy explain"),
-    (b"\x89busy", "a run that keepbusy saved", "load it, or let its name end in .busy"),
+    (b"\x89busy", "a run that keepbusy saved", "open it with keepbusy.load, or give it a name that ends in .busy"),
 )
 _AUTOGRAD = {"CPU functions", "CUDA functions"}
 """The processes of the autograd profiler."""
