@@ -56,8 +56,8 @@ def _shared_evenly(rows: list[PlannedFix], uneven: Sequence[UnevenLoop], told: D
             Prediction(after, after, turn),
             run_gain=one.longest - one.mean,
             loop=one.place,
-            reason=f"The loop takes rank {one.rank} {one.longest / 1e9:.1f} s, and {one.mean / 1e9:.1f} s in the mean of all "
-            "ranks, which meet only after it.",
+            reason=f"The loop takes rank {one.rank} {one.longest / 1e9:.1f} s, and {one.mean / 1e9:.1f} s in the mean "
+            "of all ranks, which meet only after it.",
         )
         others = [other for other in rows if other.fix != "align_ranks"]
         before = [other for other in others if other.run_gain > row.run_gain]
