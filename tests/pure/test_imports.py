@@ -281,3 +281,8 @@ def test_no_function_is_left_without_types(name: str) -> None:
         given = [one for one in (*node.args.args, *node.args.kwonlyargs) if one.arg not in ("self", "cls")]
         assert node.returns is not None, f"{name}:{node.lineno} {node.name}"
         assert all(one.annotation for one in given), f"{name}:{node.lineno} {node.name}"
+
+
+def test_a_recorder_imports_pytorch_no_sooner_than_the_program_does() -> None:
+    code = "import sys; sys.modules['torch'] = None; import keepbusy.recording.recorder"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

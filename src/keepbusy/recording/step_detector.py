@@ -166,6 +166,8 @@ class StepEnds:
         import torch
         from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+        for ours in (StepEnds._announced, StepEnds._stepped):
+            left_alone(ours)  # not where it is written: that would import PyTorch before the program does
         ENDED.append(self._announced)
         self._patches.later(lambda: ENDED.remove(self._announced))
         self._patches.later(register_optimizer_step_post_hook(self._stepped).remove)
@@ -196,11 +198,9 @@ class StepEnds:
             self._forward.end()
         return True
 
-    @left_alone
     def _announced(self) -> None:
         self._heard(StepSource.STEP, 0)
 
-    @left_alone
     def _stepped(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         self._optimizer_steps += 1
         if id(optimizer) not in self._optimizers:  # one that is made anew for each fit goes with it
