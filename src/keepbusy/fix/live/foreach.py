@@ -46,7 +46,7 @@ _HELD = {
     *(type(OrderedDict[str, str]().keys()), type(OrderedDict[str, str]().values())),
     type(OrderedDict[str, str]().items()),
 }
-_OWN = {vars(nn.Module)[name].__code__ for name in ("parameters", "named_parameters", "buffers", "named_buffers")}
+_LOOKUPS = {vars(nn.Module)[name].__code__ for name in ("parameters", "named_parameters", "buffers", "named_buffers")}
 _LOOKS_UP = ("named_parameters", "named_buffers", "_named_members", "named_modules")
 """Generators that only look up what a module has, and what these use."""
 _FORMS = {
@@ -210,24 +210,35 @@ class Column:
 
     def _note(self, operator: str, end: str, given: tuple[Any, ...], options: dict[str, Any]) -> Column:
         """One launch more, if it does the same to tensors that are alike."""
-        form = "".join(map(_letter, given))
-        known = () if form == "n" else (_OPTIONS.get(operator),)
-        if form not in _FORMS[operator] or not all(one in known and _letter(options[one]) == "n" for one in options):
+        if not _is_known(operator, given, options):
             raise AsWritten
         columns = (self, *(one for one in given if isinstance(one, Column)))
         rest = tuple(one.tensor if isinstance(one, Single) else one for one in given if not isinstance(one, Column))
-        types = {one.dtype for one in (*columns, *rest) if isinstance(one, Column | Tensor)}
-        moves = operator in ("zero", "copy")
-        if not (types <= _FLOATS if moves and len(types) > 1 else len(types) == 1 and (moves or types <= _FLOATS)):
-            raise AsWritten
-        if self.kind[1].type != "cuda" or any(one.kind[1] != self.kind[1] for one in columns):
-            raise AsWritten
-        if any(one.shapes != self.shapes or (one.requires_grad and torch.is_grad_enabled()) for one in columns):
+        if not _computes_in_one_type(operator, (*columns, *rest)) or not all(map(self._goes_with, columns)):
             raise AsWritten
         made = None if end else Column(self.turns, (), self)
         function = getattr(torch, f"_foreach_{operator}{end}")
         self.turns.launches.append(JointLaunch(function, columns, rest, options, made))
         return self if made is None else made
+
+    def _goes_with(self, other: Column) -> bool:
+        """Whether both are of the same shapes on the same GPU, and no gradient is asked for."""
+        same = self.kind[1].type == "cuda" and other.kind[1] == self.kind[1] and other.shapes == self.shapes
+        return same and not (other.requires_grad and torch.is_grad_enabled())
+
+
+def _is_known(operator: str, given: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether PyTorch has a joint launch for it with these arguments."""
+    form = "".join(map(_letter, given))
+    known = () if form == "n" else (_OPTIONS.get(operator),)
+    return form in _FORMS[operator] and all(one in known and _letter(options[one]) == "n" for one in options)
+
+
+def _computes_in_one_type(operator: str, operands: Iterable[Any]) -> bool:
+    """What only moves values may change their type."""
+    types = {one.dtype for one in operands if isinstance(one, Column | Tensor)}
+    moves = operator in ("zero", "copy")
+    return (len(types) == 1 and types <= _FLOATS) or (moves and (len(types) == 1 or types <= _FLOATS))
 
 
 class JointTurns:
@@ -347,9 +358,7 @@ class ForeachLoops:
     ) -> Iterable[Any]:
         """What the loop is to go through itself."""
         loop = id(turn.__code__)
-        if torch.compiler.is_compiling() or not self.switch.on or self._in_vain[loop] > _VAIN:
-            return remake(*sources)
-        if is_watched() or torch.is_autocast_enabled("cuda") or not all(map(_is_plain, sources)):
+        if torch.compiler.is_compiling() or self._in_vain[loop] > _VAIN or not self._may_try(sources):
             return remake(*sources)
         sources = tuple([*one] if isinstance(one, GeneratorType) else one for one in sources)
         gone_through = remake(*sources)
@@ -359,14 +368,8 @@ class ForeachLoops:
             items = [*gone_through]
         except ValueError:  # what is wrong with them is told after the turns that can be
             return remake(*sources)
-        try:
-            joint = self._joint(turn, items, range(len(items)))
-            memory = TakenMemory()
-            for one in joint:
-                one.take_memory(memory)
-            if not memory.stands_apart():
-                raise AsWritten
-        except Exception:  # whatever it is, the loop itself will come to it
+        joint = self._apart(turn, items)
+        if joint is None:
             self._in_vain[loop] += 1
             return items
         last = min(one.places[-1] for one in joint) if leaves_names else len(items) - 1
@@ -379,6 +382,20 @@ class ForeachLoops:
             one.run(bisect_left(one.places, last))
         self.switch.count(sys._getframe(1))
         return items[last:]
+
+    def _may_try(self, sources: Sequence[Any]) -> bool:
+        watched = is_watched() or torch.is_autocast_enabled("cuda")
+        return self.switch.on and not watched and all(map(_is_plain, sources))
+
+    def _apart(self, turn: Callable[..., None], items: Sequence[Any]) -> list[JointTurns] | None:
+        """What the turns do; None where they cannot be made together, whyever: the loop itself will come to it."""
+        try:
+            joint, memory = self._joint(turn, items, range(len(items))), TakenMemory()
+            for one in joint:
+                one.take_memory(memory)
+            return joint if memory.stands_apart() else None
+        except Exception:
+            return None
 
     def _joint(self, turn: Callable[..., None], items: Sequence[Any], places: Sequence[int]) -> list[JointTurns]:
         turns = JointTurns(self._methods, places)
@@ -431,7 +448,9 @@ def _is_plain(source: Any) -> bool:
     if not isinstance(source, GeneratorType):
         return type(source) in _HELD
     module = (source.gi_frame.f_locals if source.gi_frame else {}).get("self")
-    return source.gi_code in _OWN and all(getattr(type(module), name) is getattr(nn.Module, name) for name in _LOOKS_UP)
+    return source.gi_code in _LOOKUPS and all(
+        getattr(type(module), name) is getattr(nn.Module, name) for name in _LOOKS_UP
+    )
 
 
 def free(value: Any, *names: str) -> Any:
