@@ -159,7 +159,7 @@ LINES = {
     "hang": 663,
     "timeline": 2549,
     "traces": 2430,
-    "instrument": 2244,
+    "instrument": 2245,
     "recording": 4052,
     "virtual": 8714,
     "explain": 4427,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 from dataclasses import dataclass
@@ -542,17 +543,19 @@ def test_something_is_done_once_where_the_next_line_begins() -> None:
 
 def test_other_threads_count_by_what_the_processors_gave_them() -> None:
     """The thread that computed stands at its line of the program; the one that waited was given nothing."""
-    names = {name: threading.Event() for name in ("there", "also", "begin", "once", "ended")}
+    names = {name: threading.Event() for name in ("there", "also", "begun", "begin", "once", "ended")}
     source = (
         "def compute():\n    there.set(); begin.wait()\n    sum(range(300_000)); once.set(); ended.wait()\n"
         "def rest():\n    also.set(); ended.wait()\n"
+        "def foreign():\n    import threading; threading.current_thread(); begun.set(); ended.wait()\n"
     )
     exec(compile(source, "/home/user/sonar.py", "exec"), names)
     threads = [threading.Thread(target=names[one], daemon=True) for one in ("compute", "rest")]  # type: ignore[arg-type]
     for thread in threads:
         thread.start()
+    _thread.start_new_thread(names["foreign"], ())  # type: ignore[arg-type]
     watch = LoopWatch(Clock())
-    assert all(names[one].wait(60) for one in ("there", "also"))
+    assert all(names[one].wait(60) for one in ("there", "also", "begun"))
     watch.look()
     names["begin"].set()
     assert names["once"].wait(60)
@@ -564,4 +567,5 @@ def test_other_threads_count_by_what_the_processors_gave_them() -> None:
     watch.end()
     took = {(looks.codes[line.code].co_name, line.line): time for line, time in looks.beside.items()}
     assert took.keys() >= {("compute", 3), ("rest", 5)}
+    assert not [name for name, _ in took if name == "foreign"]
     assert took["compute", 3] > 100_000 > took["rest", 5]

@@ -244,7 +244,8 @@ class LoopWatch:
     def _look_beside(self) -> None:
         """What the processors gave since the last look to other threads that run the program's own code: while one
         thread runs Python, no other does."""
-        threads = threading.enumerate()
+        # of those that PyTorch began, as for a backward pass, the program's own thread waits for what it asked for
+        threads = [one for one in threading.enumerate() if not isinstance(one, threading._DummyThread)]
         frames = sys._current_frames() if len(threads) > 1 else {}
         for thread in threads:
             frame = frames.get(thread.ident or 0)
@@ -261,7 +262,7 @@ class LoopWatch:
         times = processor_times(thread)
         now = times[0] if times is not None else self._given.get(thread, 0)
         before, self._given[thread] = self._given.get(thread, now), now
-        return now - before
+        return max(0, now - before)  # a later thread may be given the number of one that ended
 
     def _kind_of(self, code: CodeType) -> int:
         number = self._numbers.get(id(code))
