@@ -221,7 +221,7 @@ def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
         lanes=lanes,
         names=tuple(header["names"]),
         marks=np.sort(tables["marks"]["marks"]),
-        facts=RunFacts.of_json(header["facts"], min((lane.rank for lane in lanes), default=0)),
+        facts=RunFacts.of_json(header["facts"]),
         **made,  # type: ignore[arg-type]
     )
 

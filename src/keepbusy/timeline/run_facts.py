@@ -121,34 +121,11 @@ class RunFacts:
         return {name: value for name, value in asdict(self).items() if name in said}
 
     @classmethod
-    def of_json(cls, value: object, rank: int = 0) -> RunFacts:
-        """What `as_json` gave, also by older versions; `rank` is whose plain run those meant. Else ValueError."""
-        if not isinstance(value, dict):
-            raise ValueError("its facts are no object")
-        facts = typed(cls, _renamed(value, rank), "facts")
+    def of_json(cls, value: object) -> RunFacts:
+        """What `as_json` gave; raises ValueError for anything else."""
+        facts = typed(cls, value, "facts")
         if facts.pending_limit is not None and not 1 <= facts.pending_limit <= LARGEST_QUEUE:
             raise ValueError(f"facts.pending_limit is {facts.pending_limit}")
         if facts.pinned_bandwidth is not None and not SLOWEST_LINK <= facts.pinned_bandwidth <= FASTEST_LINK:
             raise ValueError(f"facts.pinned_bandwidth is {facts.pinned_bandwidth}")
         return facts
-
-
-def _renamed(old: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Facts as they were written before they had types: `marks`, `marks_of_ranks`, `why` and `about`."""
-    new = dict(old)
-    if marks := {str(rank): old.get("marks"), **(old.get("marks_of_ranks") or {})}:
-        known = {number: run for number, run in marks.items() if PlainRun.of_fact(run) is not None}
-        new.setdefault("plain_runs", known)
-    if isinstance(old.get("run"), dict):
-        new["run"] = _with_kinds(old["run"])
-    if "why" in old:
-        new.setdefault("reason", {**old.get("about", {}), "why": old["why"]})
-    return new
-
-
-def _with_kinds(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of the run's tree as it was written when it told of one kind of slow turn: `slow`."""
-    kinds = [part["slow"]] if isinstance(part.get("slow"), dict) else part.get("kinds", ())
-    parts = part.get("parts", ())
-    parts = [_with_kinds(one) if isinstance(one, dict) else one for one in parts] if isinstance(parts, list) else parts
-    return {**part, "kinds": kinds, "parts": parts}
