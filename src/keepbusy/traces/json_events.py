@@ -57,16 +57,11 @@ class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     args: Arguments | None = None
 
 
-class ExactlyTimed(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+class ExactlyTimed(Complete):
     """The same, for times too large for a float to hold their nanoseconds."""
 
-    ts: Decimal
-    dur: Decimal
-    name: str = ""
-    cat: str = ""
-    pid: int | str | float | None = 0
-    tid: int | str | float | None = 0
-    args: Arguments | None = None
+    ts: Decimal  # type: ignore[assignment]
+    dur: Decimal  # type: ignore[assignment]
 
 
 class Label(msgspec.Struct, gc=False):

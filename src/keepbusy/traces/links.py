@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Timeline
+from keepbusy.timeline.model import NONE, Ints, LinkKind, Links, Spans, Timeline
 from keepbusy.timeline.replay import NEVER
 from keepbusy.traces.kineto_names import STREAM_WAIT
 from keepbusy.traces.rank_trace import RankTrace
@@ -22,17 +22,18 @@ NamedWaits: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
 """By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
 
 
-def links_of(trace: RankTrace, timeline: Timeline, host_rows: Ints, command_rows: Ints) -> Links:
-    """The rows of the host are the calls first, then the waits for room in a queue, then all others."""
+def links_of(trace: RankTrace, timeline: Timeline, place: Ints) -> Links:
+    """`place`: where the spans went, as `spans_of` tells."""
     known, held = np.flatnonzero(trace.launch != NONE), trace.held[trace.held != NONE]
-    call_rows, queue_rows = np.split(host_rows, [len(trace.calls.event)])
+    call_rows, queue_rows = np.split(place, [len(trace.calls.event)])
+    command_rows = place[-len(trace.commands) :]
     launches = Links.of(
         len(known), source=call_rows[trace.launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH
     )
     # a host that found a queue full goes on when a command has made room
     room = Links.of(len(held), source=command_rows[held], target=queue_rows[: len(held)], kind=LinkKind.ORDER)
-    timeline = timeline.change(links=launches)
-    return Links.concatenate([launches, _handoffs(trace, timeline), _orders(trace, timeline, call_rows), room])
+    orders = _orders(trace, timeline, launches, call_rows)
+    return Links.concatenate([launches, _handoffs(trace, timeline), orders, room])
 
 
 def _handoffs(trace: RankTrace, timeline: Timeline) -> Links:
@@ -55,10 +56,10 @@ def _handoffs(trace: RankTrace, timeline: Timeline) -> Links:
     return Links.of(int(forward.sum()), source=sources[forward], target=targets[forward], kind=LinkKind.HANDOFF)
 
 
-def _orders(trace: RankTrace, timeline: Timeline, call_rows: Ints) -> Links:
+def _orders(trace: RankTrace, timeline: Timeline, launches: Links, call_rows: Ints) -> Links:
     """Waits of one stream for another, and of the host for an event."""
     streams = {
-        (lane.device, lane.number): _Stream(timeline, index)
+        (lane.device, lane.number): _Stream(timeline.spans, launches, index)
         for index, lane in enumerate(timeline.lanes)
         if lane.device is not None
     }
@@ -103,9 +104,8 @@ def _named_waits(trace: RankTrace, streams: Streams) -> NamedWaits:
 class _Stream:
     """One device lane as a wait sees it: when each of its commands was issued, began and ended."""
 
-    def __init__(self, timeline: Timeline, lane: int) -> None:
-        spans, links = timeline.spans, timeline.links
-        launches = links.take(np.flatnonzero((spans.lane[links.target] == lane) & (links.kind == LinkKind.LAUNCH)))
+    def __init__(self, spans: Spans, launches: Links, lane: int) -> None:
+        launches = launches.take(np.flatnonzero(spans.lane[launches.target] == lane))
         order = np.argsort(launches.target)
         self.row = launches.target[order].tolist()
         self.issued = spans.start[launches.source[order]].tolist()

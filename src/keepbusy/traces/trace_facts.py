@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import CAPABILITY, RANK, WORLD_SIZE
 
@@ -15,7 +16,8 @@ LARGEST_RANK = 1 << 30
 ONE_CLOCK = 3_600 * 10**9
 """Traces that begin further apart than an hour are of hosts with clocks of their own."""
 LINKS = ((9, 52.0), (8, 24.0), (1, 12.0))
-"""From which compute capability on a link carries so much: PCIe 5 as measured on an H200, 4 and 3 by their share."""
+"""From which compute capability on a link carries so many bytes a nanosecond: PCIe 5 as measured on an H200, 4 and 3
+by their share."""
 _IN_NAME = re.compile(r"rank[-_.]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
@@ -70,16 +72,19 @@ def devices_of_host(trace: Trace) -> int:
     return len(devices) if isinstance(devices, list) else 0
 
 
-def device_name(trace: Trace) -> str:
-    return str(_device(trace).get("name", ""))
-
-
-def pinned_bandwidth(trace: Trace) -> float | None:
-    """Bytes a nanosecond, by the device's compute capability; None where the trace does not tell."""
+def facts_of(trace: Trace, groups: Mapping[int, int]) -> RunFacts:
+    """What it tells of the run that it is of. `groups`: how many ranks belong to each."""
     capability = _device(trace).get(CAPABILITY)
-    if not isinstance(capability, int):
-        return None
-    return next((bandwidth for since, bandwidth in LINKS if capability >= since), None)
+    known = capability if isinstance(capability, int) else 0
+    return RunFacts(
+        device=str(_device(trace).get("name", "")),
+        pinned_bandwidth=next((bandwidth for since, bandwidth in LINKS if known >= since), None),
+        stacks=bool(trace.facts.get("with_stack")),
+        source=trace.path,
+        skipped=trace.skipped,
+        world=world_size(trace),
+        groups=groups,
+    )
 
 
 def _refuse_other_runs(traces: Sequence[Trace]) -> None:

@@ -1,4 +1,4 @@
-"""The host's side of a trace as spans: calls, what they wait for, and the work between them.
+"""One rank's trace as spans: the device's commands, the host's calls, what they wait for, and the work between them.
 
 The host lanes are tiled: every call that matters to the device is a span, and the time between two of them is work,
 cut where something begins or ends that a fix may want to take out.
@@ -6,7 +6,8 @@ cut where something begins or ends that a fix may want to take out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Spans
 from keepbusy.timeline.replay import NEVER
 from keepbusy.timeline.table import sorted_once
-from keepbusy.traces.kineto_names import QUEUE_FULL, Category
+from keepbusy.traces.event_columns import Collective
+from keepbusy.traces.kineto_names import ELEMENT_SIZES, NCCL_KERNEL, QUEUE_FULL, Category
 from keepbusy.traces.rank_trace import RankTrace
 
 ENQUEUE = 5_000
@@ -32,48 +34,67 @@ COST = {
 }
 """Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter, since the explanation
 scales them: docs/explanation/distortion.md."""
+LARGEST_MESSAGE = 1 << 50
+"""No collective moves so many bytes; larger numbers are damaged, and their sums would leave 64 bits."""
 _AFTER_COMMANDS = 1 << 40
+_BITS = re.compile(r"(\d{1,4})")
 
 
-@dataclass(frozen=True, eq=False)
-class IssuedSpans:
-    """Spans before they stand in issue order: `key` is when a span was issued.
-
-    `turn` settles ties: a wait for room, the call, its commands, its wait.
-    """
+class IssuedSpans(NamedTuple):
+    """Spans before they stand in issue order."""
 
     spans: Spans
-    key: Ints
-    turn: Ints
-
-    @staticmethod
-    def of(spans: Spans, key: Ints | None = None, turn: int = 0) -> IssuedSpans:
-        return IssuedSpans(spans, spans.start if key is None else key, np.full(len(spans), turn, np.int64))
+    key: Ints  # when each was issued
+    turn: Ints | int = 0  # settles ties: a wait for room, the call, its commands, its wait
 
 
-def in_issue_order(parts: list[IssuedSpans]) -> tuple[Spans, Ints]:
-    """All of them sorted, and where each went. Column by column: spans are the most of what a trace takes of memory."""
-    order = np.lexsort([np.concatenate([getattr(part, name) for part in parts]) for name in ("turn", "key")])
+def spans_of(trace: RankTrace, groups: Ints) -> tuple[Spans, Ints]:
+    """All spans in issue order, and where each went: first the calls, next the waits for room in a queue, then other
+    spans of the host, last the commands, each in their own order. `groups`: the number of each collective's group.
+    """
+    work = [_work_of(trace, thread) for thread in trace.hosts.alive]
+    host = [*_calls(trace), *_loader(trace), *(IssuedSpans(one, one.start) for one in work)]
+    parts = [*host, _commands(trace, groups)]
+    turn = np.concatenate([np.broadcast_to(one.turn, len(one.spans)) for one in parts])
+    order = np.lexsort([turn, np.concatenate([one.key for one in parts])])
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
+    # column by column: spans are the most of what a trace takes of memory
     tables = [part.spans.columns() for part in parts]
-    return Spans(**{name: np.concatenate([one[name] for one in tables])[order] for name in tables[0]}), place
+    spans = Spans(**{name: np.concatenate([one[name] for one in tables])[order] for name in tables[0]})
+    return spans.change(frame=_frame_of(trace, spans), recording=_cost_of_recording(trace, spans)), place
 
 
-def host_spans(trace: RankTrace) -> list[IssuedSpans]:
-    """The calls first and the waits for room in a queue next, each in their own order; the links count on it."""
-    work = [IssuedSpans.of(_work_of(trace, thread)) for thread in trace.hosts.alive]
-    return [*_calls(trace), *_loader(trace), *work]
+def _commands(trace: RankTrace, groups: Ints) -> IssuedSpans:
+    events, commands, launch = trace.events, trace.commands, trace.launch
+    collective = trace.of_command.collective
+    moved = np.array([_bytes_of(one) for one in trace.file.collectives] + [0], np.int64)
+    kind = np.array([Kind.KERNEL, Kind.COPY, Kind.FILL])[events.category[commands]]
+    meets = (collective != NONE) | trace.file.begins(NCCL_KERNEL)[commands]
+    spans = Spans.of(
+        len(commands),
+        lane=trace.lane_of_command,
+        kind=np.where((kind == Kind.KERNEL) & meets, Kind.COLLECTIVE, kind),
+        name=events.name[commands],
+        start=events.start[commands],
+        end=events.end[commands],
+        group=np.where(collective == NONE, NONE, groups[collective]),
+        size=np.where(collective == NONE, np.maximum(trace.of_command.size, 0), moved[collective]),
+        blocks=trace.of_command.blocks,
+        direction=trace.direction,
+        pinned=trace.pinned,
+    )
+    issued = np.where(launch == NONE, spans.start, trace.calls.start[launch])
+    issued = np.where(trace.backlog, events.start.min() - 1, issued)
+    # a command follows its launch at once; several of one launch keep the order in which they ran
+    return IssuedSpans(spans, issued, turn=1 + np.arange(len(commands)))
 
 
-def within_frames(trace: RankTrace, spans: Spans) -> Spans:
-    """Host spans with the frames that they stand in, and with what recording them cost."""
-    frame = np.full(len(spans), NONE, np.int32)
-    for thread, nest in trace.nests.items():
-        mine = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
-        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
-        frame[mine] = np.where(inner == NONE, NONE, inner + nest.first)
-    return spans.change(frame=frame, recording=_cost_of_recording(trace, spans))
+def _bytes_of(one: Collective) -> int:
+    dtype = one.dtype.lower()
+    bits = _BITS.search(dtype)
+    each = ELEMENT_SIZES.get(dtype) or (max(1, int(bits[1]) // 8) if bits else 1)
+    return min(LARGEST_MESSAGE, max(one.elements_in, one.elements_out) * each)
 
 
 def _calls(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans, IssuedSpans]:
@@ -106,9 +127,9 @@ def _calls(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans, IssuedSpans]:
         awaits=trace.launched[blocking],
     )
     return (
-        IssuedSpans.of(themselves, key=calls.start),
-        IssuedSpans.of(for_room, turn=-1),
-        IssuedSpans.of(for_copies, key=calls.start[blocking], turn=_AFTER_COMMANDS),
+        IssuedSpans(themselves, calls.start),
+        IssuedSpans(for_room, for_room.start, turn=-1),
+        IssuedSpans(for_copies, calls.start[blocking], turn=_AFTER_COMMANDS),
     )
 
 
@@ -128,7 +149,7 @@ def _loader(trace: RankTrace) -> tuple[IssuedSpans, IssuedSpans]:
         end=end,
         awaits=trace.workers_lane,
     )
-    return IssuedSpans.of(made, key=begin, turn=-1), IssuedSpans.of(waited)
+    return IssuedSpans(made, begin, turn=-1), IssuedSpans(waited, begin)
 
 
 def _work_of(trace: RankTrace, thread: int) -> Spans:
@@ -189,6 +210,16 @@ def _inside(times: Ints, intervals: Ints) -> Mask:
         return np.zeros(len(times), bool)
     place = np.searchsorted(intervals[:, 0], times, side="right") - 1
     return (place >= 0) & (times < intervals[np.maximum(place, 0), 1])
+
+
+def _frame_of(trace: RankTrace, spans: Spans) -> Ints:
+    """Of each span of the host the innermost frame that it stands in."""
+    frame: Ints = np.full(len(spans), NONE, np.int32)
+    for thread, nest in trace.nests.items():
+        mine = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
+        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
+        frame[mine] = np.where(inner == NONE, NONE, inner + nest.first)
+    return frame
 
 
 def _cost_of_recording(trace: RankTrace, spans: Spans) -> Ints:
