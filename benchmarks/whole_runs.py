@@ -7,13 +7,15 @@ PROGRAMS.json lists them: [{"name", "folder" (beside that file), "command": ["py
 "num_workers", "options": ["-j", "{}"], "edits": [[file, text, its replacement], ...]}, ...]}, ...]. What is made is the
 first of `made` whose name the plan's first row begins with; `{}` is what stands behind that row's equals sign. A file
 `prepare.sh` in a program's folder is sourced first. With --fix each also runs under `keepbusy run --fix`. Plain runs
-stand first and last.
+stand first and last. What a program prints of its losses is found by the pattern `shown`: numbers that two plain runs
+agree about must be the same in each other run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +38,17 @@ class Program:
         self.folder = options.programs.resolve().parent / entry["folder"]
         self.command = [str(one) for one in entry["command"]]
         self.variables = variables_of(self.folder)
+        self.shown = re.compile(entry.get("shown", r"(?i)loss\W{1,4}(\d+\.\d+)"))
 
     def run(self, which: str, command: list[str]) -> float:
-        return round(self.seat.run(command, self.folder, self.out / f"{self.name}.{which}.log", self.variables), 2)
+        return round(self.seat.run(command, self.folder, self.log(which), self.variables), 2)
+
+    def log(self, which: str) -> Path:
+        return self.out / f"{self.name}.{which}.log"
+
+    def losses(self, which: str) -> list[float]:
+        log = self.log(which)
+        return [float(one) for one in self.shown.findall(log.read_text(errors="replace"))] if log.exists() else []
 
     def make(self, row: dict[str, Any]) -> float | None:
         """Seconds with a row of the plan made as written, or None where nobody said how."""
@@ -72,9 +82,20 @@ class Program:
             found["made"] = self.make(found["first"]) if found["first"] else None
         if with_fix:
             found["fix"] = self.run("fix", [*KEEPBUSY, "run", "--fix", *self.command[1:]])
-        found["plain"].append(self.run("plain", self.command))
+        found["plain"].append(self.run("plain_again", self.command))
+        found["losses"] = {
+            which: apart(self.losses("plain"), self.losses(which)) for which in ("plain_again", "watched", "fix")
+        }
         (self.out / f"{self.name}.json").write_text(json.dumps(found))
         return found
+
+
+def apart(first: list[float], other: list[float]) -> str:
+    """How far the numbers that two runs printed are from one another."""
+    if not first or len(first) != len(other):
+        return f"{len(first)} and {len(other)} numbers"
+    furthest = max(abs(one - two) / max(abs(one), abs(two), 1e-9) for one, two in zip(first, other, strict=True))
+    return f"{len(first)} numbers, {'the same' if not furthest else f'up to {furthest:.1e} apart'}"
 
 
 def told(name: str, found: dict[str, Any]) -> str:
@@ -82,6 +103,7 @@ def told(name: str, found: dict[str, Any]) -> str:
     lines = [f"{name}: plain {found['plain']}, under keepbusy and its report {found['watched']} s"]
     lines += [f"  run {run.get('time')} s, GPU at work {run.get('busy')} s; --fix {found.get('fix')}"]
     lines += [f"  first {first.get('fix')} at {first.get('where', [])[:1]}: {first.get('run')} s foretold"]
+    lines += [f"  losses: {', '.join(f'{which} {said}' for which, said in found['losses'].items())}"]
     return "\n".join([*lines, f"  made {found.get('made')}"])
 
 
