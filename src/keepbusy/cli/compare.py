@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.explanation import explained, rendered_comparison, write_comparison
+import keepbusy
+from keepbusy.cli.console.explanation import rendered_comparison, write_comparison
 from keepbusy.cli.console.output import check_place, complain, show
-from keepbusy.cli.console.sources import open_timeline, progress
+from keepbusy.cli.console.sources import expand, open_timeline, progress
 from keepbusy.cli.console.values import listed
 from keepbusy.report.words import duration
 
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.page:
         check_place(options.page)
     before, after = (_timeline(one, options.quiet) for one in (options.before, options.after))
-    done = compare(*(explained(one, turns=options.page is not None) for one in (before, after)))
+    done = compare(*(keepbusy.explain(one, turns=options.page is not None) for one in (before, after)))
     if options.page:
         write_comparison(done, options.page, options.before, options.after)
     told = rendered_comparison(done, options.json)
@@ -91,4 +92,4 @@ def _failures(asked: Sequence[str], done: Comparison, before: Timeline, after: T
 
 def _timeline(argument: str, quiet: bool) -> Timeline:
     with progress(quiet) as on_progress:
-        return open_timeline(listed(argument), on_progress)
+        return open_timeline(expand(listed(argument)), on_progress)

@@ -10,8 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import keepbusy
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, explained, rendered, save
+from keepbusy.cli.console.explanation import check_name, rendered, save
 from keepbusy.cli.console.output import screen
 from keepbusy.cli.console.sources import (
     READ,
@@ -74,8 +75,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         check_name(options.save)
     each = _on_ray() if options.ray else None
     with progress(options.quiet) as on_progress, no_garbage_search():
-        timeline = open_timeline(options.files, part(on_progress, 0.0, READ), each)
-        diagnosis = explained(
+        timeline = open_timeline(paths, part(on_progress, 0.0, READ), each)
+        diagnosis = keepbusy.explain(
             timeline,
             options.plain_step,
             options.what_if,

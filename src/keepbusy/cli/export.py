@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.explanation import explained
+import keepbusy
 from keepbusy.cli.console.output import check_place, replacing
-from keepbusy.cli.console.sources import open_timeline, progress
+from keepbusy.cli.console.sources import expand, open_timeline, progress
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> Iterable[str]:
     if options.output:
         check_place(options.output)
     with progress(options.quiet) as on_progress:
-        parts = _parts(open_timeline(options.files, on_progress), options.to)
+        parts = _parts(open_timeline(expand(options.files), on_progress), options.to)
     if options.output is None:
         return parts
     _write(parts, options.output)
@@ -68,14 +68,14 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     if kind == "csv":
         return csv_table.parts(timeline)
     if kind == "sarif":
-        return (sarif.render(explained(timeline)),)
-    return (as_json.render(explained(timeline)), "\n")
+        return (sarif.render(keepbusy.explain(timeline)),)
+    return (as_json.render(keepbusy.explain(timeline)), "\n")
 
 
 def _explained_if_possible(timeline: Timeline) -> Diagnosis | None:
     """What cannot be explained can still be looked at."""
     try:
-        return explained(timeline, turns=True)
+        return keepbusy.explain(timeline, turns=True)
     except BadInput:
         return None
 

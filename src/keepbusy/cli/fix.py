@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import keepbusy
 from keepbusy.cli.console.output import replacing, show, without_pytorch
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.lines import USER, kind_of
@@ -131,7 +132,6 @@ class CandidateRuns:
 
     def tried(self, sources: dict[str, str], what: str) -> TrialRun:
         """`what`: which run it is, for who looks on."""
-        from keepbusy.cli.console.explanation import explained
         from keepbusy.fix.source.proof import RunResults
         from keepbusy.timeline.busy_file import load
 
@@ -142,7 +142,7 @@ class CandidateRuns:
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
             raise BadInput(f"{self.name} ran nothing on the GPU.")
-        return TrialRun(explained(timeline), int(timeline.spans.end.max()), RunResults.read(folder))
+        return TrialRun(keepbusy.explain(timeline), int(timeline.spans.end.max()), RunResults.read(folder))
 
     def proven(
         self, planned: PlannedFix, way: str, own: TrialRun, without: tuple[dict[str, str], TrialRun], after: TrialRun

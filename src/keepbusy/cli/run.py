@@ -14,8 +14,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import keepbusy
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, explained, rendered, rendered_comparison, save, write_page
+from keepbusy.cli.console.explanation import check_name, rendered, rendered_comparison, save, write_page
 from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of, without_pytorch
 from keepbusy.cli.program import launch, machine_options, supervised_run
 from keepbusy.instrument.children import follow_with
@@ -146,7 +147,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             streams,
             lambda: _program(options, streams),
             lambda timeline: _report(timeline, options, streams),
-            lambda timeline: explained(timeline, None, options.what_if, options.workers),
+            lambda timeline: keepbusy.explain(timeline, None, options.what_if, options.workers),
         )
     return _virtual(options, streams)
 
@@ -236,11 +237,11 @@ def _plan_without(
 
     with suppress(BadInput):
         if options.before is not None:
-            return explained(options.before, None, (), options.workers).plan
+            return keepbusy.explain(options.before, None, (), options.workers).plan
         if timeline is not None and fixes.trial is not None and fixes.result is not None and launch.world() == 1:
             whole, turns = timeline(source=options.script), fixes.result.plain_turns
             if 0 <= fixes.trial.turns - len(whole.marks) <= 1:  # after the last turn nothing may have followed
-                return explained(from_mark(whole, turns.start, turns.stop)).plan
+                return keepbusy.explain(from_mark(whole, turns.start, turns.stop)).plan
     return ()
 
 
@@ -307,7 +308,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
         raise BadInput(f"{options.script} ran nothing on the GPU.")
     if options.quiet:
         return
-    diagnosis = explained(timeline, None, options.what_if, options.workers, turns=options.page is not None)
+    diagnosis = keepbusy.explain(timeline, None, options.what_if, options.workers, turns=options.page is not None)
     if options.page:
         write_page(diagnosis, options.page_at, Path(options.script).name)
     its_own = getattr(sys, "stdout", None)
@@ -322,7 +323,7 @@ def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, st
     """The report, and below it what the run before foretold; as JSON the comparison alone."""
     from keepbusy.explain.comparison import compare
 
-    done = compare(explained(options.before, None, (), options.workers), after)
+    done = compare(keepbusy.explain(options.before, None, (), options.workers), after)
     told = rendered_comparison(done, options.json, streams.screen)
     return told if options.json else f"{report}\n\n{told}"
 

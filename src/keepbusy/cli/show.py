@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import keepbusy
 from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import explained, write_comparison, write_page
+from keepbusy.cli.console.explanation import write_comparison, write_page
 from keepbusy.cli.console.output import check_place
 from keepbusy.cli.console.sources import READ, SAVED, expand, open_timeline, part, progress
 from keepbusy.timeline.errors import BadInput
@@ -56,17 +57,17 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             raise BadInput("--plain-step is the time of one run, and two were given; save each with its own.")
         from keepbusy.explain.comparison import compare
 
-        write_comparison(compare(*(_diagnosis(options, [str(one)]) for one in found)), path, *map(str, found))
+        write_comparison(compare(*(_diagnosis(options, [one]) for one in found)), path, *map(str, found))
     else:
-        write_page(_diagnosis(options, options.files), path, first.name if len(options.files) == 1 else "")
+        write_page(_diagnosis(options, found), path, first.name if len(options.files) == 1 else "")
     opened = not options.no_open and _has_a_screen() and webbrowser.open(path.resolve().as_uri())
     return (f"{path}{' (opened)' if opened else ''}\n",)
 
 
-def _diagnosis(options: argparse.Namespace, files: Sequence[str]) -> Diagnosis:
+def _diagnosis(options: argparse.Namespace, files: Sequence[Path]) -> Diagnosis:
     with progress(options.quiet) as on_progress:
         timeline = open_timeline(files, part(on_progress, 0.0, READ))
-        return explained(
+        return keepbusy.explain(
             timeline, options.plain_step, workers=options.workers, on_progress=part(on_progress, READ, 1.0), turns=True
         )
 

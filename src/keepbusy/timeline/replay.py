@@ -80,13 +80,13 @@ def replay(timeline: Timeline, rounds: int = 1) -> Timeline:
     return timeline.change_spans(start=done.start, end=done.end)
 
 
-def pace(timeline: Timeline, steps: int = STEPS) -> float:
+def pace(timeline: Timeline) -> float:
     """Nanoseconds a step once the run is steady."""
-    return steady(timeline, steps).pace
+    return steady(timeline).pace
 
 
-def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
-    """The rows replayed until this many steps have passed, and at least twice; a step of very many rows less often.
+def steady(timeline: Timeline) -> Replayed:
+    """The rows replayed until so many steps have passed, and at least twice; a step of very many rows less often.
 
     A script that is one turn is replayed once: nothing of it runs into a turn after it.
     """
@@ -97,7 +97,7 @@ def steady(timeline: Timeline, steps: int = STEPS) -> Replayed:
         np.maximum.at(lasted, timeline.spans.lane[known], done.end[known] - done.start[known].min())
         return replace(done, lasted=lasted)
     per_round = len(timeline.marks_of(timeline.ranks[0]))
-    wanted, most = -(-steps // per_round) + 1, MOST_ROWS // max(1, len(timeline))
+    wanted, most = -(-STEPS // per_round) + 1, MOST_ROWS // max(1, len(timeline))
     return run(timeline, max(2, min(wanted, max(3, most))), brief=True)
 
 

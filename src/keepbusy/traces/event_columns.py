@@ -158,24 +158,21 @@ class ThreadNumbers(dict[tuple[Any, Any], int]):
 
 
 class Collector:
-    """Takes the rows of one trace; `events` gives them back as columns."""
+    """Takes the rows of one trace, and makes its columns of them."""
 
     def __init__(self) -> None:
         self.names, self.threads, self.collectives, self.blocks = KeyNumbers(), ThreadNumbers(), KeyNumbers(), Blocks()
         self.skipped = 0
         self.foreign: set[tuple[str, str]] = set()  # categories and processes of a few events that are not PyTorch's
-        self.memory: list[MemoryUse] = []
-        self._count = 0
+        self.count = 0
+        self._memory = [MemoryUse.of(0)]
         self._events: list[Events] = []
         self._device_events: list[DeviceEvents] = []
-
-    def __len__(self) -> int:
-        return self._count
 
     def add(self, batch: EventBatch) -> None:
         self.threads.label(batch.naming)
         if batch.memory:
-            self.memory.append(_memory(batch.memory, self.threads))
+            self._memory.append(_memory(batch.memory, self.threads))
         complete, category = _telling(batch.complete)
         if not complete:
             self.foreign.update((row.cat[:40], str(row.pid)[:40]) for row in batch.complete[:8])
@@ -199,11 +196,21 @@ class Collector:
                 )
             )
             self._device_events.append(self._on_device(complete, np.flatnonzero(on_device), category))
-            self._count += len(complete)
+            self.count += len(complete)
 
-    def events(self) -> tuple[Events, DeviceEvents]:
-        """All rows so far."""
-        return Events.concatenate(self._events), DeviceEvents.concatenate(self._device_events)
+    def trace(self, path: str, facts: Mapping[str, Any], skipped: int) -> Trace:
+        """Of all rows so far, of which there are some."""
+        return Trace(
+            path=path,
+            events=Events.concatenate(self._events),
+            device_events=DeviceEvents.concatenate(self._device_events),
+            memory=MemoryUse.concatenate(self._memory),
+            names=tuple(self.names),
+            threads=self.threads.table(),
+            collectives=tuple(self.collectives),
+            facts=facts,
+            skipped=skipped,
+        )
 
     def _on_device(self, complete: list[Complete], rows: Ints, category: Ints) -> DeviceEvents:
         """What these rows of the batch say besides."""
@@ -211,7 +218,7 @@ class Collector:
         arguments, command = [row.args or _NO_ARGUMENTS for row in complete], category <= Category.FILL
         device = _either([one.device for one in arguments], [row.pid for row in complete], command)
         return DeviceEvents(
-            event=self._count + rows,
+            event=self.count + rows,
             device=np.where(np.abs(device) < 1 << 31, device, NONE),
             stream=_either([one.stream for one in arguments], [row.tid for row in complete], command),
             size=integers([one.size for one in arguments]),

@@ -19,7 +19,6 @@ from isal import igzip, isal_zlib
 
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import opened
-from keepbusy.timeline.model import MemoryUse
 from keepbusy.traces.event_columns import Collector, Trace
 from keepbusy.traces.json_events import RECORD, Batches
 
@@ -115,20 +114,9 @@ def _read(path: str, on_progress: OnProgress | None) -> Trace:
             f"{path} has {skipped} events of {decoder.bad + decoder.read} that cannot be read "
             f"({decoder.fault or 'no sound times'}); give a trace as PyTorch's profiler exported it."
         )
-    if not len(collector):
+    if not collector.count:
         raise _without_events(path, facts, collector.foreign)
-    events, device_events = collector.events()
-    return Trace(
-        path=path,
-        events=events,
-        device_events=device_events,
-        memory=MemoryUse.concatenate(collector.memory) if collector.memory else MemoryUse.of(0),
-        names=tuple(collector.names),
-        threads=collector.threads.table(),
-        collectives=tuple(collector.collectives),
-        facts=facts,
-        skipped=skipped,
-    )
+    return collector.trace(path, facts, skipped)
 
 
 def _without_events(path: str, facts: dict[str, Any], kinds: set[tuple[str, str]]) -> BadInput:

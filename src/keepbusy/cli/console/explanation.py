@@ -1,35 +1,18 @@
-"""A timeline explained, shown and kept, as all verbs do it."""
+"""An explanation shown, a run kept, as all verbs do it. Rooms are imported when needed: the command begins at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepbusy.cli.console.output import Screen, check_place, replacing, screen
-from keepbusy.cli.console.sources import SAVED, Progress
+from keepbusy.cli.console.sources import SAVED
 from keepbusy.timeline.errors import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
-
-
-def explained(
-    timeline: Timeline,
-    plain_step: int | None = None,
-    what_if: Sequence[str] = (),
-    workers: int = 8,
-    on_progress: Progress | None = None,
-    turns: bool = False,
-) -> Diagnosis:
-    """The room is imported when it is needed, so that the command begins at once. `turns`: they are to be drawn."""
-    from keepbusy.explain import explain
-
-    return explain(
-        timeline, plain_step=plain_step, what_if=what_if, workers=workers, on_progress=on_progress, turns=turns
-    )
 
 
 def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:

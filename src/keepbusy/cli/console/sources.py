@@ -26,11 +26,8 @@ def part(on_progress: Progress | None, begin: float, end: float) -> Progress | N
     return on_progress and (lambda what, share: on_progress(what, begin + share * (end - begin)))
 
 
-def open_timeline(
-    arguments: Sequence[str], on_progress: Progress | None = None, each: EachOf | None = None
-) -> Timeline:
+def open_timeline(paths: Sequence[Path], on_progress: Progress | None, each: EachOf | None = None) -> Timeline:
     """Load a saved run, or read the traces of all ranks of one run."""
-    paths = expand(arguments)
     saved = [path for path in paths if path.suffix == SAVED]
     if not saved:
         from keepbusy.traces import read
