@@ -5,15 +5,18 @@ one that draws many small batches; the first two unless others are named. All th
 cores, those that were quietest, and every figure has a control: the same difference where nothing is recorded.
 
 Beside: all that runs from a recorded program's first step to its last (marks, looks, counted turns, the driver's
-samples, planning), but no window. The program runs in blocks of a fifth of a second. Before each the whole recorder is
+samples, planning), but no window. The program runs in blocks of a tenth of a second. Before each the whole recorder is
 switched on or off by chance, and so is a switch that nothing hangs on: the control. A block is held against its
-neighbours.
+neighbours, in three ways: what its steps took on average, what the step in its middle took (which shows what every step
+pays, and neither a look nor a thought), and what the program's own thread had of a processor.
 
 Whole: a launch-bound program in a fresh process, plain, under `keepbusy run`, and plain again, in turns: seconds until
 its first line, for its imports, until its loop, for a fixed number of steps, and from its last line to the end of the
 process; of the recorded one also for how long its window held it up, and when what of its report was done.
 
-Switches (with `--switches`, in place of the other two): which part of the recorder costs what. Every part is switched
+Beside alone (with `--beside`): all the time for the first of these.
+
+Switches (with `--switches`, in place of all of these): which part of the recorder costs what. Every part is switched
 by itself. What a part costs is what blocks take longer in which it was on, all else being fitted, too; so each block
 says something of every part. Beside it stands what its own code took of its thread's processor, of the time in which it
 was on.
@@ -142,16 +145,25 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def milliseconds(step: Step, seconds: float) -> float:
-    """A step, over so many seconds, the device's end of it included."""
+MEAN, MIDDLE, PROCESSOR = "a step", "the step in the middle", "its thread's processor"
+
+
+def timed_steps(step: Step, seconds: float) -> dict[str, float]:
+    """Milliseconds of a step, over so many seconds, the device's end of it included."""
     wait_for_device()
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
-        for _ in range(4):
-            step()
+    ran, times = time.thread_time(), [time.perf_counter()]
+    while times[-1] - times[0] < seconds:
+        step()
+        step()
         wait_for_device()
-        count += 4
-    return (time.perf_counter() - start) / count * 1e3
+        times.append(time.perf_counter())
+    took = np.diff(times) / 2 * 1e3
+    ran = (time.thread_time() - ran) / (2 * len(took)) * 1e3
+    return {MEAN: float(took.mean()), MIDDLE: float(np.median(took)), PROCESSOR: ran}
+
+
+def milliseconds(step: Step, seconds: float) -> float:
+    return timed_steps(step, seconds)[MEAN]
 
 
 # Beside: in one process, the recorder or one of its parts at a time.
@@ -161,7 +173,7 @@ CONTROL, LOOKS, TURNS, MARKS, PAUSES, DRIVER, THOUGHTS = PARTS = (
 )  # fmt: skip
 WITHIN_LOOKS = (DRIVER, THOUGHTS)
 """Parts that have their turn after a look, and so none while there are no looks."""
-SWITCHED, SWITCHED_SETTLING = 0.2, 0.02
+SWITCHED, SWITCHED_SETTLING = 0.1, 0.01
 """Seconds of a block, and of what passes before it is timed."""
 NEIGHBOURS = 4
 """A block is held against so many before it and after it, for the machine's pace drifts."""
@@ -259,7 +271,7 @@ def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[s
     switches = Switches()
     milliseconds(step, LEFT_UNMEASURED)
     until = time.perf_counter() + seconds
-    took, rows, on = list[float](), list[list[float]](), dict.fromkeys(PARTS, True)
+    took, rows, on = list[dict[str, float]](), list[list[float]](), dict.fromkeys(PARTS, True)
     while time.perf_counter() < until:
         if len(rows) % 2:  # what was on is off in the block after it, so that no part has the better half of the run
             on = {part: not was_on for part, was_on in on.items()}
@@ -268,18 +280,23 @@ def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[s
             on |= dict.fromkeys((part for part in PARTS if part != CONTROL), on[LOOKS]) if is_whole else {}
         switches.throw(on)
         milliseconds(step, SWITCHED_SETTLING)
-        took.append(milliseconds(step, SWITCHED))
+        took.append(timed_steps(step, SWITCHED))
         rows.append([float(on[part] and (part not in WITHIN_LOOKS or on[LOOKS])) for part in columns])
     switches.end()
-    cost, errors, kept = fitted(np.log(took), np.array(rows))
+    ways = {way: fitted(np.log([one[way] for one in took]), np.array(rows)) for way in took[0]}
+    cost, errors, kept = ways[MEAN]
     looks, turns = switches.run.loops.looks, switches.run.loops.looks.turns
     return {
         "blocks": len(took),
         "kept": kept,
-        "step_ms": statistics.median(took),
+        "step_ms": statistics.median(one[MEAN] for one in took),
         "looks": len(looks.times),
         "turns": sum(len(ends) for ends in turns.values()),
         "entries": sum(len(times) for times in looks.entries.values()),
+        "ways": {
+            way: [(100 * one, 100 * error) for one, error in zip(cost, errors, strict=True)]
+            for way, (cost, errors, _) in ways.items()
+        },
         "own": {part: 100 * own / max(1e-9, switches.for_seconds[LOOKS]) for part, own in switches.own.items() if own},
         "parts": {
             part: {
@@ -343,10 +360,9 @@ def show_switched(name: str, row: dict[str, Any]) -> None:
     counted = f"{row['looks']} looks, {row['turns']} turns and {row['entries']} entries counted"
     print(f"{name}: a step {row['step_ms']:.3f} ms, {row['kept']} of {row['blocks']} blocks, {counted}")
     if len(row["parts"]) == 2:
-        control, whole = row["parts"][CONTROL], row["parts"][LOOKS]
-        own = "its own code " + ", ".join(f"{part} {share:.2f}%" for part, share in row["own"].items())
-        print(f"  the recorder {whole['added']:+.2f}% (± {whole['error']:.2f}), {own}")
-        print(f"  the control  {control['added']:+.2f}% (± {control['error']:.2f})", flush=True)
+        for way, ((control, its_error), (whole, error)) in row["ways"].items():
+            print(f"  {way:24s}{whole:+.2f}% (± {error:.2f}), control {control:+.2f}% (± {its_error:.2f})")
+        print("  its own code " + ", ".join(f"{part} {share:.2f}%" for part, share in row["own"].items()), flush=True)
         return
     for part, found in row["parts"].items():
         print(f"  {part:10s}{found['added']:+6.2f}% (± {found['error']:.2f})   its own code {found['own']:.2f}%")
@@ -539,6 +555,7 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=150)
     arguments.add_argument("--out", type=Path)
     arguments.add_argument("--switches", action="store_true", help="which part of the recorder costs what")
+    arguments.add_argument("--beside", action="store_true", help="what all of it costs beside a program, and no more")
     arguments.add_argument("--window", action="store_true", help="what a window costs")
     usual = ["launch-bound", "healthy"]
     arguments.add_argument("--only", choices=PROGRAMS, nargs="+", default=usual, help="these programs")
@@ -558,14 +575,15 @@ def main() -> None:
             show_windowed(name, ways)
         return
     until = time.monotonic() + options.seconds
-    share = (1.0 if options.switches else SHARE_BESIDE) * options.seconds / len(options.only) - 5
+    is_alone = options.switches or options.beside
+    share = (1.0 if is_alone else SHARE_BESIDE) * options.seconds / len(options.only) - 5
     for name in options.only:
         found[name] = forked(lambda name=name: switched(PROGRAMS[name], share, not options.switches))
         show_switched(name, found[name])
     if ON_GPU:
         calls = forked(calls_of_a_mark)
         print("a mark's calls, µs: " + ", ".join(f"{name} {took:.1f}" for name, took in calls.items()), flush=True)
-    if not options.switches:
+    if not is_alone:
         found["whole"] = whole_processes(options.only[0], until - time.monotonic())
     if options.out:
         options.out.write_text(json.dumps({"gpu": described(), "found": found}, indent=1))

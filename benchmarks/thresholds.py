@@ -171,6 +171,7 @@ BOUNDS = {
         *(
             "THINKING_SHARE",
             "THINKING_ALLOWANCE",
+            "THINKING_AGAIN",
             "TOLD_AHEAD",
             "STALL_IS_WORTH",
             "TURNS_BEFORE",

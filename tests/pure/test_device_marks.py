@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepbusy.recording.interruptions import Pauses
-from keepbusy.recording.marks import CLOCK_DRIFT, EVENTS_IN_FLIGHT, DeviceMarks, MarkTable, leads, steps_of
+from keepbusy.recording.marks import (
+    CLOCK_DRIFT,
+    EVENT_EVERY,
+    EVENTS_IN_FLIGHT,
+    KEEPS_UP_FOR,
+    DeviceMarks,
+    MarkTable,
+    leads,
+    steps_of,
+    where_it_keeps_up,
+)
 from keepbusy.recording.step_detector import ENDS
 from keepbusy.timeline.model import NONE
 
@@ -32,8 +42,8 @@ def loop(device: PaperDevice, steps: int, host: int, work: int, sync_every: int 
 
 
 def told(table: MarkTable) -> np.ndarray:
-    _, host, _, _, _, *passed = table.columns()
-    return leads(host, *passed)
+    _, host, _, _, _, times, *bounds = table.columns()
+    return where_it_keeps_up(host, times, leads(host, times, *bounds))[1]
 
 
 def passed(table: MarkTable) -> np.ndarray:
@@ -86,6 +96,34 @@ def test_a_device_that_falls_far_behind_costs_marks_and_not_memory() -> None:
     assert (lead[EVENTS_IN_FLIGHT + 10 : -10] == NONE).mean() > 0.9  # but for those set as one came free
 
 
+def test_a_device_that_waits_for_its_host_has_an_event_now_and_then_and_its_steps_are_told_all_the_same() -> None:
+    device, quick = PaperDevice(drift=CLOCK_DRIFT / 2), 100
+    _, table = loop(device, quick, host=10 * MS, work=MS // 2)
+    assert len(device.true_lead) == KEEPS_UP_FOR + 1 + -(-(quick - KEEPS_UP_FOR - 1) // EVENT_EVERY)
+    steps = steps_of(table)
+    assert len(steps) >= quick - 1 - EVENT_EVERY
+    assert np.abs(steps.took - 10 * MS).max() <= LAUNCH
+    assert steps.lead.max() <= MS // 20 + LAUNCH
+
+
+def test_where_the_device_falls_behind_each_mark_has_an_event_again() -> None:
+    device, quick, slow = PaperDevice(), 60, 60
+    table = MarkTable()
+    marks, pauses = DeviceMarks(table, device, device.clock), Pauses(device.clock)
+    for step in range(quick + slow):
+        device.work(5 * MS)
+        device.launch(MS // 50 if step < quick else 8 * MS)
+        table.add(device.now, ENDS, pauses)
+        marks.set(step, device.now)
+    device.now = device.done + LAUNCH
+    marks.read_all()
+    assert (passed(table)[quick + EVENT_EVERY + 1 :] != NONE).all()
+    steps = steps_of(table)
+    assert len(steps) >= quick + slow - 2 * EVENT_EVERY
+    assert np.abs(steps.took[steps.mark < quick - EVENT_EVERY] - 5 * MS).max() <= LAUNCH
+    assert np.abs(steps.took[steps.mark > quick + EVENT_EVERY + 1] - 8 * MS).max() <= LAUNCH
+
+
 def test_nothing_gets_into_a_graph_that_is_captured() -> None:
     device = PaperDevice(capturing=True)
     _, table = loop(device, 5, host=1 * MS, work=1 * MS)
@@ -112,10 +150,12 @@ def test_the_lead_is_what_it_was(host: int, work: int, sync_every: int, ahead: i
     marks, table = loop(device, 60, host * MS, work * MS, sync_every)
     device.now = max(device.now, device.done) + LAUNCH
     marks.read_all()
-    lead, true = told(table), np.array(device.true_lead)
-    assert (lead >= 0).all()
+    lead, (known,) = told(table), np.nonzero(passed(table) != NONE)
+    assert (lead[: known[-1]] >= 0).all()
+    assert known[-1] > 60 - EVENT_EVERY - 1
+    true = np.array(device.true_lead)
     within = 2 * CLOCK_DRIFT * np.ptp(table.host()) + 2 * LAUNCH + max(0, true.min())
-    assert np.abs(lead - true).max() <= within
+    assert np.abs(lead[known] - true).max() <= within
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=80))

@@ -1,11 +1,12 @@
 """Marks: where a running program's steps end, on the host's clock and on the device's.
 
-A mark is a look at the host's clock and an event in the device's stream. It never waits, and what it costs is lost in
-the noise of the shortest step (benchmarks/record_overhead.py), so marks are set from the first step to the last.
+A mark is a look at the host's clock and, where the device may be behind, an event in its stream. It never waits, so
+marks are set from the first step to the last. What they cost: benchmarks/record_overhead.py.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ import numpy as np
 from keepbusy.instrument.slow_turns import quantile, slow_from
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds, StepSource
-from keepbusy.recording.turn_times import StepLooks, Steps, plain_run, plain_step
+from keepbusy.recording.turn_times import NO_LEAD, StepLooks, Steps, plain_run, plain_step
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
 
@@ -86,7 +87,8 @@ class MarkTable:
         """When it was set."""
         return self._rows[1 - _COLUMNS] if self._rows else 0
 
-    def add(self, now: int, says: int, pauses: Pauses) -> None:
+    def add(self, now: int, says: int, pauses: Pauses) -> int:
+        """Returns its number."""
         took, number = pauses.now, self.count
         if took[CHECKPOINT]:
             self.saves[number] = took[CHECKPOINT]
@@ -95,6 +97,7 @@ class MarkTable:
             self._first += KEPT_MARKS // 2
         self._rows.extend((number, now, says, took[INPUT], took[COLLECTOR], NONE, NONE, NONE))
         took[CHECKPOINT] = took[INPUT] = took[COLLECTOR] = 0
+        return number
 
     def passed(self, mark: int, time: int, earliest: int, latest: int) -> None:
         """The device did."""
@@ -122,6 +125,9 @@ class MarkTable:
 
 EVENTS_IN_FLIGHT = 256
 """Events in flight. Should the device ever be further behind, marks go without one."""
+KEEPS_UP_FOR, EVENT_EVERY = 32, 8
+"""A device that has passed so many marks in a row as soon as they were set waits for its host, of whose time an event
+takes more than all else of a mark. From then on one mark in so many has one, until the device falls behind."""
 READ_AT_A_TIME = 4
 """More than are set, so that a backlog shrinks."""
 
@@ -185,16 +191,23 @@ class DeviceMarks:
         self._seen_pending = 0
         self._last: Any = None
         self._now = 0.0
+        self._ahead = -math.inf  # the host's clock, of the device's
+        self._kept_up = 0  # at so many marks in a row
+        self._left_out = 0  # so many marks to come need no event
 
     def set(self, mark: int, now: int) -> None:
         """The host is here at `now`; when will the device be?"""
-        if not self._device.ready():
-            return
-        event = self._free.pop() if self._free else self._new_event()
-        if event is not None:
-            self._device.set(event)
-            self._pending.append((event, mark, now))
-        self.read(but=1)
+        if self._left_out:
+            self._left_out -= 1
+            if self._pending and self._device.ready():
+                self.read()
+        elif self._device.ready():
+            event = self._free.pop() if self._free else self._new_event()
+            if event is not None:
+                self._device.set(event)
+                self._pending.append((event, mark, now))
+                self._left_out = EVENT_EVERY - 1 if self._kept_up >= KEEPS_UP_FOR else 0
+            self.read(but=1)
 
     def read(self, most: int = READ_AT_A_TIME, but: int = 0) -> None:
         """See which marks the device has passed, `but` the last ones: what was set just now it has not."""
@@ -205,14 +218,23 @@ class DeviceMarks:
             before = self._clock()
             if not event.query():
                 self._seen_pending = before
+                self._kept_up = self._left_out = 0
                 return
             self._pending.popleft()
             if self._last is not None:
-                self._now += self._last.elapsed_time(event) * 1e6
+                passed = self._last.elapsed_time(event) * 1e6
+                self._now += passed
                 self._free.append(self._last)
+                self._ahead -= CLOCK_DRIFT * passed
             self._last, time = event, round(self._now)
-            self._table.passed(mark, time, max(was_set, self._seen_pending) - time, self._clock() - time)
+            earliest = max(was_set, self._seen_pending) - time
+            self._table.passed(mark, time, earliest, self._clock() - time)
             self._seen_pending = 0
+            self._ahead = max(self._ahead, earliest)
+            if time + self._ahead - was_set < NO_LEAD:
+                self._kept_up += 1
+            else:
+                self._kept_up = self._left_out = 0
 
     def read_all(self) -> None:
         """Once the program has ended; what the device has not done by then stays unknown."""
@@ -224,6 +246,24 @@ class DeviceMarks:
         return self._device.new_event() if self._made <= EVENTS_IN_FLIGHT else None
 
 
+def where_it_keeps_up(host: Ints, times: Ints, lead: Ints) -> tuple[Ints, Ints]:
+    """Times and leads with those of the few marks without an event after one at which the device was not behind its
+    host, nor is at the next one that is known: it passes them as they are set."""
+    known, unknown = np.flatnonzero(times != NONE), np.flatnonzero(times == NONE)
+    if not len(known):
+        return times, lead
+    after = np.searchsorted(known, unknown)
+    first, last = known[np.maximum(after - 1, 0)], known[np.minimum(after, len(known) - 1)]
+    rows = unknown[
+        (unknown > first) & (unknown < first + EVENT_EVERY) & (lead[first] < NO_LEAD) & (lead[last] < NO_LEAD)
+    ]
+    end = known[-1]
+    moments, times, lead = np.append(host[known], host[-1]), times.copy(), lead.copy()
+    for column, at_last in ((times, times[end] + host[-1] - host[end]), (lead, lead[end])):
+        column[rows] = np.interp(host[rows], moments, np.append(column[known], at_last))
+    return times, lead
+
+
 KNOWN_ON_DEVICE = 0.8
 """Where so many of the steps that are over are known on the device, those that are not are passed over."""
 
@@ -231,7 +271,7 @@ KNOWN_ON_DEVICE = 0.8
 def steps_of(marked: MarkTable, last: int = 0) -> Steps:
     """Whole steps: what ends with a mark that says so. `last`: only of so many marks at the end."""
     mark, host, says, waited, collector, times, earliest, latest = marked.columns(last)
-    lead = leads(host, times, earliest, latest)
+    times, lead = where_it_keeps_up(host, times, leads(host, times, earliest, latest))
     rows = np.flatnonzero((says == ENDS) | (says == UNDER_WATCH))
     rows = rows[rows > 0]
     known = rows[(times[rows] != NONE) & (times[rows - 1] != NONE)]
@@ -305,7 +345,10 @@ class Marks:
         self._ends.end()
         self.pauses.end()
         if self._on_device is not None and not self.fault:
-            self._guarded(self._on_device.read_all)
+            try:
+                self._on_device.read_all()
+            except Exception as error:
+                self._fail(error)
         self.leave_figures(over=True)
 
     def look_closely(self, now: bool) -> None:
@@ -408,35 +451,40 @@ class Marks:
 
     def _ended(self, verdict: int) -> None:
         if self._running:
-            self._guarded(self._mark, verdict)
+            try:
+                self._mark(verdict)
+            except Exception as error:
+                self._fail(error)
 
-    def _guarded(self, act: Callable[..., object], *arguments: object) -> None:
-        try:
-            act(*arguments)
-        except Exception as error:
-            self.fault = f"{type(error).__name__}: {error}"
-            self.end()
+    def _fail(self, error: Exception) -> None:
+        self.fault = f"{type(error).__name__}: {error}"
+        self.end()
 
     def _mark(self, verdict: int) -> None:
-        table, now = self.table, self._clock()
-        number = table.count
-        if not number:
-            self._thread, self._began = threading.get_native_id(), now
-            self._waited = without_processor(self._thread)
+        """Python is slow where its caches are cold, and a step leaves them so: each call in here is dear."""
+        now = self._clock()
         if self._ends.source is not self._source:
-            if self._ends.source > self._source == StepSource.FORWARD:
-                table.disown()
-                self.since = number
-            self._source = self._ends.source
-        closely = verdict != BEGINS and (self._is_closely_watched or self._settling > 0)
-        self._settling -= self._settling > 0
-        table.add(now, UNDER_WATCH if closely else verdict, self.pauses)
+            self._turn_to(self._ends.source, now)
+        if self._is_closely_watched or self._settling:
+            self._settling -= self._settling > 0
+            verdict = verdict if verdict == BEGINS else UNDER_WATCH
+        number = self.table.add(now, verdict, self.pauses)
         if self._on_device is not None:
             self._on_device.set(number, now)
         if now >= self._allocations.due:
             self._allocations.read(number, now)
         if self._on_step is not None:
             self._on_step(number + 1)
+
+    def _turn_to(self, source: StepSource, now: int) -> None:
+        """At the first mark, and where somebody more credible speaks."""
+        if not self.count:
+            self._thread, self._began = threading.get_native_id(), now
+            self._waited = without_processor(self._thread)
+        if source > self._source == StepSource.FORWARD:
+            self.table.disown()
+            self.since = self.count
+        self._source = source
 
     def _forked(self) -> None:
         """A child of the program's is none of ours."""

@@ -54,9 +54,9 @@ ALIKE_STEPS = 5
 STEPS_TO_LET_GO = 3
 """Once a window has closed, CUPTI lets go at one of the program's calls; so many steps later it may open afresh."""
 _THINKS_EVERY, _FIRST_THOUGHT = 1_000_000_000, 3_000_000_000
-_READS_EVERY = 5_000_000_000
+_READS_EVERY = 10_000_000_000
 """The driver keeps twenty seconds of samples."""
-_WRITES_EVERY, _SHARE_OF_WRITING = 20_000_000_000, 1_000
+_WRITES_EVERY, _SHARE_OF_WRITING = 20_000_000_000, 4_000
 """What is known is written down again after so long, and after so many times as long as that took."""
 _AT_WORK_FOR, _SCRIPT_AT_MOST = 1_000_000_000, 30_000_000_000
 """A program that has used its GPU for so long and has no loop ahead is a script; a window is open for so long there."""

@@ -44,8 +44,9 @@ PLANNING_TIME = 200_000_000
 """Until a plan is made the program has gone on for so long."""
 STEPS_KNOWN, MARKS_CONSIDERED = 32, 4096
 """So many steps are known before any is foreseen; what was before so many is known by then."""
-THINKING_SHARE, THINKING_ALLOWANCE = 0.001, 50_000_000
-"""To find out takes time, too: so much of the run. Of loops, which are read and built first, at least the latter."""
+THINKING_SHARE, THINKING_ALLOWANCE, THINKING_AGAIN = 0.001, 50_000_000, 1.25
+"""To find out takes time, too: so much of the run. Of loops, which are read and built first, at least the second; where
+none of them is worth a look, they are thought of again once the run is so many times as long."""
 DELAYED_SHARE = 0.05
 """Where other work has had the processors for so much of the run, a change is no change of the program's."""
 TURNS_KNOWN, LONGEST_TURN = 8, 10_000_000_000
@@ -145,6 +146,8 @@ class WindowPlan:
     """What a plain step takes around the first window."""
     thought: int = 0
     """For how long it has been thought of loops so far."""
+    loops_again: float = 0.0
+    """From which length of the run on loops may be thought of again."""
     not_before: int = 0
     """When steps may be thought of next."""
     worked: Callable[[], int] = time.thread_time_ns
@@ -158,8 +161,10 @@ class WindowPlan:
         if not self._has_room() or not is_granted(passed, spent, expected):
             return
         found, worked = list[Occasion](), self.worked()
-        if loops and self.thought <= max(THINKING_ALLOWANCE, THINKING_SHARE * passed):
+        if loops and passed >= self.loops_again and self.thought <= max(THINKING_ALLOWANCE, THINKING_SHARE * passed):
             found += self._loops()
+            if not found and self.shared is None:
+                self.loops_again = THINKING_AGAIN * passed
         known = self.worked()
         self.thought += known - worked
         if self.marks.count and self.clock() >= self.not_before:
