@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2526,
     "traces": 2409,
     "instrument": 2245,
-    "recording": 4052,
+    "recording": 4105,
     "virtual": 8714,
     "explain": 4427,
     "report": 3288,
