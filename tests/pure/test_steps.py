@@ -258,6 +258,16 @@ def test_such_a_step_begins_after_the_longest_pause() -> None:
     assert {marked.names[name] for name in marked.spans.name[rows + 1]} == {"embed"}
 
 
+def test_what_is_launched_before_the_loop_is_no_step() -> None:
+    run = Run.of()
+    for name in ("random", "random", *["gemm"] * 9):
+        run.launch(kernel=500, name=name)
+        run.sync()
+    marked = by_pattern(run.timeline())
+    assert {marked.names[name] for name in marked.spans.name[marked.marks + 1]} == {"gemm"}
+    assert len(marked.marks) == 9
+
+
 def test_a_run_that_does_not_repeat_has_no_steps() -> None:
     run = Run.of()
     for number in range(40):

@@ -331,9 +331,17 @@ def _pattern(timeline: Timeline, rank: int) -> Ints:
     before = spans.start[rows[1:]] - spans.end[rows[:-1]]
     pauses = [float(np.median(before[offset::length])) for offset in range(length)]
     main = np.bincount(spans.lane[rows]).argmax()
-    chosen = rows[1 + int(np.argmax(pauses)) :: length]
+    first = 1 + int(np.argmax(pauses))
+    chosen = rows[first + length * _before_the_loop(spans.name[commands[first:]], length) :: length]
     lane = timeline.rows_of(int(main))
     return np.unique(lane[np.minimum(np.searchsorted(lane, chosen), len(lane) - 1)])
+
+
+def _before_the_loop(names: Ints, length: int) -> int:
+    """How many steps at the beginning are none: a program makes its tensors before it begins to loop."""
+    steps = names[: len(names) // length * length].reshape(-1, length)
+    again = np.flatnonzero((steps[1:] == steps[:-1]).all(axis=1))
+    return int(again[0]) if len(again) else 0
 
 
 def repetition(names: Ints) -> int:
