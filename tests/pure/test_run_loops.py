@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from virtual_programs import clock, operator
 
+from keepbusy.explain import explain
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import FrameKind, Timeline
 from keepbusy.timeline.run_tree import IMPORTS, LINE, LOOP, Part
@@ -340,6 +341,22 @@ op(9)
 """
     assert steps(program, text) == ("train.py:2", [3] * 57)
     assert [one.facts.reason.place for one in program.told().further if one.facts.reason] == ["train.py:6"]
+
+
+def test_a_turn_of_the_loop_around_holds_no_start_up(program: Program) -> None:
+    program.run("""\
+op(9, 50)
+op(100_000)
+for epoch in range(2):
+    for batch in range(10):
+        op(1000, 50)
+        backward()
+        step()
+    op(500)
+op(9)
+""")
+    [epochs] = [one for one in explain(program.told()).loops if one.place == "train.py:2"]
+    assert epochs.diagnosis.plain_step < 5_000
 
 
 def test_a_trainers_loop_stands_at_the_users_line_that_leads_there(

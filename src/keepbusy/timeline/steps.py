@@ -72,9 +72,10 @@ def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
     facts = timeline.facts
     if count > 2 or not timeline.on_device.any():
         return None
-    turn = timeline if facts.virtual or count < 2 else _cut(timeline, count, np.array([0, 1]))
+    is_script = facts.virtual and facts.reason is None  # and no window on one of its loops
+    turn = timeline if is_script or count < 2 else _cut(timeline, count, np.array([0, 1]))
     is_whole = bool(facts.plain_runs) and not facts.one_turn  # of a part nothing is known
-    if count == 2 and not facts.virtual and (is_whole or facts.plain_step is not None):
+    if count == 2 and not is_script and (is_whole or facts.plain_step is not None):
         # of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too
         turn = turn.change_facts(one_turn=False)
     elif facts.virtual or facts.one_turn or facts.traced:
