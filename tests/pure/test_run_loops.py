@@ -355,7 +355,7 @@ for epoch in range(2):
     op(500)
 op(9)
 """)
-    [epochs] = [one for one in explain(program.told()).loops if one.place == "train.py:2"]
+    [epochs] = [one for one in explain(program.told()).loops if one.place == "train.py:3"]
     assert epochs.diagnosis.plain_step < 5_000
 
 

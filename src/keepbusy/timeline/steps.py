@@ -332,8 +332,8 @@ def _pattern(timeline: Timeline, rank: int) -> Ints:
     before = spans.start[rows[1:]] - spans.end[rows[:-1]]
     pauses = [float(np.median(before[offset::length])) for offset in range(length)]
     main = np.bincount(spans.lane[rows]).argmax()
-    first = 1 + int(np.argmax(pauses))
-    chosen = rows[first + length * _before_the_loop(spans.name[commands[first:]], length) :: length]
+    begin = 1 + int(np.argmax(pauses))
+    chosen = rows[begin + length * _before_the_loop(spans.name[commands[begin:]], length) :: length]
     lane = timeline.rows_of(int(main))
     return np.unique(lane[np.minimum(np.searchsorted(lane, chosen), len(lane) - 1)])
 
