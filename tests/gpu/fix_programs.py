@@ -1661,8 +1661,483 @@ for step in range(6):
 """,
 }
 
+
+DEEP = """
+from torch.nn import functional as F
+def deep(dropout=0.0):
+    torch.manual_seed(2)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(33, 33), nn.ReLU(), nn.Dropout(dropout))]
+    net = nn.Sequential(*layers, nn.Linear(33, 5)).cuda()
+    return net, sgd(net)
+def batches(count=24):
+    random = torch.Generator().manual_seed(5)
+    for _ in range(count):
+        yield torch.randn(8, 33, generator=random).cuda(), torch.randint(0, 5, (8,), generator=random).cuda()
+def weights(net): return [one.detach() for one in net.parameters()]
+"""
+GRAPHS = {
+    "twenty-four plain turns": DEEP
+    + """
+net, optimizer = deep()
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "in a function that is called again": DEEP
+    + """
+def epoch(net, optimizer, scale):
+    total = 0.0
+    for x, y in batches(9):
+        optimizer.zero_grad()
+        out = net(x)
+        loss = scale * F.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item() + (out.argmax(1) == y).sum().item()
+    return total
+net, optimizer = deep()
+for scale in (1.0, 1.0, 0.5): found.append(epoch(net, optimizer, scale))
+found += weights(net)
+""",
+    "a step of its own, in a class": DEEP
+    + """
+class Trainer:
+    def __init__(self): self.net, self.optimizer = deep(); self.scale = 1.0
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        loss = self.scale * F.cross_entropy(self.net(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+        return loss.item()
+trainer = Trainer()
+for turn, (x, y) in enumerate(batches()):
+    if turn == 16: trainer.scale = 2.0
+    found.append(trainer.step(x, y))
+found += weights(trainer.net)
+""",
+    "a number of a configuration that changes": DEEP
+    + """
+class Settings: weight = 1.0
+class Net(nn.Module):
+    def __init__(self, settings): super().__init__(); self.inner, self.settings = deep()[0], settings
+    def forward(self, x): return self.inner(x) * self.settings.weight
+settings = Settings(); net = Net(settings); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches()):
+    if turn == 15: settings.weight = 0.25
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "a number in a dictionary, of a list and behind another name": DEEP
+    + """
+limits = {"low": [0.0, -1.0]}
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner = deep()[0]; self.held = limits
+    def forward(self, x):
+        held = self.held
+        return self.inner(x).clamp(min=held["low"][1])
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches()):
+    if turn == 15: limits["low"][1] = 0.0
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "dropout that is turned up, and evaluation in between": DEEP
+    + """
+net, optimizer = deep(dropout=0.1)
+for turn, (x, y) in enumerate(batches()):
+    net.train()
+    if turn == 14: net[2].p = 0.5
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+    if turn % 5 == 0:
+        net.eval()
+        with torch.no_grad(): found.append(net(x).sum())
+found += [*weights(net), torch.rand(2, device="cuda")]
+""",
+    "a hook that comes later": DEEP
+    + """
+net, optimizer = deep(); seen = []
+for turn, (x, y) in enumerate(batches()):
+    if turn == 15: net[0].register_forward_hook(lambda module, given, out: seen.append(len(given[0])) or out * 2)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), seen]
+""",
+    "hooks on gradients": DEEP
+    + """
+net, optimizer = deep(); seen = []
+for turn, (x, y) in enumerate(batches()):
+    if turn == 15: net[0].weight.register_hook(lambda one: seen.append(turn) or 2 * one)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), seen]
+""",
+    "prints, counts and lists in a forward pass": DEEP
+    + """
+seen, counts = [], {"calls": 0}
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner = deep()[0]
+    def forward(self, x):
+        seen.append(tuple(x.shape)); counts["calls"] += 1
+        return self.inner(x)
+net = Net(); optimizer = sgd(net)
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), len(seen), counts]
+""",
+    "an attribute written in a forward pass": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner = deep()[0]; self.last, self.calls = None, 0
+    def forward(self, x):
+        self.calls += 1; self.last = self.inner(x)
+        return self.last / self.calls
+net = Net(); optimizer = sgd(net)
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(net.last.sum())
+found += [*weights(net), net.calls]
+""",
+    "random numbers of Python, of NumPy and of generators": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self, kind): super().__init__(); self.inner, self.kind, self.own = deep()[0], kind, np.random.default_rng(0)
+    def forward(self, x):
+        if self.kind == "python" and random.random() < 0.5: x = x * 2
+        if self.kind == "numpy": x = x * float(np.random.rand())
+        if self.kind == "own": x = x * float(self.own.random())
+        return self.inner(x)
+for kind in ("python", "numpy", "own"):
+    net = Net(kind); optimizer = sgd(net)
+    for x, y in batches(14):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+""",
+    "what comes next of an iterator": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.scales = deep()[0], iter(range(1, 1000))
+    def forward(self, x):
+        for scale in self.scales: return self.inner(x) / scale
+net = Net(); optimizer = sgd(net)
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+""",
+    "a result that shows how it was made": DEEP
+    + """
+net, optimizer = deep()
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+found.append(loss)
+""",
+    "gradients that are kept over turns": DEEP
+    + """
+net, optimizer = deep(); before = None
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    now = [one.grad for one in net.parameters()]
+    if before is not None: found.append(sum((a * b).sum() for a, b in zip(now, before)))
+    before = now
+    optimizer.step()
+""",
+    "gradients that add up over micro-batches, of many shapes": DEEP
+    + """
+net, optimizer = deep()
+for turn, (x, y) in enumerate(batches(32)):
+    cut = 5 + turn % 3
+    x, y = x[:cut], y[:cut]
+    loss = F.cross_entropy(net(x), y) / 4
+    loss.backward()
+    if turn % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=turn % 8 == 3)
+    found.append(loss.item())
+found += weights(net)
+""",
+    "results that are kept, and changed": DEEP
+    + """
+net, optimizer = deep(); kept = []
+for x, y in batches():
+    optimizer.zero_grad()
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+    kept.append((out.detach(), loss.detach()))
+for out, loss in kept: out.data.mul_(2); found.append((out.sum(), loss))
+""",
+    "a second way back through what came out": DEEP
+    + """
+net, optimizer = deep()
+def pull(out): (out * 0.1).sum().backward()
+for x, y in batches():
+    optimizer.zero_grad()
+    out, aside = net(x), net(-x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    pull(aside)
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "weights that are replaced, frozen and loaded": DEEP
+    + """
+net, optimizer = deep(); saved = copy.deepcopy(net.state_dict())
+for turn, (x, y) in enumerate(batches(48)):
+    if turn == 14: net.load_state_dict(saved)
+    if turn == 20: net[0].weight.data = net[0].weight.data.clone() * 2
+    if turn == 26: net[0].weight.requires_grad_(False)
+    if turn == 32: net[-1] = nn.Linear(33, 5).cuda(); optimizer = sgd(net)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "an optimizer restored in the middle, and a schedule": DEEP
+    + """
+net, optimizer = deep(); optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+for turn, (x, y) in enumerate(batches(30)):
+    if turn == 12: saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    if turn == 20: net.load_state_dict(saved[0]); optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step(); schedule.step()
+    found.append((loss.item(), optimizer.param_groups[0]["lr"]))
+found += weights(net)
+""",
+    "batch statistics": DEEP
+    + """
+net = nn.Sequential(deep()[0], nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)).cuda(); optimizer = sgd(net)
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), *net.buffers()]
+""",
+    "a state that goes from turn to turn": DEEP
+    + """
+cell, (head, optimizer) = nn.GRUCell(33, 33).cuda(), deep()
+optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.1)
+hidden = torch.zeros(8, 33, device="cuda")
+for x, y in batches():
+    hidden = hidden.detach()
+    optimizer.zero_grad()
+    hidden = cell(x, hidden)
+    loss = F.cross_entropy(head(hidden), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [hidden.detach(), *weights(head)]
+""",
+    "mixed precision and a scaler": DEEP
+    + """
+net, optimizer = deep(); scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=7)
+for x, y in batches(40):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        loss = F.cross_entropy(net(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer); scaler.update()
+    found.append((loss.item(), scaler.get_scale()))
+found += weights(net)
+""",
+    "plain tensors as weights": DEEP
+    + """
+w = [torch.full((33, 33), 0.01, device="cuda", requires_grad=True) for _ in range(6)]
+for x, y in batches():
+    h = x
+    out = torch.relu(torch.relu(h @ w[0]) @ w[1]) @ w[2]
+    loss = (out - 1).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for one in w[:3]: one -= 0.1 * one.grad; one.grad = None
+    found.append(loss.item())
+found += w
+""",
+    "plain tensors whose gradients add up": DEEP
+    + """
+w = torch.full((33, 33), 0.01, device="cuda", requires_grad=True)
+for turn, (x, y) in enumerate(batches()):
+    out = torch.relu(x @ w)
+    loss = (out - 1).square().mean()
+    loss.backward()
+    found.append(loss.item())
+    if turn % 6 == 5: torch.optim.SGD([w], lr=0.1).step()
+found.append(w)
+""",
+    "a backward pass of its own": DEEP
+    + """
+calls = []
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x): return 2 * x
+    @staticmethod
+    def backward(context, given): calls.append(1); return 2 * given
+net, optimizer = deep()
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(Twice.apply(net(x)), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), len(calls)]
+""",
+    "errors in a forward pass": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.broken = deep()[0], False
+    def forward(self, x):
+        if self.broken: raise KeyError("broken")
+        return self.inner(x)
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches()):
+    net.broken = turn in (1, 4, 7, 15)
+    try:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+    except KeyError as error: found.append(repr(error))
+    found.append(loss.item())
+found += weights(net)
+""",
+    "a number of the file, of a function around and by default": DEEP
+    + """
+SCALE = 1.0
+def made(by):
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.inner = deep()[0]
+        def forward(self, x, shift=0.5): return self.inner(x) * by * SCALE + shift
+    def change(to): nonlocal by; by = to
+    return Net(), change
+net, change = made(1.0); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(40)):
+    if turn == 14: SCALE = 0.5
+    if turn == 26: change(3.0)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "layers by chance and by turn": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.parts, self.turn = nn.ModuleList([nn.Linear(33, 33) for _ in range(6)]), [0]
+    def forward(self, x):
+        for at, part in enumerate(self.parts):
+            if at != self.turn[0] % 6: x = torch.relu(part(x))
+        return x
+net = Net().cuda(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches()):
+    net.turn[0] = turn // 9
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "settings of PyTorch and seeds": DEEP
+    + """
+net, optimizer = deep(dropout=0.3)
+for turn, (x, y) in enumerate(batches(36)):
+    if turn == 12: torch.manual_seed(7)
+    if turn == 16: torch.backends.cuda.matmul.allow_tf32 = True
+    if turn == 24: torch.backends.cuda.matmul.allow_tf32 = False; torch.set_grad_enabled(True)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), torch.rand(2, device="cuda")]
+""",
+    "loops over objects with numbers": DEEP
+    + """
+class Part:
+    def __init__(self, by): self.by = by
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.own = deep()[0], [Part(1.0), Part(0.5)]
+    def forward(self, x):
+        for part in self.own: x = x * part.by
+        return self.inner(x) * sum([part.by for part in self.own])
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches()):
+    if turn == 15: net.own[0].by = 3.0
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "inside of a longer loop with breaks": DEEP
+    + """
+net, optimizer = deep(); best = 1e9
+for epoch in range(4):
+    for turn, (x, y) in enumerate(batches(12)):
+        if turn == 3: continue
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        if turn == 9 and epoch == 1: break
+    best = min(best, loss.item()); found.append(best)
+found += weights(net)
+""",
+}
+
 PROGRAMS = {
     **AHEAD,
+    **GRAPHS,
     **FOREACH,
     **COPIES,
     **LOADERS,

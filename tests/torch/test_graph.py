@@ -95,6 +95,30 @@ def test_a_schedule_of_floats_takes_effect_at_each_replay() -> None:
     assert kept.graphed.replays > 12
 
 
+@pytest.mark.parametrize("failing", range(4))
+def test_a_call_that_fails_is_no_step_and_ends_nothing(failing: int) -> None:
+    weight, fails = torch.ones(3, device="cuda", requires_grad=True), [False]
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise KeyError("no data")
+        optimizer.zero_grad()
+        loss = (weight * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    graphed, x, losses = graph(step), torch.ones(3, device="cuda"), []
+    for turn in range(9):
+        fails[0] = turn == failing
+        try:
+            losses.append(round(float(graphed(x)), 4))
+        except KeyError:
+            assert turn == failing
+    assert losses == [3.0, 2.7, 2.4, 2.1, 1.8, 1.5, 1.2, 0.9]
+
+
 def test_what_a_caller_keeps_never_changes() -> None:
     model = net()
     step = graph(whole(model, adam(model)))

@@ -37,7 +37,7 @@ class KeptCache:
 
     def _empty_cache(self, plain: Function) -> Function:
         def empty_cache() -> None:
-            if self.switch.on and self._turn() > 0 and not _is_scarce():
+            if self.switch.on and self._turn() > 0 and not is_ours() and not _is_scarce():
                 self.switch.count()
             else:
                 plain()
@@ -62,7 +62,7 @@ class QuickCollection:
 
     def _collect(self, plain: Function) -> Function:
         def collect(*generation: Any, **named: Any) -> int:
-            if not self.switch.on or not self._turn() or generation or named:
+            if not self.switch.on or not self._turn() or generation or named or is_ours():
                 return int(plain(*generation, **named))
             self._calls += 1
             if self._calls % _WHOLE == 1:

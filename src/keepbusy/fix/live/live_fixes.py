@@ -19,6 +19,7 @@ from keepbusy.fix.syntax.first_moves import TAKEN, first_moves
 from keepbusy.fix.syntax.joint_loops import FOREACH, MOVED, join_loops, join_moves, moved_singly
 from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
+from keepbusy.fix.syntax.turn_passes import PASSES, lift_passes
 from keepbusy.instrument import script
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch, Place
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
-SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "foreach", "syncs", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "foreach", "graph", "syncs", "cache", "garbage")
 ASKED = ("fused", "gradients")
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
-_READING = {"copies", "batches", "late_numbers", "foreach", "gradients"}
+_READING = {"copies", "batches", "late_numbers", "foreach", "graph", "gradients"}
 """Those that know the program's source."""
 _BY_THEMSELVES = ("workers", "gradients")
 """Those that cannot be switched by turns: what workers gain is seen before and after; ranks must all do the same."""
@@ -48,6 +49,7 @@ _MADE_BY = {
     "draws": {"make_on_device", "move_off_the_loop"},
     "workers": {"prepare_in_workers"},
     "syncs": {"drop_sync"},
+    "graph": {"graph"},
     "cache": {"keep_memory"},
     "garbage": {"move_off_the_loop"},
     "fused": {"fuse_optimizer"},
@@ -102,7 +104,9 @@ class LiveFixes:
             self._patches.later(script.COMPILE.pop)
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
             plainly = {NAME: ReadsAtOnce(), TAKEN: lambda one, _: one, MARK: lambda *_: None, MOVED: moved_singly}
-            for name, plain in {**plainly, FOREACH: lambda _, remake, __, *held: remake(*held)}.items():
+            plainly[FOREACH] = lambda _, remake, __, *held: remake(*held)
+            plainly[PASSES] = lambda passes, *given: passes(*given)
+            for name, plain in plainly.items():
                 setattr(builtins, name, plain)
                 self._patches.later(partial(delattr, builtins, name))
         when_imported("torch", self._await_ranks if is_spawned else self._meet_torch)
@@ -117,12 +121,13 @@ class LiveFixes:
             tree = ast.parse(source)
             marked = mark_last_turns(tree) if "gradients" in self._names else 0
             moves = first_moves(tree, is_script) if "batches" in self._names else {}
+            lifted = "graph" in self._names and lift_passes(tree, is_script)
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
             joint = ("copies" in self._names and join_moves(tree)) | ("foreach" in self._names and join_loops(tree))
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
         self._moves[path] = {line: frozenset((path, one) for one in found) for line, found in moves.items() if found}
-        if not (lines or marked or joint or self._moves[path]):
+        if not (lines or marked or joint or lifted or self._moves[path]):
             return script.COMPILE[0](source, path)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
@@ -162,6 +167,7 @@ class LiveFixes:
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.foreach import ForeachLoops
+        from keepbusy.fix.live.graphed_turns import GraphedTurns
         from keepbusy.fix.live.late_gradients import LateGradients
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
@@ -173,11 +179,13 @@ class LiveFixes:
         self._inference = InferenceTurns(trial.turn)
         late, copies = LateNumbers(self._inference.passed), DeferredCopies()
         batches, gradients, foreach = BatchesAhead(self._moves, copies), LateGradients(), ForeachLoops()
+        graphs = GraphedTurns(trial.begin_again)
         for name, called in {
             TAKEN: batches.take,
             MARK: gradients.mark,
             MOVED: copies.moved,
             FOREACH: foreach.left,
+            PASSES: graphs.passes,
         }.items():
             setattr(builtins, name, called)
             run_plainly(called)
@@ -188,6 +196,7 @@ class LiveFixes:
             "copies": copies,
             "batches": batches,
             "foreach": foreach,
+            "graph": graphs,
             "late_numbers": late,
             "draws": DrawsAhead(),
             "workers": MoreWorkers(trial.begin_again),

@@ -87,14 +87,15 @@ class Scope:
     """The code of one function, or of the script itself."""
 
     def __init__(self, scope: ast.Module | ast.FunctionDef, tree: ast.Module) -> None:
-        self._scope, self._tree = scope, tree
-        self.own = list(_own_nodes(scope))
+        self.node = scope
+        self._tree = tree
+        self.own = list(own_nodes(scope))
 
     def rewrite(self, hands_on: bool) -> list[int]:
         """Put off what can be; the lines at which that was done."""
         if self.is_looked_into():
             return []
-        self._parents = {id(child): node for node in ast.walk(self._scope) for child in ast.iter_child_nodes(node)}
+        self._parents = {id(child): node for node in ast.walk(self.node) for child in ast.iter_child_nodes(node)}
         refused = self.shared_names()
         while True:
             chosen, self._numbers = self._deferrals(refused, hands_on)
@@ -106,8 +107,8 @@ class Scope:
         deferrals = [one for found in chosen.values() for one in found]
         if deferrals:
             loops = {id(self._outermost_loop(one.statement)) for one in deferrals}
-            settled = loops if self._scope is self._tree else set()
-            _Rewriter(self._deferred, set(chosen), self._numbers, settled).rewrite(self._scope)
+            settled = loops if self.node is self._tree else set()
+            _Rewriter(self._deferred, set(chosen), self._numbers, settled).rewrite(self.node)
         return [one.statement.lineno for one in deferrals]
 
     def _deferrals(self, refused: Set[str], hands_on: bool) -> tuple[dict[str, list[LateStatement]], set[str]]:
@@ -115,7 +116,7 @@ class Scope:
         numbers = set[str]()
         while True:
             by_name: dict[str, list[LateStatement]] = {}
-            for statement in _statements_in_loops(self._scope):
+            for statement in _statements_in_loops(self.node):
                 one = _deferral(statement, numbers)
                 if one is not None and one.name not in refused:
                     by_name.setdefault(one.name, []).append(one)
@@ -131,7 +132,7 @@ class Scope:
     def shared_names(self) -> set[str]:
         """What code outside of this scope's own can see."""
         declared = [node for node in ast.walk(self._tree) if isinstance(node, ast.Global | ast.Nonlocal)]
-        inner = [one for one in ast.walk(self._scope) if isinstance(one, _SCOPES) and one is not self._scope]
+        inner = [one for one in ast.walk(self.node) if isinstance(one, _SCOPES) and one is not self.node]
         used = {name for one in inner for name in _used_in(one)}
         return used | {name for node in declared for name in node.names}
 
@@ -169,7 +170,7 @@ class Scope:
 
     def _outermost_loop(self, node: ast.AST) -> ast.stmt:
         found: ast.stmt | None = None
-        while node is not self._scope:
+        while node is not self.node:
             node = self._parents[id(node)]
             if isinstance(node, _LOOPS):
                 found = node
@@ -233,19 +234,22 @@ def _element(value: ast.expr) -> ast.expr | None:
     return None
 
 
-def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """It, and all but what stands in inner functions; comprehensions run at once and count as its own."""
     yield scope
     for child in ast.iter_child_nodes(scope):
         if not isinstance(child, _SCOPES):
-            yield from _own_nodes(child)
+            yield from own_nodes(child)
 
 
 def _used_in(scope: ast.AST) -> set[str]:
-    """But for its own parameters; what they are by default is worked out where it stands."""
-    used = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    """But for its own parameters and names; what is given by default is worked out where it stands."""
+    names = [node for node in ast.walk(scope) if isinstance(node, ast.Name)]
+    used = {node.id for node in names}
     if isinstance(scope, ast.ClassDef):
         return used
+    if not any(isinstance(node, ast.Global | ast.Nonlocal) for node in ast.walk(scope)):
+        used -= {node.id for node in own_nodes(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     given: ast.arguments = scope.args  # type: ignore[attr-defined]
     outside = [given, *getattr(scope, "decorator_list", ())]
     used -= {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}

@@ -46,7 +46,7 @@ class StepCall:
         for leaf in self.leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise Uncapturable("an argument requires a gradient, which a replay would not hand back; detach it")
-            if not isinstance(leaf, Tensor | torch.nn.Module | type) and any(
+            if not isinstance(leaf, Tensor | torch.nn.Module | torch.amp.GradScaler | type) and any(
                 isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
             ):
                 raise Uncapturable(

@@ -1,0 +1,461 @@
+"""What a call reads on the host, whatever it reaches it through: a number of a module, of an object, of another file.
+
+A graph keeps such numbers as they were when it was captured. So the call is watched while it runs twice as written. The
+bytecode of all that it runs, outside of PyTorch and Python's own library, says which names and attributes are read, and
+what they stand for can be compared before each replay. Where the bytecode does not say it, or where the call does
+something on the host that a replay would not do, `finding` tells, as the end of a sentence.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+import sysconfig
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from keepbusy.runtime.graph.names_read import PLAIN
+from keepbusy.runtime.graph.user_lines import line_text
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[2])
+_PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_GENERATED = ("<frozen", "<string", "<eval")
+_OUTSIDE, _OF_TORCH, _OF_PYTHON, _OF_PROGRAM = range(4)
+_NOT_REPLAYED = {
+    "utils/checkpoint.py": "computes activations again in its backward pass",
+    "distributed/": "talks to other ranks",
+    "random.py": "sets random numbers",
+    "cuda/random.py": "sets random numbers",
+}
+"""Of PyTorch's files: what passes through them is not what a replay does, or not ours to look into."""
+_COMPILED = ("_TorchDynamoContext", "OptimizedModule")
+_PYTHON_FILES = {
+    "contextlib.py",
+    "functools.py",
+    "typing.py",
+    "enum.py",
+    "abc.py",
+    "_collections_abc.py",
+    "operator.py",
+}
+_BUILTINS = {
+    *("len", "isinstance", "issubclass", "zip", "enumerate", "reversed", "sorted", "sum", "min", "max", "abs", "round"),
+    *("any", "all", "hasattr", "callable", "divmod", "pow", "repr", "__build_class__"),
+}
+_C_MODULES = {"math", "cmath", "itertools", "_functools", "functools", "_operator", "_collections", "_abc", "typing"}
+"""Files and functions of Python's own that only make something of what they are given."""
+_REFUSED_NAMES = {
+    "getattr",
+    "vars",
+    "globals",
+    "locals",
+    "eval",
+    "exec",
+    "setattr",
+    "delattr",
+    "open",
+    "input",
+    "print",
+    "next",
+}
+_WRITES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
+_NAMES = {
+    "LOAD_FAST",
+    "LOAD_FAST_CHECK",
+    "LOAD_FAST_BORROW",
+    "LOAD_DEREF",
+    "LOAD_CLASSDEREF",
+    "LOAD_GLOBAL",
+    "LOAD_NAME",
+}
+_PAIRS = {"LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"}
+_CONTAINERS = (tuple, list, dict, set, frozenset, OrderedDict, deque)
+_OPEN = {name for kind in (Tensor, nn.Module, torch.Size, str, list, dict, tuple, set) for name in dir(kind)}
+"""Attributes of what is made on the way. Behind others there may be numbers that nobody sees from here."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARTS = ("_modules", "_parameters", "_buffers")
+_SETTINGS = (
+    torch.get_default_dtype,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_allow_tf32,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+)
+"""Of the process, which choose kernels."""
+_DEEPEST, _LARGEST = 3, 256
+"""Of containers whose content is compared."""
+_HEAP_TYPE = 1 << 9
+Steps: TypeAlias = tuple[tuple[str, Any], ...]
+"""`.config.sizes[0]` as steps: an attribute, or what lies at a place."""
+
+
+class Read(NamedTuple):
+    """A name, and what is read behind it."""
+
+    name: str
+    path: Steps
+
+
+class CodeReads(NamedTuple):
+    """What the bytecode of one function says."""
+
+    reads: tuple[Read, ...]
+    changing: frozenset[str]
+    """Local names that stand for several things while it runs."""
+    finding: str
+
+
+@cache
+def _kind_of(file: str) -> int:
+    if file.startswith((_OURS, *_GENERATED)):
+        return _OUTSIDE
+    if file.startswith(_TORCH):
+        return _OF_TORCH
+    return _OF_PYTHON if file.startswith(_PYTHON) and not file.startswith(_INSTALLED) else _OF_PROGRAM
+
+
+@cache
+def _reads_of(code: CodeType) -> CodeReads:
+    scan = _Bytecode(code)
+    for one in dis.get_instructions(code):
+        scan.follow(one)
+    scan.end_path()
+    return CodeReads(tuple(scan.reads), scan.changing(), scan.finding)
+
+
+class _Bytecode:
+    """Instructions one by one: a name, and the attributes and constant places that are read behind it at once."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.reads: dict[Read, None] = {}
+        self.finding = ""
+        self._code, self._line = code, code.co_firstlineno
+        self._name, self._path, self._constant = "", list[tuple[str, Any]](), None
+        self._stores = Counter(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        self._loops = False
+
+    def changing(self) -> frozenset[str]:
+        return frozenset(
+            name for name, times in self._stores.items() if times > 1 or (self._loops and name not in self._given())
+        )
+
+    def _given(self) -> tuple[str, ...]:
+        return self._code.co_varnames[: self._code.co_argcount + self._code.co_kwonlyargcount]
+
+    def follow(self, one: dis.Instruction) -> None:
+        name = one.opname
+        if one.positions is not None and one.positions.lineno is not None:
+            self._line = one.positions.lineno
+        self._loops |= name.startswith("JUMP_BACKWARD")
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            self._attribute(one.argval)
+        elif name == "LOAD_CONST" and self._name:
+            self._constant = one.argval
+            return
+        elif self._name and isinstance(self._constant, str | int) and _is_subscript(one):
+            self._path.append(("[]", self._constant))
+        else:
+            self.end_path()
+            self._other(one)
+        self._constant = None
+
+    def end_path(self) -> None:
+        if self._name:
+            self.reads.setdefault(Read(self._name, tuple(self._path)))
+        self._name = ""
+        self._path.clear()
+
+    def _attribute(self, name: str) -> None:
+        if self._name:
+            self._path.append((".", name))
+        elif name not in _OPEN:
+            self._refuse(f"reads .{name} of what cannot be followed")
+
+    def _other(self, one: dis.Instruction) -> None:
+        name, names = one.opname, one.argval if isinstance(one.argval, tuple) else (one.argval,)
+        if name in _NAMES:
+            self._name = one.argval
+        elif name in _PAIRS:
+            self._name = names[1]
+            if not name.startswith("STORE"):
+                self.reads.setdefault(Read(names[0], ()))
+        if name.startswith("STORE_FAST"):
+            self._stores.update(names[:1] if name in _PAIRS else names)
+        if name in _WRITES or (name in ("STORE_DEREF", "DELETE_DEREF") and one.argval in self._code.co_freevars):
+            self._refuse(f"writes {one.argval} on the host")
+        if self._name in _REFUSED_NAMES:
+            self._refuse(f"calls {self._name}")
+
+    def _refuse(self, what: str) -> None:
+        self.finding = self.finding or f"it {what}, {line_text(self._code.co_filename, self._line)}"
+
+
+def _is_subscript(one: dis.Instruction) -> bool:
+    return one.opname == "BINARY_SUBSCR" or (one.opname == "BINARY_OP" and one.argrepr == "[]")
+
+
+class HostReads:
+    """Watches a call twice. From then on `now()` is all that decides on the host what the call does."""
+
+    def __init__(self) -> None:
+        self.finding = ""
+        self._found: dict[tuple[int, Steps], Any] = {}
+        self._codes: set[CodeType] = set()
+        self._around: list[tuple[CodeType, str]] = []
+        self._modules: dict[nn.Module, None] = {}
+        self._looked = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the call runs as it is written."""
+        before, self._found = self._found, {}
+        is_free = sys.getprofile() is None
+        if is_free:
+            sys.setprofile(self._on_event)
+        else:
+            self.finding = "somebody profiles it"
+        try:
+            yield
+        finally:
+            if is_free:
+                sys.setprofile(None)
+        if self._looked:  # what was made for one call alone is another object the next time
+            self._found = {key: root for key, root in self._found.items() if key in before}
+            self._settle()
+        self._looked = True
+
+    def now(self) -> tuple[Any, ...]:
+        """What it reads, as a value that can be compared."""
+        return (
+            *[held(parts) for held, parts in self._numbers],
+            *map(id, chain.from_iterable(map(dict.values, self._parts))),
+            *map(Tensor.data_ptr, self._tensors),
+            *[(one.requires_grad, one._backward_hooks, one._post_accumulate_grad_hooks) for one in self._tensors],
+            *[ask() for ask in _SETTINGS],
+            *map(len, self._hooks),
+            *[_content(_reached(root, path)) for root, path in self._others],
+        )
+
+    def modules(self) -> list[nn.Module]:
+        """All that takes part."""
+        return list(dict.fromkeys(part for one in self._modules for part in one.modules()))
+
+    def _settle(self) -> None:
+        self._refuse_numbers_around()
+        modules = self.modules()
+        held = [vars(one) for one in modules]
+        self._parts = [parts[name] for parts in held for name in _PARTS]
+        self._tensors = [one for parts in self._parts for one in parts.values() if isinstance(one, Tensor)]
+        of_all = {
+            name: one
+            for name, one in vars(nn.modules.module).items()
+            if name.startswith("_global_") and isinstance(one, dict)
+        }
+        self._hooks = [*of_all.values(), *(parts[name] for parts in held for name in _HOOKS if name in parts)]
+        if any(isinstance(one, torch.jit.ScriptModule) for one in modules):
+            self.finding = self.finding or "it is TorchScript"
+        backward = [one for name, one in of_all.items() if "backward" in name] + [
+            parts[name] for parts in held for name in _HOOKS[2:]
+        ]
+        if any(backward) or any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._tensors):
+            self.finding = self.finding or "it has hooks in its backward pass"
+        plain = [([name for name, value in parts.items() if type(value) in PLAIN], parts) for parts in held]
+        self._numbers = [(itemgetter(*names), parts) for names, parts in plain if names]
+        self._others = [(root, path) for (_, path), root in self._found.items() if not _is_part(root, path)]
+        self._kept = [_reached(root, path) for root, path in self._others]  # so that nothing new gets its identity
+        self._found.clear()
+
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if not self.finding:
+            try:
+                self._follow(frame, event, argument)
+            except Exception as error:  # of what an attribute of the program's does; it is not the program that asked
+                self.finding = f"looking into it failed with «{error}»"
+
+    def _follow(self, frame: FrameType, event: str, argument: Any) -> None:
+        kind = _kind_of(frame.f_code.co_filename)
+        if event == "return" and kind == _OF_PROGRAM:
+            self._look(frame)
+        elif event == "c_call" and kind == _OF_PROGRAM and not _is_harmless(argument):
+            self.finding = f"it calls {getattr(argument, '__name__', argument)}, {_place(frame)}"
+        elif event == "call" and kind == _OF_TORCH:
+            self._enter_torch(frame)
+        elif event == "call" and kind == _OF_PYTHON:
+            self._enter_python(frame)
+
+    def _enter_torch(self, frame: FrameType) -> None:
+        file, name = frame.f_code.co_filename[len(_TORCH) + 1 :], frame.f_code.co_name
+        if file == "nn/modules/module.py" and name == "_call_impl":
+            self._modules.setdefault(frame.f_locals["self"])
+        elif file == "_tensor.py" and name == "register_hook":
+            self.finding = "it has hooks in its backward pass"
+        elif file == "autograd/function.py" and name == "apply":
+            self.finding = "it has a backward pass of its own in Python"
+        elif file.startswith("_dynamo/") and frame.f_code.co_qualname.startswith(_COMPILED):
+            self.finding = "it is compiled"
+        else:
+            found = (
+                why
+                for part, why in _NOT_REPLAYED.items()
+                if file == part or (part[-1] == "/" and file.startswith(part))
+            )
+            self.finding = f"it {why}" if (why := next(found, "")) else ""
+
+    def _enter_python(self, frame: FrameType) -> None:
+        file, outer = Path(frame.f_code.co_filename), frame.f_back
+        if outer is None or _kind_of(outer.f_code.co_filename) != _OF_PROGRAM:
+            return
+        if file.name not in _PYTHON_FILES and file.parent.name != "collections":
+            self.finding = f"it calls {frame.f_code.co_name}, {_place(outer)}"
+
+    def _look(self, frame: FrameType) -> None:
+        """A function of the program returns: what its names stand for."""
+        code, own = frame.f_code, frame.f_locals
+        self._codes.add(code)
+        reads, changing, self.finding = _reads_of(code)
+        for name, path in reads:
+            if self.finding:
+                return
+            if name.startswith("."):  # what a comprehension goes through, which stands outside of it
+                continue
+            if name in own and not self._is_made_here(code, name, own[name], changing):
+                self._note(own[name], path)
+            elif name in code.co_varnames:
+                if name not in own and path and path[0][1] not in _OPEN:
+                    self.finding = f"it reads .{path[0][1]} of {name} in {code.co_name}"
+            elif name in frame.f_globals:
+                self._note(frame.f_globals, (("[]", name), *path))
+
+    def _is_made_here(self, code: CodeType, name: str, value: Any, changing: frozenset[str]) -> bool:
+        """Numbers and tensors come from what else is read; what else changes while the function runs is not known."""
+        if type(value) in PLAIN and name in code.co_freevars:
+            self._around.append((code, name))
+        if type(value) in PLAIN or isinstance(value, Tensor | nn.Module | type):
+            if isinstance(value, nn.Module):
+                self._modules.setdefault(value)
+                return name in changing
+            return True
+        if name in changing and not isinstance(value, _CONTAINERS):
+            self.finding = f"it reads several {type(value).__name__} by the name {name} in {code.co_name}"
+        return name in changing
+
+    def _note(self, held: Any, path: Steps) -> None:
+        """What lies along the way, up to a function or what belongs to a tensor."""
+        root = held
+        for at, (how, name) in enumerate(path):
+            if (callable(held) and not isinstance(held, nn.Module)) or isinstance(held, Tensor):
+                path = path[:at]
+                break
+            self._meet(held)
+            try:
+                held = _step(held, how, name)
+            except (AttributeError, KeyError, IndexError, TypeError):
+                path = path[:at]
+                break
+        self._meet(held)
+        if callable(held) and not isinstance(held, nn.Module):
+            if isinstance(getattr(held, "__self__", None), ModuleType | type | None):
+                return
+            path = path[:-1]  # a method: it is its owner that may change
+        if not isinstance(held, ModuleType):
+            self._found[id(root), path] = root
+
+    def _meet(self, held: Any) -> None:
+        """Something on the way: a module takes part; what is written in C may count for itself."""
+        kind = type(held)
+        if isinstance(held, nn.Module):
+            self._modules.setdefault(held)
+        elif isinstance(held, ModuleType):
+            if held.__name__.partition(".")[0] in ("numpy", "random", "time", "os", "sys"):
+                self.finding = self.finding or f"it uses {held.__name__}"
+        elif isinstance(held, _CONTAINERS) and len(held) > _LARGEST and held is not self._globals_of(held):
+            self.finding = self.finding or f"it reads a {kind.__name__} of {len(held)} things"
+        elif not (
+            kind in (*PLAIN, *_CONTAINERS) or callable(held) or kind.__module__.partition(".")[0] in ("torch", "types")
+        ) and (
+            not kind.__flags__ & _HEAP_TYPE or hasattr(kind, "__next__") or kind.__module__.partition(".")[0] == "numpy"
+        ):
+            self.finding = self.finding or f"it reads a {kind.__name__}"
+
+    @staticmethod
+    def _globals_of(held: Any) -> Any:
+        """The names of a file are asked for one by one."""
+        return held if isinstance(held, dict) and "__builtins__" in held else None
+
+    def _refuse_numbers_around(self) -> None:
+        """A number of the function around one that ran cannot be asked for, unless that ran here, too."""
+        inner = {one for code in self._codes for one in code.co_consts if isinstance(one, CodeType)}
+        for code, name in self._around:
+            if code not in inner:
+                self.finding = self.finding or f"it reads {name} of the function around {code.co_name}"
+
+
+def _step(held: Any, how: str, name: Any) -> Any:
+    return getattr(held, name) if how == "." else held[name]
+
+
+def _reached(held: Any, path: Steps) -> Any:
+    try:
+        for how, name in path:
+            held = _step(held, how, name)
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
+    return held
+
+
+def _is_part(held: Any, path: Steps) -> bool:
+    """Whether it is a module's own number or part: those are asked for all at once."""
+    for at, (_, name) in enumerate(path):
+        if not isinstance(held, nn.Module):
+            return False
+        own = vars(held)
+        if type(own.get(name, own)) in PLAIN:
+            return at == len(path) - 1
+        holding = next((own[one] for one in _PARTS if name in own[one]), None)
+        if holding is None:
+            return False
+        held = holding[name]
+    return isinstance(held, nn.Module | Tensor)
+
+
+def _content(value: Any, depth: int = _DEEPEST) -> Any:
+    """Numbers and texts themselves, tensors by where they lie, containers by what is in them, others by which they are."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return (value.data_ptr(), value._version) if value.device.type == "cpu" else value.data_ptr()
+    if type(value) in _CONTAINERS and depth:
+        parts = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+        return (len(value), *[_content(one, depth - 1) for one in parts])
+    return id(value)
+
+
+def _is_harmless(called: Any) -> bool:
+    """Whether a function of C is PyTorch's, or only makes something of what it is given."""
+    owner = getattr(called, "__self__", None)
+    kind = getattr(called, "__objclass__", None) or (owner if isinstance(owner, type) else type(owner))
+    module = getattr(called, "__module__", None) or (owner.__name__ if isinstance(owner, ModuleType) else "")
+    if owner is builtins:
+        return called.__name__ in _BUILTINS
+    if "torch" in (module.partition(".")[0], kind.__module__.partition(".")[0]):
+        return True
+    return module in _C_MODULES or kind in (str, bytes, int, float, *_CONTAINERS) or kind.__name__.startswith("dict_")
+
+
+def _place(frame: FrameType) -> str:
+    return line_text(frame.f_code.co_filename, frame.f_lineno)
