@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8714,
     "explain": 4427,
     "report": 3288,
-    "runtime": 5696,
+    "runtime": 6164,
     "cli": 3517,
-    "fix": 6092,
+    "fix": 6584,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
