@@ -1830,7 +1830,8 @@ found += [*weights(net), net.calls]
     "random numbers of Python, of NumPy and of generators": DEEP
     + """
 class Net(nn.Module):
-    def __init__(self, kind): super().__init__(); self.inner, self.kind, self.own = deep()[0], kind, np.random.default_rng(0)
+    def __init__(self, kind):
+        super().__init__(); self.inner, self.kind, self.own = deep()[0], kind, np.random.default_rng(0)
     def forward(self, x):
         if self.kind == "python" and random.random() < 0.5: x = x * 2
         if self.kind == "numpy": x = x * float(np.random.rand())
@@ -2071,7 +2072,8 @@ found += weights(net)
     "layers by chance and by turn": DEEP
     + """
 class Net(nn.Module):
-    def __init__(self): super().__init__(); self.parts, self.turn = nn.ModuleList([nn.Linear(33, 33) for _ in range(6)]), [0]
+    def __init__(self):
+        super().__init__(); self.parts, self.turn = nn.ModuleList([nn.Linear(33, 33) for _ in range(6)]), [0]
     def forward(self, x):
         for at, part in enumerate(self.parts):
             if at != self.turn[0] % 6: x = torch.relu(part(x))

@@ -434,7 +434,7 @@ def _is_part(held: Any, path: Steps) -> bool:
 
 
 def _content(value: Any, depth: int = _DEEPEST) -> Any:
-    """Numbers and texts themselves, tensors by where they lie, containers by what is in them, others by which they are."""
+    """Numbers and texts themselves, tensors by where they lie, containers by what is in them, others by identity."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
