@@ -13,7 +13,7 @@ import { compareSection } from "./sections/compare";
 import { copiesSection } from "./sections/copies";
 import { ledgerSection } from "./sections/ledger";
 import { memorySection } from "./sections/memory";
-import { planSection } from "./sections/plan";
+import { firstFix, planSection } from "./sections/plan";
 import { ranksSection } from "./sections/ranks";
 import { SourcePanel } from "./sections/source";
 import { treeSection } from "./sections/tree";
@@ -44,6 +44,7 @@ function headline(header: Header, told: Told): HTMLElement {
     element("p", { class: "facts-line", text: facts.filter(Boolean).join(" · ") }),
     header.headline ? element("h1", { text: header.headline }) : element("h1", { class: "unseen", text: "What a step takes" }),
     step,
+    header.headline ? firstFix(header, told) : null,
   );
 }
 

@@ -55,7 +55,7 @@ export function bytes(size: number): string {
 export function times(count: number): string {
   if (count < 2 / 3) return `once in ${Math.round(1 / Math.max(count, 1e-3))} turns`;
   const rounded = Math.round(count);
-  return rounded === 1 ? "once a turn" : rounded === 2 ? "twice a turn" : `${rounded} times a turn`;
+  return rounded === 1 ? "once a turn" : rounded === 2 ? "twice a turn" : `${rounded.toLocaleString("en")} times a turn`;
 }
 
 export const plural = (count: number, word: string): string => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;

@@ -311,6 +311,13 @@ KINDS = {
 }
 
 
+def test_the_first_screen_of_a_whole_run_says_what_to_do_first(opened: Any) -> None:
+    page = opened(render(with_a_tree(told(ITEM))))
+    page.get_by_role("button", name="read the value later at stallbench/cases/item_every_step.py:25").click()
+    assert "What to do first: read the value later" in page.locator("#headline").inner_text()
+    page.wait_for_function("() => document.getElementById('plan').getBoundingClientRect().top < innerHeight / 2")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_of_each_kind_of_run_opens(kind: str, opened: Any) -> None:
     said = KINDS[kind]()

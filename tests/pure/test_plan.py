@@ -147,6 +147,15 @@ def test_what_saves_nothing_yet_says_with_what_it_does() -> None:
     assert "alone it gains nothing; it goes together with 1, 2 and 3" in said
 
 
+def test_of_two_fixes_that_are_called_alike_neither_goes_together_with_itself() -> None:
+    """As where a trace knows the function alone: two reads in it stand at one place."""
+    found = told(four_waits)
+    first, last = replace(found.plan[0], needs=()), found.plan[-1]
+    alike = replace(last, fix=first.fix, where=first.where, needs=(first.named,))
+    said = terminal.render(replace(found, plan=(first, alike)), width=160)
+    assert "alone it gains nothing; it goes together with 1\n" in said
+
+
 def test_what_gains_something_in_a_set_is_not_called_harmless() -> None:
     found = told(two_reads)
     mine = {(cause, str(place)) for one in found.plan for cause in one.causes for place in one.where}

@@ -33,6 +33,25 @@ export function planSection(header: Header, told: Told, choice: Choice | null): 
   return made;
 }
 
+/** What to do first, beneath the headline of a page whose plan stands below the run. */
+export function firstFix(header: Header, told: Told): HTMLElement | null {
+  const [fix] = told.plan;
+  if (!fix) return null;
+  const to = element("button", { type: "button", class: "place", text: fix.fix + (fix.where.length ? ` at ${fix.where[0].text}` : ""), on: { click: () => document.getElementById("plan")?.scrollIntoView({ behavior: "smooth" }) } });
+  const [turn, run] = gains(header, fix);
+  return element("p", {}, "What to do first: ", to, ", ", run ?? turn, ".");
+}
+
+/** What a turn takes without it and with it, and what the run does, as far as these are known. */
+function gains(header: Header, fix: Fix): (HTMLElement | null)[] {
+  const step = fix.predicted[0];
+  const after = (saved: number): number => Math.max(0, (header.run?.time ?? 0) - saved);
+  return [
+    fix.before > step ? element("span", { class: "gain", text: `${transition(fix.before, step)} ${fix.turns}` }) : null,
+    header.run && fix.run ? element("span", { class: "gain", text: `the run ${transition(after(fix.run[0]), after(fix.run[1]))}` }) : null,
+  ];
+}
+
 function entry(header: Header, told: Told, fix: Fix, choice: Choice | null): HTMLElement {
   const id = `fix-${fix.number}`;
   const flip = element("input", {
@@ -48,11 +67,9 @@ function entry(header: Header, told: Told, fix: Fix, choice: Choice | null): HTM
     ? element("button", { class: "place", type: "button", text: place.text, on: { click: () => choice?.line(place.file, place.line) } })
     : null;
   const others = more.length ? element("span", { class: "faint", text: ` and ${more.length} more` }) : null;
-  const [step, low, high] = fix.predicted;
-  const among = element("span", { class: "faint", text: ` (${range(low, high, fix.before)})` });
-  const gain = fix.before > step ? element("span", {}, element("span", { class: "gain", text: `${transition(fix.before, step)} ${fix.turns}` }), among) : null;
-  const after = (saved: number): number => Math.max(0, (header.run?.time ?? 0) - saved);
-  const run = header.run && fix.run ? element("span", { class: "gain", text: `the run ${transition(after(fix.run[0]), after(fix.run[1]))}` }) : null;
+  const [, low, high] = fix.predicted;
+  const [turn, run] = gains(header, fix);
+  const among = turn ? element("span", { class: "faint", text: ` (${range(low, high, fix.before)})` }) : null;
   const notes: string[] = [];
   if (!fix.replayed) notes.push(fix.loop ? "It changes another loop than the one drawn here." : "It is known from the whole run: in the turns drawn here there is nothing to replay.");
   if (fix.needs.length) notes.push(`${fix.alone <= told.noise ? "Alone it gains nothing; it" : "It"} goes together with ${fix.needs.join(" and ")}.`);
@@ -66,7 +83,7 @@ function entry(header: Header, told: Told, fix: Fix, choice: Choice | null): HTM
       element("label", { class: "flip", for: id }, flip, element("span", { class: "knob", "aria-hidden": "true" }), element("span", { class: "number", text: String(fix.number + 1) })),
       element("div", { class: "what" },
         element("p", { class: "name" }, element("label", { for: id, text: fix.fix }), where ? " at " : "", where, others),
-        element("p", { class: "gains" }, gain, gain && run ? " · " : "", run),
+        element("p", { class: "gains" }, turn, among, turn && run ? " · " : "", run),
         ...fix.says.map((said) => element("p", { text: said })),
         fix.code ? element("pre", {}, element("code", { text: fix.code })) : null,
         ...notes.map((note) => element("p", { class: "faint", text: note })),

@@ -202,7 +202,8 @@ def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) 
 
 def _partners(diagnosis: Diagnosis, one: PlannedFix) -> str:
     """Without which fixes it gains nothing, as the plan numbers them; nothing where one of them is not in it."""
-    numbers = {other.named: number for number, other in enumerate(_worth_a_row(diagnosis), 1)}
+    rows = enumerate(_worth_a_row(diagnosis), 1)
+    numbers = {other.named: number for number, other in rows if other is not one}  # two may be called alike
     known = all(other in numbers for other in one.needs)
     return words.listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
 

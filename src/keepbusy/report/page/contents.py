@@ -116,6 +116,7 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
     for number, one in enumerate(diagnosis.plan):
         before, saved = saved, saved + max(0, one.run_gain)
         late = [run_report.lateness(late, diagnosis.given) for late in one.late]
+        others = {other.named: str(place) for place, other in enumerate(diagnosis.plan, 1) if other is not one}
         yield {
             "number": number,
             "fix": text(words.fix(one.fix)),
@@ -126,7 +127,7 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
             "turns": text(run_report.turns_meant(one)),
             "run": [before, saved] if diagnosis.run is not None and saved else None,
             "alone": one.alone,
-            "needs": [text(words.fix(other)) for other in dict.fromkeys(one.needs)],
+            "needs": [others.get(name) or text(words.fix(name)) for name in dict.fromkeys(one.needs)],
             "instead": [text(words.fix(other)) for other in one.instead],
             "says": [text(said) for said in (one.reason, *late, one.advice) if said],
             "code": text(one.code),
