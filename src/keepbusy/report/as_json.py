@@ -93,13 +93,22 @@ def _count(count: float) -> float:
     return round(float(count), 3)
 
 
+def _same(one: object, *names: str) -> dict[str, Any]:
+    """Fields that are called here as there."""
+    return {name: getattr(one, name) for name in names}
+
+
+def _times(one: object, *names: str) -> dict[str, float | None]:
+    """The same of times."""
+    return {name: _known(getattr(one, name)) for name in names}
+
+
 def _ledger(ledger: Mapping[str, int]) -> dict[str, float]:
     return {place: milliseconds(time) for place, time in ledger.items()}
 
 
 def _predicted(one: Prediction | None) -> dict[str, float | None]:
-    known = (one.step, one.low, one.high) if one else (NONE, NONE, NONE)
-    return dict(zip(("predicted_step", "predicted_low", "predicted_high"), map(_known, known), strict=True))
+    return {f"predicted_{name}": _known(getattr(one, name, NONE)) for name in ("step", "low", "high")}
 
 
 def _spot(where: Where) -> dict[str, Any]:
@@ -109,15 +118,8 @@ def _spot(where: Where) -> dict[str, Any]:
 
 def _place(where: Where) -> dict[str, Any]:
     """All that is known of a place; `exact` tells whether the line is the call's own."""
-    return {
-        "file": where.file,
-        "line": int(where.line),
-        "function": where.function,
-        "exact": bool(where.exact),
-        "operator": where.operator,
-        "around": where.around,
-        "library": where.library,
-    }
+    facts = _same(where, "file", "function", "operator", "around", "library")
+    return facts | {"line": int(where.line), "exact": bool(where.exact)}
 
 
 def _cause(cause: Cause) -> dict[str, Any]:
@@ -129,9 +131,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         "sites": [
             {**_spot(site.where), "count": _count(site.count), "wait": milliseconds(site.wait)} for site in cause.sites
         ],
-        "what": cause.what,
-        "fix": cause.fix,
-        "advice": cause.advice,
+        **_same(cause, "what", "fix", "advice"),
         "remedy": cause.api,
         "code": fix_line(cause),
         **_predicted(cause.predicted),
@@ -155,12 +155,9 @@ def _fix(one: PlannedFix, run: float | None) -> dict[str, Any]:
         "fix": one.fix,
         "where": [str(place) for place in one.where],
         "causes": list(one.causes),
-        "gain": milliseconds(one.gain),
-        "step": milliseconds(one.predicted.step),
-        "low": milliseconds(one.predicted.low),
-        "high": milliseconds(one.predicted.high),
+        **_times(one, "gain", "alone"),
+        **_times(one.predicted, "step", "low", "high"),
         "run": run,
-        "alone": milliseconds(one.alone),
         "needs": list(one.needs),
         "instead": list(one.instead),
         "remedy": one.api,
@@ -183,19 +180,11 @@ def run_as_json(run: Part | None) -> dict[str, Any] | None:
         "busy": _seconds(run.busy),
         "turns": run.turns or None,
         "at_least": run.at_least,
-        "turn": _known(run.turn),
-        "low": _known(run.low),
-        "high": _known(run.high),
+        **_times(run, "turn", "low", "high"),
         "warm_up": {"turns": run.warm_up, "time": _seconds(run.warm_up_time)},
         "kinds": [
-            {
-                "count": one.count,
-                "every": one.every,
-                "regular": one.regular,
-                "longer": _known(one.longer),
-                "total": _seconds(one.total),
-                "where": one.place,
-            }
+            _same(one, "count", "every", "regular")
+            | {"longer": _known(one.longer), "total": _seconds(one.total), "where": one.place}
             for one in run.kinds
         ],
         "lines": [
@@ -209,42 +198,25 @@ def run_as_json(run: Part | None) -> dict[str, Any] | None:
 def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
     return {
         "rank": int(rank),
-        "marked_by": run.marked_by,
-        "steps": run.steps,
-        "step": milliseconds(run.step),
-        "low": milliseconds(run.low),
-        "high": milliseconds(run.high),
-        "warm_up": run.warm_up,
-        "warm_up_time": milliseconds(run.warm_up_time),
-        "host": _known(run.host),
-        "lead": _known(run.lead),
-        "no_lead": _count(run.no_lead),
-        "input": milliseconds(run.input),
-        "collector": milliseconds(run.collector),
-        "requests": _count(run.requests),
-        "retries": run.retries,
-        "delayed": _count(run.delayed),
+        **_same(run, "marked_by", "steps", "warm_up", "retries", "fault"),
+        **_times(run, "step", "low", "high", "warm_up_time", "host", "lead", "input", "collector"),
+        **{name: _count(getattr(run, name)) for name in ("no_lead", "requests", "delayed")},
         "stalls": [_stall(stall) for stall in run.stalls],
         "course": {
             "each": run.course.each,
-            "step": [_known(time) for time in run.course.step],
-            "longest": [_known(time) for time in run.course.longest],
-            "lead": [_known(time) for time in run.course.lead],
+            **{name: [*map(_known, getattr(run.course, name))] for name in ("step", "longest", "lead")},
         },
-        "fault": run.fault,
     }
 
 
 def _stall(stall: RareStall) -> dict[str, Any]:
     where, caller = where_of(stall), called_at(stall)
     return {
-        "what": stall.what,
+        **_same(stall, "what", "count", "regular"),
         "where": str(where) if where.file else "",
         "place": _place(where),
         "called_at": str(caller) if caller.file else "",
-        "count": stall.count,
         "every": _count(stall.every),
-        "regular": stall.regular,
         "time": milliseconds(stall.time),
         "share": round(stall.share, 4),
     }
@@ -265,8 +237,7 @@ def _rare(one: RareStep) -> dict[str, Any]:
 def _cluster(cluster: Cluster) -> dict[str, Any]:
     return {
         "world": cluster.world,
-        "step": milliseconds(cluster.step),
-        "typical": milliseconds(cluster.typical),
+        **_times(cluster, "step", "typical"),
         "stragglers": [
             {
                 "host": one.host,
@@ -278,13 +249,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
             for one in cluster.stragglers
         ],
         "ranks": [
-            {
-                "rank": one.rank,
-                "host": one.host,
-                **{name: milliseconds(getattr(one, name)) for name in ("own", "computing", "waits", "behind")},
-                "last": one.last,
-                "kind": one.kind,
-            }
+            _same(one, "rank", "host", "last", "kind") | _times(one, "own", "computing", "waits", "behind")
             for one in cluster.ranks
         ],
     }
@@ -299,13 +264,9 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "step": _change(comparison.step),
         "ledger": {name: _change(change) for name, change in comparison.ledger.items()},
         "causes": [
-            {
-                "cause": one.cause,
-                "verdict": one.verdict,
-                "predicted_gain": _change(one.predicted_gain),
-                "wait": _change(one.wait),
-                **_spot(one.where),
-            }
+            _same(one, "cause", "verdict")
+            | {"predicted_gain": _change(one.predicted_gain), "wait": _change(one.wait)}
+            | _spot(one.where)
             for one in comparison.causes
         ],
         **_predicted(comparison.predicted),
@@ -341,9 +302,4 @@ def _side(side: Diagnosis) -> dict[str, Any]:
 
 
 def _change(change: Change) -> dict[str, Any]:
-    return {
-        "before": milliseconds(change.before),
-        "after": milliseconds(change.after),
-        "noise": milliseconds(change.noise),
-        "significant": change.significant,
-    }
+    return {**_times(change, "before", "after", "noise"), "significant": change.significant}
