@@ -137,7 +137,7 @@ def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
     assert "the run" in text
 
 
-@pytest.mark.parametrize(("step", "said"), [(4.0, "more than foretold"), (25.0, "less than foretold")])
+@pytest.mark.parametrize(("step", "said"), [(4.0, "more gained than foretold"), (25.0, "less gained than foretold")])
 def test_what_did_not_come_as_foretold_is_said(step: float, said: str) -> None:
     assert said in compared.render(held((), step))
 

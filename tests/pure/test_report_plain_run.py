@@ -34,7 +34,7 @@ def told(*runs: PlainRun) -> list[str]:
 
 def test_the_whole_run_is_told() -> None:
     assert told(RUN) == [
-        "plain: Eight in ten of 2400 plain steps take 24.1–26.3 ms. The first 12 took 8.10 s in all.",
+        "plain: Of 2,400 steps that were not recorded eight in ten take 24.1–26.3 ms. The first 12 took 8.10 s in all.",
         "lead: When a step ends, the host is 3.2 ms ahead.",
         "rarely: Every 100 steps 812 ms of a checkpoint at train.py:41 · 14% of the run",
     ]
@@ -71,7 +71,7 @@ def test_what_does_not_matter_is_not() -> None:
     quiet = replace(
         RUN, lead=NONE, input=ms(0.1), collector=1, requests=0.001, warm_up=0, stalls=(replace(SAVE, share=0.004),)
     )
-    assert told(quiet) == ["plain: Eight in ten of 2400 plain steps take 24.1–26.3 ms."]
+    assert told(quiet) == ["plain: Of 2,400 steps that were not recorded eight in ten take 24.1–26.3 ms."]
     assert told() == []
     assert told(PlainRun("nobody", 0, 0, 0, 0)) == []
 

@@ -77,13 +77,12 @@ def _plan(comparison: Comparison) -> Iterator[RenderableType]:
     if comparison.foretold is not None:
         step, foretold = comparison.step, comparison.foretold
         span = words.span_of(foretold.low, foretold.high, step.before)
-        said = (
-            f"{words.transition(step.before, foretold.step)} a step ({span}), came {duration(step.after, step.before)}"
-        )
-        yield line(("foretold ", FAINT), said, f": {_how_it_came(foretold.low, foretold.high, step)}")
+        said = f"{words.transition(step.before, foretold.step)} a step ({span}); it takes "
+        came = f"{duration(step.after, step.before)}: {_how_it_came(foretold.low, foretold.high, step)}"
+        yield line(("foretold ", FAINT), said, came)
     if comparison.run is not None and comparison.made:
         run, foretold_run = comparison.run, comparison.run_foretold
-        said = f"the run {words.transition(run.before, foretold_run)}, came {duration(run.after, run.before)}"
+        said = f"the run {words.transition(run.before, foretold_run)}; it took {duration(run.after, run.before)}"
         yield line(("foretold ", FAINT), said)
 
 
@@ -91,7 +90,7 @@ def _how_it_came(low: int, high: int, step: Change) -> str:
     """Whether it came as foretold, as far as two runs can be told apart."""
     if low - step.noise <= step.after <= high + step.noise:
         return "as foretold"
-    return "more than foretold" if step.after < low else "less than foretold"
+    return "more gained than foretold" if step.after < low else "less gained than foretold"
 
 
 def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:

@@ -145,7 +145,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         if one not in rows:
             continue
         number += 1
-        others = _partners(diagnosis, one)
+        others = _partners(diagnosis, one) if one.needs else ""
         waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
         after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, before, saved)
         yield line(f"{number}  ", (words.fix(one.fix), STRONG), *_places(one), "   ", *after)
@@ -312,7 +312,7 @@ def _steps(run: PlainRun) -> str:
     span = words.span_of(run.low, run.high, run.step)
     unit = duration(run.step).partition(" ")[2]
     begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in all." if run.warm_up else ""
-    return f"Eight in ten of {run.steps} plain steps take {span} {unit}.{begun}"
+    return f"Of {run.steps:,} steps that were not recorded eight in ten take {span} {unit}.{begun}"
 
 
 def _lead(run: PlainRun) -> str:
