@@ -163,7 +163,7 @@ LINES = {
     "recording": 4105,
     "virtual": 8714,
     "explain": 4427,
-    "report": 3288,
+    "report": 3245,
     "runtime": 6164,
     "cli": 3517,
     "fix": 6584,
