@@ -175,11 +175,13 @@ def test_a_plan_names_the_layout_its_memory_and_its_line(run) -> None:
     assert (first["batches"], second["batches"]) == (1, 1)
 
 
-def test_a_program_that_does_not_spread_is_told_to(run) -> None:
-    done = run(DDP, "--gpus", "2", "--layouts", "shard=0", verb="plan")
+def test_a_program_that_does_not_spread_is_told_to_at_once(run, tmp_path: Path) -> None:
+    """After the first layout: no other would be asked for either."""
+    done = run(f"{DDP}open('runs', 'a').write('.')", "--gpus", "2", "--jobs", "1", verb="plan")
     assert done.returncode == 2
-    assert "did not call keepbusy.spread" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("keepbusy: the program did not call keepbusy.spread(model, ")
+    assert len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "runs").read_text() == "."
 
 
 @pytest.mark.parametrize("how", ["each", "together", "schedule"])

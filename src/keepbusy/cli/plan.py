@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,21 +196,27 @@ def _asked_of(layout: SpreadLayout, options: argparse.Namespace, device: Path, f
 
 
 def serve(jobs: int) -> None:
-    """What that process does: so many trials at a time, each told as it ends."""
+    """What that process does: so many trials at a time, each told as it ends. A program that asks for no layout is not
+    run with the others."""
     for module in IMPORTED:
         import_module(module)
     gc.freeze()
-    left, running = list(enumerate(json.load(sys.stdin))), dict[int, int]()
+    left, running = list(enumerate(json.load(sys.stdin))), dict[int, tuple[int, Mapping[str, Any]]]()
     while left or running:
         while left and len(running) < jobs:
             index, trial = left.pop(0)
             child = os.fork()
             if not child:
                 _become(trial)
-            running[child] = index
+            running[child] = index, trial
         child, status = os.wait()
-        sys.stdout.write(json.dumps([running.pop(child), os.waitstatus_to_exitcode(status)]) + "\n")
+        index, trial = running.pop(child)
+        sys.stdout.write(json.dumps([index, os.waitstatus_to_exitcode(status)]) + "\n")
         sys.stdout.flush()
+        if not status and not Path(trial["environment"][FOUND]).exists():
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+            return
 
 
 def _become(trial: Mapping[str, Any]) -> NoReturn:
@@ -228,7 +235,10 @@ def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
         said = [line for line in lines if line.strip() and not line.startswith("keepbusy: 1 ")]
         return said[-1].removeprefix("[rank0]: ") if said else f"it ended with exit code {ended}"
     if not found.exists():
-        return "the program did not call keepbusy.spread(model, optimizer, ...), which is what a layout is asked of"
+        raise BadInput(
+            "the program did not call keepbusy.spread(model, optimizer, loader, example=batch), which is what a layout "
+            "is asked of; put that call before its loop."
+        )
     return _explained(layout, kept, json.loads(found.read_text(encoding="utf-8")))
 
 
