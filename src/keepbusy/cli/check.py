@@ -70,12 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with exit code 1 where there are too many."""
-    if find_spec("torch") is None:
-        raise BadInput(without_pytorch("`keepbusy check`"))
-    from keepbusy.fix.gate import verdict
+    from keepbusy.fix.gate import BLOCKING_COPY, SYNC, verdict
     from keepbusy.fix.gate.allow_list import AllowList
     from keepbusy.fix.gate.tally import tally
-    from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
 
     files = {verdict.junit: options.junit, verdict.sarif: options.sarif}
     for path in filter(None, files.values()):
@@ -103,6 +100,8 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     script, *arguments = options.program[options.program[0] == "--" :]
     if script.endswith(SAVED):
         return load(Path(script))
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch("`keepbusy check`"))
     kept = make_folder() / f"run{SAVED}"
     command = ["run", "--on", options.on, "--gpus", options.gpus, "--ranks", options.ranks]
     command += ["--clock", "modelled", "--values", options.values, "--save", str(kept), "--quiet"]

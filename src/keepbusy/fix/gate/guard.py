@@ -13,8 +13,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
+from keepbusy.fix.gate import BLOCKING_COPY, SYNC, several
 from keepbusy.fix.gate.allow_list import AllowList
-from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC, WATCH, Wait, several
+from keepbusy.fix.gate.waits import WATCH, Wait
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12

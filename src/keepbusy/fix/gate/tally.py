@@ -15,8 +15,8 @@ from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.ledger import covered
 from keepbusy.explain.places import by_place
 from keepbusy.explain.scene import Scene
+from keepbusy.fix.gate import BLOCKING_COPY, SYNC
 from keepbusy.fix.gate.allow_list import AllowList
-from keepbusy.fix.gate.waits import BLOCKING_COPY, SYNC
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
+from keepbusy.fix.gate import PLURALS, several
 from keepbusy.fix.gate.tally import CountedPlace, WaitTally
-from keepbusy.fix.gate.waits import PLURALS, several
 from keepbusy.report.exports.sarif import document, lines_of
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration

@@ -22,19 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from keepbusy.fix.gate import BLOCKING_COPY, SYNC
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
-SYNC, BLOCKING_COPY = "sync", "blocking copy"
-PLURALS = {SYNC: "syncs", BLOCKING_COPY: "blocking copies"}
 STAGED = 65_536
 """Copies up to this size are staged by the driver, as CUDA documents: out of the device such a one is a read."""
 _TEXTS = ("called a synchronizing CUDA operation", "Synchronization debug mode is a prototype")
 _PATTERN = "|".join(_TEXTS)
-
-
-def several(count: int, kind: str) -> str:
-    return f"{count} {kind if count == 1 else PLURALS[kind]}"
 
 
 class StackLine(NamedTuple):
