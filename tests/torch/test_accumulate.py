@@ -85,11 +85,13 @@ def test_a_step_inside_a_group_is_refused_on_one_rank_too() -> None:
 
 
 def test_an_optimizer_of_another_model_may_step() -> None:
-    model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1, bias=False)
+    optimizer, steps = torch.optim.SGD(other.parameters(), lr=0.1), [other.weight.tolist()]
     for micro in accumulate(model, torch.ones(4, 2, 3), count=2):
         (model(micro.batch) + other(micro.batch)).sum().backward()
         optimizer.step()
+        steps.append(other.weight.tolist())
+    assert len({str(one) for one in steps}) == 1 + 4
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,9 @@ def test_each_blocking_copy_counts(x: Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("name", FREE)
 def test_what_does_not_wait_passes(x: Tensor, name: str) -> None:
-    with keepbusy.guard():
+    with keepbusy.guard() as found:
         FREE[name](x)
+    assert (found.waits, found.allowed) == ([], [])
 
 
 def test_too_many_are_told_with_line_stack_and_cost(x: Tensor) -> None:
@@ -131,10 +132,12 @@ def test_the_backward_pass_belongs_to_who_starts_it(x: Tensor) -> None:
 
 
 def test_other_threads_are_not_counted(x: Tensor) -> None:
-    other = threading.Thread(target=lambda: x[0].item())
-    with keepbusy.guard():
+    read: list[float] = []
+    other = threading.Thread(target=lambda: read.append(x[3].item()))
+    with keepbusy.guard() as found:
         other.start()
         other.join()
+    assert (read, found.waits) == ([3.0], [])
 
 
 def test_guards_within_guards_each_count(x: Tensor) -> None:

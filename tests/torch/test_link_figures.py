@@ -8,9 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -93,33 +90,43 @@ def test_on_virtual_gpus_it_finds_the_laws_of_their_device_file(tmp_path: Path, 
         assert again.collective(name, 1 << 30, 8) == pytest.approx(wire.collective(name, 1 << 30, 8), rel=0.02)
 
 
+IMPATIENT = """\
+import sys
+from functools import partial
+
+from keepbusy.cli import main
+from keepbusy.recording.probes import link_figures
+
+link_figures.launch = partial(link_figures.launch, patience=2.0)
+sys.exit(main(["doctor", "--ranks", "2", "--save", "mine.toml"]))
+"""
+STRUCK = """\
+import os
+
+if os.environ.get("RANK") == "1":
+    os.kill(os.getpid(), {strike})
+"""
+"""Read by each Python as it starts."""
+
+
 @pytest.mark.parametrize(
     ("strike", "sentence"),
     [
         (signal.SIGKILL, "rank 1 was killed (SIGKILL) while the links were measured."),
-        (signal.SIGSTOP, "rank 1 gave no sign of life for 20 s, while the others waited in their first meeting."),
+        (signal.SIGSTOP, "rank 1 gave no sign of life for 2 s, while the others waited in their first meeting."),
     ],
 )
-def test_a_rank_that_dies_or_stops_is_named(strike: signal.Signals, sentence: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "keepbusy", "doctor", "--ranks", "2", "--save", "mine.toml"]
-    doctor = subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    os.kill(rank_of(doctor, 1), strike)
-    out, error = doctor.communicate(timeout=200)
-    assert (doctor.returncode, out, error) == (2, "", f"keepbusy: {sentence}\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-def rank_of(doctor: subprocess.Popen[str], rank: int) -> int:
-    """The process of a rank, once there is one."""
-    while doctor.poll() is None:
-        for child in Path(f"/proc/{doctor.pid}/task/{doctor.pid}/children").read_text().split():
-            with suppress(OSError):  # a child that has ended since it was listed
-                if f"\0RANK={rank}\0" in f"\0{Path('/proc', child, 'environ').read_text()}":
-                    return int(child)
-        time.sleep(0.01)
-    raise AssertionError(doctor.communicate())
+def test_a_rank_that_dies_or_stops_is_named(
+    strike: signal.Signals, sentence: str, tmp_path: Path, warm_python: WarmPython
+) -> None:
+    site, folder = tmp_path / "site", tmp_path / "here"
+    site.mkdir()
+    folder.mkdir()
+    (site / "sitecustomize.py").write_text(STRUCK.format(strike=int(strike)), encoding="utf-8")
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(site), str(SOURCES)])}
+    done = warm_python.python("-c", IMPATIENT, cwd=folder, env=environment, timeout=200, agent=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"keepbusy: {sentence}\n")
+    assert list(folder.iterdir()) == []
 
 
 def test_what_cannot_be_measured_is_one_sentence(tmp_path: Path, warm_python: WarmPython) -> None:
