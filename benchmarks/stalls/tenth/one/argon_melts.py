@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
     parser.add_argument("--moves", type=int, default=700)
     options = parser.parse_args()
-    side, wide, deep, moves = (5, 16, 1, 12) if options.tiny else (22, 128, 4, options.moves)
+    side, wide, deep, moves = (5, 16, 1, 12) if options.tiny else (22, 224, 4, options.moves)
     torch.manual_seed(0)
     start = time.perf_counter()
     box = Box(side, Potential(wide, deep).to(DEVICE).requires_grad_(False))

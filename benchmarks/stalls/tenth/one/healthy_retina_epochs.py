@@ -67,7 +67,7 @@ def main():
     batch, edge, steps, workers, epochs = (4, 64, 3, 1, 2) if options.tiny else (256, 224, 80, 8, options.epochs)
     torch.manual_seed(0)
     model = timm.create_model("resnet50", num_classes=1).to(DEVICE, memory_format=torch.channels_last)
-    how = {"batch_size": None, "num_workers": workers, "pin_memory": DEVICE == "cuda", "persistent_workers": True, "prefetch_factor": 4}
+    how = {"batch_size": None, "num_workers": workers, "pin_memory": DEVICE == "cuda", "persistent_workers": True, "prefetch_factor": 2}
     train, held = DataLoader(Retinas(steps * epochs, batch, edge, 1), **how), list(DataLoader(Retinas(3, batch, edge, 2), None, pin_memory=DEVICE == "cuda"))
     start = time.perf_counter()
     training, best = Training(model), (0.0, None)

@@ -65,7 +65,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
-    parser.add_argument("--batches", type=int, default=240)
+    parser.add_argument("--batches", type=int, default=150)
     options = parser.parse_args()
     wide, deep, batch, edge, batches = (16, 2, 2, 64, 4) if options.tiny else (96, 14, 8, 1536, options.batches)
     torch.manual_seed(0)
