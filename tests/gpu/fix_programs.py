@@ -1908,6 +1908,55 @@ for x, y in batches():
     kept.append((out.detach(), loss.detach()))
 for out, loss in kept: out.data.mul_(2); found.append((out.sum(), loss))
 """,
+    "a step whose result its callers look at, in a function within another": DEEP
+    + """
+def main():
+    net, optimizer = deep()
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+    total = 0.0
+    for x, y in batches():
+        loss = step(x, y)
+        total += loss.item()
+    return total, weights(net)
+for _ in range(2): found.append(main())
+""",
+    "a step whose result somebody keeps": DEEP
+    + """
+def main(kept):
+    net, optimizer = deep()
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+    for x, y in batches(): kept.append(step(x, y))
+main(found)
+""",
+    "two networks that train each other": DEEP
+    + """
+real, fake = deep(), deep()
+for x, y in batches():
+    real[1].zero_grad()
+    loss = F.cross_entropy(real[0](x), y)
+    loss.backward()
+    drawn = torch.randn(8, 33, device="cuda")
+    made = fake[0](drawn)
+    other = real[0](torch.cat([made] * 7, 1)[:, :33].detach()).square().mean()
+    other.backward()
+    real[1].step()
+    fake[1].zero_grad()
+    last = real[0](torch.cat([made] * 7, 1)[:, :33]).mean()
+    last.backward()
+    fake[1].step()
+    found.append((loss.item(), other.item(), last.item()))
+found += [*weights(real[0]), *weights(fake[0])]
+""",
     "a second way back through what came out": DEEP
     + """
 net, optimizer = deep()

@@ -89,7 +89,7 @@ class GraphedTurn:
         with self._reads.watching():
             made = self._function(*given)
         self._looks += 1
-        if not any(one.is_cuda for one in _tensors(made)):
+        if not self._reads.is_on_device() and not any(one.is_cuda for one in _tensors((given, made))):
             self._reads.finding = self._reads.finding or "it computes nothing on the GPU"
         if written != [one._version for one in _tensors(given)]:
             self._reads.finding = self._reads.finding or "it writes to what it is given"

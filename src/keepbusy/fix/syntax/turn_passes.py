@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from keepbusy.fix.syntax.rewriting import Scope, own_nodes, scopes_of
+from keepbusy.fix.syntax.rewriting import own_nodes, scopes_of
 
 PASSES = "__keepbusy_passes__"
 _FUNCTION = "__keepbusy_turn__"
@@ -53,6 +53,7 @@ _UNSHARED = {
     "item",
 }
 """What leaves nobody with a gradient's own memory."""
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _REFUSED = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr, ast.Lambda, ast.JoinedStr)
 
 
@@ -60,15 +61,16 @@ def lift_passes(tree: ast.Module, is_script: bool = True) -> bool:
     """Whether there are any. Not where somebody keeps gradients, which would be overwritten a turn later."""
     if _keeps_gradients(tree):
         return False
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     done = False
     for scope in scopes_of(tree, is_script):
         for block in [] if scope.is_looked_into() else list(_blocks(scope.own)):
-            chosen = _chosen(block, own)
-            passes = _Passes(scope, tree, block[chosen.start : chosen.stop]) if len(chosen) > 1 else None
-            if passes is not None and passes.may_leave():
-                block[chosen.start : chosen.stop] = passes.lifted()
-                done = True
+            for end in [one for one in block if _roots(one)]:
+                chosen = _chosen(block, block.index(end), functions)
+                passes = _Passes(scope.node, tree, is_script, block[chosen.start : chosen.stop])
+                if len(chosen) > 1 and passes.may_leave():
+                    block[chosen.start : chosen.stop] = passes.lifted()
+                    done = True
     return done
 
 
@@ -81,7 +83,7 @@ def _blocks(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:
 
 def _keeps_gradients(tree: ast.Module) -> bool:
     """Whether the source looks at any `.grad` in a way that may keep it beyond the turn."""
-    parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    parents = _parents(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
             match parents[id(node)]:
@@ -95,23 +97,20 @@ def _keeps_gradients(tree: ast.Module) -> bool:
     return False
 
 
-def _chosen(block: Sequence[ast.stmt], own: set[str]) -> range:
-    """Of a block the statements that are lifted; empty if there are none. `own`: functions that the source defines."""
-    ends = [at for at, one in enumerate(block) if _roots(one)]
-    if len(ends) != 1 or sum(map(_times_back, block)) != 1:
-        return range(0)
-    first, last = ends[0], ends[0]
-    while first > 0 and _may_be_lifted(block[first - 1]):
+def _parents(tree: ast.AST) -> dict[int, ast.AST]:
+    return {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def _chosen(block: Sequence[ast.stmt], end: int, functions: set[str]) -> range:
+    """Of a block the statements that lead to one that goes back. `functions`: those that the source defines."""
+    first, last, roots = end, end, _roots(block[end])
+    while first > 0 and _may_be_lifted(block[first - 1]) and not _roots(block[first - 1]):
         first -= 1
-    while (
-        first < ends[0]
-        and not _computes(block[first], own | _LOOKERS)
-        and not _stored(block[first]) & _roots(block[ends[0]])
-    ):
+    while first < end and not _computes(block[first], functions | _LOOKERS) and not _stored(block[first]) & roots:
         first += 1
     while last + 1 < len(block) and _calls(block[last + 1]) & _CLIPS and _may_be_lifted(block[last + 1]):
         last += 1
-    return range(first, last + 1) if first < ends[0] else range(0)
+    return range(first, last + 1) if first < end else range(0)
 
 
 def _roots(statement: ast.stmt) -> set[str]:
@@ -120,10 +119,6 @@ def _roots(statement: ast.stmt) -> set[str]:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=root, attr="backward"), args=[], keywords=[])):
             return _loaded(root) if _may_be_lifted(statement) else set()
     return set()
-
-
-def _times_back(statement: ast.stmt) -> int:
-    return sum(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(statement))
 
 
 def _may_be_lifted(statement: ast.stmt) -> bool:
@@ -164,58 +159,71 @@ def _calls(statement: ast.AST) -> set[str]:
 
 
 def _loaded(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    return {one.id for one in _names_in(node) if isinstance(one.ctx, ast.Load)}
 
 
 def _stored(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return {one.id for one in _names_in(node) if isinstance(one.ctx, ast.Store)}
+
+
+def _names_in(node: ast.AST, hidden: Set[str] = frozenset(), below: bool = False) -> Iterator[ast.Name]:
+    """The names of a scope; those of comprehensions are their own. `below`: also in functions that stand in it."""
+    if isinstance(node, ast.Name) and node.id not in hidden:
+        yield node
+    if isinstance(node, _COMPREHENSIONS):
+        hidden = hidden | {
+            one.id for part in node.generators for one in ast.walk(part.target) if isinstance(one, ast.Name)
+        }
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if below:
+                yield from _names_in(child, hidden | _locals(child), below)
+        elif below or not isinstance(child, ast.ClassDef):
+            yield from _names_in(child, hidden, below)
+
+
+def _locals(scope: ast.AST) -> set[str]:
+    """What is stored in a function or a script itself, and what a function is given."""
+    given = getattr(scope, "args", None)
+    own = set[str]() if given is None else {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}
+    declared = {name for node in own_nodes(scope) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    return (own | _stored(scope)) - declared
 
 
 class _Passes:
     """The statements, and what goes in and comes out."""
 
-    def __init__(self, scope: Scope, tree: ast.Module, statements: Sequence[ast.stmt]) -> None:
-        self._statements, self._scope = statements, scope.node
-        self._parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self._inside = {id(node) for one in statements for node in ast.walk(one)}
-        own = _locals(scope.node)
-        declared = {name for node in scope.own if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        inner = {
-            name
-            for one in statements
-            for node in ast.walk(one)
-            if isinstance(node, ast.comprehension)
-            for name in _stored(node.target)
-        }
-        self._is_clear = not declared & {name for one in statements for name in _stored(one)}
-        self._is_clear &= not inner & {
-            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in self._inside
-        }
+    def __init__(self, scope: ast.AST, tree: ast.Module, is_script: bool, statements: Sequence[ast.stmt]) -> None:
+        self._statements, self._scope, self._tree, self._is_script = statements, scope, tree, is_script
+        self._parents = _parents(tree)
+        inside = {id(node) for one in statements for node in ast.walk(one)}
         needed: dict[str, None] = {}
         stored: dict[str, None] = {}
         for statement in _flat(statements):
             read = _loaded(statement) | (_stored(statement) if isinstance(statement, ast.AugAssign) else set())
-            needed |= dict.fromkeys(sorted(read - stored.keys() - inner))
-            stored |= dict.fromkeys(sorted(_stored(statement) - inner))
-        self._given = [name for name in needed if name in own]
-        elsewhere = {node.id for node in self._loads_elsewhere()}
-        self._made = [name for name in stored if name in elsewhere or name in needed]
+            needed |= dict.fromkeys(sorted(read - stored.keys()))
+            stored |= dict.fromkeys(sorted(_stored(statement)))
+        self._is_own = stored.keys() <= _locals(scope)
+        known = set[str]().union(*map(_locals, self._around(scope)))
+        self._given = [name for name in needed if name in known]
+        loads = [one for one in _names_in(scope, below=True) if isinstance(one.ctx, ast.Load) and id(one) not in inside]
+        self._made = [name for name in stored if name in needed or any(one.id == name for one in loads)]
+        self._loads = [one for one in loads if one.id in stored]
 
-    def _loads_elsewhere(self, node: ast.AST | None = None, hidden: Set[str] = frozenset()) -> Iterator[ast.Name]:
-        """Where the scope's names are read, also by functions within it that have none of that name."""
-        for child in ast.iter_child_nodes(node or self._scope):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                yield from self._loads_elsewhere(child, hidden | _locals(child))
-            elif id(child) not in self._inside:
-                if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load) and child.id not in hidden:
-                    yield child
-                yield from self._loads_elsewhere(child, hidden)
+    def _around(self, scope: ast.AST) -> Iterator[ast.AST]:
+        """The scope and the functions around it; of a script itself that."""
+        while scope is not self._tree:
+            if isinstance(scope, ast.FunctionDef):
+                yield scope
+            scope = self._parents[id(scope)]
+        if self._scope is self._tree:
+            yield self._tree
 
     def may_leave(self) -> bool:
-        """Whether all that comes out is only looked at."""
-        return self._is_clear and all(self._only_looks(one) for one in self._loads_elsewhere() if one.id in self._made)
+        """Whether what comes out is only looked at."""
+        return self._is_own and all(map(self._only_looks, self._loads))
 
-    def _only_looks(self, node: ast.Name) -> bool:
+    def _only_looks(self, node: ast.expr) -> bool:
         parent = self._parents[id(node)]
         match parent:
             case ast.Attribute(attr=name) if name in _LARGEST:
@@ -230,6 +238,8 @@ class _Passes:
                 return getattr(called, "attr", getattr(called, "id", "")) in _LOOKERS
             case ast.Compare() | ast.FormattedValue(conversion=-1):
                 return True
+            case ast.Return():
+                return self._callers_only_look()
         return False
 
     def _is_place(self, call: ast.AST) -> bool:
@@ -237,6 +247,38 @@ class _Passes:
             case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id="_"), _])]):
                 return True
         return False
+
+    def _callers_only_look(self) -> bool:
+        """Who calls the function: known where it stands within another, or in the script itself."""
+        scope = self._scope
+        around = self._parents.get(id(scope))
+        if not isinstance(scope, ast.FunctionDef) or scope.decorator_list or isinstance(around, ast.ClassDef):
+            return False
+        if around is self._tree and not self._is_script:
+            return False
+        for one in ast.walk(self._tree):
+            if isinstance(one, ast.Name) and one.id == scope.name:
+                call = self._parents[id(one)]
+                if not isinstance(call, ast.Call) or call.func is not one or not self._result_is_looked_at(call):
+                    return False
+        return True
+
+    def _result_is_looked_at(self, call: ast.Call) -> bool:
+        match self._parents[id(call)]:
+            case ast.Expr():
+                return True
+            case ast.Assign(targets=[ast.Name(id=name)]) as statement:
+                scope = self._parents[id(statement)]
+                while not isinstance(scope, ast.FunctionDef | ast.Module | ast.ClassDef):
+                    scope = self._parents[id(scope)]
+                loads = [
+                    one for one in _names_in(scope, below=True) if one.id == name and isinstance(one.ctx, ast.Load)
+                ]
+                return scope is not self._scope and all(map(self._only_looks_at_result, loads))
+        return self._only_looks_at_result(call)
+
+    def _only_looks_at_result(self, node: ast.expr) -> bool:
+        return not isinstance(self._parents[id(node)], ast.Return) and self._only_looks(node)
 
     def lifted(self) -> list[ast.stmt]:
         """The function, and its call."""
@@ -253,15 +295,6 @@ class _Passes:
         results = ast.Tuple([ast.Name(name, ast.Store()) for name in self._made], ast.Store())
         taken = ast.Assign([results], call) if self._made else ast.Expr(call)
         return [ast.fix_missing_locations(ast.copy_location(one, first)) for one in (function, taken)]
-
-
-def _locals(scope: ast.AST) -> set[str]:
-    """What is stored in a function or a script itself, and what a function is given."""
-    given = getattr(scope, "args", None)
-    own = set[str]() if given is None else {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}
-    nodes = list(own_nodes(scope))
-    declared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-    return (own | {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}) - declared
 
 
 def _flat(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:

@@ -32,6 +32,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[2])
 _PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_NUMPY = tuple(f"{folder}/numpy/" for folder in _INSTALLED)
 _GENERATED = ("<frozen", "<string", "<eval")
 _OUTSIDE, _OF_TORCH, _OF_PYTHON, _OF_PROGRAM = range(4)
 _NOT_REPLAYED = {
@@ -126,7 +127,9 @@ def _kind_of(file: str) -> int:
         return _OUTSIDE
     if file.startswith(_TORCH):
         return _OF_TORCH
-    return _OF_PYTHON if file.startswith(_PYTHON) and not file.startswith(_INSTALLED) else _OF_PROGRAM
+    if file.startswith(_INSTALLED):
+        return _OF_PYTHON if file.startswith(_NUMPY) else _OF_PROGRAM
+    return _OF_PYTHON if file.startswith(_PYTHON) else _OF_PROGRAM
 
 
 @cache
@@ -250,6 +253,9 @@ class HostReads:
             *map(len, self._hooks),
             *[_content(_reached(root, path)) for root, path in self._others],
         )
+
+    def is_on_device(self) -> bool:
+        return any(weight.is_cuda for one in self._modules for weight in one.parameters())
 
     def modules(self) -> list[nn.Module]:
         """All that takes part."""
