@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8714,
     "explain": 4427,
     "report": 3245,
-    "runtime": 6164,
+    "runtime": 6170,
     "cli": 3526,
-    "fix": 6587,
+    "fix": 6620,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
