@@ -24,7 +24,8 @@ LARGEST = 512 << 20
 _JSON = re.compile(rb'\s*\{\s*"(comm_lib_version|entries|nccl_comm_state|nccl_version|pg_config|pg_status)"')
 _RANK = re.compile(r"(\d+)(\.\w+)*$")
 _MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
-_COALESCED = "coalesced"
+_COALESCED = ":coalesced"
+"""The end of an entry's name that stands for what was launched together, after its parts."""
 _DEEPEST_FRAME = 200
 Entry: TypeAlias = Mapping[str, Any]
 
@@ -85,11 +86,11 @@ def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _calls(entries: Sequence[Entry], titles: dict[str, str], known: dict[Any, Any]) -> Iterator[CollectiveCall]:
     """What is launched together has one number, and is one call."""
-    for (group, is_message, number), parts in groupby(entries, _number):
-        several = list(parts)
+    for (group, is_message, number), together in groupby(entries, _number):
+        several = list(together)
         last, names = several[-1], [_text(one.get("profiling_name")) for one in several]
-        operands = tuple(_operand(one) for one, name in zip(several, names, strict=True) if not _ends_group(name))
-        operands = operands or (_operand(last),)
+        parts = [one for one, name in zip(several, names, strict=True) if not name.endswith(_COALESCED)] or [last]
+        operands = tuple(map(_operand, parts))
         site = next(filter(None, (_site(one.get("frames")) for one in several)), None)
         ended = last.get("state") == "completed" or (names[-1].startswith("gloo:") and last.get("retired") is True)
         titles[group] = _text(last["process_group"][-1])
@@ -104,11 +105,6 @@ def _calls(entries: Sequence[Entry], titles: dict[str, str], known: dict[Any, An
             begun=_whole(last, "time_created_ns"),
             site=known.setdefault(site, site),
         )
-
-
-def _ends_group(name: str) -> bool:
-    """An entry that stands for what was launched together, after its parts."""
-    return name.endswith(f":{_COALESCED}")
 
 
 def _number(entry: Entry) -> tuple[str, bool, int]:

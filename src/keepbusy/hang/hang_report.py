@@ -38,7 +38,9 @@ def _sentence(one: StuckCall) -> str:
     where = f"{one.kind}, {'message' if _is_message(one) else 'call'} {one.number} of {_group(one)}"
     waiting = f"{_ranks(one.waiting)} {'waits' if len(one.waiting) == 1 else 'wait'}"
     if one.differ:
-        return f"Ranks disagree in {where.partition(', ')[2]}: {_sides(one)}."
+        sides = sorted(_alike(one.calls), key=lambda side: len(side[0]))  # the odd ones are probably the fewest
+        told = listing([f"{_operands(call)} on {_ranks(ranks)}" for ranks, call in sides])
+        return f"Ranks disagree in {where.partition(', ')[2]}: {told}."
     if one.culprits and _is_message(one):
         does = "sent" if one.kind == "recv" else "received"
         return f"{_capital(_ranks(one.culprits))} never {does} message {one.number} of {_group(one)}; {waiting} for it."
@@ -47,14 +49,11 @@ def _sentence(one: StuckCall) -> str:
     if one.unknown:
         return f"{_capital(waiting)} in {where}; of {_ranks(one.unknown)} nobody knows."
     if one.held:
-        return f"{_capital(waiting)} in {where}, for {_ranks(one.held)}, which {_wait_elsewhere(one.held)}."
+        elsewhere = "waits in another call itself" if len(one.held) == 1 else "wait in other calls themselves"
+        return f"{_capital(waiting)} in {where}, for {_ranks(one.held)}, which {elsewhere}."
     if len(one.calls) == 1:
         return f"{_capital(waiting)} in {where}, where no other rank is to come."
     return f"All {len(one.calls)} ranks are in {where}, alike, and it has not ended on {_ranks(one.waiting)}."
-
-
-def _wait_elsewhere(held: Sequence[int]) -> str:
-    return "waits in another call itself" if len(held) == 1 else "wait in other calls themselves"
 
 
 def _is_message(one: StuckCall) -> bool:
@@ -64,12 +63,6 @@ def _is_message(one: StuckCall) -> bool:
 def _group(one: StuckCall) -> str:
     """`default_pg`, or the group's name where it was given no description."""
     return tame(one.title if one.title not in ("", "undefined") else f"group {one.group}", 40)
-
-
-def _sides(one: StuckCall) -> str:
-    """Fewest first: they are probably the odd ones."""
-    sides = sorted(_alike(one.calls), key=lambda side: len(side[0]))
-    return listing([f"{_operands(call)} on {_ranks(ranks)}" for ranks, call in sides])
 
 
 def _remedy(one: StuckCall, verdict: HangVerdict) -> str:

@@ -8,8 +8,9 @@ itself wait in a call of another group; the rank to look at is the one that wait
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import islice
 
 from keepbusy.hang.collective_log import CollectiveCall, CollectiveLog, Operand
 
@@ -45,6 +46,16 @@ class StuckCall:
         kinds = [call.kind for call in self.calls.values()]
         return max(kinds, key=kinds.count)
 
+    @property
+    def reason(self) -> int:
+        """What differs can never end; who never came is next; then who is unknown, and what has no visible cause. What
+        waits for another call comes last."""
+        return (self.differ, bool(self.culprits), bool(self.unknown), not self.absent, True).index(True)
+
+
+_HELD = 4
+"""The reason of what waits for another call."""
+
 
 @dataclass(frozen=True)
 class HangVerdict:
@@ -63,30 +74,26 @@ def explain_hang(logs: Sequence[CollectiveLog]) -> HangVerdict:
     stuck = [*job.collectives(), *job.messages()]
     waiting = {rank for one in stuck for rank in one.waiting}
     told = [replace(one, held=tuple(rank for rank in one.absent if rank in waiting)) for one in stuck]
-    first = [one for one in told if one.differ or one.culprits or one.unknown or not one.absent]
     return HangVerdict(
-        tuple(job.logs), job.unknown, tuple(sorted(told, key=_first_cause)),
+        tuple(job.logs),
+        job.unknown,
+        tuple(sorted(told, key=_order)),
         {log.rank: log.calls[-1] for log in logs if log.calls},
-        any(log.has_lines for log in logs), bool(told) and not first,
-    )  # fmt: skip
+        any(log.has_lines for log in logs),
+        bool(told) and all(one.reason == _HELD for one in told),
+    )
 
 
-def _first_cause(one: StuckCall) -> tuple[int, bool, int]:
-    """What differs can never end; who never came comes next, and of such calls first what holds a rank back from
-    another; then what has no visible cause, and what waits for it."""
-    order = 0 if one.differ else 1 if one.culprits else 2 if one.unknown else 3 if not one.absent else 4
-    return order, bool(one.held), min((call.begun for call in one.calls.values()), default=0)
+def _order(one: StuckCall) -> tuple[int, bool, int]:
+    """Of calls with the same reason first what holds a rank back from another."""
+    return one.reason, bool(one.held), min((call.begun for call in one.calls.values()), default=0)
 
 
-@dataclass
 class _Job:
     """All ranks' calls, by group and number."""
 
-    given: Sequence[CollectiveLog]
-    logs: dict[int, CollectiveLog] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.logs = {log.rank: log for log in self.given}
+    def __init__(self, logs: Sequence[CollectiveLog]) -> None:
+        self.logs = {log.rank: log for log in logs}
 
     @cached_property
     def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]]:
@@ -101,16 +108,17 @@ class _Job:
 
     @cached_property
     def unknown(self) -> tuple[int, ...]:
-        named = {rank for log in self.given for members in log.groups.values() for rank in members}
+        named = {rank for log in self.logs.values() for members in log.groups.values() for rank in members}
         return tuple(sorted(named - set(self.logs)))
+
+    def _title(self, group: str) -> str:
+        return next((log.titles[group] for log in self.logs.values() if group in log.titles), "")
 
     def _members(self, group: str, members: tuple[int, ...]) -> tuple[int, ...]:
         """Where the dump does not say: all ranks that may be of the first group, else those that called it."""
         if members:
             return members
-        titles = {log.titles.get(group) for log in self.given}
-        whole = "default_pg" in titles
-        return tuple(sorted(self.logs if whole else self.groups[group, members]))
+        return tuple(sorted(self.logs if self._title(group) == "default_pg" else self.groups[group, members]))
 
     def collectives(self) -> Iterator[StuckCall]:
         for (group, members), calls in self.groups.items():
@@ -118,47 +126,45 @@ class _Job:
             begin = max(min(numbers) for numbers in calls.values())  # before it some have forgotten theirs
             numbers = sorted({number for one in calls.values() for number in one if number >= begin})
             stuck = (self._stuck(group, number, everyone, calls) for number in numbers)
-            yield from (one for one in [next(filter(None, stuck), None)] if one)
+            yield from islice(filter(None, stuck), 1)
 
     def _stuck(
         self, group: str, number: int, members: Sequence[int], calls: Mapping[int, Mapping[int, CollectiveCall]]
     ) -> StuckCall | None:
         """None where all is well: all came, all ended, or it ended for those who are there."""
         came = {rank: calls[rank][number] for rank in members if number in calls.get(rank, {})}
-        pending = [rank for rank, call in came.items() if not call.ended]
-        differ = _differ(list(came.values()), bool(pending))
+        pending = not all(call.ended for call in came.values())
+        differ = _differ(list(came.values()), pending)
         if not pending and not differ:
             return None
-        gone = [rank for rank in members if rank in self.logs and rank not in came]
-        absent = {rank: _last(calls.get(rank, {}), number) for rank in gone}
-        unknown = tuple(rank for rank in members if rank not in self.logs)
-        title = next((log.titles[group] for log in self.given if group in log.titles), "")
-        return StuckCall(group, title, number, came, absent, unknown, differ)
+        known = set(self.logs).intersection(members)
+        absent = {rank: _last(calls.get(rank, {}), number) for rank in members if rank in known - set(came)}
+        unknown = tuple(rank for rank in members if rank not in known)
+        return StuckCall(group, self._title(group), number, came, absent, unknown, differ)
 
     def messages(self) -> Iterator[StuckCall]:
         """Sends and receives that did not end, of each rank the first."""
         for rank, log in self.logs.items():
             pending = next((call for call in log.calls if call.is_message and not call.ended), None)
-            parts = pending.operands if pending else ()
-            stuck = (self._message(rank, pending, part) for part in parts if pending and part.ends)
-            yield from (one for one in [next(filter(None, stuck), None)] if one)
+            if pending is not None:
+                stuck = (self._message(rank, pending, part) for part in pending.operands if part.ends)
+                yield from islice(filter(None, stuck), 1)
 
     def _message(self, rank: int, call: CollectiveCall, part: Operand) -> StuckCall | None:
         """None where the other end is there and takes as much: then the network is at it, or another message."""
         call = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
-        log, peer = self.logs[rank], self._peer(rank, call.group, part)
-        title = log.titles.get(call.group, "")
+        stuck = partial(StuckCall, call.group, self._title(call.group), call.number)
+        peer = self._peer(rank, call.group, part)
         if peer not in self.logs:
-            return StuckCall(call.group, title, call.number, {rank: call}, {}, (peer,), False)
-        its = [one for one in self.logs[peer].calls if one.is_message and one.group == call.group]
+            return stuck({rank: call}, {}, (peer,), False)
+        mine, its = (_messages(self.logs[one], call.group) for one in (rank, peer))
         other = next((one for one in its if not one.ended and _other_end(one, part)), None)
-        if not other and _all_known(its, log.calls, call.group) and _count(its, part, True) >= _count(log.calls, part):
-            return None  # it has ended there: what this call waits for is another part of it
-        if not other:
-            return StuckCall(call.group, title, call.number, {rank: call}, {peer: its[-1] if its else None}, (), False)
-        if part.kind == "recv" or _size(part) == _size(_other_end(other, part) or part):
-            return None
-        return StuckCall(call.group, title, call.number, {rank: call, peer: other}, {}, (), True)
+        if other is not None:
+            differ = part.kind == "send" and _size(part) != _size(_other_end(other, part) or part)
+            return stuck({rank: call, peer: other}, {}, (), True) if differ else None
+        if _has_arrived(part, mine, its):
+            return None  # what this call waits for is another part of it
+        return stuck({rank: call}, {peer: its[-1] if its else None}, (), False)
 
     def _peer(self, rank: int, group: str, part: Operand) -> int:
         """Ends are told as places among the group's members."""
@@ -168,12 +174,15 @@ class _Job:
         return members[place] if place < len(members) else place
 
 
-def _all_known(its: Sequence[CollectiveCall], mine: Sequence[CollectiveCall], group: str) -> bool:
-    """Whether both rings still hold their first message of the group."""
-    first = [
-        min((one.number for one in calls if one.is_message and one.group == group), default=2) for calls in (its, mine)
-    ]
-    return max(first) <= 1
+def _messages(log: CollectiveLog, group: str) -> list[CollectiveCall]:
+    return [call for call in log.calls if call.is_message and call.group == group]
+
+
+def _has_arrived(part: Operand, mine: Sequence[CollectiveCall], its: Sequence[CollectiveCall]) -> bool:
+    """Whether the other rank has had as many of these messages, as far as both rings still hold their first one."""
+    if any(min((one.number for one in calls), default=2) > 1 for calls in (mine, its)):
+        return False
+    return _count(its, part, True) >= _count(mine, part)
 
 
 def _count(calls: Sequence[CollectiveCall], part: Operand, opposite: bool = False) -> int:
