@@ -90,14 +90,8 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
     links = _linked(ranks) if ranks > 1 else None
     if ranks > 1 and links is None:
         return
-    machine = None
-    if gpus:
-        from keepbusy.recording.probes import machine_figures
-
-        machine = machine_figures.measure()
-    over = f"{ranks} ranks over {links.backend}" if links else ""
-    names = [torch.cuda.get_device_name() if gpus else "", over, _software()]
-    yield f"keepbusy doctor · {' · '.join(filter(None, names))}\n"
+    machine = _measured() if gpus else None
+    yield _head(machine, links)
     if machine:
         yield "\n" + "".join(f"  {name:<26}{value}\n" for name, value in _figures(machine))
         found = [*found, *_slow(machine)]
@@ -111,6 +105,17 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
             part.write_text(written(machine, links, gpus), encoding="utf-8")
         plan = f"keepbusy plan --gpus {ranks}" if links else "keepbusy run"
         yield f"\n{path} is this machine: {plan} --on {path} train.py\n"
+
+
+def _head(machine: MachineFigures | None, links: LinkFigures | None) -> str:
+    gpu, over = machine.name if machine else "", f"{len(links.places)} ranks over {links.backend}" if links else ""
+    return f"keepbusy doctor · {' · '.join(filter(None, [gpu, over, _software()]))}\n"
+
+
+def _measured() -> MachineFigures:
+    from keepbusy.recording.probes import machine_figures
+
+    return machine_figures.measure()
 
 
 def _check(ranks: int, gpus: int) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""Its name since PyTorch 2.13."""
+
 
 @dataclass(frozen=True)
 class RankLayout:

@@ -101,12 +101,16 @@ def _in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: A
             state[f"{prefix}{name}"] = reordered(state[f"{prefix}{name}"], order)
 
 
+def saved_keys(saved: dict[str, Any]) -> list[Any]:
+    """By which an optimizer's state knows its parameters, in their order: numbers, or names."""
+    return [key for group in saved["param_groups"] for key in group["params"]]
+
+
 def _turned(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Mapping[int, Tensor]) -> dict[str, Any]:
     """An optimizer's state, whose rows are turned with those of its parameters."""
-    keys = [key for group in saved["param_groups"] for key in group["params"]]  # numbers, or names
     held = [one for group in optimizer.param_groups for one in group["params"]]
     state = dict(saved["state"])
-    for key, parameter in zip(keys, held, strict=True):
+    for key, parameter in zip(saved_keys(saved), held, strict=True):
         if id(parameter) in orders and key in state:
             order = orders[id(parameter)]
             state[key] = {

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepbusy.runtime.spread.layout import own_part
+from keepbusy.runtime.spread.layout import gather, own_part
 
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names since PyTorch 2.13
-_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since PyTorch 2.13
 Exchange: TypeAlias = Callable[[Tensor, Any], Tensor]
 HEADS = re.compile(r"heads?$")
 """Attributes that count the heads of an attention: num_heads, n_head, num_key_value_heads."""
@@ -81,18 +80,22 @@ def regions_of(
     projection; gate, up and down. Or they follow each other in pairs. One layer may hold several of the features.
     `turns`: which module was called how early; in which order they were made says less.
     """
-    inner = module.named_modules(prefix=name)
-    layers = [one for _, one in inner if type(one) is nn.Linear and one not in claimed]
+    layers = [one for one in module.modules() if type(one) is nn.Linear and one not in claimed]
     layers = [one for one in layers if not any(id(own) in kept for own in one.parameters())]
     layers.sort(key=lambda one: turns.get(one, -1))
-    choices = [(layers[:-1], layers[-1])] if len(layers) > 1 else []
-    if len(layers) > 2:
-        choices += [([first], second) for first, second in itertools.pairwise(layers)]
-    for columns, row in choices:
+    for columns, row in _choices(layers):
         for segments in _segments(columns, row):
             if not any(rows % parts for rows in (*segments, *(one.out_features for one in columns))):
                 for numbers in _numbers(module, columns, row, segments, parts):
                     yield Region(name, module, columns, row, numbers, segments=segments)
+
+
+def _choices(layers: list[Any]) -> Iterator[tuple[list[Any], Any]]:
+    """All but the last before the last; each before the next."""
+    if len(layers) > 1:
+        yield layers[:-1], layers[-1]
+    if len(layers) > 2:
+        yield from (([first], second) for first, second in itertools.pairwise(layers))
 
 
 def _segments(columns: list[Any], row: Any) -> Iterator[tuple[int, ...]]:
@@ -311,7 +314,7 @@ def _piece(whole: Tensor, group: Any) -> Tensor:
 def _pieces(piece: Tensor, group: Any) -> Tensor:
     """All ranks', as whole sequences."""
     pieces = piece.new_empty(dist.get_world_size(group), *piece.shape)
-    _gather(pieces.view(-1), piece.reshape(-1), group=group)
+    gather(pieces.view(-1), piece.reshape(-1), group=group)
     return pieces.movedim(0, 1).flatten(1, 2)
 
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, Shard
+
+from keepbusy.runtime.spread.layout import gather
+from keepbusy.runtime.spread.parameters import saved_keys
 
 LARGE = 4 << 20
 """Bytes from which a parameter is gathered by itself, where it lies; smaller ones are copied together and back."""
 ELEMENTWISE = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam}
 ELEMENTWISE |= {optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
 """Optimizers that step on a slice as on the whole; any other takes norms and factors, for which it gets DTensors."""
-
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since PyTorch 2.13
 
 
 class ShardedStates:
@@ -81,7 +81,7 @@ class ShardedStates:
         waits, small = [], dict[torch.dtype, list[Tensor]]()
         for whole in (one.detach() for one in self._parameters() if one.dim()):
             if whole.nbytes >= LARGE and whole.shape[0] % self._ranks == 0 and whole.is_contiguous():
-                waits.append(_gather(whole, self._rows(whole), group=self._mesh.get_group(), async_op=True))
+                waits.append(gather(whole, self._rows(whole), group=self._mesh.get_group(), async_op=True))
             else:
                 small.setdefault(whole.dtype, []).append(whole)
         for wholes in small.values():
@@ -96,7 +96,7 @@ class ShardedStates:
         rows = [self._rows(one).reshape(-1) for one in wholes]
         torch._foreach_copy_([part[: len(row)] for part, row in zip(mine.split(sizes), rows, strict=True)], rows)
         gathered = mine.new_empty(self._ranks * len(mine))
-        _gather(gathered, mine, group=self._mesh.get_group())
+        gather(gathered, mine, group=self._mesh.get_group())
         parts = gathered.view(self._ranks, -1).split(sizes, dim=1)
         rows = [part.reshape(-1)[: one.numel()].view_as(one) for part, one in zip(parts, wholes, strict=True)]
         torch._foreach_copy_(wholes, rows)
@@ -115,8 +115,7 @@ class ShardedStates:
         return saved | {"state": states}
 
     def _loaded(self, _optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        keys = [key for group in saved["param_groups"] for key in group["params"]]  # numbers, or names
-        wholes = dict(zip(keys, self._parameters(), strict=True))
+        wholes = dict(zip(saved_keys(saved), self._parameters(), strict=True))
         return saved | {"state": {key: self._taken(wholes[key], held) for key, held in saved["state"].items()}}
 
     def _taken(self, whole: Tensor, held: dict[str, Any]) -> dict[str, Any]:

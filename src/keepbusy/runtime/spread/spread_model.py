@@ -126,12 +126,9 @@ class _Spreading:
         blocks = self._wrap(proof, whole)
         trained.repoint(self._inner)
         told = f"{layout}, {self._local_share():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
-        if cut:
-            told += f", {len(cut.regions)} regions cut"
-            told += f", sequences cut in {len(cut.stretches)} stretches" if cut.stretches else ""
+        told += f", {cut}" if cut else ""
         if proof is not None:
-            theory = Theory(model, layout, cut.collectives if cut else {}, norms, proof.unused, proof.repeats)
-            told += f"\nkeepbusy: {proof.prove(self.model, model, layout, theory, cut.uncut if cut else '')}"
+            told += f"\nkeepbusy: {self._proven(proof, cut, norms)}"
         if optimizer is not None:
             FirstStep(model, optimizer, layout)
             if layout.wraps and layout.shard == 1:
@@ -183,6 +180,11 @@ class _Spreading:
             again = layout.shard == 3 and module is not model
             fully_shard(module, mesh=layout.sharding_mesh, reshard_after_forward=again)
         return f", in {len(blocks)} blocks ({', '.join(kinds)})" if blocks else ", as one block"
+
+    def _proven(self, proof: Example, cut: TensorPlan | None, norms: int) -> str:
+        collectives, uncut = (cut.collectives, cut.uncut) if cut else ({}, "")
+        theory = Theory(self._inner, self._layout, collectives, norms, proof.unused, proof.repeats)
+        return proof.prove(self.model, self._inner, self._layout, theory, uncut)
 
     def _local_share(self) -> float:
         parameters = list(self._inner.parameters())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -30,35 +30,30 @@ Calls = Mapping[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 class TensorPlan:
     """The regions of a model that are cut, each tried against the whole module on what the example brought it."""
 
-    def __init__(self, model: nn.Module, layout: RankLayout, calls: Calls, asked: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, layout: RankLayout, calls: Calls, asked: Iterable[str]) -> None:
+        """`asked`: patterns of names of modules that stay whole."""
         self.regions: list[Region] = []
         self.stretches: list[dict[str, nn.Module]] = []
         """Blocks that hold pieces of the sequences between their regions, by name."""
         self._model, self._layout, self._calls = model, layout, calls
-        kept, names = set(tied_parameters(model)), {one: name for name, one in model.named_modules()}
-        self._names = names
-        self._whole = {one for one, name in names.items() if _asked(name, asked) == "whole"}
-        kept |= {id(own) for one in self._whole for own in one.parameters()}
-        claimed: set[nn.Module] = set()
-        turns = {one: turn for turn, one in enumerate(calls)}
-        decided: dict[str, _Known | None] = {}
-        for name, module in reversed(list(model.named_modules())):  # inner ones come first
-            while module in calls and list(module.children()):  # a module may hold several
-                look = f"{module} {_ways(module)} {[path for path, one in module.named_modules() if one in claimed]}"
-                if look not in decided:
-                    found = self._first_right(regions_of(name, module, claimed, kept, layout.tensor, turns))
-                    decided[look] = _described(found, module) if found else None
-                if (known := decided[look]) is None:
-                    break
-                region = _like(known, name, module)
+        self._names = {one: name for name, one in model.named_modules()}
+        whole = [one for one, name in self._names.items() if any(fnmatchcase(name, pattern) for pattern in asked)]
+        self._kept = {*tied_parameters(model), *(id(own) for one in whole for own in one.parameters())}
+        self._turns = {one: turn for turn, one in enumerate(calls)}
+        self._decided: dict[str, _Known | None] = {}
+        for module, name in reversed(self._names.items()):  # inner ones come first, and one may hold several
+            while region := self._next_region(name, module):
                 self.regions.append(region)
-                claimed |= {*region.columns, region.row}
         self.regions.reverse()
         if not self.regions:
             raise ValueError(
                 f"spread found no layers to cut in {layout.tensor}: in no module do Linear layers follow each other by "
                 "columns and rows, with widths and heads that it divides; leave tensor= out"
             )
+
+    def __str__(self) -> str:
+        stretches = f", sequences cut in {len(self.stretches)} stretches" if self.stretches else ""
+        return f"{len(self.regions)} regions cut{stretches}"
 
     def _caller(self, module: nn.Module) -> nn.Module:
         """The innermost module around it that was called."""
@@ -68,8 +63,18 @@ class TensorPlan:
             module = self._model.get_submodule(name)
         return module
 
-    def _first_right(self, choices: Any) -> Region | None:
-        return next((one for one in choices if self._is_right(one)), None)
+    def _next_region(self, name: str, module: nn.Module) -> Region | None:
+        """What can be cut in a module besides the regions there are. Modules that look alike are tried once."""
+        if module not in self._calls or not list(module.children()):
+            return None
+        claimed = {one for region in self.regions for one in (*region.columns, region.row)}
+        look = f"{module} {_ways(module)} {[path for path, one in module.named_modules() if one in claimed]}"
+        if look not in self._decided:
+            choices = regions_of(name, module, claimed, self._kept, self._layout.tensor, self._turns)
+            right = next((one for one in choices if self._is_right(one)), None)
+            self._decided[look] = _described(right, module) if right else None
+        known = self._decided[look]
+        return _like(known, name, module) if known else None
 
     def _is_right(self, region: Region) -> bool:
         """The same on all ranks, or it would not be a plan."""
@@ -182,26 +187,13 @@ class TensorPlan:
 
     def apply(self, random: bool) -> None:
         """Every parameter becomes a DTensor, so that optimizers and clipping never meet two kinds."""
-        mesh, layout = self._layout.mesh["tensor"], self._layout
+        layout = self._layout
         seeds = Seeds(layout.tensor_rank, layout.device, random)
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
-            region, role = self._region_of.get(module), self._role(module)
-            order = region.order(module, layout.tensor) if region else None
-            if order is not None:
-                keep_order(module, order)
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                cut = cut_of(role, name)
-                placement = Replicate() if cut is None else Shard(cut)
-                if id(parameter) not in made:
-                    whole = reordered(parameter.detach(), order)
-                    shared = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-                    made[id(parameter)] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+            self._share_parameters(module, made)
             if module._parameters:
-                own = Cut(module, region, layout.tensor_group, seeds, module in self._on_pieces)
+                own = Cut(module, self._region_of.get(module), layout.tensor_group, seeds, module in self._on_pieces)
                 own.attach(self._caller(module))
         for region in self.regions:
             region.divide(layout.tensor)
@@ -211,9 +203,20 @@ class TensorPlan:
                 if region.gathers == "module" and any(region.module in {*one.modules()} for one in blocks.values()):
                     stretch.gather_at(region.module, region.columns[0].in_features)
 
-
-def _asked(name: str, asked: Mapping[str, str]) -> str | None:
-    return next((role for pattern, role in asked.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    def _share_parameters(self, module: nn.Module, made: dict[int, nn.Parameter]) -> None:
+        """`made`: what stands for each parameter of before, which may be held twice."""
+        region, role = self._region_of.get(module), self._role(module)
+        order = region.order(module, self._layout.tensor) if region else None
+        if order is not None:
+            keep_order(module, order)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in made:
+                cut = cut_of(role, name)
+                placement = Replicate() if cut is None else Shard(cut)
+                whole = reordered(parameter.detach(), order)
+                shared = distribute_tensor(whole, self._layout.mesh["tensor"], [placement], src_data_rank=None)
+                made[id(parameter)] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made.get(id(parameter))
 
 
 def _ways(module: nn.Module) -> list[Any]:
