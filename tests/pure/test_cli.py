@@ -545,7 +545,7 @@ def test_many_ranks_are_shown_as_the_pattern_they_match(tmp_path: Path, monkeypa
 def test_what_needs_pytorch_says_so(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(f"keepbusy.cli.{verb}.find_spec", lambda name: None)
+    monkeypatch.setattr("keepbusy.cli.console.output.find_spec", lambda name: None)
     (tmp_path / "train.py").touch()
     code, _, error = ask(capsys, verb, *(["--gpus", "2"] if verb == "plan" else []), str(tmp_path / "train.py"))
     assert code == 2

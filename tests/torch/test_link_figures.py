@@ -23,7 +23,7 @@ KINDS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 
 def test_the_links_of_two_processes(tmp_path: Path, warm_python: WarmPython) -> None:
-    done = warm_python.keepbusy("doctor", "--ranks", "2", "--save", "mine.toml", cwd=tmp_path, timeout=300)
+    done = warm_python.keepbusy("doctor", "--ranks", "2", "--save", "mine.toml", cwd=tmp_path, timeout=300, agent=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("keepbusy doctor · 2 ranks over gloo · PyTorch ")
     there, back = re.findall(r"rank [01] .*?([\d.]+) ", done.stdout.replace("\n", " \n"))

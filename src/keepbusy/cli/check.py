@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import check_place, replacing, show, without_pytorch
+from keepbusy.cli.console.output import check_place, need_pytorch, replacing, show
 from keepbusy.cli.console.sources import SAVED
 from keepbusy.cli.console.values import whole_number
+from keepbusy.cli.program import machine_options
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.timeline.errors import BadInput
 
@@ -56,16 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", metavar="FILE.xml", type=Path, help="write the verdict as a JUnit file, too")
     parser.add_argument("--sarif", metavar="FILE", type=Path, help="write it as SARIF, too, for editors")
     parser.add_argument("--github", action="store_true", help="print GitHub's annotations, a line each, too")
-    parser.add_argument("--on", metavar="DEVICE", default="h200", help="the virtual GPU (default h200)")
-    parser.add_argument("--gpus", metavar="N", default="1", help="how many of them (default 1)")
-    parser.add_argument("--ranks", metavar="N", default="1", help="run N ranks, a GPU each, through torchrun")
+    machine_options.add_devices(parser, "h200")
     parser.add_argument(
         "--values", choices=("real", "none"), default="real", help="none: compute nothing; what is read is zero"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
-    parser.add_argument(
-        "program", metavar="PROGRAM", nargs=argparse.PARSER, help="a script with its own arguments, or a saved run"
-    )
+    machine_options.add_program(parser, "a script with its own arguments, or a saved run", "PROGRAM")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
@@ -97,14 +92,13 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 def _timeline(options: argparse.Namespace) -> Timeline:
     from keepbusy.timeline.busy_file import load
 
-    script, *arguments = options.program[options.program[0] == "--" :]
+    script, arguments = machine_options.program_in(options)
     if script.endswith(SAVED):
         return load(Path(script))
-    if find_spec("torch") is None:
-        raise BadInput(without_pytorch("`keepbusy check`"))
+    need_pytorch("`keepbusy check`")
     kept = make_folder() / f"run{SAVED}"
-    command = ["run", "--on", options.on, "--gpus", options.gpus, "--ranks", options.ranks]
-    command += ["--clock", "modelled", "--values", options.values, "--save", str(kept), "--quiet"]
+    command = ["run", "--on", options.on, "--clock", "modelled", "--save", str(kept), "--quiet"]
+    command += machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "values"))
     command += ["-m"] if options.module else []
     environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
     ended = subprocess.run(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli.console.output import replacing, show, without_pytorch
+from keepbusy.cli.console.output import need_pytorch, replacing, show
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.run_folder import make_folder
@@ -48,21 +48,16 @@ LEAST_GAIN = 0.01
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write the fixes that hold into the source")
-    machine_options.add_to(parser, "h200")
-    parser.add_argument(
-        "program",
-        metavar="SCRIPT",
-        nargs=argparse.PARSER,
-        help="the program, and its own arguments: a short run will do",
-    )
+    machine_options.add_devices(parser, "h200")
+    machine_options.add_clocks(parser)
+    machine_options.add_program(parser, "the program, and its own arguments: a short run will do")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """The plan first; then each of its fixes on top of those before it that hold."""
     if find_spec("libcst") is None:
         raise BadInput("keepbusy fix needs LibCST: `pip install libcst`. `keepbusy run --fix` does without.")
-    if find_spec("torch") is None:
-        raise BadInput(without_pytorch("`keepbusy fix`"))
+    need_pytorch("`keepbusy fix`")
     runs = CandidateRuns(options, make_folder())
     held = _tried(runs, runs.tried({}, "as it is"))
     told = [*_diffs(held)]
@@ -123,18 +118,21 @@ class CandidateRuns:
     """The program, run with other sources in place of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        script, *arguments = options.program[options.program[0] == "--" :]
-        self._folder, self._count, self._agrees = folder, 0, False
+        script, arguments = machine_options.program_in(options)
+        self._folder, self._count = folder, 0
+        self._disagrees: str | None = None
+        """In what the program differs from itself, once that is known."""
         self._is_modelled = options.clock == "modelled"
         self.name = f"-m {script}" if options.module else script
         given = machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
     def tried(self, sources: dict[str, str], what: str) -> TrialRun:
-        """`what`: which run it is, for who looks on."""
+        """`what`: which run it is, for who looks on. Of a program that differs from itself nothing more is run."""
         from keepbusy.fix.source.proof import RunResults
         from keepbusy.timeline.busy_file import load
 
+        self._refuse_if_it_disagrees()
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
@@ -159,7 +157,9 @@ class CandidateRuns:
         sources, before = without
         different = (own if tolerance else before).computed.same(after.computed, tolerance)
         if different:
-            self._agree_with_itself(own)
+            if self._disagrees is None:
+                self._disagrees = own.computed.same(self.tried({}, "as it is, again").computed, 0)
+            self._refuse_if_it_disagrees()
             raise BadInput(different)
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
@@ -173,16 +173,12 @@ class CandidateRuns:
         predicted = f", {duration(max(0, planned.gain))} predicted" if way == planned.fix else ""
         return f"gains {duration(was - now)} a step{predicted}; {same}"
 
-    def _agree_with_itself(self, own: TrialRun) -> None:
-        """A program that does not compute the same twice proves nothing of a fix."""
-        if not self._agrees:
-            different = own.computed.same(self.tried({}, "as it is, again").computed, 0)
-            if different:
-                raise BadInput(
-                    f"this program does not compute the same twice ({different}), so nothing can be proven: "
-                    "give it a seed, and no checkpoint to resume from"
-                )
-            self._agrees = True
+    def _refuse_if_it_disagrees(self) -> None:
+        if self._disagrees:
+            raise BadInput(
+                f"this program does not compute the same twice ({self._disagrees}), so nothing can be proven: "
+                "give it a seed, and no checkpoint to resume from"
+            )
 
     def _run(self, sources: dict[str, str], folder: Path, what: str) -> None:
         from keepbusy.fix.source.proof import ASKED

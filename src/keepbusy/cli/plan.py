@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keepbusy.cli.console.output import complain, without_pytorch
+from keepbusy.cli.console.output import complain, need_pytorch
 from keepbusy.cli.console.values import whole_number
+from keepbusy.cli.program import machine_options
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.report.words import duration, listing, share
 from keepbusy.timeline.errors import BadInput
@@ -105,15 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trials at a time",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
-    parser.add_argument("program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program, and its own arguments")
+    machine_options.add_program(parser, "the program, and its own arguments")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.virtual.costs.device import read
 
-    if find_spec("torch") is None:
-        raise BadInput(without_pytorch("`keepbusy plan`"))
+    need_pytorch("`keepbusy plan`")
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
@@ -128,7 +126,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     plan = LayoutPlan(trials, device.memory.size - CONTEXT, options.price, options.gpus)
     if options.json:
         return (json.dumps(plan.as_json(), indent=1), "\n")
-    head = f"keepbusy plan · {Path(options.program[0]).name} on {options.gpus} × {device.name}"
+    head = f"keepbusy plan · {Path(machine_options.program_in(options)[0]).name} on {options.gpus} × {device.name}"
     hosts = -(-gpus // of_host)
     return (f"{head}{f', {hosts} hosts of {of_host}' if hosts > 1 else ''}\n\n", *plan.told())
 

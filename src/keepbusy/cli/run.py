@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import keepbusy
 from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, rendered, rendered_comparison, save, write_page
-from keepbusy.cli.console.output import StandardStreams, check_place, sentence_of, without_pytorch
+from keepbusy.cli.console.output import StandardStreams, check_place, need_pytorch, sentence_of
 from keepbusy.cli.program import launch, machine_options, supervised_run
 from keepbusy.instrument.children import follow_with
 from keepbusy.instrument.script import flush
@@ -49,14 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
     _add_of_the_fixes(parser)
-    parser.add_argument(
-        "program", metavar="SCRIPT", nargs=argparse.PARSER, help="the program to run, unchanged, and its own arguments"
-    )
+    machine_options.add_program(parser, "the program to run, unchanged, and its own arguments")
 
 
 def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
     """On what the program runs."""
-    machine_options.add_to(parser, "auto")
+    machine_options.add_devices(parser, "auto")
+    machine_options.add_clocks(parser)
     parser.add_argument(
         "--alike",
         action="store_true",
@@ -124,12 +122,11 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
     from keepbusy.instrument import script
 
-    options.script, *options.arguments = options.program[options.program[0] == "--" :]
+    options.script, options.arguments = machine_options.program_in(options)
     _check_files(options)
     if not options.module:
         script.find(options.script)
-    if find_spec("torch") is None:
-        raise BadInput(without_pytorch("`keepbusy run`"))
+    need_pytorch("`keepbusy run`")
     if options.fix or options.without or options.also:
         from keepbusy.fix.live.live_fixes import chosen
 

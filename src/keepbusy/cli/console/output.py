@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from keepbusy import __version__
@@ -112,6 +113,11 @@ def sentence_of(error: Exception) -> str:
         f"this is a bug of keepbusy {__version__}, not of your input ({f'{type(error).__name__}: {error}'[:200]}). "
         f"Please report it at {ISSUES}; KEEPBUSY_DEBUG=1 shows the traceback to put into the report."
     )
+
+
+def need_pytorch(what: str) -> None:
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch(what))
 
 
 def without_pytorch(what: str) -> str:

@@ -1,4 +1,4 @@
-"""On what a program runs: what `keepbusy run` and `keepbusy fix` are both asked, and what another run is told of it."""
+"""A program and on what it runs: what the verbs that run one are all asked, and what another run is told of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ MOST_RANKS = 64
 """That are started on one machine."""
 
 
-def add_to(parser: argparse.ArgumentParser, on: str) -> None:
+def add_program(parser: argparse.ArgumentParser, what: str, metavar: str = "SCRIPT") -> None:
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+    parser.add_argument("program", metavar=metavar, nargs=argparse.PARSER, help=what)
+
+
+def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """The script and its own arguments, which `--` may part from ours."""
+    script, *arguments = options.program[1:] if options.program[0] == "--" else options.program
+    return script, arguments
+
+
+def add_devices(parser: argparse.ArgumentParser, on: str) -> None:
     """`on`: the device where none is named."""
     parser.add_argument(
         "--on",
@@ -30,6 +41,9 @@ def add_to(parser: argparse.ArgumentParser, on: str) -> None:
         default=1,
         help="run N ranks, a GPU each, through torchrun",
     )
+
+
+def add_clocks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clock",
         choices=("measured", "modelled"),
@@ -43,7 +57,6 @@ def add_to(parser: argparse.ArgumentParser, on: str) -> None:
         help="what the program's own clocks (time.time, perf_counter, timeit) show on a virtual GPU: "
         "the time of the report, or the real one",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
 
 
 def handed_on(
