@@ -130,12 +130,10 @@ def _serve() -> None:
     atexit.register(_keep_installed)
     for module in IMPORTED:
         import_module(module)
-    from keepbusy.virtual.pytorch.kernels import overload_named
-
-    for name in import_module("torch")._C._dispatch_get_all_op_names():
-        if name.startswith("aten::"):
-            overload_named(name)  # PyTorch keeps them
     from keepbusy.cli.program import launch
+    from keepbusy.virtual.pytorch import operators
+
+    operators.prepare()
 
     library = ctypes.CDLL(None)
     library.on_exit(library._exit, None)

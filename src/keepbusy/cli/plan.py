@@ -198,6 +198,7 @@ def serve(jobs: int) -> None:
     run with the others."""
     for module in IMPORTED:
         import_module(module)
+    import_module("keepbusy.virtual.pytorch.operators").prepare()
     gc.freeze()
     left, running = list(enumerate(json.load(sys.stdin))), dict[int, tuple[int, Mapping[str, Any]]]()
     while left or running:

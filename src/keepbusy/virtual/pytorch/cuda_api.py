@@ -527,6 +527,8 @@ def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) ->
     for name, answer in ours.items():
         setattr(owner, name, answer)
     for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
+        if by_identity.keys().isdisjoint(map(id, vars(module).values())):  # few of two thousand hold one
+            continue
         for name, value in list(vars(module).items()):
             if id(value) in by_identity:
                 setattr(module, name, by_identity[id(value)])

@@ -32,13 +32,19 @@ _LIBRARIES: list[Any] = []
 """Their registrations last as long as they do."""
 
 
+def prepare() -> None:
+    """Make what is registered, which takes most of the time: forks of this process then have it."""
+    dense_kernels()
+    sparse_kernels()
+
+
 def register() -> None:
     """From now on operators of the CUDA device are ours."""
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _LIBRARIES.extend([aten, everything])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a CUDA build every kernel stands in for another
-        for name, kernel in _dense_kernels().items():
+        for name, kernel in dense_kernels().items():
             aten.impl(name, kernel, "CUDA")
         for name, kernel in whole_operators().items():
             aten.impl(name, kernel, "AutogradCUDA")
@@ -46,7 +52,7 @@ def register() -> None:
         on_demand = cache(_kernel)  # of operators that other packages register
         everything.fallback(lambda overload, *args, **kwargs: on_demand(overload)(*args, **kwargs), "CUDA")
         # on a CUDA build other layouts have native kernels, which must never be reached
-        sparse = _sparse_kernels()
+        sparse = sparse_kernels()
         for name in {*_registered("SparseCUDA"), *sparse}:
             aten.impl(name, sparse.get(name) or _refusal_of_layout("sparse", name), "SparseCUDA")
         everything.fallback(_refuse_any("sparse"), "SparseCUDA")
@@ -77,7 +83,8 @@ def _registered(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-def _dense_kernels() -> dict[str, Callable[..., Any]]:
+@cache
+def dense_kernels() -> dict[str, Callable[..., Any]]:
     every = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     computed = {*_registered("CPU"), *_registered("CUDA"), *OPERATORS["kept_together"], *ON_HOST}
     computed |= {name for name in every if name.startswith(("_foreach_", "_fused_"))}
@@ -104,7 +111,8 @@ def _layout_named(name: str) -> str | None:
     return None if name.startswith("_sparse_coo") else next(named, None)
 
 
-def _sparse_kernels() -> dict[str, Callable[..., Any]]:
+@cache
+def sparse_kernels() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for name in _registered("SparseCPU"):
         overload = overload_named(name)
