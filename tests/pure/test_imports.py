@@ -156,16 +156,16 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "hang": 663,
+    "hang": 661,
     "timeline": 2535,
     "traces": 2409,
     "instrument": 2245,
     "recording": 4105,
-    "virtual": 8714,
+    "virtual": 8724,
     "explain": 4427,
     "report": 3245,
-    "runtime": 6170,
-    "cli": 3526,
+    "runtime": 6184,
+    "cli": 3536,
     "fix": 6620,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
