@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import loops, timelines
 
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
-from keepbusy.timeline.replay import NEVER, replay, run, settle, steady
+from keepbusy.timeline.replay import NEVER, replay, run, settle
 from keepbusy.timeline.steps import whole_steps
 
 seldom = settings(max_examples=120)
@@ -177,6 +177,6 @@ def test_what_somebody_waits_for_is_not_joined() -> None:
 def test_the_slowest_lane_sets_the_pace() -> None:
     """The host needs 60 µs a step and the device 200: their pace is the device's, once its queue is full."""
     whole = whole_steps(loop(lambda run: run.work(55).launch(kernel=199), pending_limit=20))
-    steady_run = steady(whole, 60)
+    steady_run = run(whole, rounds=10)
     assert steady_run.pace == 200_000
     assert whole.lanes[steady_run.slowest].name == "stream 7"
