@@ -56,7 +56,7 @@ class Role(IntFlag):
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
 """What marks steps, the surest first."""
-OWN_STEP, PROFILER_STEP, OPTIMIZER_STEP = STEP_MARKS
+OWN_STEP, PROFILER_STEP = STEP_MARKS[:2]
 DDP_FORWARD, EVENT_WAIT = "DistributedDataParallel.forward", "cudaEventSynchronize"
 
 _SCALARS = ("item", "_local_scalar_dense", "is_nonzero")

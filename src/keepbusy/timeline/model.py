@@ -14,7 +14,7 @@ have arrived there too. So a replay is one pass from top to bottom.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -226,18 +226,30 @@ class Timeline:
         return self.spans.kind >= Kind.KERNEL
 
     @property
+    def launches(self) -> Links:
+        """From each launch to its commands."""
+        return self.links.take(self.links.kind == LinkKind.LAUNCH)
+
+    @property
+    def rank_of_lanes(self) -> Ints:
+        return np.array([lane.rank for lane in self.lanes], np.int64)
+
+    @property
     def rank_of_rows(self) -> Ints:
-        return np.array([lane.rank for lane in self.lanes], np.int64)[self.spans.lane]
+        return self.rank_of_lanes[self.spans.lane]
 
     def rows_of(self, lane: int) -> Ints:
         return np.flatnonzero(self.spans.lane == lane)
 
     def marks_of(self, rank: int) -> Ints:
-        lanes = np.array([lane.rank for lane in self.lanes])
-        return self.marks[lanes[self.spans.lane[self.marks]] == rank]
+        return self.marks[self.rank_of_lanes[self.spans.lane[self.marks]] == rank]
 
     def change(self, **parts: Any) -> Timeline:
         return replace(self, **parts)
+
+    def marked(self, each: Iterable[Ints]) -> Timeline:
+        """With these marks of each rank in place of those that it has."""
+        return replace(self, marks=np.sort(np.concatenate(list(each))))
 
     def change_facts(self, **facts: Any) -> Timeline:
         return replace(self, facts=replace(self.facts, **facts))
@@ -256,11 +268,11 @@ class Timeline:
         alive = kept[target] & (source != NONE) & ~launched
         links = self.links.take(alive).change(source=new[source[alive]], target=new[target[alive]])
         marks = new[next_kept(self.spans.lane, kept)[self.marks]] if len(self.marks) else self.marks
-        return replace(self, spans=self.spans.take(np.flatnonzero(kept)), links=links, marks=marks)
+        return replace(self, spans=self.spans.take(kept), links=links, marks=marks)
 
     def keep_frames(self, kept: Mask) -> Timeline:
         """Without the other frames, none of which may be around one that is kept."""
-        new, frames = np.where(kept, np.cumsum(kept) - 1, NONE), self.frames.take(np.flatnonzero(kept))
+        new, frames = np.where(kept, np.cumsum(kept) - 1, NONE), self.frames.take(kept)
         return self.change(spans=self.spans.renumbered(frames=new), frames=frames.renumbered(frames=new))
 
 

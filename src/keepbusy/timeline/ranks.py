@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.timeline.frame_roles import PROFILER_STEP
-from keepbusy.timeline.model import NONE, Ints, Kind, Lane, LinkKind, Meetings, Timeline
+from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Meetings, Timeline
 from keepbusy.timeline.replay import last_arrival, settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.timeline.run_tree import LOOP, Part, UnevenLoop
@@ -166,13 +166,11 @@ def _match(timeline: Timeline) -> Timeline:
 
 def _profiled_step(timeline: Timeline) -> Ints:
     """Of each command the number of the profiler's step in which it was launched, or NONE."""
-    frames, links, found = timeline.frames, timeline.links, np.full(len(timeline), NONE, np.int64)
+    frames, launches, found = timeline.frames, timeline.launches, np.full(len(timeline), NONE, np.int64)
     numbers = np.array([_number(name) for name in timeline.names], np.int64)[frames.name]
-    lanes = np.array([lane.rank for lane in timeline.lanes], np.int64)
-    launches = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
     launched, rank = timeline.spans.start[launches.source], timeline.rank_of_rows[launches.source]
     for one in timeline.ranks:
-        steps = np.flatnonzero((numbers != NONE) & (lanes[frames.lane] == one))
+        steps = np.flatnonzero((numbers != NONE) & (timeline.rank_of_lanes[frames.lane] == one))
         steps, mine = steps[np.argsort(frames.start[steps], kind="stable")], np.flatnonzero(rank == one)
         begun = np.searchsorted(frames.start[steps], launched[mine], side="right") - 1
         found[launches.target[mine]] = np.where(begun == NONE, NONE, np.append(numbers[steps], NONE)[begun])

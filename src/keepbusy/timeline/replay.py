@@ -255,7 +255,7 @@ def _releases(timeline: Timeline) -> dict[int, list[Release]]:
 
 def launched_lane(timeline: Timeline) -> Ints:
     """Of each launch, the lane of its first command; NONE for every other row."""
-    links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    links = timeline.launches
     lane = np.full(len(timeline), NONE, np.int64)
     lane[links.source[::-1]] = timeline.spans.lane[links.target[::-1]]
     return lane
@@ -263,10 +263,9 @@ def launched_lane(timeline: Timeline) -> Ints:
 
 def continued(timeline: Timeline) -> Mask:
     """The commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
-    links, count = timeline.links, len(timeline)
+    links, count = timeline.launches, len(timeline)
     launch = np.full(count + 1, NONE, np.int64)  # the last place is for rows with none before
-    mine = links.kind == LinkKind.LAUNCH
-    launch[links.target[mine]] = links.source[mine]
+    launch[links.target] = links.source
     return (launch[:count] != NONE) & (launch[:count] == launch[previous_on_lane(timeline.spans.lane)])
 
 
@@ -320,8 +319,7 @@ def _lags(timeline: Timeline) -> Timeline:
 
 def typical_lags(timeline: Timeline) -> tuple[int, int]:
     """Between two commands that stood ready, and from a launch to its command on an idle stream."""
-    spans, links = timeline.spans, timeline.links
-    launches = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
+    spans, launches = timeline.spans, timeline.launches
     launch, command = launches.source, launches.target
     before = previous_on_lane(spans.lane)[command]
     tail = np.where(before == NONE, NEVER, spans.end[before])
@@ -351,7 +349,7 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
         tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER
         awaited[mine] = np.maximum(awaited[mine], tail)
     # a sync may also wait for one command, by an event
-    events = timeline.links.take(np.flatnonzero(spans.kind[timeline.links.target] == Kind.SYNC))
+    events = timeline.links.take(spans.kind[timeline.links.target] == Kind.SYNC)
     np.maximum.at(awaited, events.target, spans.end[events.source] + events.lag)
     wrong = awaited > spans.end + EARLY_RETURN
     return np.where(wrong, NONE, spans.awaits), np.where(wrong, NEVER, awaited)
@@ -380,7 +378,7 @@ def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) 
 
 def _queues(timeline: Timeline) -> Iterator[Queue]:
     launched, queued = launched_lane(timeline), ~continued(timeline)
-    links = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    links = timeline.launches
     for lane in np.unique(launched[launched != NONE]).tolist():
         rows = timeline.rows_of(lane)
         ends = np.flatnonzero(np.append(queued[rows][1:], True))  # of a graph, its last command

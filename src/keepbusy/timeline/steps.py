@@ -40,7 +40,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     marks = [timeline.marks_of(rank) for rank in timeline.ranks]
     count = min(map(len, marks))
     if timeline.facts.plain_runs:  # ranks that were recorded live begin with the same step: one may be recorded longer
-        timeline = timeline.change(marks=np.sort(np.concatenate([one[:count] for one in marks])))
+        timeline = timeline.marked(one[:count] for one in marks)
     if (turn := _only_turn(timeline, count)) is not None:
         return turn
     first_marks = timeline.marks_of(timeline.ranks[0])[-count:]
@@ -87,7 +87,7 @@ def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
 
 def one_turn(timeline: Timeline) -> Timeline:
     """A whole script without steps: it is explained as the one turn that it is, from its first command's launch on."""
-    launched = timeline.links.source[timeline.links.kind == LinkKind.LAUNCH]
+    launched = timeline.launches.source
     first = [launched[timeline.rank_of_rows[launched] == one].min(initial=len(timeline)) for one in timeline.ranks]
     marks = np.array([row for row in first if row < len(timeline)], np.int64)
     row, rank = np.arange(len(timeline)), timeline.rank_of_rows
@@ -113,7 +113,7 @@ def without_timer_reads(timeline: Timeline) -> Timeline:
     kind, awaits = (np.where(reads, value, column) for value, column in ((Kind.WORK, spans.kind), (NONE, spans.awaits)))
     return timeline.change(
         spans=spans.change(kind=kind.astype(spans.kind.dtype), awaits=awaits.astype(spans.awaits.dtype)),
-        links=links.take(np.flatnonzero(~(reads[links.target] & (links.kind == LinkKind.ORDER)))),
+        links=links.take(~(reads[links.target] & (links.kind == LinkKind.ORDER))),
     ).change_facts(notes=(*timeline.facts.notes, note))
 
 
@@ -149,9 +149,8 @@ def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
 
 def _without(timeline: Timeline, dropped: Ints) -> Timeline:
     """Without these steps, by number, of each rank."""
-    marks = np.concatenate([np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks])
     kept = ~np.isin(_step_of_rows(timeline), dropped)
-    return timeline.change(marks=np.sort(marks)).keep(kept)
+    return timeline.marked(np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks).keep(kept)
 
 
 def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
@@ -195,9 +194,8 @@ def stretch_beside(timeline: Timeline) -> Timeline | None:
 
 def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeline:
     """Marked only from this mark of each rank on, and up to another one."""
-    marks = np.concatenate([timeline.marks_of(one)[first:last] for one in timeline.ranks])
     left = tuple(one - first for one in timeline.facts.beside if first <= one and (last is None or one < last))
-    return timeline.change(marks=np.sort(marks)).change_facts(beside=left)
+    return timeline.marked(timeline.marks_of(one)[first:last] for one in timeline.ranks).change_facts(beside=left)
 
 
 def _work_of_steps(timeline: Timeline) -> npt.NDArray[np.float64]:
@@ -225,14 +223,14 @@ def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
         mine = timeline.marks_of(one)[-count:][chosen]
         marks.append(mine[:-1])
         kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
-    cut = timeline.change(marks=np.sort(np.concatenate(marks))).keep(kept)
+    cut = timeline.marked(marks).keep(kept)
     return cut.change(links=Links.concatenate([cut.links, _into_next_round(timeline, kept)]))
 
 
 def _into_next_round(timeline: Timeline, kept: Mask) -> Links:
     """What the last step releases in the one after it, as links to the same rows of the first: the next round's."""
     spans, links, new = timeline.spans, timeline.links, np.cumsum(kept) - 1
-    leaving = links.take(np.flatnonzero(kept[links.source] & ~kept[links.target] & (links.kind != LinkKind.LAUNCH)))
+    leaving = links.take(kept[links.source] & ~kept[links.target] & (links.kind != LinkKind.LAUNCH))
     again = np.full(len(leaving), NONE, np.int64)
     for lane in np.unique(spans.lane[leaving.target]).tolist():
         mine, rows = np.flatnonzero(spans.lane[leaving.target] == lane), timeline.rows_of(lane)
@@ -242,7 +240,7 @@ def _into_next_round(timeline: Timeline, kept: Mask) -> Links:
         again[mine] = np.append(inside, NONE)[place]
     alike = (again != NONE) & (spans.name[again] == spans.name[leaving.target])
     alike &= spans.kind[again] == spans.kind[leaving.target]
-    return leaving.take(np.flatnonzero(alike)).change(source=new[leaving.source[alike]], target=new[again[alike]])
+    return leaving.take(alike).change(source=new[leaving.source[alike]], target=new[again[alike]])
 
 
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:
@@ -278,7 +276,7 @@ def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
 
 def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
     """Which frames are open at some time of these steps of their rank."""
-    frames, ranks = timeline.frames, np.array([lane.rank for lane in timeline.lanes], np.int64)
+    frames, ranks = timeline.frames, timeline.rank_of_lanes
     within = np.zeros(len(frames), bool)
     for rank in timeline.ranks:
         marks, mine = timeline.marks_of(rank), np.flatnonzero(ranks[frames.lane] == rank)
@@ -315,13 +313,11 @@ def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
 
 def by_pattern(timeline: Timeline) -> Timeline:
     """Marks for a run that has none: where the pattern of its launches begins anew."""
-    marks = [_pattern(timeline, rank) for rank in timeline.ranks]
-    return timeline.change(marks=np.sort(np.concatenate(marks)))
+    return timeline.marked(_pattern(timeline, rank) for rank in timeline.ranks)
 
 
 def _pattern(timeline: Timeline, rank: int) -> Ints:
-    spans, links = timeline.spans, timeline.links
-    launches = links.take(np.flatnonzero(links.kind == LinkKind.LAUNCH))
+    spans, launches = timeline.spans, timeline.launches
     rows, first = np.unique(launches.source, return_index=True)
     mine = timeline.rank_of_rows[rows] == rank
     rows, commands = rows[mine], launches.target[first[mine]]

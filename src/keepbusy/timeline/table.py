@@ -36,6 +36,11 @@ class Table:
                 column.flags.writeable = False
             object.__setattr__(self, one.name, column)
 
+    def __setstate__(self, columns: dict[str, npt.NDArray[Any]]) -> None:
+        """From a pickle, where columns are writable again."""
+        self.__dict__.update(columns)
+        self.__post_init__()
+
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
 
@@ -43,6 +48,9 @@ class Table:
         return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
 
     def take(self, rows: npt.NDArray[Any] | slice) -> Self:
+        """The rows of these numbers, or those that a mask chooses."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_:
+            rows = np.flatnonzero(rows)
         return type(self)(**{name: column[rows] for name, column in self.columns().items()})
 
     def change(self, **columns: npt.NDArray[Any]) -> Self:

@@ -88,7 +88,7 @@ def _stream_waits(trace: RankTrace, streams: Streams, said: NamedWaits) -> list[
 
 def _named_waits(trace: RankTrace, streams: Streams) -> NamedWaits:
     """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
-    events, syncs = trace.events, trace.syncs.take(np.flatnonzero(trace.syncs.awaited_stream >= 0))
+    events, syncs = trace.events, trace.syncs.take(trace.syncs.awaited_stream >= 0)
     calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(syncs) else syncs.event
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
     said: NamedWaits = {}
@@ -105,7 +105,7 @@ class _Stream:
     """One device lane as a wait sees it: when each of its commands was issued, began and ended."""
 
     def __init__(self, spans: Spans, launches: Links, lane: int) -> None:
-        launches = launches.take(np.flatnonzero(spans.lane[launches.target] == lane))
+        launches = launches.take(spans.lane[launches.target] == lane)
         order = np.argsort(launches.target)
         self.row = launches.target[order].tolist()
         self.issued = spans.start[launches.source[order]].tolist()

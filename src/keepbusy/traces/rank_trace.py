@@ -73,7 +73,7 @@ class RankTrace:
         self.commands = self._commands()
         said, category = file.device_events, self.events.category[file.device_events.event]
         self.of_command = said.take(np.searchsorted(said.event, self.commands))  # what each command says of itself
-        self.syncs = said.take(np.flatnonzero((category == Category.SYNC) & (said.device >= 0)))
+        self.syncs = said.take((category == Category.SYNC) & (said.device >= 0))
         self.is_step_mark = (self.events.category == Category.ANNOTATION) & file.begins(*STEP_MARKS)
         launched = np.unique(self.events.correlation[self.commands])
         self.threads = self._threads(launched)
@@ -206,7 +206,7 @@ class RankTrace:
             mine = np.flatnonzero(calls.thread == thread)
             before[mine] = np.maximum.accumulate(np.where(self.launched[mine] != NONE, mine, NONE))
         lane = np.where(before == NONE, NONE, self.launched[np.maximum(before, 0)])
-        syncs = self.syncs.take(np.flatnonzero(self.syncs.stream >= 0))
+        syncs = self.syncs.take(self.syncs.stream >= 0)
         if len(syncs):
             lanes = {pair: index + len(self.lane_of_thread) for index, pair in enumerate(self.streams)}
             streams = zip(syncs.device.tolist(), syncs.stream.tolist(), strict=True)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread as PythonThread
@@ -72,11 +71,7 @@ def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = No
         if isinstance(answer, BadInput):
             raise answer
         traces[index] = answer
-    ordered = [traces[index] for index in range(len(names))]
-    # a copy by pickle is writable
-    return [
-        replace(trace, events=trace.events.change(), device_events=trace.device_events.change()) for trace in ordered
-    ]
+    return [traces[index] for index in range(len(names))]
 
 
 def each_of(

@@ -93,7 +93,7 @@ def _steps(timeline: Timeline, origin: int, whole: bool) -> Iterator[Event]:
 
 
 def _frames(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event]:
-    frames = timeline.frames.take(np.flatnonzero(timeline.frames.end > origin))
+    frames = timeline.frames.take(timeline.frames.end > origin)
     columns = (frames.lane, frames.kind, frames.name, np.maximum(frames.start - origin, 0), frames.end - origin)
     for lane, kind, name, start, end in _rows(*columns):
         thread = _thread(lane, _ANNOTATIONS if kind == FrameKind.ANNOTATION else _FRAMES)
@@ -155,7 +155,7 @@ def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
 
 def _memory(timeline: Timeline, origin: int) -> Iterator[Event]:
     memory, last = timeline.memory, int(timeline.spans.end.max(initial=0))
-    memory = memory.take(np.flatnonzero((memory.time >= origin) & (memory.time <= last)))
+    memory = memory.take((memory.time >= origin) & (memory.time <= last))
     for lane, device, time, allocated, reserved in _rows(
         memory.lane, memory.device, memory.time - origin, memory.allocated, memory.reserved
     ):

@@ -60,12 +60,12 @@ def peaks(turns: Turns) -> list[dict[str, Any]]:
 
 def _within(turns: Turns) -> Ints:
     """Rows of the memory from the first row of the host to the last."""
-    host, time = turns.timeline.spans.take(np.flatnonzero(~turns.timeline.on_device)), turns.timeline.memory.time
+    host, time = turns.timeline.spans.take(~turns.timeline.on_device), turns.timeline.memory.time
     return np.flatnonzero((time >= host.start.min(initial=1 << 62)) & (time <= host.end.max(initial=0)))
 
 
 def _ranks(turns: Turns, memory: MemoryUse) -> Ints:
-    return np.array([lane.rank for lane in turns.timeline.lanes], np.int64)[memory.lane]
+    return turns.timeline.rank_of_lanes[memory.lane]
 
 
 def _rows(turns: Turns, memory: MemoryUse) -> Ints:
