@@ -40,6 +40,14 @@ EXPLAINED = {
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
     ),
+    "keepbusy.explain.run_plan": (
+        Threshold(
+            "_held_by_another",
+            _unchanged,
+            "Where another thread's Python took half of what a row saves, the row stands at its line.",
+        ),
+        Threshold("_shared_evenly", _unchanged, "Ranks that meet only after a loop wait for the one it takes longest."),
+    ),
     "keepbusy.explain.causes.rounds": (
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),

@@ -13,7 +13,7 @@ other. Times are microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -316,6 +316,15 @@ class Run:
 
     def timeline(self, **facts: Any) -> Timeline:
         return settle(self.recorded(**facts))
+
+
+@contextmanager
+def inside(run: Run, *names: str) -> Iterator[None]:
+    """All ranks within these calls."""
+    with ExitStack() as calls:
+        for rank in run.ranks:
+            calls.enter_context(run.on(rank).inside(*names))
+        yield
 
 
 def _columns(rows: list[dict[str, int]], table: type[Any]) -> Any:

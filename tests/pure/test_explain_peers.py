@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
 import pytest
-from build import MB, US, WIRE, Run, loop
+from build import MB, US, WIRE, Run, inside, loop
 from told import cause, explained, names, near, told
 
 from keepbusy.report import terminal
@@ -146,15 +145,6 @@ def test_a_collective_after_the_compute_is_exposed() -> None:
 
 
 GRADIENTS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-
-
-@contextmanager
-def inside(run: Run, *names: str) -> Iterator[None]:
-    """All ranks within these calls."""
-    with ExitStack() as calls:
-        for rank in run.ranks:
-            calls.enter_context(run.on(rank).inside(*names))
-        yield
 
 
 def passes_of(run: Run, passes: int, average: Callable[[Run], None] = lambda run: None, wire: float = 0) -> None:

@@ -455,6 +455,32 @@ def test_a_line_that_waits_to_run_python_is_not_to_blame_but_the_thread_that_doe
     assert (found.fix, places(found), found.run_gain) == (fix, [place], 7_000 * MS)
 
 
+@pytest.mark.parametrize(("ran", "lines"), [(900, ["reader.py:12"]), (3_300, ["train.py:40", "train.py:44"])])
+def test_so_it_is_in_a_loop_at_whose_lines_the_other_thread_comes_between(ran: int, lines: list[str]) -> None:
+    """1,000 steps of 3 ms at two lines, where Python is another thread's; or was this one's own, all the while."""
+
+    def body(run: Run) -> None:
+        run.launch([500]).work(2_000, at=["train.py(40): take"]).launch([500]).work(1_000, at=["train.py(44): note"])
+
+    loop_of_steps = Part(LOOP, "train.py:38", time=3_000 * MS, busy=1_000 * MS, turns=1_000)
+    others = (LineTime("reader.py:12", 2_500 * MS), LineTime("reader.py:20", 900 * MS))
+    run = Part(RUN, time=4_000 * MS, busy=1_000 * MS, parts=(loop_of_steps,), beside=others, ran=ran * MS)
+    [fix] = explained(loop(body, run=run, loop="train.py:38"), plain_step=3 * MS).plan
+    assert sorted(places(fix)) == lines
+    assert fix.run_gain == pytest.approx(2_000 * MS, rel=0.05)
+
+
+def test_ranks_that_do_not_meet_in_the_loop_of_their_steps_are_uneven_there() -> None:
+    """Each of four answers its own questions, one of them the longest; another loop, after which they meet, is even."""
+    uneven = UnevenLoop("answer.py:20", rank=3, turns=400, longest=8_000 * MS, mean=5_000 * MS)
+    steps = Part(LOOP, "answer.py:20", time=4_000 * MS, turns=380)
+    told = replace(HEALTHY, ranks=(0, 1, 2, 3), run=replace(run_of(9_000, 5_000), parts=(steps,)), loop="answer.py:20")
+    [fix] = plan_of_run(told, (), [uneven])
+    assert (fix.fix, places(fix), fix.run_gain) == ("align_ranks", ["answer.py:20"], 3_000 * MS)
+    assert (fix.predicted.step, fix.predicted.high) == (5_000 * MS // 400, 8_000 * MS // 400)
+    assert "rank 3 8.0 s" in fix.reason
+
+
 def test_the_lines_of_a_run_with_loops_are_no_plan() -> None:
     parts = (Part(LINE, place="train.py:3", time=9_000 * MS, busy=0), *TREE.parts)
     timeline = Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=RunFacts(run=replace(TREE, parts=parts)))

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from build import US, Run
-from told import near, told
+from build import US, WIRE, Run, inside, loop
+from told import TRAIN, explained, near, told
 
+from keepbusy.explain.causes.rounds import as_one, rounds_of
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
+from keepbusy.explain.scene import Scene
 
 ADAM = ["Optimizer.step#Adam.step", "torch/optim/adam.py(347): _single_tensor_adam"]
 FORWARD = "model.py(20): forward"
 LABELS = "metric.py(8): average_precision"
+SENDS = "torch/distributed/optim/zero_redundancy_optimizer.py(711): _broadcast_params_from_rank"
 
 
 def rest(run: Run) -> None:
@@ -126,3 +129,165 @@ def test_tables_and_their_sparse_gradients_are_one_change() -> None:
 @pytest.mark.parametrize("body", [layers, layers_of_attention, steps_of_a_sampler, few])
 def test_what_needs_the_one_before_it_is_no_loop_of_rounds(body: Callable[[Run], Any]) -> None:
     assert fixes(told(body)) == []
+
+
+# Rounds in which ranks meet
+
+
+def ranked(run: Run, kernel: float, host: float = 20) -> None:
+    """What every rank computes besides: four kernels, and a read, so that no graph can hold it."""
+    for rank in run.ranks:
+        for _ in range(4):
+            run.on(rank).work(host, at=["aten::mm"]).launch(kernel, at=["aten::mm"])
+        run.on(rank).sync(at=["aten::item"])
+
+
+def sent(run: Run, rounds: int, wire: float, size: int, host: float = 40, after: str = "", at: str = SENDS) -> None:
+    """One tensor after the other, each by a call of its own that waits for the compute, and it for the last of them."""
+    with inside(run, at):
+        for _ in range(rounds):
+            with inside(run, "c10d::allreduce_"):
+                for rank in run.ranks:
+                    run.on(rank).work(host).order(7, WIRE)
+                run.collective(wire, size)
+            for rank in run.ranks if after else ():
+                run.on(rank).order(WIRE, 7).work(20, at=[after]).launch(5, at=[after])
+    for rank in run.ranks:
+        run.on(rank).order(WIRE, 7)
+
+
+def of_ranks(body: Callable[[Run], Any], ranks: int = 2) -> Diagnosis:
+    def within(run: Run) -> None:
+        with inside(run, TRAIN):
+            body(run)
+
+    return explained(loop(within, ranks=ranks))
+
+
+def together(found: Diagnosis) -> list[PlannedFix]:
+    return [one for one in found.plan if one.fix in ("send_together", "do_at_once")]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parameters_that_are_broadcast_one_by_one_travel_together(ranks: int) -> None:
+    """As ZeroRedundancyOptimizer does: 60 times 45 µs of the host, and the wire is idle for most of them."""
+
+    def body(run: Run) -> None:
+        ranked(run, 500)
+        with inside(run, "Optimizer.step#ZeroRedundancyOptimizer.step"):
+            sent(run, 60, wire=20, size=24_000)
+
+    found = of_ranks(body, ranks)
+    assert found.plain_step == near(4 * 500 + 60 * 45, 0.05)
+    one = found.plan[0]
+    assert (one.fix, one.causes, [str(place) for place in one.where]) == (
+        "send_together",
+        ("exposed_collective",),
+        ["train.py:9"],
+    )
+    assert one.predicted.step == near(4 * 500 + 45 + 20 + 60, 0.05)
+    assert one.predicted.low < one.predicted.step <= one.predicted.high < found.plain_step
+    assert one.reason.startswith("60 of the 64 launches a step are there, in 60 rounds")
+
+
+def test_on_the_wire_many_cost_their_price_once_and_their_bytes() -> None:
+    """80 of 50 µs, whose megabyte takes 4 at the speed that a large one shows: 50 and 320 are left of 4,000."""
+
+    def body(run: Run) -> None:
+        ranked(run, 3_000)
+        sent(run, 1, wire=400, size=100_000_000, host=2, at="train.py(40): exchange")
+        sent(run, 80, wire=50, size=1_000_000, host=2)
+
+    found = of_ranks(body)
+    assert found.plain_step == near(12_000 + 400 + 4_000, 0.02)
+    scene = Scene(loop(body, ranks=2))
+    scale = as_one(scene, rounds_of(scene), 0.5).edit.scale
+    assert scale[scale != 1] == pytest.approx((50 + 80_000_000 / 250_000) / 50)
+
+
+def test_what_travels_as_fast_as_its_bytes_gains_nothing_on_the_wire() -> None:
+    """Ten of 100 MB: to lay them into one saves ten launches."""
+
+    def body(run: Run) -> None:
+        ranked(run, 500)
+        sent(run, 10, wire=400, size=100_000_000, host=2)
+
+    assert together(of_ranks(body)) == []
+
+
+def test_means_that_are_made_beside_do_not_hold_them_apart() -> None:
+    """As an old tutorial averages gradients: each is reduced, and divided by the number of ranks."""
+
+    def body(run: Run) -> None:
+        ranked(run, 200)
+        sent(run, 99, wire=8, size=20_000, after="aten::div_")
+
+    found = of_ranks(body, 4)
+    assert found.plan[0].fix == "send_together"
+    assert found.plan[0].gain > 0.9 * 98 * 70 * US
+
+
+def test_of_sums_that_are_worked_on_only_their_author_knows_whether_they_can_be_one() -> None:
+    """A metric of each label, summed over the ranks."""
+
+    def body(run: Run) -> None:
+        ranked(run, 500)
+        sent(run, 40, wire=20, size=400, after="aten::cumsum")
+
+    found = of_ranks(body)
+    [one] = together(found)
+    assert one.fix == "do_at_once"
+    assert one.predicted.high >= found.plan[0].predicted.step
+
+
+def laid_out(run: Run) -> None:
+    """A network whose layers are cut: the second needs what came of the first."""
+    with inside(run, FORWARD):
+        for _ in range(24):
+            for rank in run.ranks:
+                run.on(rank).work(20, at=["aten::mm"]).launch(50, at=["aten::mm"]).order(7, WIRE)
+            with inside(run, "c10d::allreduce_"):
+                run.collective(15, 400_000)
+            for rank in run.ranks:
+                run.on(rank).order(WIRE, 7)
+
+
+def gathered(run: Run) -> None:
+    """What FSDP gathers before each layer."""
+    ranked(run, 100)
+    with inside(run, FORWARD):
+        for _ in range(24):
+            with inside(run, "FSDP::all_gather"):
+                run.collective(15, 400_000)
+            for rank in run.ranks:
+                run.on(rank).order(WIRE, 7)
+
+
+def to_and_fro(run: Run) -> None:
+    """Messages, each of which is awaited before the next."""
+    ranked(run, 100)
+    with inside(run, "train.py(50): exchange"):
+        for _ in range(24):
+            for sender, receiver in ((0, 1), (1, 0)):
+                with run.on(sender).inside("nccl:send"), run.on(receiver).inside("nccl:recv"):
+                    run.collective(10, 400, ranks=(0, 1))
+
+
+def test_gradients_that_travel_during_the_backward_pass_are_in_buckets_already() -> None:
+    """Large enough to be worth overlapping: that is what DistributedDataParallel does, and both at once."""
+
+    def body(run: Run) -> None:
+        with inside(run, "autograd::engine::evaluate_function: MmBackward0"):
+            ranked(run, 2_000)
+        sent(run, 60, wire=60, size=200_000, host=30)
+        with inside(run, "Optimizer.step#SGD.step"):
+            for rank in run.ranks:
+                run.on(rank).launch(10)
+
+    found = of_ranks(body)
+    assert [one.fix for one in found.plan if one.causes == ("exposed_collective",)] == ["overlap_collectives"]
+
+
+@pytest.mark.parametrize("body", [laid_out, gathered, to_and_fro])
+def test_what_is_needed_before_the_next_comes_is_no_round(body: Callable[[Run], Any]) -> None:
+    assert together(of_ranks(body)) == []

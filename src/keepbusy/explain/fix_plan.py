@@ -7,7 +7,7 @@ together, so sets of fixes are replayed, not only single ones; and only what gai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, combinations
@@ -87,23 +87,31 @@ class Candidate:
     def generality(self) -> int:
         return 0 if self.bounds else max(GENERAL.get(cause, 0) for cause in self.causes)
 
-    def bound(self, end: int) -> Edit:
-        """At best (0) and at worst (1)."""
-        return self.bounds[end] if self.bounds else self.edit
+    def is_made_by(self, fixes: Collection[Candidate]) -> bool:
+        """Whether another one does this as well: DistributedDataParallel lays small gradients together, too."""
+        places = set(map(str, self.where))
+        overlapped = [one for one in fixes if one.remedy.fix == "overlap_collectives"]
+        return self.remedy.fix == "send_together" and any(places & set(map(str, one.where)) for one in overlapped)
+
+    def at_best(self) -> Edit:
+        return self.bounds[0] if self.bounds else self.edit
+
+    def at_worst(self) -> Edit:
+        return self.bounds[1] if self.bounds else self.edit
 
     def joined(self, other: Candidate) -> Candidate:
         known = {str(place) for place in self.where}
         places = [*self.where, *(place for place in other.where if str(place) not in known)]
         causes = dict.fromkeys([*self.causes, *other.causes])
         middle = self.in_the_middle or other.in_the_middle
-        bounds = tuple(self.bound(end) | other.bound(end) for end in range(2)) if self.bounds or other.bounds else ()
+        bounds = (self.at_best() | other.at_best(), self.at_worst() | other.at_worst())
         return replace(
             self,
             where=tuple(places),
             causes=tuple(causes),
             edit=self.edit | other.edit,
             in_the_middle=middle,
-            bounds=bounds,
+            bounds=bounds if self.bounds or other.bounds else (),
         )
 
 
@@ -183,22 +191,29 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
     rounds = list(rounds_of(scene))
     expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
     places = by_place(scene, expected.rows)
-    table = scene.within(Role.TABLE)
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
-    of_tables = [place for place in places if any(table[one.first].any() for one in there[place])]
+    asked = {place: _asked_of_rounds(scene, place, there[place]) for place in places}
+    of_tables = [place for place in places if asked[place].fix == "one_table"]
     for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
         mine.sort(key=lambda place: -expected.held_at(scene.timeline, places[place]))
         rows = np.concatenate([places[place] for place in mine])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
-        said = _told_of(scene, [one for place in mine for one in there[place]])
-        steps = mine[0].library.startswith("torch/optim/")
-        remedy = PARTICULAR["one_table"] if mine == of_tables else PARTICULAR["fused" if steps else "all_at_once"]
+        said, remedy = _told_of(scene, [one for place in mine for one in there[place]]), asked[mine[0]]
         if remedy.fix == "do_at_once":
             # parameters and tables do not need each other; of others only their author knows, so nothing is expected
             # beyond what launching them takes
             edit = limits[1]
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
-        yield Candidate(remedy, tuple(mine), ("launch_bound",), edit, bounds=limits, reason=said)
+        cause = "exposed_collective" if remedy.fix == "send_together" else "launch_bound"
+        yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
+
+
+def _asked_of_rounds(scene: Scene, place: Where, rounds: Sequence[CallRounds]) -> Remedy:
+    if any(scene.within(Role.TABLE)[one.first].any() for one in rounds):
+        return PARTICULAR["one_table"]
+    if all(one.sends(scene) for one in rounds):
+        return PARTICULAR["sent_together"]
+    return PARTICULAR["fused" if place.library.startswith("torch/optim/") else "all_at_once"]
 
 
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
@@ -277,17 +292,17 @@ class Search:
             return 0
         if fixes not in self._whole:
             self._left -= 1
-            self._whole[fixes] = self.forecast.gain(
-                Edit.of([one.edit for one in self.in_order(fixes)], self.forecast.plain.timeline)
-            )
+            self._whole[fixes] = self.forecast.gain(self._edit_of(fixes, lambda one: one.edit))
         return self._whole[fixes]
+
+    def _edit_of(self, fixes: Fixes, edit: Callable[[Candidate], Edit]) -> Edit:
+        return Edit.of([edit(one) for one in self.in_order(fixes)], self.forecast.plain.timeline)
 
     def predict(self, fixes: Fixes) -> Prediction:
         """From all that the edits give to what they give without those that may give nothing."""
-        ordered, plain = self.in_order(fixes), self.forecast.plain
-        edits = [Edit.of([one.edit for one in ordered], plain.timeline)]
-        if any(one.bounds for one in ordered):  # at best and at worst
-            edits += [Edit.of([one.bound(end) for one in ordered], plain.timeline) for end in range(2)]
+        plain, edits = self.forecast.plain, [self._edit_of(fixes, lambda one: one.edit)]
+        if any(one.bounds for one in fixes):
+            edits += [self._edit_of(fixes, Candidate.at_best), self._edit_of(fixes, Candidate.at_worst)]
         best, *others = map(self.forecast.predict, edits)
         best = replace(best, low=min(one.low for one in (best, *others)), high=max(one.high for one in (best, *others)))
         sure = frozenset(one for one in fixes if not one.is_uncertain)
@@ -311,9 +326,11 @@ class Search:
         alone = [frozenset([one]) for one in rest]
         for some in chain(alone, self._larger_sets(rest, done, worth, everything)):
             whole = self._with_what_it_needs(some, done)
+            if any(one.is_made_by(done | whole) for one in done | whole):
+                continue
             gained[whole] = self.gain(done | whole) - before
             worth[whole] = gained[whole] - noise * len(whole)
-        best = max(worth, key=lambda some: worth[some])
+        best = max(worth, key=lambda some: worth[some], default=frozenset())
         good = [
             some
             for some in worth

@@ -133,6 +133,7 @@ _FIXES = {
     "make_on_device": "make the tensor on the GPU",
     "move_off_the_loop": "take the host's work out of the loop",
     "one_table": "one table in place of many",
+    "send_together": "send small tensors as one",
     "overlap_collectives": "overlap communication with the backward pass",
     "overlap_stages": "let micro-batches follow each other",
     "pad_to_few_lengths": "pad to a few lengths",

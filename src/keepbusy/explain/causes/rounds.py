@@ -1,7 +1,8 @@
 """Rounds: within one turn a loop does the same to one small thing after another, a launch for each.
 
-Where no round needs what another one computed, one call does all of them. Of an optimizer's parameters and of tables
-that is certain; of others only who wrote them knows. Layers of a network, which do need each other, multiply matrices.
+Where no round needs what another one computed, one call does all of them. Of an optimizer's parameters, of tables and
+of what only travels that is certain; of others only who wrote them knows. Layers of a network, which do need each
+other, multiply matrices.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keepbusy.explain.causes.host import USUAL_BANDWIDTH
+from keepbusy.explain.causes.peers import is_message
 from keepbusy.explain.edit import Draft, Finding
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.frame_roles import Role
@@ -28,6 +31,13 @@ class CallRounds(NamedTuple):
     others: Ints
     between: Ints  # rows of the call itself
 
+    def sends(self, scene: Scene) -> bool:
+        """Whether nothing is done in it but to let values travel, and to scale or move them."""
+        launches = self.first[scene.command[self.first] != NONE]
+        travels = scene.timeline.spans.kind[scene.command[launches]] == Kind.COLLECTIVE
+        beside = scene.within(Role.SCALES | Role.MOVES)[launches]
+        return bool(travels.any() and (travels | beside).all())
+
 
 class _Frames(NamedTuple):
     call: int
@@ -37,17 +47,37 @@ class _Frames(NamedTuple):
 
 
 def as_one(scene: Scene, rounds: Sequence[CallRounds], stays: float) -> Finding:
-    """All rounds in one call: of what the GPU does in all but the first, this share stays."""
+    """All rounds in one call: of what the GPU does in all but the first, this share stays.
+
+    What travels together takes the time of its bytes, and what a collective takes besides only once; at worst, where
+    all else stays, no less than it took.
+    """
     draft, spans = Draft("launch_bound", scene.timeline), scene.timeline.spans
+    travels = spans.kind == Kind.COLLECTIVE
+    rate = _fastest_link(scene)
     for one in rounds:
         leaves = np.union1d(one.others, one.between)
         commands, leaving = _commands(scene, one.first), _commands(scene, leaves)
-        done = spans.work[leaving].sum() / max(1, spans.work[commands].sum())
         draft.edit.drop[leaves] = draft.edit.drop[leaving] = True
-        draft.edit.scale[commands] = 1.0 + stays * done
+        computes, more = commands[~travels[commands]], leaving[~travels[leaving]]
+        draft.edit.scale[computes] = 1.0 + stays * spans.work[more].sum() / max(1, spans.work[computes].sum())
+        sent = commands[travels[commands]]
+        if len(sent):
+            all_sent = np.concatenate([sent, leaving[travels[leaving]]])
+            took = np.maximum(spans.work[all_sent], 0)
+            together = len(sent) * took.min() + spans.size[all_sent].sum() / rate
+            together = took.sum() if stays == 1.0 else min(together, took.sum())
+            draft.edit.scale[sent] = together / max(1, took[: len(sent)].sum())
         launch = one.first[scene.command[one.first] != NONE][0]
         draft.culprit[np.concatenate([leaves, leaving, commands])] = int(launch)
     return draft.finding()
+
+
+def _fastest_link(scene: Scene) -> float:
+    """Bytes a nanosecond, as any collective has shown them to travel; small ones show little but their own price."""
+    spans = scene.timeline.spans
+    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.work > 0))
+    return max(USUAL_BANDWIDTH, float((spans.size[rows] / spans.work[rows]).max(initial=0.0)))
 
 
 def _commands(scene: Scene, rows: Ints) -> Ints:
@@ -90,15 +120,35 @@ def _frames_of_rounds(scene: Scene) -> Iterator[_Frames]:
     frames, launching = scene.timeline.frames, _launching(scene)
     written = np.append(np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)), False)  # no operator's own loop
     known = np.flatnonzero((launching > 0) & written[frames.parent] & ~_dependent(scene))
-    calls, which = np.unique(np.stack([frames.parent[known], _turn(scene, known)]), axis=1, return_inverse=True)
-    groups, taken = _grouped(which.ravel(), calls.shape[1]), np.zeros(len(frames), bool)
-    for index in np.argsort(frames.start[calls[0]], kind="stable").tolist():
-        call, mine = int(calls[0, index]), known[groups[index]]
+    taken = np.zeros(len(frames), bool)
+    for mine in _together(scene, known):
+        call = int(frames.parent[mine[0]])
         if len(mine) >= FEWEST_ROUNDS and not any(taken[one] for one in frames.around(call)):
             found = _of_call(scene, call, mine, launching)
             if found is not None:
                 taken[mine] = True
                 yield found
+
+
+def _together(scene: Scene, known: Ints) -> list[Ints]:
+    """These frames by the call and the turn that they stand in, the call first that began first. Where ranks meet in a
+    call, what is multiplied between two of its frames parts them: as in a network that is laid out over ranks, the
+    second needs what the first one brought."""
+    frames, timeline = scene.timeline.frames, scene.timeline
+    rank = np.array([lane.rank for lane in timeline.lanes], np.int64)[frames.lane]
+    products, starts = np.flatnonzero(scene.frames_with(Role.LAYER)), timeline.spans.start
+    turn, before = np.zeros(len(frames), np.int64), np.zeros(len(frames), np.int64)
+    for one in timeline.ranks:
+        turn[rank == one] = np.searchsorted(np.sort(starts[timeline.marks_of(one)]), frames.start[rank == one], "right")
+    for one in np.unique(frames.lane[products]).tolist():
+        begun = np.sort(frames.start[products[frames.lane[products] == one]])
+        before[frames.lane == one] = np.searchsorted(begun, frames.start[frames.lane == one])
+    meets = np.zeros(len(frames) + 1, bool)
+    meets[frames.parent[known[_in_which_ranks_meet(scene)[known]]]] = True
+    call = frames.parent[known]
+    where = np.stack([frames.start[call], call, turn[known], np.where(meets[call], before[known], 0)])
+    places, which = np.unique(where, axis=1, return_inverse=True)
+    return [known[mine] for mine in _grouped(which.ravel(), places.shape[1])]
 
 
 def _of_call(scene: Scene, call: int, mine: Ints, launching: Ints) -> _Frames | None:
@@ -133,18 +183,26 @@ def _outwards(frames: Frames, frame: Ints) -> Iterator[Ints]:
 
 
 def _dependent(scene: Scene) -> Mask:
-    """Frames of backward passes, and those within which matrices are multiplied or ranks meet."""
-    frames = scene.timeline.frames
+    """Frames in backward passes, and those within which matrices are multiplied, or what comes is needed at once:
+    messages, and parameters that FSDP gathers."""
+    frames, launch = scene.timeline.frames, scene.launch
+    needed = is_message(scene) | np.append(scene.within(Role.SHARDS), False)[launch]
+    needed &= (scene.timeline.spans.kind == Kind.COLLECTIVE) & (launch != NONE)
+    inner = [np.flatnonzero(scene.frames_with(Role.LAYER)), scene.timeline.spans.frame[launch[needed]]]
+    backward = np.append(scene.frames_with(Role.BACKWARD), False)
+    for mine in scene.frames_by_depth:
+        backward[mine] |= backward[frames.parent[mine]]
+    return _around(frames, np.concatenate(inner)) | backward[:-1]
+
+
+def _in_which_ranks_meet(scene: Scene) -> Mask:
+    launch = scene.launch[scene.timeline.spans.kind == Kind.COLLECTIVE]
+    return _around(scene.timeline.frames, scene.timeline.spans.frame[launch[launch != NONE]])
+
+
+def _around(frames: Frames, inner: Ints) -> Mask:
+    """These frames, and those around them."""
     result = np.zeros(len(frames) + 1, bool)
-    meets = scene.launch[scene.timeline.spans.kind == Kind.COLLECTIVE]
-    layers = np.flatnonzero(scene.frames_with(Role.LAYER))
-    for frame in _outwards(frames, np.concatenate([layers, scene.timeline.spans.frame[meets[meets != NONE]]])):
+    for frame in _outwards(frames, inner):
         result[frame] = True
-    return result[:-1] | scene.frames_with(Role.BACKWARD)
-
-
-def _turn(scene: Scene, frames: Ints) -> Ints:
-    """In which turn each of these frames begins."""
-    timeline, about = scene.timeline, scene.timeline.frames
-    begun = np.sort(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
-    return np.searchsorted(begun, about.start[frames], side="right")
+    return result[:-1]
