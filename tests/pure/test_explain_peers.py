@@ -101,6 +101,18 @@ def test_a_rank_that_is_late_in_every_step_is_found_though_the_ranks_launch_uneq
     assert "Rank 1 arrives 1.00 s late, and" in terminal.render(found)
 
 
+def test_of_turns_in_which_ranks_do_not_meet_no_collective_is_told() -> None:
+    """They meet after the loop, where rank 0 waits for what took the other one longer in each of its turns."""
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            run.on(rank).work(5_000 if rank else 500, at=["stay.py(20): ask"]).launch(2_000)
+
+    blamed = cause(told(body, ranks=2), "peer_late")
+    assert blamed.what.startswith("Rank 1 comes late to wherever ranks meet next, which no recorded turn holds")
+    assert "collective" not in blamed.what + blamed.advice
+
+
 def test_ranks_that_do_the_same_are_not_late() -> None:
     """Each waits for the others now and then: nobody is to blame for that."""
     found = told(lambda run: loads(run, late=0), ranks=4)

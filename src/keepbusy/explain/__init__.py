@@ -23,7 +23,8 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part, within_its_loop
-from keepbusy.explain.remedies import PARTICULAR
+from keepbusy.explain.places import by_place
+from keepbusy.explain.remedies import PARTICULAR, times
 from keepbusy.explain.run_plan import plan_of_run, without_planned
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import source_line
@@ -148,9 +149,25 @@ def _explained(
         later=later_of(timeline, workers),
         notes=(*told.notes, *left_unexplained(timeline, rare)),
     )
+    told = replace(told, notes=(*told.notes, *_behind_others(story, told)))
     plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
     told = replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
     return replace(told, causes=tuple(_as_planned(one, plan) for one in told.causes))
+
+
+def _behind_others(story: Story, told: Diagnosis) -> Iterator[str]:
+    """A sentence for each cause that gains nothing now, is in no plan, and would gain something once others are gone."""
+    planned = {cause for one in told.plan for cause in one.causes}
+    for cause, gain in story.behind_others().items():
+        if cause not in planned:
+            finding = story.found[cause]
+            groups = by_place(story.scene, finding.rows, cause)
+            place, *more = sorted(groups, key=lambda one: -len(groups[one]))
+            there = f"{place} and {len(more)} more" if more else str(place)
+            yield (
+                f"{cause} at {there} ({times(finding.count / story.scene.steps / len(told.ranks))}) costs nothing as the "
+                f"step is, and {gain / 1e6:.1f} ms of it once what else holds it up is fixed."
+            )
 
 
 def _as_planned(cause: Cause, plan: Sequence[PlannedFix]) -> Cause:

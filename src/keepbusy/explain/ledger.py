@@ -393,6 +393,17 @@ class Story:
                 return other
         return ""
 
+    def behind_others(self) -> dict[str, int]:
+        """Of causes that gain nothing alone, what each gains once all else is fixed: they are not without cost. A
+        script that runs once is told what a loop would cost in any case."""
+        found, noise = frozenset(self.found), self.forecast.noise
+        if self.scene.timeline.facts.runs_once:
+            return {}
+        seen = [cause for cause in found.difference(SILENT_CAUSES) if self.gain(cause) <= noise]
+        everything = self.forecast.gain(self.edit_of(found))
+        last = {cause: everything - self.forecast.gain(self.edit_of(found - {cause})) for cause in sorted(seen)}
+        return {cause: gain for cause, gain in last.items() if gain > noise}
+
     def _harmless(self, named: Sequence[str], waiting_share: float) -> tuple[Harmless, ...]:
         per_step = self.scene.steps * len(self.scene.timeline.ranks)
         if waiting_share < 0.05:
@@ -402,12 +413,13 @@ class Story:
         else:
             why = "something else holds the step up at the same time"
         rows, spans = [], self.scene.timeline.spans
+        told = {*named, *SILENT_CAUSES, *self.behind_others()}
         for cause, finding in self.found.items():
-            if cause not in named and cause not in SILENT_CAUSES:
+            if cause not in told:
                 for place, mine in by_place(self.scene, self._seen_in_vain(finding)).items():
-                    told = lesson(cause, place) if self.scene.timeline.facts.runs_once else why
+                    taught = lesson(cause, place) if self.scene.timeline.facts.runs_once else why
                     held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
-                    rows.append(Harmless(cause, place, len(mine) / per_step, told, max(0, self.gain(cause)), held))
+                    rows.append(Harmless(cause, place, len(mine) / per_step, taught, max(0, self.gain(cause)), held))
         return tuple(sorted(rows, key=lambda one: -one.count))
 
     def _seen_in_vain(self, finding: Finding) -> Ints:

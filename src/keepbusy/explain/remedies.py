@@ -296,6 +296,8 @@ def _came_late(scene: Scene, finding: Finding) -> str:
         who = f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]} come"
     else:
         who = f"{len(late)} ranks come"
+    if (scene.timeline.spans.meeting == NONE).all():
+        return f"{who} late to wherever ranks meet next, which no recorded turn holds: the others wait there."
     return f"{who} late to the collectives, and the others wait there."
 
 
