@@ -22,8 +22,8 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
-from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part, within_its_loop
 from keepbusy.explain.places import by_place
+from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part, within_its_loop
 from keepbusy.explain.remedies import PARTICULAR, times
 from keepbusy.explain.run_plan import plan_of_run, without_planned
 from keepbusy.timeline.errors import BadInput
@@ -156,17 +156,17 @@ def _explained(
 
 
 def _behind_others(story: Story, told: Diagnosis) -> Iterator[str]:
-    """A sentence for each cause that gains nothing now, is in no plan, and would gain something once others are gone."""
+    """A sentence for each cause that is in no plan, gains nothing now, and would once others are gone."""
     planned = {cause for one in told.plan for cause in one.causes}
     for cause, gain in story.behind_others().items():
         if cause not in planned:
             finding = story.found[cause]
             groups = by_place(story.scene, finding.rows, cause)
             place, *more = sorted(groups, key=lambda one: -len(groups[one]))
-            there = f"{place} and {len(more)} more" if more else str(place)
+            there, often = f" and {len(more)} more" if more else "", finding.count / story.scene.steps / len(told.ranks)
             yield (
-                f"{cause} at {there} ({times(finding.count / story.scene.steps / len(told.ranks))}) costs nothing as the "
-                f"step is, and {gain / 1e6:.1f} ms of it once what else holds it up is fixed."
+                f"{cause} at {place}{there} ({times(often)}) costs nothing as the step is, and {gain / 1e6:.1f} ms "
+                "once what else holds it up is fixed."
             )
 
 
