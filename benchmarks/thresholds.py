@@ -54,7 +54,6 @@ EXPLAINED = {
     "keepbusy.explain.causes.peers": (
         Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
-        Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
     ),
     "keepbusy.explain.causes.host": (
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
@@ -71,6 +70,7 @@ EXPLAINED = {
     ),
     "keepbusy.explain.scene": (Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),),
     "keepbusy.explain.plain": (
+        Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LARGEST_STRETCH", 0.0, "A line stands for no more than twenty times what was recorded of it."),
         Threshold(

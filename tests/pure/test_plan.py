@@ -20,7 +20,7 @@ from hypothesis import given
 from jsonschema import Draft202012Validator
 from told import H200, TRAIN, explained, near, told
 
-from keepbusy.explain import explain, ordinary_steps
+from keepbusy.explain import explain, ordinary_steps, without_planned
 from keepbusy.explain.diagnosis import (
     Cause,
     Diagnosis,
@@ -35,7 +35,7 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import candidates
 from keepbusy.explain.ledger import Story
-from keepbusy.explain.run_plan import plan_of_run, with_loader, without_planned
+from keepbusy.explain.run_plan import plan_of_run, with_loader
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes

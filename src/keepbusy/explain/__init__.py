@@ -14,6 +14,7 @@ from keepbusy.explain.diagnosis import (
     Cause,
     ChangedSteps,
     Diagnosis,
+    Harmless,
     LoopDiagnosis,
     PlannedFix,
     Prediction,
@@ -22,10 +23,9 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
-from keepbusy.explain.places import by_place
 from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part, within_its_loop
 from keepbusy.explain.remedies import PARTICULAR, times
-from keepbusy.explain.run_plan import plan_of_run, without_planned
+from keepbusy.explain.run_plan import plan_of_run
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Timeline
@@ -134,40 +134,51 @@ def _explained(
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
     told = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual, what_if)
     say("searching for the plan", 0.7)
-    run, rare = timeline.facts.run, rare_of(timeline, told, workers)
+    plan, run = plan_of(story.scene, story.forecast, story.found), timeline.facts.run
+    rare = rare_of(timeline, told, workers)
     told = replace(
         told,
         loop=timeline.facts.loop,
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
-        plan=plan_of(story.scene, story.forecast, story.found),
+        plan=plan,
         run=run,
         loops=_loops(timeline, workers, run, turns),
         turns=story.turns() if turns else None,
         draw=story.turns,
         rare=rare,
         later=later_of(timeline, workers),
-        notes=(*told.notes, *left_unexplained(timeline, rare)),
+        notes=(*told.notes, *left_unexplained(timeline, rare), *_behind_others(story, plan)),
     )
-    told = replace(told, notes=(*told.notes, *_behind_others(story, told)))
-    plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
-    told = replace(told, plan=plan, harmless=without_planned(told.harmless, (*told.plan, *plan)))
-    return replace(told, causes=tuple(_as_planned(one, plan) for one in told.causes))
+    if run is not None or told.plain_runs:  # of a trace only its steps are known: their plan is all there is
+        plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
+    causes = tuple(_as_planned(one, plan) for one in told.causes)
+    return replace(told, plan=plan, causes=causes, harmless=without_planned(told.harmless, (*told.plan, *plan)))
 
 
-def _behind_others(story: Story, told: Diagnosis) -> Iterator[str]:
+def _behind_others(story: Story, plan: Sequence[PlannedFix]) -> Iterator[str]:
     """A sentence for each cause that is in no plan, gains nothing now, and would once others are gone."""
-    planned = {cause for one in told.plan for cause in one.causes}
+    planned = {cause for one in plan for cause in one.causes}
     for cause, gain in story.behind_others().items():
         if cause not in planned:
-            finding = story.found[cause]
-            groups = by_place(story.scene, finding.rows, cause)
-            place, *more = sorted(groups, key=lambda one: -len(groups[one]))
-            there, often = f" and {len(more)} more" if more else "", finding.count / story.scene.steps / len(told.ranks)
+            finding, per_step = story.found[cause], story.scene.steps * len(story.scene.timeline.ranks)
+            place, *more = sorted(finding.places, key=lambda one: -len(finding.places[one]))
+            there, often = f" and {len(more)} more" if more else "", finding.count / per_step
             yield (
                 f"{cause} at {place}{there} ({times(often)}) costs nothing as the step is, and {gain / 1e6:.1f} ms "
                 "once what else holds it up is fixed."
             )
+
+
+def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) -> tuple[Harmless, ...]:
+    """What gains something in a set of fixes is not without cost, whatever it gains alone.
+
+    Nor is a loader that the run waits for, though recorded steps may not have: it is planned where it is made.
+    """
+    planned = {(cause, str(place)) for one in plan for cause in one.causes for place in one.where}
+    waits = any("input_late" in one.causes for one in plan)
+    left = (one for one in harmless if not (waits and one.cause == "input_late"))
+    return tuple(one for one in left if (one.cause, str(one.where)) not in planned)
 
 
 def _as_planned(cause: Cause, plan: Sequence[PlannedFix]) -> Cause:
@@ -198,7 +209,8 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
 
 def _with_turn_around(timeline: Timeline) -> Timeline:
     """With what was recorded between two runs of the loop as a window on the loop around it, where nothing else is."""
-    run, inner = timeline.facts.run, innermost_at(timeline.facts.run, timeline.facts.loop)
+    run = timeline.facts.run
+    inner = innermost_at(run, timeline.facts.loop) if run is not None else None
     around = next((part for part in run.within() if inner in part.parts), None) if run is not None else None
     known = {one.facts.reason.place for one in timeline.further if one.facts.reason}
     if inner is None or around is None or around.kind != LOOP or around.place in known:

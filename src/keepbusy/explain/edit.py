@@ -5,8 +5,8 @@ Who looks for a cause writes one down, and for each row that it changes the row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import reduce
 from operator import or_
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from keepbusy.explain.diagnosis import Where
 from keepbusy.timeline.model import NONE, Ints, Lane, LinkKind, Links, Mask, Timeline, next_kept
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -88,6 +89,7 @@ class Finding:
     edit: Edit
     culprit: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
     count: int  # how often it was met
+    places: Mapping[Where, Ints] = field(default_factory=dict)  # the rows to blame, by where they stand in the program
 
     @property
     def rows(self) -> Ints:

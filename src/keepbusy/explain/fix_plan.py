@@ -131,7 +131,7 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
         rest = same[PLACES_APART:]
         found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
-    return [*found_here, *_of_pipeline(scene)]
+    return [*found_here, *(_of_pipeline(scene) if scene.among_ranks else ())]
 
 
 def _add(same: list[Candidate], one: Candidate, joined_to: Sequence[Candidate]) -> None:
@@ -142,7 +142,7 @@ def _add(same: list[Candidate], one: Candidate, joined_to: Sequence[Candidate]) 
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
-    groups = by_place(scene, finding.rows, cause)
+    groups = finding.places
     remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
@@ -242,9 +242,7 @@ def _in_the_middle(scene: Scene, rows: Ints) -> bool:
 def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edit:
     """What is made on the device in the first place is not copied to it."""
     lines = {(place.file, place.line) for place in places if place.line}
-    rows = [
-        rows for place, rows in by_place(scene, copies.rows).items() if place.line and (place.file, place.line) in lines
-    ]
+    rows = [rows for place, rows in copies.places.items() if place.line and (place.file, place.line) in lines]
     return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
 
 

@@ -32,7 +32,7 @@ from keepbusy.explain.diagnosis import (
     Where,
 )
 from keepbusy.explain.edit import Edit, Finding, SideLane, apply
-from keepbusy.explain.places import by_place, late_ranks
+from keepbusy.explain.places import late_ranks
 from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import lesson, remedy_for, what_happened
 from keepbusy.explain.scene import Scene
@@ -348,17 +348,15 @@ class Story:
 
     def _bubble(self, edit: Edit, left: float) -> float:
         """Of what is left once all is fixed, how long stages of a pipeline wait for each other."""
-        messages = without_messages(self.scene)
-        if not messages.touched.any():
+        if not self.scene.among_ranks or not (messages := without_messages(self.scene)).touched.any():
             return 0.0
         waiting, without = (self.forecast.spent(one).waiting for one in (edit, edit | messages))
         return min(left, max(0.0, waiting - without))
 
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]
-        groups = by_place(self.scene, finding.rows, cause)
-        sites = self._sites(finding, groups)
-        remedy = remedy_for(self.scene, finding, sites[0].where, groups[sites[0].where])
+        sites = self._sites(finding)
+        remedy = remedy_for(self.scene, finding, sites[0].where, finding.places[sites[0].where])
         return Cause(
             cause=cause,
             wait=round(max(0.0, self.unchanged.held_up - self.forecast.spent(finding.edit).held_up)),
@@ -373,8 +371,9 @@ class Story:
             same_wait_as=self._same_wait_as(cause, earlier),
         )
 
-    def _sites(self, finding: Finding, groups: Mapping[Where, Ints]) -> tuple[Site, ...]:
+    def _sites(self, finding: Finding) -> tuple[Site, ...]:
         """The costliest first. The wait of a place is what fixing it alone recovers."""
+        groups = finding.places
         per_step = self.scene.steps * len(self.scene.timeline.ranks)
         # a cheap measure, good enough to choose which places to replay
         held = {place: finding.held_at(self.scene.timeline, rows) for place, rows in groups.items()}
@@ -416,19 +415,21 @@ class Story:
         told = {*named, *SILENT_CAUSES, *self.behind_others()}
         for cause, finding in self.found.items():
             if cause not in told:
-                for place, mine in by_place(self.scene, self._seen_in_vain(finding)).items():
+                for place, mine in self._seen_in_vain(finding).items():
                     taught = lesson(cause, place) if self.scene.timeline.facts.runs_once else why
                     held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
                     rows.append(Harmless(cause, place, len(mine) / per_step, taught, max(0, self.gain(cause)), held))
         return tuple(sorted(rows, key=lambda one: -one.count))
 
-    def _seen_in_vain(self, finding: Finding) -> Ints:
+    def _seen_in_vain(self, finding: Finding) -> Mapping[Where, Ints]:
         """A copy on a stream where nothing is computed is no copy in line, if it costs nothing."""
         if finding.cause != "copy_not_overlapped":
-            return finding.rows
+            return finding.places
         spans = self.scene.timeline.spans
         computes = np.bincount(spans.lane, spans.kind == Kind.KERNEL, len(self.scene.timeline.lanes)) > 0
-        return finding.rows[computes[spans.lane[self.scene.command[finding.rows]]]]
+        in_line = computes[spans.lane[self.scene.command]]
+        places = {place: rows[in_line[rows]] for place, rows in finding.places.items()}
+        return {place: rows for place, rows in places.items() if len(rows)}
 
 
 def _rounded(total: int, parts: dict[str, float]) -> dict[str, int]:

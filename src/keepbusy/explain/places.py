@@ -128,11 +128,12 @@ def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
     frame = np.where(within == NONE, spans.frame[rows], within)
     path = np.where(frame == NONE, spans.name[rows], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
-    groups: dict[str, list[Ints]] = defaultdict(list)
-    places: dict[str, Where] = {}
+    groups = defaultdict[tuple[object, ...], list[Ints]](list)
+    places: dict[tuple[object, ...], Where] = {}
     for index in np.argsort(-count, kind="stable").tolist():
         place = where(scene.timeline, int(rows[first[index]]), int(within[first[index]]))
-        key = f"{place} {place.function}"  # one line of the program is one place, whichever operators it calls
+        # one line of the program is one place, whichever operators it calls
+        key = (place.file, place.line, place.function) if place.file else (place.around or place.operator,)
         places.setdefault(key, place)
         groups[key].append(rows[which == index])
     return {places[key]: np.concatenate(parts) for key, parts in groups.items()}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keepbusy.explain.causes.peers import even_hosts
+from keepbusy.explain.causes.peers import host_stretches
 from keepbusy.explain.edit import Floats
+from keepbusy.explain.scene import Scene
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, LinkKind, Mask, Timeline
@@ -266,6 +267,23 @@ def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
     ready = [rank for rank, run in timeline.facts.plain_runs.items() if run.input < TELLING_CHANGE * plain_step]
     batches = by_workers(timeline) & np.isin(timeline.rank_of_rows, ready)
     return timeline.change_spans(work=np.where(batches, 0, timeline.spans.work))
+
+
+def even_hosts(timeline: Timeline) -> Timeline:
+    """Host work of ranks that are not late, as it usually is over all ranks and steps, for they do the same.
+
+    What differs now and then is noise, which the slowest rank of each collective would pass on to all of them.
+    """
+    stretches = host_stretches(Scene(timeline)) if len(timeline.ranks) > 1 else None
+    if stretches is None:
+        return timeline
+    late, spent = stretches.late, stretches.spent
+    punctual = np.where(late[:, :, None], np.nan, spent)
+    typical = np.nanmedian(punctual.transpose(1, 0, 2).reshape(len(late[0]), -1), axis=1)
+    wanted = np.where(late, stretches.usual, typical)[:, :, None]
+    factor = (wanted / np.maximum(spent, 1.0)).ravel()
+    work = timeline.spans.work * np.where(stretches.of_row == NONE, 1.0, factor[stretches.of_row])
+    return timeline.change_spans(work=work.astype(np.int64))
 
 
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:

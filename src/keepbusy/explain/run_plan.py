@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, Harmless, PlannedFix, Prediction, RareStep, Where
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Prediction, RareStep, Where
 from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
 from keepbusy.explain.places import WORTH_NAMING
@@ -107,26 +107,37 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     The loader that the run waited for longest gets as many workers as keep up with its loop: where that saves time by
     itself, and where the loop would be held up by it once the other fixes are made.
     """
-    known, run, steps = list(plan), told.run, told.steps_of_run
-    if steps:
-        known = [_of_all_steps(one, steps, _largest_gain(told)) for one in plan]
-    # what the program prepares itself was seen in its steps, if any were recorded
-    use = next((one for one in uses[:1] if one.in_worker != NONE and (one.workers or not told.steps)), None)
-    if use is None or run is None:
+    steps, use = told.steps_of_run, _awaited(uses, told)
+    known = [_of_all_steps(one, steps, _largest_gain(told)) for one in plan] if steps else list(plan)
+    if use is None:
         return tuple(known)
     rest = [one for one in known if one.fix != "prepare_in_workers"]
-    # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
-    least, shorter = (
-        (told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)) if _feeds_steps(use, told) else (1, 0)
-    )
+    least, shorter = 1, 0
+    if _feeds_steps(use, told):
+        # however soon batches come, a turn takes what the GPU computes in it, on whichever rank that is most
+        least, shorter = told.ledger.get(COMPUTING, 0), sum(one.gain for one in rest)
     enough = use.workers if use.idle else use.enough(shorter, least)
     saved = min(use.saved_with(enough, least), _largest_gain(told))
-    held_up = max(least, use.turn - shorter) + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
-    if (enough == use.workers and not use.idle) or (saved < NOISE * run.time and not held_up):
+    if not _worth_more_workers(use, enough, saved, max(least, use.turn - shorter), told):
         return tuple(_no_faster_than(known, use, use.workers, told))
     edit = next((one.edit for one in plan if one.fix == "prepare_in_workers"), None)
     fed = _no_faster_than(rest, use, enough, told)
     return replace(_more_workers(use, enough, max(0, saved), told), edit=edit), *fed
+
+
+def _awaited(uses: Sequence[LoaderUse], told: Diagnosis) -> LoaderUse | None:
+    """The loader that the run waited for longest; what the program prepares itself was seen in its steps, if any were
+    recorded."""
+    known = [one for one in uses[:1] if one.in_worker != NONE and (one.workers or not told.steps)]
+    return known[0] if known and told.run is not None else None
+
+
+def _worth_more_workers(use: LoaderUse, enough: int, saved: int, shortest: float, told: Diagnosis) -> bool:
+    """By themselves, or once other fixes make a turn as short as it can be, which batches would hold up then."""
+    if told.run is None or (enough == use.workers and not use.idle):
+        return False
+    held_up = shortest + NOISE * told.plain_step < min(use.pace(use.workers), use.turn)
+    return held_up or saved >= NOISE * told.run.time
 
 
 def _feeds_steps(use: LoaderUse, told: Diagnosis) -> bool:
@@ -316,33 +327,44 @@ def _by_what_holds_up(told: Diagnosis) -> list[list[RareStall]]:
 
 def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
     """What they take is known of the whole run, not what they do: at worst nothing of it can go."""
-    ranks, first, count = len(told.ranks), stalls[0], sum(one.count for one in stalls)
-    places = [_place_of(one, told) for one in stalls]
-    known, time, idle = _in_the_tree(first, told), first.time, _idle_at(places[0], first, told)
+    ranks, first, places = len(told.ranks), stalls[0], [_place_of(one, told) for one in stalls]
+    if len(stalls) > 1:  # of one after the other's turn only the others' share goes
+        total, count = sum(one.total for one in stalls), sum(one.count for one in stalls)
+        time, every = total // count, told.steps_of_run / count
+        return (_timed(PARTICULAR["in_turn"], places, time, time - time // ranks, total, every, told),)
+    remedy, idle = OF_STALLS.get(first.what), _idle_at(places[0], first, told)
+    if remedy is None:
+        remedy = PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"]
+        if within := _loops_called(places[0], told):
+            remedy, places = PARTICULAR["on_the_gpu"], _where_idle(within) or places
+    known = _in_the_tree(first, told)
     every = max([first.every or told.steps_of_run, *(kind.every for kind in known if kind.regular)])
     total = max([first.total, *(kind.total for kind in known)])
-    remedy = OF_STALLS.get(first.what) or (PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"])
-    if count > first.count:
-        remedy, total, every = PARTICULAR["in_turn"], sum(one.total for one in stalls), told.steps_of_run / count
-        time = idle = total // count
-    elif first.what not in OF_STALLS and (within := _loops_called(places[0], told)):
-        remedy = PARTICULAR["on_the_gpu"]
-        lines = sorted((line for part in within for line in part.lines), key=lambda line: -line.idle)
-        places = [line.place for line in lines[:PLACES_APART] if line.idle > 0] or places
-    gain = idle - (idle // ranks if remedy.fix in ("share_among_ranks", "work_a_round_ahead") else 0)
+    gain = idle - idle // ranks if remedy.fix == "share_among_ranks" else idle
+    return (_timed(remedy, places, first.time, gain, total, every, told),)
+
+
+def _timed(
+    remedy: Remedy, places: Sequence[str], time: int, gain: int, total: int, every: float, told: Diagnosis
+) -> PlannedFix:
+    """Of a stall of this time, which took so much in all."""
     after = told.plain_step + time - gain
-    return (
-        planned_fix(
-            remedy,
-            list(map(Where.of, places)),
-            ("peer_late" if ranks > 1 else "host_work",),
-            gain,
-            Prediction(after, after, told.plain_step + time),
-            run_gain=round(total * gain / max(1, time)),
-            reason="It was timed over the whole run, and not recorded closely.",
-            every=every,
-        ),
+    return planned_fix(
+        remedy,
+        list(map(Where.of, places)),
+        ("peer_late" if len(told.ranks) > 1 else "host_work",),
+        gain,
+        Prediction(after, after, told.plain_step + time),
+        run_gain=round(total * gain / max(1, time)),
+        reason="It was timed over the whole run, and not recorded closely.",
+        every=every,
     )
+
+
+def _where_idle(parts: Sequence[Part]) -> list[str]:
+    """The lines at which the GPU waits longest."""
+    lines = sorted((line for part in parts for line in part.lines), key=lambda line: -line.idle)
+    return [line.place for line in lines[:PLACES_APART] if line.idle > 0]
 
 
 def _loops_called(place: str, told: Diagnosis) -> list[Part]:
@@ -482,14 +504,3 @@ def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
             loop=part.place if in_a_loop else "",
         ),
     )
-
-
-def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) -> tuple[Harmless, ...]:
-    """What gains something in a set of fixes is not without cost, whatever it gains alone.
-
-    Nor is a loader that the run waits for, though recorded steps may not have: it is planned where it is made.
-    """
-    planned = {(cause, str(place)) for one in plan for cause in one.causes for place in one.where}
-    waits = any("input_late" in one.causes for one in plan)
-    left = (one for one in harmless if not (waits and one.cause == "input_late"))
-    return tuple(one for one in left if (one.cause, str(one.where)) not in planned)

@@ -93,6 +93,12 @@ class Scene:
         return best[self.timeline.spans.frame]
 
     @cached_property
+    def among_ranks(self) -> bool:
+        """Whether ranks meet here, or send to others that were not recorded."""
+        sends = (self.timeline.spans.kind == Kind.COLLECTIVE).any() or self.frames_with(Role.THROUGH_HOST).any()
+        return len(self.timeline.ranks) > 1 or bool(sends)
+
+    @cached_property
     def frame_of_one_rank(self) -> Ints:
         """Of each row, the outermost frame around it that no other rank enters along the same path, or NONE."""
         ranks = np.array([lane.rank for lane in self.timeline.lanes], np.int64)[self.timeline.frames.lane]

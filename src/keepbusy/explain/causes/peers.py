@@ -289,23 +289,6 @@ def _per_step(timeline: Timeline, border: Mask) -> int:
     return counts.pop() if len(counts) == 1 else 0
 
 
-def even_hosts(timeline: Timeline) -> Timeline:
-    """Host work of ranks that are not late, as it usually is over all ranks and steps, for they do the same.
-
-    What differs now and then is noise, which the slowest rank of each collective would pass on to all of them.
-    """
-    stretches = host_stretches(Scene(timeline)) if len(timeline.ranks) > 1 else None
-    if stretches is None:
-        return timeline
-    late, spent = stretches.late, stretches.spent
-    punctual = np.where(late[:, :, None], np.nan, spent)
-    typical = np.nanmedian(punctual.transpose(1, 0, 2).reshape(len(late[0]), -1), axis=1)
-    wanted = np.where(late, stretches.usual, typical)[:, :, None]
-    factor = (wanted / np.maximum(spent, 1.0)).ravel()
-    work = timeline.spans.work * np.where(stretches.of_row == NONE, 1.0, factor[stretches.of_row])
-    return timeline.change_spans(work=work.astype(np.int64))
-
-
 def _cut_to_peers(scene: Scene, draft: Draft, stretches: Stretches) -> None:
     work, (ranks, places, steps) = scene.timeline.spans.work, stretches.spent.shape
     excess = stretches.usual - stretches.peers

@@ -186,9 +186,11 @@ def _dependent(scene: Scene) -> Mask:
     """Frames in backward passes, and those within which matrices are multiplied, or what comes is needed at once:
     messages, and parameters that FSDP gathers."""
     frames, launch = scene.timeline.frames, scene.launch
-    needed = is_message(scene) | np.append(scene.within(Role.SHARDS), False)[launch]
-    needed &= (scene.timeline.spans.kind == Kind.COLLECTIVE) & (launch != NONE)
-    inner = [np.flatnonzero(scene.frames_with(Role.LAYER)), scene.timeline.spans.frame[launch[needed]]]
+    inner = [np.flatnonzero(scene.frames_with(Role.LAYER))]
+    if scene.among_ranks:
+        needed = is_message(scene) | np.append(scene.within(Role.SHARDS), False)[launch]
+        needed &= (scene.timeline.spans.kind == Kind.COLLECTIVE) & (launch != NONE)
+        inner.append(scene.timeline.spans.frame[launch[needed]])
     backward = np.append(scene.frames_with(Role.BACKWARD), False)
     for mine in scene.frames_by_depth:
         backward[mine] |= backward[frames.parent[mine]]
