@@ -481,6 +481,27 @@ def test_ranks_that_do_not_meet_in_the_loop_of_their_steps_are_uneven_there() ->
     assert "rank 3 8.0 s" in fix.reason
 
 
+@pytest.mark.parametrize(("marked_by", "told_so"), [("forward", True), ("optimizer", False)])
+def test_environments_that_are_stepped_one_after_another_could_go_side_by_side(marked_by: str, told_so: bool) -> None:
+    """100 iterations of 16 rollouts of 50 turns: each asks the net, and waits for the action. No such loop trains."""
+
+    def body(run: Run) -> None:
+        run.launch([200]).sync(at=ITEM)
+        with run.inside("play.py(9): step", exact=True):
+            run.launch([10]).copy(4, 2, HOME, at=ITEM).work(2_000, at=["env.py(3): physics"])
+        run.copy(4, 2, at=["play.py(8): state", "aten::copy_"])
+
+    steps = Part(LOOP, "play.py:8", time=180_000 * MS, busy=20_000 * MS, turns=80_000)
+    rollouts = Part(LOOP, "play.py:6", time=181_000 * MS, busy=20_000 * MS, turns=1_600, parts=(steps,))
+    whole = Part(LOOP, "play.py:3", time=190_000 * MS, busy=25_000 * MS, turns=100, parts=(rollouts,))
+    run = Part(RUN, time=200_000 * MS, busy=25_000 * MS, parts=(whole,))
+    marks = PlainRun(marked_by, 80_000, step=2_250 * US, low=1, high=1 << 40)
+    found = explained(loop(body, run=run, loop="play.py:8", plain_runs={0: marks}), plain_step=2_250 * US)
+    [fix] = [one for one in found.plan if one.fix == "compute_on_gpu"]
+    known = "the 16 of the loop at play.py:6 could go side by side: of 180.0 s at best 11.2 are left."
+    assert fix.reason.endswith(known) == told_so
+
+
 def test_the_lines_of_a_run_with_loops_are_no_plan() -> None:
     parts = (Part(LINE, place="train.py:3", time=9_000 * MS, busy=0), *TREE.parts)
     timeline = Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=RunFacts(run=replace(TREE, parts=parts)))

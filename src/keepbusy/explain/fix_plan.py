@@ -89,9 +89,11 @@ class Candidate:
 
     def is_made_by(self, fixes: Collection[Candidate]) -> bool:
         """Whether another one does this as well: DistributedDataParallel lays small gradients together, too."""
-        places = set(map(str, self.where))
-        overlapped = [one for one in fixes if one.remedy.fix == "overlap_collectives"]
-        return self.remedy.fix == "send_together" and any(places & set(map(str, one.where)) for one in overlapped)
+        if self.remedy.fix != "send_together":
+            return False
+        lines = {(place.file, place.line) for place in self.where}
+        overlapped = [place for one in fixes if one.remedy.fix == "overlap_collectives" for place in one.where]
+        return any((place.file, place.line) in lines for place in overlapped)
 
     def at_best(self) -> Edit:
         return self.bounds[0] if self.bounds else self.edit
@@ -120,25 +122,23 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     named = defaultdict[str, list[Candidate]](list)
     facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
-    for cause, finding in found.items():
-        for one in () if cause in as_it_is else _of_cause(scene, cause, finding, found):
-            same = named[one.remedy.fix]
-            _add(same, one, same[:1] if one.remedy.fix in ONE_FIX or cause in WHOLE_LOOP else [])
-    for one in () if as_it_is else _of_rounds(scene):  # the same fix at the same place is one, however it was found
+    of_causes = (
+        one for cause in found if cause not in as_it_is for one in _of_cause(scene, cause, found[cause], found)
+    )
+    for one in chain(of_causes, () if as_it_is else _of_rounds(scene)):
         same = named[one.remedy.fix]
-        _add(same, one, [other for other in same if other.named == one.named])
+        whole = one.remedy.fix in ONE_FIX or (not one.bounds and one.causes[0] in WHOLE_LOOP)
+        # the same fix at the same place is one, however it was found
+        alike = same[:1] if whole else [other for other in same if other.named == one.named]
+        named[one.remedy.fix] = [
+            *(other for other in same if other not in alike),
+            reduce(Candidate.joined, [*alike, one]),
+        ]
     found_here = list[Candidate]()
     for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
         rest = same[PLACES_APART:]
         found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
     return [*found_here, *(_of_pipeline(scene) if scene.among_ranks else ())]
-
-
-def _add(same: list[Candidate], one: Candidate, joined_to: Sequence[Candidate]) -> None:
-    for other in joined_to:
-        one = other.joined(one)
-        same.remove(other)
-    same.append(one)
 
 
 def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:

@@ -37,7 +37,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[Une
     parts += [*_idle_lines(told), *_idle_loops(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
     rows = _shared_evenly([*_as_far_as_loops_took(_told_once(chain(*parts)), told)], uneven, told)
-    return tuple(_set(_held_by_another(fix, told), told) for fix in rows)
+    return tuple(_set(_side_by_side(_held_by_another(fix, told), told), told) for fix in rows)
 
 
 def _shared_evenly(rows: list[PlannedFix], uneven: Sequence[UnevenLoop], told: Diagnosis) -> list[PlannedFix]:
@@ -92,6 +92,25 @@ def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     return replace(
         fix, fix=remedy.fix, where=(Where.of(place),), advice=remedy.advice, code=remedy.code, api="", reason=reason
     )
+
+
+def _side_by_side(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
+    """What waits for each value of the GPU might do so once for several turns of the loop around, as for environments
+    that are stepped one after another. Whether they need each other nobody knows, so what is told is only the best."""
+    loops = _loops_of(told)
+    inner = next((part for part in loops if part.place == (fix.loop or told.loop)), None)
+    around = next((part for part in loops if inner in part.parts), None)
+    trains = not fix.loop and any(run.marked_by == "optimizer" for run in told.plain_runs.values())
+    if fix.fix not in ("compute_on_gpu", "decide_on_gpu") or inner is None or around is None or trains:
+        return fix
+    times = around.turns // max([1, *(part.turns for part in loops if around in part.parts)])
+    if times < 2:
+        return fix
+    best = inner.time / times / 1e9
+    reason = (
+        f"If its turns need nothing of each other, the {times} of the loop at {around.place} could go side by side: "
+    )
+    return replace(fix, reason=f"{fix.reason} {reason}of {inner.time / 1e9:.1f} s at best {best:.1f} are left.".strip())
 
 
 def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
