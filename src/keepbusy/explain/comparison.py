@@ -155,9 +155,11 @@ def _predicted(before: Diagnosis, gone: set[str]) -> Prediction | None:
 
 def _notes(before: Diagnosis, after: Diagnosis) -> Iterator[str]:
     if not (before.plain_given and after.plain_given):
-        missing = "the run before" if after.plain_given else "the run after" if before.plain_given else "either run"
+        one = "before" if after.plain_given else "after"
+        neither = not before.plain_given and not after.plain_given
+        unknown = "of neither run is known" if neither else f"of the run {one} is not known"
         yield (
-            f"the plain step of {missing} is not known, so the profiler's own cost is part of these times; "
+            f"the plain step {unknown}, so the profiler's own cost is part of these times; "
             "save both runs with --plain-step for a fair comparison"
         )
     if before.device != after.device:

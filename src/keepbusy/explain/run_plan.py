@@ -76,12 +76,13 @@ def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:
 
 def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     """At the other thread's line, where most of what it saves was that thread's: this one had no processor meanwhile,
-    for it waited to run Python, and the lines at which it did are not to blame."""
+    for it waited to run Python, and the lines at which it did are not to blame. While the GPU was at work it may have
+    waited for that."""
     run = told.run
     if run is None or not run.beside or run.ran == NONE or fix.causes != ("host_work",):
         return fix
     others = sum(line.time for line in run.beside)
-    if 2 * min(others, run.time - run.ran) < max(1, fix.run_gain):
+    if 2 * min(others, run.time - run.ran - max(0, run.busy)) < max(1, fix.run_gain):
         return fix
     remedy, place = PARTICULAR["another_process"], run.beside[0].place
     ran, whole = run.ran / 1e9, run.time / 1e9
