@@ -157,8 +157,9 @@ def _explained(
 
 
 def _behind_others(story: Story, plan: Sequence[PlannedFix]) -> Iterator[str]:
-    """A sentence for each cause that is in no plan, gains nothing now, and would once others are gone."""
-    planned = {cause for one in plan for cause in one.causes}
+    """A sentence for each cause that is in no plan, gains nothing now, and would once others are gone. Not of ranks: by
+    how little they differ shows once nothing else is left, and is noise."""
+    planned = {"peer_late", *(cause for one in plan for cause in one.causes)}
     for cause, gain in story.behind_others().items():
         if cause not in planned:
             finding, per_step = story.found[cause], story.scene.steps * len(story.scene.timeline.ranks)
