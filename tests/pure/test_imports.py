@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2245,
     "recording": 4105,
     "virtual": 8724,
-    "explain": 4533,
+    "explain": 4597,
     "report": 3246,
     "runtime": 6184,
     "cli": 3536,
