@@ -111,6 +111,14 @@ def test_a_healthy_loop_passes(runs: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "fine       0 syncs at most in one of " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [("check",), ("plan", "--gpus", "2"), ("fix",)])
+def test_a_program_that_is_not_there_is_one_sentence(
+    words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(folder, monkeypatch, *words, "nothing.py") == 2
+    assert capsys.readouterr().err == "keepbusy: nothing.py: there is no such script.\n"
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [

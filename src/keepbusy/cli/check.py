@@ -92,10 +92,10 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 def _timeline(options: argparse.Namespace) -> Timeline:
     from keepbusy.timeline.busy_file import load
 
-    script, arguments = machine_options.program_in(options)
-    if script.endswith(SAVED):
-        return load(Path(script))
+    if options.program[0].endswith(SAVED):
+        return load(Path(options.program[0]))
     need_pytorch("`keepbusy check`")
+    script, arguments = machine_options.program_in(options)
     kept = make_folder() / f"run{SAVED}"
     command = ["run", "--on", options.on, "--clock", "modelled", "--save", str(kept), "--quiet"]
     command += machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "values"))

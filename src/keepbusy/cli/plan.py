@@ -112,6 +112,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.virtual.costs.device import read
 
     need_pytorch("`keepbusy plan`")
+    script, _ = machine_options.program_in(options)
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     plan = LayoutPlan(trials, device.memory.size - CONTEXT, options.price, options.gpus)
     if options.json:
         return (json.dumps(plan.as_json(), indent=1), "\n")
-    head = f"keepbusy plan · {Path(machine_options.program_in(options)[0]).name} on {options.gpus} × {device.name}"
+    head = f"keepbusy plan · {Path(script).name} on {options.gpus} × {device.name}"
     hosts = -(-gpus // of_host)
     return (f"{head}{f', {hosts} hosts of {of_host}' if hosts > 1 else ''}\n\n", *plan.told())
 

@@ -120,12 +120,9 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
-    from keepbusy.instrument import script
 
     options.script, options.arguments = machine_options.program_in(options)
     _check_files(options)
-    if not options.module:
-        script.find(options.script)
     need_pytorch("`keepbusy run`")
     if options.fix or options.without or options.also:
         from keepbusy.fix.live.live_fixes import chosen

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable
 
 from keepbusy.cli.console.values import whole_number
+from keepbusy.instrument.script import find
 
 MOST_RANKS = 64
 """That are started on one machine."""
@@ -17,8 +18,10 @@ def add_program(parser: argparse.ArgumentParser, what: str, metavar: str = "SCRI
 
 
 def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """The script and its own arguments, which `--` may part from ours."""
+    """The script, which is there, and its own arguments; `--` may part both from ours."""
     script, *arguments = options.program[1:] if options.program[0] == "--" else options.program
+    if not options.module:
+        find(script)
     return script, arguments
 
 
