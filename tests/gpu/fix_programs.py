@@ -2038,6 +2038,47 @@ for x, y in batches(40):
     found.append((loss.item(), scaler.get_scale()))
 found += weights(net)
 """,
+    "two threads that train": DEEP
+    + """
+import threading
+def run(results, at, net, optimizer):
+    total = 0.0
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    results[at] = total, weights(net)
+torch.set_num_threads(1)
+results, pairs = {}, [deep(), deep()]
+threads = [threading.Thread(target=run, args=(results, at, *one)) for at, one in enumerate(pairs)]
+for one in threads: one.start()
+for one in threads: one.join()
+found += sorted(results)
+found += [results[0], results[1]]
+""",
+    "the way back alone": DEEP
+    + """
+net, optimizer = deep()
+for x, y in batches():
+    loss = F.cross_entropy(net(x), y)
+    found.append(loss.item())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "weights stepped by hand": DEEP
+    + """
+net, _ = deep()
+for x, y in batches():
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    for one in net.parameters(): one.data.add_(one.grad, alpha=-0.1)
+    net.zero_grad()
+    found.append(loss.item())
+found += weights(net)
+""",
     "plain tensors as weights": DEEP
     + """
 w = [torch.full((33, 33), 0.01, device="cuda", requires_grad=True) for _ in range(6)]

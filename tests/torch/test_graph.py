@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import graph_loops
 import pytest
@@ -117,6 +119,29 @@ def test_a_call_that_fails_is_no_step_and_ends_nothing(failing: int) -> None:
         except KeyError:
             assert turn == failing
     assert losses == [3.0, 2.7, 2.4, 2.1, 1.8, 1.5, 1.2, 0.9]
+
+
+def test_gradients_that_are_cleared_behind_the_step_or_left() -> None:
+    """What gathers gradients is known although nothing is left of them when the next call begins."""
+
+    def losses(made: Callable[[Any], Any]) -> list[float]:
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (weight * x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        graphed, found = made(step), []
+        for turn in range(14):
+            found.append(float(graphed(torch.ones(3, device="cuda"))))
+            with torch.no_grad():
+                weight -= 0.01 * weight.grad
+            if turn < 8 or turn % 2:
+                weight.grad = None
+        return found
+
+    assert losses(graph) == losses(lambda step: step)
 
 
 def test_what_a_caller_keeps_never_changes() -> None:

@@ -9,6 +9,7 @@ comes out, gradients, buffers and random numbers must be the same to the last bi
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FunctionType
@@ -47,6 +48,8 @@ class GraphedTurns:
     def passes(self, function: FunctionType, *given: Any) -> Any:
         """What the source calls in place of the statements."""
         if not self.switch.on or is_ours() or function.__closure__ or torch.cuda.is_current_stream_capturing():
+            return function(*given)
+        if threading.active_count() > 1 and _others_run():
             return function(*given)
         turn = self._turns.get(function.__code__)
         if turn is None:
@@ -189,6 +192,18 @@ class DeviceState:
                 leaf.grad = gradient
                 if gradient is not None and value is not None:
                     gradient.copy_(value)
+
+
+def _others_run() -> bool:
+    """Whether the program has other threads. What they ask of PyTorch in the middle of a capture would fail."""
+    others = (one for one in threading.enumerate() if one is not threading.current_thread())
+    return any(not _serves_batches(one) for one in others)
+
+
+def _serves_batches(thread: threading.Thread) -> bool:
+    """A thread of a loader's, of its queues' or of a progress bar's, none of which waits for the device."""
+    begun_by = getattr(getattr(thread, "_target", None), "__module__", type(thread).__module__)
+    return str(begun_by).startswith(("torch.utils.data", "multiprocessing", "tqdm"))
 
 
 def _tensors(held: Any) -> list[Tensor]:

@@ -37,20 +37,8 @@ _LOOKERS = {"float", "int", "bool", "len", "isnan", "isfinite", "isinf"}
 _LARGEST = {"max", "min", "topk"}
 """In `_, at = out.max(1)` and `_, at = torch.max(out, 1)`: where they are."""
 _UNSHARED = {
-    "norm",
-    "clone",
-    "abs",
-    "mean",
-    "sum",
-    "max",
-    "min",
-    "zero_",
-    "mul_",
-    "div_",
-    "add_",
-    "clamp_",
-    "pow",
-    "item",
+    *("norm", "clone", "abs", "mean", "sum", "max", "min", "pow", "item"),
+    *("zero_", "mul_", "div_", "add_", "sub_", "lerp_", "clamp_"),
 }
 """What leaves nobody with a gradient's own memory."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -93,6 +81,8 @@ def _keeps_gradients(tree: ast.Module) -> bool:
                     continue
                 case ast.Call(func=called) if called is node:  # torch.autograd.grad(...)
                     continue
+                case ast.Call(func=ast.Attribute(attr=name)) if name in _UNSHARED:
+                    continue
             return True
     return False
 
@@ -110,7 +100,8 @@ def _chosen(block: Sequence[ast.stmt], end: int, functions: set[str]) -> range:
         first += 1
     while last + 1 < len(block) and _calls(block[last + 1]) & _CLIPS and _may_be_lifted(block[last + 1]):
         last += 1
-    return range(first, last + 1) if first < end else range(0)
+    makes = set[str]().union(*map(_stored, block[first:end]))
+    return range(first, last + 1) if makes & roots else range(0)
 
 
 def _roots(statement: ast.stmt) -> set[str]:

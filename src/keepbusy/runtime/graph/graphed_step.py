@@ -26,7 +26,7 @@ from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, Step
 from keepbusy.runtime.graph.host_state import HostState, StateKey, first_change, settings
 from keepbusy.runtime.graph.learning_rates import LearningRates
 from keepbusy.runtime.graph.names_read import PLAIN, NameRead, constant, names_of
-from keepbusy.runtime.graph.participants import Gradients, Participants
+from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
 
 GRAPHS_PER_STEP = 8
@@ -108,7 +108,7 @@ class Rehearsal:
         self.participants, self.finding = Participants(), ""
         self._eager, self._names = eager, names_of(eager.step)
         self._calls = [self._first_call, self._second_call, self._third_call]
-        self._gradients: Gradients | None = None
+        self._trained: list[Tensor] | None = None
         self._differs: StateKey | None = None
         self._returned: tuple[Any, Any] = (None, None)
 
@@ -138,7 +138,7 @@ class Rehearsal:
         before = self._host.read()
         with self.participants.watching() as gradients:
             returned = detached(self._eager.run(call))
-        self._gradients = gradients
+        self._trained = [one.leaf for one in gradients.held()]  # before the loop clears what the step has left
         self._differs = first_change(before, self._host.read())
         kind, first = self._returned
         second = constants_of(returned)
@@ -149,12 +149,12 @@ class Rehearsal:
     def _third_call(self, call: StepCall) -> Any:
         if self._differs is not None:
             return self._find_line(call, self._differs)
-        if self._gradients is not None:  # else the call failed, and this is another
+        if self._trained is not None:  # else the call failed, and this is another
             self.rates = LearningRates([*self.participants.optimizers])
             self.key = GraphKey(self.participants, self._names, self.rates)
-            self.key.add([one.leaf for one in self._gradients.held()])
+            self.key.add(self._trained)
             self.rates.count_on_device()
-            self._gradients = None
+            self._trained = None
         self.kind = (*call.kind, *self.key.kind())
         with self.rates.on_device():
             return detached(self._eager.run(call))
