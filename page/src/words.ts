@@ -7,7 +7,7 @@ const unitOf = (time: number): [string, number] => UNITS.find(([, size]) => Math
 function figure(time: number, [unit, size]: [string, number]): string {
   const value = time / size;
   if (unit === "µs") return Math.abs(value) >= 10 ? value.toFixed(0) : value.toFixed(1);
-  if (unit === "s" || Math.abs(value) < 0.095) return value ? value.toFixed(2) : "0";
+  if (unit === "s" || Math.abs(value) < 0.095) return Math.abs(value) >= 0.005 ? value.toFixed(2) : value > 0 ? "<0.01" : "0";
   return Math.abs(value) >= 99.95 ? value.toFixed(0) : value.toFixed(1);
 }
 

@@ -206,6 +206,7 @@ def test_durations(time: int, said: str) -> None:
 def test_two_times_share_a_unit() -> None:
     assert words.transition(ms(31.3), ms(0.41)) == "31.3 → 0.4 ms"
     assert words.transition(0, ms(20)) == "0 → 20.0 ms"
+    assert words.duration(ms(0.003), ms(31.3)) == "<0.01 ms"
     assert words.span_of(ms(8.4), ms(8.41), ms(31)) == "8.4"
 
 

@@ -14,10 +14,13 @@ from marked_runs import run as marked
 from marked_runs import steps
 
 from keepbusy.explain import explain
-from keepbusy.report import as_json, terminal
+from keepbusy.report import as_json, run_report, terminal
+from keepbusy.report.paper import laid_out
 from keepbusy.report.run_report import asides
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.plain_run import PlainRun, RareStall
+from keepbusy.timeline.run_tree import LOOP, Part
+from keepbusy.timeline.run_tree import RUN as WHOLE_RUN
 
 SAVE = RareStall(
     "checkpoint", 24, 100.0, True, ms(812), ms(24 * 812), 0.14, ("train.py(90): <module>", "train.py(41): main")
@@ -141,3 +144,17 @@ def test_marks_go_with_the_timeline() -> None:
 
     assert explain(loop(body, 8, device="NVIDIA H200", plain_runs={0: RUN})).plain_runs == {0: RUN}
     assert explain(loop(body, 8, device="NVIDIA H200")).plain_runs == {}
+
+
+def test_a_mean_outside_of_what_most_turns_take_is_said_to_be_one() -> None:
+    loop = Part(LOOP, "train.py:3", time=ms(6_300), busy=0, turns=100, turn=ms(63), low=ms(1.7), high=ms(19.7))
+    run = Part(WHOLE_RUN, time=ms(6_300), busy=0, parts=(loop,))
+    assert "63.0 ms a turn on average (mostly 1.7–19.7)" in laid_out(run_report.tree(run, 100), 100, colour=False)
+    usual = replace(run, parts=(replace(loop, high=ms(70)),))
+    assert "63.0 ms a turn (1.7–70.0)" in laid_out(run_report.tree(usual, 100), 100, colour=False)
+
+
+def test_a_run_in_which_the_gpu_computed_nothing_does_not_count_no_milliseconds() -> None:
+    assert run_report.headline(Part(WHOLE_RUN, time=ms(6_300), busy=0)) == (
+        "The run took 6.30 s, and the GPU computed nothing in it."
+    )

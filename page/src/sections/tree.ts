@@ -67,7 +67,12 @@ function nameOf(part: Part): string {
 function sentence(part: Part): string {
   const said = [duration(part.time)];
   if (part.turns && part.kind === "loop") said.push(`${plural(part.turns, "turn")}${part.least ? " at least" : ""}`);
-  if (part.turn) said.push(`${duration(part.turn[0])} a turn${part.turn[1] >= 0 ? ` (${range(part.turn[1], part.turn[2], part.turn[0])})` : ""}`);
+  if (part.turn) {
+    const [mean, low, high] = part.turn;
+    const skewed = mean > high; // a few turns that take very long are most of it
+    const among = low >= 0 ? `${skewed ? " on average" : ""} (${skewed ? "mostly " : ""}${range(low, high, mean)})` : "";
+    said.push(`${duration(mean)} a turn${among}`);
+  }
   if (part.busy !== null) said.push(`GPU at work ${share(part.busy, part.time)}`);
   return said.join(", ");
 }

@@ -45,6 +45,8 @@ _INTERRUPTIONS = {
 def headline(run: Part) -> str:
     if run.busy == NONE:
         return f"The run took {duration(run.time)}."
+    if not run.busy:
+        return f"The run took {duration(run.time)}, and the GPU computed nothing in it."
     at_work = f"{duration(run.busy)} of it ({share(run.busy, run.time)})"
     return f"The run took {duration(run.time)}, and the GPU was at work for {at_work}."
 
@@ -99,7 +101,10 @@ def _heading(part: Part) -> str:
 def _about(part: Part) -> str:
     found = []
     if part.kind == LOOP and part.turn != NONE:
-        among = f" ({words.span_of(part.low, part.high, part.usual)})" if part.low != NONE else ""
+        span = words.span_of(part.low, part.high, part.usual)
+        among = f" ({span})" if part.low != NONE else ""
+        if among and part.usual > part.high:  # a few turns that take very long are most of the mean
+            among = f" on average (mostly {span})"
         found.append(f"{duration(part.usual)} a turn{among}")
     if part.busy != NONE:
         found.append(f"GPU at work {share(part.busy, part.time)}")

@@ -35,7 +35,7 @@ def _figure(time: int, unit: str) -> str:
     if unit == "µs":
         return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
     if unit == "s" or abs(value) < 0.095:
-        return f"{value:.2f}" if value else "0"
+        return f"{value:.2f}" if abs(value) >= 0.005 else "<0.01" if value > 0 else "0"
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}"
 
 
