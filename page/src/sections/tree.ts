@@ -69,7 +69,7 @@ function sentence(part: Part): string {
   if (part.turns && part.kind === "loop") said.push(`${plural(part.turns, "turn")}${part.least ? " at least" : ""}`);
   if (part.turn) {
     const [mean, low, high] = part.turn;
-    const skewed = mean > high; // a few turns that take very long are most of it
+    const skewed = mean > 2 * high; // a few turns that take very long are most of it
     const among = low >= 0 ? `${skewed ? " on average" : ""} (${skewed ? "mostly " : ""}${range(low, high, mean)})` : "";
     said.push(`${duration(mean)} a turn${among}`);
   }

@@ -103,7 +103,7 @@ def _about(part: Part) -> str:
     if part.kind == LOOP and part.turn != NONE:
         span = words.span_of(part.low, part.high, part.usual)
         among = f" ({span})" if part.low != NONE else ""
-        if among and part.usual > part.high:  # a few turns that take very long are most of the mean
+        if among and part.usual > 2 * part.high:  # a few turns that take very long are most of the mean
             among = f" on average (mostly {span})"
         found.append(f"{duration(part.usual)} a turn{among}")
     if part.busy != NONE:
