@@ -163,7 +163,7 @@ LINES = {
     "recording": 4105,
     "virtual": 8724,
     "explain": 4597,
-    "report": 3246,
+    "report": 3251,
     "runtime": 6184,
     "cli": 3537,
     "fix": 6626,
