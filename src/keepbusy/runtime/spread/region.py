@@ -91,7 +91,7 @@ def regions_of(
 
 
 def _choices(layers: list[Any]) -> Iterator[tuple[list[Any], Any]]:
-    """All but the last before the last; each before the next."""
+    """Columns, and the row after them: all layers but the last, and the last; then each two that follow one another."""
     if len(layers) > 1:
         yield layers[:-1], layers[-1]
     if len(layers) > 2:
