@@ -138,7 +138,7 @@ def apply(timeline: Timeline, edit: Edit) -> Timeline:
     links = timeline.links
     event = edit.drop_wait[links.target] & (links.kind == LinkKind.ORDER)
     if event.any():
-        timeline = timeline.change(links=links.take(np.flatnonzero(~event)))
+        timeline = timeline.change(links=links.take(~event))
     return _on_side_lanes(timeline, edit.lane).keep(~edit.drop)
 
 
@@ -160,7 +160,7 @@ def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
     cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
     cut &= np.arange(len(links)) < len(timeline.links)
     spans = timeline.spans.change(lane=lane, lag=np.where(moved, 0, timeline.spans.lag))
-    return timeline.change(lanes=tuple(lanes), spans=spans, links=links.take(np.flatnonzero(~cut)))
+    return timeline.change(lanes=tuple(lanes), spans=spans, links=links.take(~cut))
 
 
 def _with_readers(timeline: Timeline, side: Ints) -> Links:

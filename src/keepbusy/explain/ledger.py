@@ -36,7 +36,7 @@ from keepbusy.explain.places import late_ranks
 from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import lesson, remedy_for, what_happened
 from keepbusy.explain.scene import Scene
-from keepbusy.explain.turns import Turns, turns_of
+from keepbusy.explain.turns import Turns, at_work_from, turns_of
 from keepbusy.timeline.model import WORKERS, Ints, Kind, Lane, Mask, Timeline
 from keepbusy.timeline.replay import Replayed, pace, steady
 
@@ -88,8 +88,7 @@ def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float
     wire = spans.kind == Kind.COLLECTIVE
     copying = (spans.kind == Kind.COPY) | (spans.kind == Kind.FILL)  # also within the device: nothing is computed
     computing = timeline.on_device & ~copying & ~wire
-    # of a collective only its end is the wire; before that it waits for its peers, or, if it sends to all, has left
-    start = np.where(wire, spans.end - np.maximum(spans.work, 0), spans.start)
+    start = at_work_from(spans.kind, spans.start, spans.end, np.maximum(spans.work, 0))
     reached: list[float] = []
     taken = np.zeros(len(timeline), bool)
     for these in (computing, copying, wire):

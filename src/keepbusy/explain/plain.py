@@ -17,7 +17,7 @@ from keepbusy.explain.edit import Floats
 from keepbusy.explain.scene import Scene
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, LinkKind, Mask, Timeline
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import SCRIPT, RunFacts
 from keepbusy.timeline.run_tree import LOOP, Part
@@ -179,8 +179,8 @@ def _as_lines_took(sample: PlainTimeline) -> PlainTimeline:
     times = np.where(seen * LARGEST_STRETCH < took, 0.0, took / np.maximum(seen, 1.0))
     if not times.any():
         return sample
-    launches = timeline.links.kind == LinkKind.LAUNCH
-    line[timeline.links.target[launches]] = line[timeline.links.source[launches]]
+    launches = timeline.launches
+    line[launches.target] = line[launches.source]
     elsewhere = sample.step / max(1.0, pace(timeline))  # the few rows at no line of the loop
     scale = np.append(np.where(times > 0, times, 1.0), elsewhere)[line]
     timeline = timeline.change_spans(work=(spans.work * scale).astype(np.int64))

@@ -15,7 +15,6 @@ from keepbusy.timeline.model import (
     FrameKind,
     Ints,
     Kind,
-    LinkKind,
     Mask,
     Timeline,
     next_kept,
@@ -34,15 +33,14 @@ class Scene:
     """The plain run, with what the finders ask of it looked up once. NONE stands where there is no such row."""
 
     def __init__(self, timeline: Timeline, workers: int = 8) -> None:
-        spans, links = timeline.spans, timeline.links
+        spans, links = timeline.spans, timeline.launches
         self.timeline, self.workers = timeline, workers
         self.steps = len(timeline.marks_of(timeline.ranks[0]))
         self.before, nowhere = previous_on_lane(spans.lane), np.full(len(timeline), NONE, np.int64)
         # of each command its launch, and of each launch its first command
         self.launch, self.command = nowhere.copy(), nowhere.copy()
-        launches = links.kind == LinkKind.LAUNCH
-        self.launch[links.target[launches]] = links.source[launches]
-        self.command[links.source[launches][::-1]] = links.target[launches][::-1]
+        self.launch[links.target] = links.source
+        self.command[links.source[::-1]] = links.target[::-1]
         self.last_launch = self._last_launch()
         # batches that other processes prepare are no work of this program's own; two more for NONE and EVERY_LANE
         of_workers = np.array([lane.name == WORKERS for lane in timeline.lanes] + [False, False], bool)
@@ -101,7 +99,7 @@ class Scene:
     @cached_property
     def frame_of_one_rank(self) -> Ints:
         """Of each row, the outermost frame around it that no other rank enters along the same path, or NONE."""
-        ranks = np.array([lane.rank for lane in self.timeline.lanes], np.int64)[self.timeline.frames.lane]
+        ranks = self.timeline.rank_of_lanes[self.timeline.frames.lane]
         _, which = np.unique(self.path, return_inverse=True)
         first, last = (np.full(which.max(initial=0) + 1, ranks.max(initial=0) * sign) for sign in (1, 0))
         np.minimum.at(first, which, ranks)

@@ -33,7 +33,7 @@ class Gaps(NamedTuple):
 
 
 def at_work_from(kind: Ints, start: Ints, end: Ints, work: Ints) -> Ints:
-    """Of a collective only its end is the wire; before that it waits for its peers."""
+    """Of a collective only its end is the wire: before that it waits for its peers, or, if it sends to all, is gone."""
     return np.where(kind == Kind.COLLECTIVE, end - work, start)
 
 

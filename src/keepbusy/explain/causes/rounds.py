@@ -135,7 +135,7 @@ def _together(scene: Scene, known: Ints) -> list[Ints]:
     call, what is multiplied between two of its frames parts them: as in a network that is laid out over ranks, the
     second needs what the first one brought."""
     frames, timeline = scene.timeline.frames, scene.timeline
-    rank = np.array([lane.rank for lane in timeline.lanes], np.int64)[frames.lane]
+    rank = timeline.rank_of_lanes[frames.lane]
     products, starts = np.flatnonzero(scene.frames_with(Role.LAYER)), timeline.spans.start
     turn, before = np.zeros(len(frames), np.int64), np.zeros(len(frames), np.int64)
     for one in timeline.ranks:
