@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2245,
     "recording": 4105,
     "virtual": 8724,
-    "explain": 4597,
+    "explain": 4594,
     "report": 3251,
     "runtime": 6184,
     "cli": 3537,
