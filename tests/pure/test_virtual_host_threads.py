@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from keepbusy.virtual.clock.host_threads import HOOK_LIMIT, NOISE_LIMIT, HostThread, HostTime
+from keepbusy.virtual.clock import host_threads
+from keepbusy.virtual.clock.host_threads import HOOK_LIMIT, NOISE_LIMIT, HostThread, HostTime, UncountedWork
 from keepbusy.virtual.clock.rows import Rows
 
 US = 1_000
@@ -119,3 +122,40 @@ def test_the_clock_of_a_thread_that_has_ended_goes_on(monkeypatch: pytest.Monkey
     waited = time._waited
     monkeypatch.setattr(os, "pread", gone)
     assert time._time_without_core() == waited
+
+
+def frame_in(file: str) -> FrameType:
+    """A frame of that file's third line."""
+    names: dict[str, FrameType] = {}
+    exec(compile("import sys\n\nframe = sys._getframe()", file, "exec"), names)
+    return names["frame"]
+
+
+def seen(moves: bool = False, pauses: int = 0, file: str = "/work/loader.py") -> UncountedWork:
+    """A program that is seen a hundred times, once the clock runs, with 5 ms of a processor each time."""
+    host = thread(None)
+    host.work(1 * US)
+    host.pauses = pauses
+    looks = UncountedWork(host)
+    for _ in range(101):
+        looks.see(frame_in(file), 5_000 * US)
+        host.work(US if moves else 0)
+    return looks
+
+
+def test_work_on_which_a_modelled_clock_stands_still_is_told() -> None:
+    assert "leaves out at least 0.5 s" in seen().sentence()
+    assert "loader.py:3 (0.5 s)" in seen().sentence()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moves": True},  # it calls operators
+        {"pauses": 1},  # we compute their values
+        {"file": "<frozen importlib._bootstrap>"},
+        {"file": host_threads.__file__},
+    ],
+)
+def test_what_the_clock_counts_or_is_ours_is_not(given: dict[str, Any]) -> None:
+    assert seen(**given).sentence() == ""

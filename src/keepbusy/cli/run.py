@@ -256,6 +256,9 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
             whole = mine if options.alike else launch.gathered(mine)
             if whole is not None:
                 _report(virtual_run.steady(whole), options, streams)
+                left_out = MACHINE.uncounted.sentence() if MACHINE.uncounted and not options.quiet else ""
+                if left_out:
+                    streams.complain(left_out)
         except Exception as error:
             streams.complain(sentence_of(error))
 

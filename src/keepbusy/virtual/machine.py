@@ -20,7 +20,7 @@ from torch.nn import functional
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime, Onlooker
+from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime, Onlooker, UncountedWork
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.current_device import ACCELERATOR_ERROR, Current
@@ -82,6 +82,8 @@ class Machine:
     alike = 1
     """So many ranks do the same as this one, which stands for all of them."""
     loops: RunLoops | None = None
+    uncounted: UncountedWork | None = None
+    """Of a modelled clock, what it leaves out."""
     compiled_eagerly = False
     """Whether the program asked for `torch.compile`, which runs as it is written here."""
 
@@ -119,6 +121,8 @@ class Machine:
         """Learn what our own part of host time is, to leave it out: at a call of the dispatcher, when a tensor goes."""
         given = self._options
         if not given[-1]:
+            self.uncounted = UncountedWork(self.clock.first_thread)
+            self.uncounted.begin()
             return
         quick = replace(self.device, host=replace(self.device.host, operator=0, launch=0))
         self._options = quick, *given[1:]
@@ -255,7 +259,7 @@ class Machine:
 
     def needs_pinned(self, device: int, is_pinned: bool) -> None:
         """A capture takes no copy from or to memory of the host that may move."""
-        if not is_pinned and self.clock.capturing(self.stream(device)):
+        if not is_pinned and self.captures(device):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
                 "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
@@ -340,11 +344,13 @@ class Machine:
 
     # CUDA graphs
 
+    def captures(self, device: int) -> bool:
+        """Whether what is launched on the device now is kept for a graph, and not run."""
+        return self.clock.capturing(self.stream(device))
+
     def records(self, device: int) -> Recording | None:
         """What takes note of the device's operators, while its stream captures."""
-        if self.recording is None or not self.clock.capturing(self.stream(device)):
-            return None
-        return self.recording
+        return self.recording if self.recording is not None and self.captures(device) else None
 
     def host_memory(self, tensor: Tensor) -> Any:
         """The host's storage behind a device tensor; None if another library made the tensor."""

@@ -129,10 +129,10 @@ class Clock:
             host.now = max(host.now, other.now)
             host.forget_real_time()
 
-    def pause(self, overhead: int = 0) -> HostThread:
+    def pause(self) -> HostThread:
         """The program has called us: see `HostThread.pause`. Its `resume` goes back to the program."""
         host = self.host()
-        host.pause(overhead)
+        host.pause()
         return host
 
     def discount(self, duration: int) -> None:

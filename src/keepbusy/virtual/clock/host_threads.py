@@ -17,12 +17,14 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from time import perf_counter_ns
 from types import FrameType
 from weakref import finalize
 
+from keepbusy.instrument.lines import LIBRARY, PYTHON, USER, kind_of, program_lines, shown
 from keepbusy.instrument.threads import UnseenThread
 from keepbusy.timeline.model import NONE, FrameKind, Kind, LinkKind
 from keepbusy.virtual.clock.rows import Rows
@@ -337,6 +339,61 @@ class Onlooker:
         """
         looks, cost, self.looks, self._cost = tuple(self.looks), self._cost, [], 0
         return cost, [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
+
+
+SLOW_INTERVAL = 0.005
+"""Seconds between two looks that only ask whether anything is left out."""
+SAID_FROM, SAID_SHARE = 200_000_000, 0.1
+"""Nanoseconds, and a share of the run: from both on what is left out is worth a sentence."""
+
+
+class UncountedWork:
+    """Where the program is at work while a modelled clock stands still: in Python, NumPy or files, without an operator.
+
+    It is measured, so none of it goes into the timeline, which is the same in every run.
+    """
+
+    def __init__(self, host: HostThread) -> None:
+        """`host`: of the thread that calls this."""
+        self.times = Counter[str]()  # nanoseconds of a processor, by the program's own line
+        self._host, self._reached, self._watched = host, (0, 0), threading.get_ident()
+
+    def begin(self) -> None:
+        UnseenThread(self._look)
+
+    def _look(self) -> None:
+        clock, never = time.pthread_getcpuclockid(self._watched), threading.Event()
+        ran = time.clock_gettime_ns(clock)
+        while not never.wait(SLOW_INTERVAL):
+            before, ran = ran, time.clock_gettime_ns(clock)
+            self.see(sys._current_frames().get(self._watched), ran - before)
+
+    def see(self, frame: FrameType | None, ran: int) -> None:
+        """The thread is at this frame, and had a processor for so long since the look before."""
+        before, self._reached = self._reached, (self._host.now, self._host.modelled_time)
+        if frame is None or self._host.pauses or before != self._reached or before == (0, 0):
+            return
+        if kind_of(frame.f_code.co_filename) in (USER, LIBRARY, PYTHON) and not _imports(frame):
+            own = (one for one in program_lines(frame) if kind_of(one[0].co_filename) == USER)
+            for code, line in islice(own, 1):
+                self.times[f"{shown(code.co_filename)}:{line}"] += ran
+
+    def sentence(self) -> str:
+        """What the report leaves out, where that is much of the run; else nothing."""
+        spent = self.times.total()
+        if spent < max(SAID_FROM, SAID_SHARE * self._host.now):
+            return ""
+        lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in self.times.most_common(2))
+        return (
+            f"the CPU's time is modelled, so the report leaves out at least {spent / 1e9:.1f} s that Python, NumPy and "
+            f"files took on this machine, most of it at {lines}; --clock measured counts them."
+        )
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 _ending = threading.local()

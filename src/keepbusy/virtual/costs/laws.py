@@ -381,12 +381,6 @@ def bilinear(call: Call) -> list[Kernel]:
     return [("resize_planes", resized)]
 
 
-def bilinear_backward(call: Call) -> list[Kernel]:
-    image = call.result
-    resized = call.strided(RESIZING.bilinear_backward * image.elements)
-    return [("fill", RESIZING.clearing), (f"resize_{call.name}", resized)]
-
-
 # Lists of tensors: foreach and fused optimizers, blocks of all of them in as few launches as their tables hold
 
 
@@ -438,9 +432,7 @@ def _launches(tensors: tuple[Array, ...], limit: int) -> list[int]:
 
 
 def matrix_product(call: Call) -> list[Kernel]:
-    matrices = [one for one in call.inputs if len(one.shape) >= 1]
-    adds = call.name.startswith(("add", "badd", "_addmm")) and len(matrices) > 2
-    operands = matrices[-2:] if adds else matrices[:2]
+    operands = _multiplied(call)
     if len(operands) < 2:
         return [("gemm", PRODUCTS.start)]
     left, right = operands
@@ -454,6 +446,13 @@ def matrix_product(call: Call) -> list[Kernel]:
     batch = 1 if folds else prod(left.shape[:-2]) if len(left.shape) > 2 else prod(right.shape[:-2])
     dtype = call.dtype()
     return [(f"gemm_{dtype}", product(call.device, rows, columns, left.shape[-1], dtype, left.item_size, batch))]
+
+
+def _multiplied(call: Call) -> list[Array]:
+    """What is added to the product stands before it."""
+    matrices = [one for one in call.inputs if len(one.shape) >= 1]
+    adds = call.name.startswith(("add", "badd", "_addmm")) and len(matrices) > 2
+    return matrices[-2:] if adds else matrices[:2]
 
 
 def _vector_product(call: Call, *operands: Array) -> Kernel:

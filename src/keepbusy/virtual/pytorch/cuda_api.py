@@ -25,6 +25,7 @@ from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.pytorch import refusal
 from keepbusy.virtual.pytorch.cuda_graphs import AcceleratorGraph, CUDAGraph, graph_pool_handle
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, GeneratorOfAnyDevice
 
@@ -71,6 +72,9 @@ def _warn_program(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
+_no_shared_events = refusal("has no events that processes share")
+
+
 class Event:
     """A point in the order of a stream. Until it is recorded, nobody waits for it."""
 
@@ -84,7 +88,7 @@ class Event:
         external: bool = False,
     ) -> None:
         if interprocess:
-            raise NotImplementedError("keepbusy's virtual GPU has no events that processes share.")
+            _no_shared_events()
         self.moment = BEGINNING
         self.device: torch.device | None = None if device is None else torch.device("cuda", CURRENT.index(device))
         self._has_timing, self._is_external = enable_timing, external
@@ -120,8 +124,7 @@ class Event:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         return MACHINE.clock.elapsed(self.moment, end_event.moment) / 1e6
 
-    def ipc_handle(self) -> bytes:
-        raise NotImplementedError("keepbusy's virtual GPU has no events that processes share.")
+    ipc_handle = _no_shared_events
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Event {'uninitialized' if self.moment is BEGINNING else hex(id(self))}>"
@@ -486,7 +489,7 @@ def patch() -> None:
     settings = tuple(_ANSWERS["settings"].split())
     native = [one for one in dir(torch._C) if one.startswith(("_cuda_", "_nccl_")) and not one.startswith(settings)]
     native += [one for one in _ANSWERS["compiler"].split() if not hasattr(torch._C, one)]
-    replace_everywhere(torch._C, {**{name: _refusal(name) for name in native}, **_NATIVE})
+    replace_everywhere(torch._C, {**{name: refusal(f"does not know torch._C.{name}") for name in native}, **_NATIVE})
     # else the profiler would record native events, and say of each that it cannot
     recorded = torch._C._autograd._supported_activities() | {torch.profiler.ProfilerActivity.CUDA}
     replace_everywhere(torch._C._autograd, {"_supported_activities": _constant(recorded)})
@@ -543,10 +546,3 @@ def _function_named(name: str, answer: Callable[..., Any]) -> Callable[..., Any]
 
     function.__name__ = name
     return function
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"keepbusy's virtual GPU does not know torch._C.{name}.")
-
-    return refuse

@@ -18,9 +18,10 @@ from keepbusy.virtual.clock.streams import Graph
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.memory.allocator import PoolId
+from keepbusy.virtual.pytorch import refusal
 from keepbusy.virtual.pytorch.outlines import VALUES
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
-from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
+from keepbusy.virtual.pytorch.tensors import tensors_in, to_host
 
 # What a CUDA graph computes: recorded during its capture, computed again at each replay.
 #
@@ -96,11 +97,11 @@ class Recording:
     def repeat(self, compute: Callable[[], Any], out: Any) -> None:
         """An operator has computed `out`: at each replay, the same again, to where its results were kept."""
         kept = {id(tensor): place for tensor, place in self._results}
-        targets = [kept.get(id(one)) for one in _flat(out)]
+        targets = [kept.get(id(one)) for one in tensors_in(out)]
         self._results.clear()
 
         def again() -> None:
-            for target, found in zip(targets, _flat(compute()), strict=True):
+            for target, found in zip(targets, tensors_in(compute()), strict=True):
                 if target is not None:
                     target.copy_(found)
 
@@ -191,12 +192,6 @@ def _over(storage: Any, offset: int, like: Tensor) -> Tensor:
         return _aten.set_.source_Storage_storage_offset(made, storage, offset, like.shape, like.stride())
 
 
-def _flat(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
-
-
 _private_pools, _handles = count(1), count(1)
 _arenas: WeakValueDictionary[PoolId, Arena] = WeakValueDictionary()
 _dumping: list[bool] = []
@@ -205,13 +200,6 @@ _dumping: list[bool] = []
 def graph_pool_handle() -> PoolId:
     """A name for memory that several graphs share."""
     return 0, next(_handles)
-
-
-def _missing(what: str) -> Callable[..., NoReturn]:
-    def refuse(*_args: Any) -> NoReturn:
-        raise NotImplementedError(f"keepbusy's virtual GPU has no {what}.")
-
-    return refuse
 
 
 class CUDAGraph:
@@ -310,7 +298,7 @@ class CUDAGraph:
     def replay(self) -> None:
         recording = self._recording
         graph = self._captured("Called CUDAGraph::replay without a preceding successful capture.")
-        if MACHINE.clock.capturing(MACHINE.stream(self._device)):
+        if MACHINE.captures(self._device):
             raise RuntimeError(
                 "Cannot prepare for replay during capturing stage. during CUDA graph capture. If you need this call to "
                 "be captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
@@ -360,9 +348,9 @@ class CUDAGraph:
             )
         self.get_graph_data()
 
-    get_graph_data = _missing("cudaGraph_t behind a CUDAGraph")
-    raw_cuda_graph_exec = _missing("cudaGraphExec_t behind a CUDAGraph")
-    begin_capture_to_if_node = end_capture_to_conditional_node = _missing("conditional nodes in CUDA graphs")
+    get_graph_data = refusal("has no cudaGraph_t behind a CUDAGraph")
+    raw_cuda_graph_exec = refusal("has no cudaGraphExec_t behind a CUDAGraph")
+    begin_capture_to_if_node = end_capture_to_conditional_node = refusal("has no conditional nodes in CUDA graphs")
 
 
 class AcceleratorGraph(CUDAGraph):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.memory import host_memory
 from keepbusy.virtual.pytorch import OPERATORS
 from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
+from keepbusy.virtual.pytorch.tensors import tensors_in
 
 _LOADER = "enumerate(DataLoader)#"
 _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
@@ -264,7 +265,7 @@ def _of_shards(args: tuple[Any, ...]) -> bool:
 
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
     """What was made may be nothing new: then one argument was written into another."""
-    taken, given = _tensors(args), _tensors((made,) if made is not None else args[1:])
+    taken, given = tensors_in(args), tensors_in(made if made is not None else args[1:])
     if name in ("__get__", "__set__", "backward") or not given or not all(_is_of_host(one) for one in (*taken, *given)):
         return
     name = name.removeprefix("__").removesuffix("__")
@@ -274,12 +275,6 @@ def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
     else:
         with HostOperator(f"aten::{name}"):
             MACHINE.clock.work(duration)
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Those of an operator's arguments or results, which may come in lists."""
-    listed = (value if isinstance(value, list | tuple) else (value,) for value in values)
-    return [one for several in listed for one in several if isinstance(one, Tensor)]
 
 
 def _is_of_host(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import NAMES, OPERATORS, cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.outlines import META, VALUES, computed
-from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, to_host
+from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, tensors_in, to_host
 
 _WAITING, _INDEXING = frozenset(OPERATORS["waiting"]), frozenset(OPERATORS["indexing"])
 _NUMBERS = (bool, int, float, complex)
@@ -127,6 +127,12 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
     return _NO_TENSORS, given
 
 
+def _scalar_of(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """Of `mul.Tensor` the builtin of `mul.Scalar`, if there is one."""
+    packet = overload._overloadpacket
+    return packet.Scalar._op if overload._overloadname == "Tensor" and "Scalar" in packet.overloads() else None
+
+
 def _returned(schema: Any) -> tuple[tuple[int, str] | None, ...]:
     """Of each result, by place and name, the argument that it is; None for one that is new."""
     written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
@@ -175,11 +181,9 @@ class Kernel:
         self.named_shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
         self.shapes = tuple(self.named_shapes.values())
         """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
+        self.known_by_type = [frozenset(() if shapes else _NUMBERS) for shapes in self.shapes]
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
-        # of `mul.Tensor` the builtin of `mul.Scalar`, if there is one
-        packet = overload._overloadpacket
-        has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
-        self.scalar = packet.Scalar._op if has_scalar else None
+        self.scalar = _scalar_of(overload)
         self.is_plain = dense and short not in _WAITING | _INDEXING
         self.is_product = law_of(short).depends_on_precision
 
@@ -219,7 +223,7 @@ class Kernel:
         for at, one in enumerate(args):
             kind = type(one)
             if kind in _PLAIN:
-                key.append(one if self.shapes[at] or kind not in _NUMBERS else kind)
+                key.append(kind if kind in self.known_by_type[at] else one)
                 continue
             if isinstance(one, Tensor):
                 index = one.get_device()
@@ -379,10 +383,7 @@ class Kernel:
 
     def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call writes into, also those of which the schema does not tell."""
-        found: list[Tensor] = []
-        for name, at in self.writes:
-            map_tensors(found.append, args[at] if at < len(args) else kwargs.get(name))
-        return found
+        return tensors_in([args[at] if at < len(args) else kwargs.get(name) for name, at in self.writes])
 
     def waits(self, args: Sequence[Any]) -> str:
         """The operator for which the host waits within this call, if it does.
@@ -402,11 +403,8 @@ class Kernel:
 def _new_tensors(returned: tuple[Any, ...], out: Any) -> list[Tensor]:
     """Of a result the tensors that were not there before; of sparse ones their parts."""
     parts = (out,) if len(returned) == 1 else out or ()
-    found: list[Tensor] = []
-    for source, part in zip(returned, parts, strict=True):
-        if source is None:
-            map_tensors(found.append, part)
-    return [piece for one in found for piece in pieces(one)]
+    found = [part for source, part in zip(returned, parts, strict=True) if source is None]
+    return [piece for one in tensors_in(found) for piece in pieces(one)]
 
 
 def place(out: Tensor, device: int) -> Tensor:

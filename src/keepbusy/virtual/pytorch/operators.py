@@ -13,7 +13,7 @@ import torch
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.patches import Patches
 from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch import OPERATORS
+from keepbusy.virtual.pytorch import OPERATORS, refusal
 from keepbusy.virtual.pytorch.cuda_only import ON_HOST
 from keepbusy.virtual.pytorch.kernels import HOST_KEYS, Kernel, overload_named
 from keepbusy.virtual.pytorch.tensors import SPARSE_KEYS
@@ -67,7 +67,7 @@ def refuse_triton(patches: Patches) -> None:
 
     def refuse(_native: Callable[..., Any], kernel: Any, *_args: Any, **_kwargs: Any) -> Any:
         name = getattr(getattr(kernel, "base_fn", kernel), "__name__", "one")  # of a tuned one, the function within
-        raise NotImplementedError(f"keepbusy's virtual GPU runs no kernels written in Triton ({name}).")
+        refusal(f"runs no kernels written in Triton ({name})")()
 
     def patch() -> None:
         module = sys.modules["triton.runtime.jit"]
@@ -99,11 +99,14 @@ def dense_kernels() -> dict[str, Callable[..., Any]]:
             found[name] = SPECIAL[name]  # type: ignore[assignment]
         elif name in OPERATORS["views"]:
             found[name] = _native(overload, HOST_KEYS)
-        elif name in computed:
-            aliases = [one.alias_info for one in overload._schema.returns if one.alias_info is not None]
-            if all(one.is_write for one in aliases):  # else it returns a view
-                found[name] = _kernel(overload)
+        elif name in computed and not _returns_view(overload):
+            found[name] = _kernel(overload)
     return found
+
+
+def _returns_view(overload: torch._ops.OpOverload) -> bool:
+    aliases = [one.alias_info for one in overload._schema.returns if one.alias_info is not None]
+    return not all(one.is_write for one in aliases)
 
 
 def _layout_named(name: str) -> str | None:
@@ -146,20 +149,13 @@ def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     full = f"{name}.{overload._overloadname}" if overload._overloadname != "default" else name
     on_host = ON_HOST.get(full.removeprefix("aten::"))
     if on_host is None and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU"):
-        return _refusal(f"keepbusy's virtual GPU cannot run {full}: PyTorch has it for CUDA alone.")
+        return refusal(f"cannot run {full}: PyTorch has it for CUDA alone")
     return Kernel(overload, on_host)
-
-
-def _refusal(sentence: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(sentence)
-
-    return refuse
 
 
 def _refusal_of_layout(layout: str, name: str) -> Callable[..., Any]:
     name = name.removeprefix("aten::")
-    return _refusal(f"keepbusy's virtual GPU cannot run aten::{name} on {layout} tensors.")
+    return refusal(f"cannot run aten::{name} on {layout} tensors")
 
 
 def _refuse_any(layout: str) -> Callable[..., Any]:

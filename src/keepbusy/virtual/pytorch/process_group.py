@@ -26,7 +26,7 @@ from keepbusy.virtual.pytorch import NAMES
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
-from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
+from keepbusy.virtual.pytorch.tensors import map_tensors, tensors_in, to_host
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
 
@@ -173,12 +173,12 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         `peer`: the other rank of a message. `meet` and `agree`: as `_last_arrival` and `_all_know`, between these two.
         """
         with DeviceCall(f"nccl:{name}"):
-            flat = _flat(tensors)
+            flat = tensors_in(tensors)
             device = next((one.get_device() for one in flat if one.is_cuda), -1)
             meet = meet or self._last_arrival
             if not self._has_values(flat, tensors[-1] if sends else [], agree or self._all_know):
                 map_tensors(VALUES.forget, tensors[0])
-            elif device >= 0 and MACHINE.clock.capturing(MACHINE.stream(device)):
+            elif device >= 0 and MACHINE.captures(device):
                 meet = at_replay(does, tensors, meet)
             else:
                 exchange(does, map_tensors(lambda one: to_host(one.detach()) if one.is_cuda else one.detach(), tensors))
@@ -192,7 +192,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
         if VALUES.real or not any(one.is_cuda for one in flat):
             return True
-        return _bytes(flat) <= CARRIED_SIZE and bool(agree(all(map(VALUES.known, _flat(sent)))))
+        return _bytes(flat) <= CARRIED_SIZE and bool(agree(all(map(VALUES.known, tensors_in(sent)))))
 
     def _all_know(self, mine: int) -> int:
         return self._agreed(mine, dist.ReduceOp.MIN)
@@ -424,14 +424,8 @@ def _reducing(operation: Any) -> Any:
     return options
 
 
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [one for part in value for one in _flat(part)]
-
-
 def _bytes(value: Any) -> int:
-    return sum(one.nbytes for one in _flat(value))
+    return sum(one.nbytes for one in tensors_in(value))
 
 
 OURS = "keepbusy"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch._C import Generator as HostGenerator
 
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.pytorch import refusal
 
 # Random states as a GPU has them: a seed and an offset in sixteen bytes, and each draw a function of both.
 #
@@ -90,7 +91,7 @@ class DeviceGenerator(HostGenerator):
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
         state = _STATES[self._cdata]
-        if not self._captures():
+        if not MACHINE.captures(self._index):
             state.seed, state.offset = seed % _WORD, 0
         elif seed != state.seed:
             raise RuntimeError(
@@ -100,7 +101,7 @@ class DeviceGenerator(HostGenerator):
         return self
 
     def seed(self) -> int:
-        if self._captures():
+        if MACHINE.captures(self._index):
             raise RuntimeError("Cannot call CUDAGeneratorImpl::seed during CUDA graph capture.")
         return self.manual_seed(int(super().seed())).initial_seed()
 
@@ -118,15 +119,9 @@ class DeviceGenerator(HostGenerator):
             put_state(self, state)
         return self
 
-    def graphsafe_get_state(self, *_state: Any) -> NoReturn:
-        raise NotImplementedError(
-            "keepbusy's virtual GPU has no graph-safe random states; use get_state and set_state instead."
-        )
-
-    graphsafe_set_state = graphsafe_get_state  # type: ignore[assignment]
-
-    def _captures(self) -> bool:
-        return MACHINE.clock.capturing(MACHINE.stream(self._index))
+    graphsafe_get_state = graphsafe_set_state = refusal(
+        "has no graph-safe random states; use get_state and set_state instead"
+    )
 
 
 def generator_of(device: int) -> DeviceGenerator:

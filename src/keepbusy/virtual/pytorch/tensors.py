@@ -66,6 +66,13 @@ def map_tensors(does: Any, value: Any) -> Any:
     return value
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in a value of nested lists."""
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
 # Sparse tensors (COO) are made of two dense ones, on whatever device these are.
 
 SPARSE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)

@@ -20,7 +20,7 @@ from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.cuda_only import CELLS
 from keepbusy.virtual.pytorch.kernels import Kernel, overload_named
 from keepbusy.virtual.pytorch.outlines import VALUES, outline, reserved
-from keepbusy.virtual.pytorch.tensors import map_tensors, to_host
+from keepbusy.virtual.pytorch.tensors import map_tensors, tensors_in, to_host
 
 _aten = torch.ops.aten
 _NO_HOOKS = (lambda tensor: tensor,) * 2
@@ -108,15 +108,14 @@ def _placed(value: Any, waiting: Iterator[Tensor]) -> Any:
     return map_tensors(lambda one: next(waiting) if one.is_cuda else one, value)
 
 
-def _device_tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda one: found.append(one) if one.is_cuda else None, [*args, *kwargs.values()])
-    return found
-
-
 def as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     kernel = Kernel(overload, on_host)
-    return lambda *args, **kwargs: _Whole.apply(kernel, args, kwargs, *_device_tensors(args, kwargs))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        of_device = [one for one in tensors_in([*args, *kwargs.values()]) if one.is_cuda]
+        return _Whole.apply(kernel, args, kwargs, *of_device)
+
+    return call
 
 
 def attention(
