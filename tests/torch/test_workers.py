@@ -48,3 +48,9 @@ def test_spawned_workers_say_nothing_and_work(run) -> None:
     done = run(source[:begin] + guarded, before=("--clock", "measured"))
     assert done.returncode == 0, done.stderr
     assert "A step takes" in done.stdout
+
+
+def test_a_modelled_clock_says_what_it_leaves_out(run) -> None:
+    done = run(LOADER.replace("WORKERS", "").replace("num_workers=2", "num_workers=1"), before=("--clock", "modelled"))
+    assert done.returncode == 0, done.stderr
+    assert "took on this machine, chiefly the loader's workers (0." in done.stderr

@@ -43,8 +43,7 @@ def bring_up(
     cuda_api.patch()
     tensors.patch(MACHINE.resize)
     host_side.patch(_PATCHES)
-    if measured:
-        loader_workers.patch(_PATCHES)
+    loader_workers.patch(_PATCHES, measured)
     operators.register()
     operators.refuse_triton(_PATCHES)
     if dist.is_available():

@@ -3,7 +3,7 @@
 They run on while our clock stands still: how long the program really waits for a batch says nothing. But a worker
 knows how long it was at work on one, and the rest follows: it begins with a batch when it was asked for it and is done
 with the one before. It writes that into a pipe that all workers inherit. Where it does not, because it was not forked
-or the pipe is full, a batch is there when it really is.
+or the pipe is full, a batch is there when it really is. A modelled clock takes none of it, and says what it leaves out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import _utils, dataloader
@@ -55,14 +55,15 @@ _WORKERS: defaultdict[int, Worker] = defaultdict(Worker)
 _native_loop: Callable[..., None] = _utils.worker._worker_loop
 
 
-def patch(patches: Patches) -> None:
+def patch(patches: Patches, measured: bool) -> None:
     _PIPE[:] = os.pipe()
     for end in _PIPE:
         os.set_blocking(end, False)
     _utils.worker._worker_loop = run_worker  # no wrapper: workers that are spawned find it by its name
     loader = dataloader._MultiProcessingDataLoaderIter
-    patches.wrap(loader, "_try_put_index", _ask)
-    patches.wrap(loader, "_process_data", _give)
+    patches.wrap(loader, "_process_data", _give if measured else _leave_out)
+    if measured:
+        patches.wrap(loader, "_try_put_index", _ask)
 
 
 def _ask(native: Callable[..., Any], loader: Any) -> None:
@@ -73,13 +74,24 @@ def _ask(native: Callable[..., Any], loader: Any) -> None:
 
 
 def _give(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
-    with contextlib.suppress(BlockingIOError):
-        while rows := os.read(_PIPE[0], 1024 * _DURATION.size):
-            for process, batch, duration in _DURATION.iter_unpack(rows):
-                _WORKERS[process].note_duration(batch, duration)
+    for process, batch, duration in _durations():
+        _WORKERS[process].note_duration(batch, duration)
     done = _worker(loader, number).done(loader._rcvd_idx - 1) if loader._in_order else None
     MACHINE.clock.take_batch(_NEXT_BATCH, done)
     return native(loader, data, number)
+
+
+def _leave_out(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
+    if MACHINE.uncounted is not None:
+        MACHINE.uncounted.add_batches([duration for _, _, duration in _durations()], loader._num_workers)
+    return native(loader, data, number)
+
+
+def _durations() -> Iterator[tuple[int, int, int]]:
+    """What workers have said since the last time: a process, a batch, and how long it was at work on it."""
+    with contextlib.suppress(BlockingIOError):
+        while rows := os.read(_PIPE[0], 1024 * _DURATION.size):
+            yield from _DURATION.iter_unpack(rows)
 
 
 def _worker(loader: Any, number: int) -> Worker:

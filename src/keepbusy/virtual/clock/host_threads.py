@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from time import perf_counter_ns
 from types import FrameType
@@ -313,14 +313,13 @@ class Onlooker:
         self._cost = 0
         self._place = place
         self._watched = threading.main_thread().ident
-        self._stop = threading.Event()
         # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
         sys.setswitchinterval(INTERVAL / 4)
         UnseenThread(self._look)
 
     def _look(self) -> None:
-        clock, ran = time.pthread_getcpuclockid(self._watched or 0), 0
-        while not self._stop.wait(INTERVAL):
+        clock, ran, never = time.pthread_getcpuclockid(self._watched or 0), 0, threading.Event()
+        while not never.wait(INTERVAL):
             begun, ran_before, ran = perf_counter_ns(), ran, time.clock_gettime_ns(clock)
             frame = sys._current_frames().get(self._watched or 0)
             if frame is not None:
@@ -378,15 +377,20 @@ class UncountedWork:
             for code, line in islice(own, 1):
                 self.times[f"{shown(code.co_filename)}:{line}"] += ran
 
+    def add_batches(self, durations: Sequence[int], workers: int) -> None:
+        """What so many workers of a loader, side by side, spent on batches."""
+        self.times["the loader's workers"] += sum(durations) // max(1, workers)
+
     def sentence(self) -> str:
         """What the report leaves out, where that is much of the run; else nothing."""
         spent = self.times.total()
         if spent < max(SAID_FROM, SAID_SHARE * self._host.now):
             return ""
-        lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in self.times.most_common(2))
+        most = [one for one in self.times.most_common(2) if one[1] > 0.1 * spent]
+        lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in most)
         return (
             f"the CPU's time is modelled, so the report leaves out at least {spent / 1e9:.1f} s that Python, NumPy and "
-            f"files took on this machine, most of it at {lines}; --clock measured counts them."
+            f"files took on this machine, chiefly {lines}; --clock measured counts them."
         )
 
 
