@@ -119,11 +119,6 @@ def test_multi_tensor_kernels_are_launched_as_cuda_launches_them() -> None:
     assert sum(work for _, work in fused) / US == pytest.approx(512, rel=0.1)
 
 
-def test_lists_are_found_where_nobody_counted_them() -> None:
-    lists = (tensor(3), tensor(5)) * 3
-    assert COSTS.kernels("_foreach_addcmul_", lists, ()) == COSTS.kernels("_foreach_addcmul_", lists, (), {"lists": 3})
-
-
 def test_attention_is_recognised_whole() -> None:
     heads = tensor(64, 12, 512, 64)
     assert spent("scaled_dot_product_attention", [heads] * 3, [heads], is_causal=True) == pytest.approx(100, rel=0.1)

@@ -89,24 +89,8 @@ def _top_level(source: str, begin: int) -> str:
     return "".join(kept)
 
 
-class _Symbol(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_uint32),
-        ("info", ctypes.c_uint8),
-        ("other", ctypes.c_uint8),
-        ("section", ctypes.c_uint16),
-        ("value", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-    )
-
-
-class _Found(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
+_FOUND_WORDS, _SIZE_AT = 4, 16
+"""Words of the C library's Dl_info; and where the size stands in an Elf64_Sym."""
 
 
 def symbol_size(address: int) -> int | None:
@@ -114,12 +98,11 @@ def symbol_size(address: int) -> int | None:
     look_up = getattr(ctypes.CDLL(None), "dladdr1", None)
     if look_up is None:
         return None
-    look_up.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Found), ctypes.POINTER(ctypes.POINTER(_Symbol)), ctypes.c_int]
-    found, symbol = _Found(), ctypes.POINTER(_Symbol)()
+    found, symbol = (ctypes.c_void_p * _FOUND_WORDS)(), ctypes.c_void_p()
     with_symbol = 1  # RTLD_DL_SYMENT
-    if not look_up(address, ctypes.byref(found), ctypes.byref(symbol), with_symbol) or not symbol:
+    if not look_up(ctypes.c_void_p(address), found, ctypes.byref(symbol), with_symbol) or not symbol.value:
         return None
-    return int(symbol.contents.size)
+    return ctypes.c_uint64.from_address(symbol.value + _SIZE_AT).value
 
 
 def library(name: str) -> ctypes.CDLL:

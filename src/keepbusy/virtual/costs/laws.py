@@ -57,9 +57,8 @@ def _elementwise_share(call: Call, large: list[Array]) -> float:
     if len({one.dtype for one in large if one.dtype not in _MASKS}) > 1:
         to_half = call.name == "copy" and call.outputs[0].dtype in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
-    heavy = (
-        call.name in ELEMENTWISE.heavy and bool(large) and large[0].item_size <= 2
-    )  # wider types are waited for anyway
+    # wider types are waited for anyway
+    heavy = call.name in ELEMENTWISE.heavy and bool(large) and large[0].item_size <= 2
     return efficiency.heavy if heavy else efficiency.streaming
 
 
@@ -385,7 +384,7 @@ def bilinear(call: Call) -> list[Kernel]:
 
 
 def multi_tensor(call: Call) -> list[Kernel]:
-    lists = max(1, int(call.arguments.get("lists", 0)) or _lists(call))
+    lists = max(1, int(call.arguments.get("lists", 1)))
     first = call.inputs[: max(1, len(call.inputs) // lists)]
     fused, new = call.name.startswith("_fused_"), bool(call.outputs) and not call.name.endswith("_")
     # fused Adam writes the parameters and both averages, the others one list
@@ -398,17 +397,6 @@ def multi_tensor(call: Call) -> list[Kernel]:
     longest = alone * min(LISTS.chunk, max((one.elements for one in first), default=0))
     start = LISTS.start_fused if fused else LISTS.start
     return [(f"multi_tensor{call.name.rstrip('_')}", lasts(start, part * share, longest)) for part in launches]
-
-
-def _lists(call: Call) -> int:
-    """How many lists of equal shapes the inputs may be made of."""
-    shapes = [one.shape for one in call.inputs]
-    for lists in (5, 4, 3, 2):
-        part = len(shapes) // lists
-        same = len(shapes) == part * lists and all(shapes[i] == shapes[i % part] for i in range(len(shapes)))
-        if part and same and len(set(shapes)) > 1:
-            return lists
-    return 1
 
 
 def _launches(tensors: tuple[Array, ...], limit: int) -> list[int]:

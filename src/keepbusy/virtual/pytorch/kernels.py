@@ -27,6 +27,8 @@ _NUMBERS = (bool, int, float, complex)
 _NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]", "Tensor")
 _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
 """Arguments of these types are compared as they are."""
+_KNOWN_BY_TYPE: Mapping[bool, frozenset[type]] = {True: frozenset(), False: frozenset(_NUMBERS)}
+"""Where shapes may depend on an argument, and where not: of what types the value does not matter."""
 _INTEGERS_OR_TRUTHS = frozenset([int, bool])
 _NO_TENSORS = -2
 _NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
@@ -127,6 +129,12 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
     return _NO_TENSORS, given
 
 
+def _places_of(asked: Sequence[str], arguments: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Where among the arguments those that are asked for stand; behind them all, where there is none of that name."""
+    known = {name: at for at, name in enumerate(arguments)}
+    return tuple((one, known.get(one, len(known))) for one in asked)
+
+
 def _scalar_of(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """Of `mul.Tensor` the builtin of `mul.Scalar`, if there is one."""
     packet = overload._overloadpacket
@@ -176,12 +184,10 @@ class Kernel:
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
-        known = {name: at for at, name in enumerate(self.arguments)}
-        self.asks = tuple((one, known.get(one, len(known))) for one in law_of(short).asks)
+        self.asks = _places_of(law_of(short).asks, self.arguments)
         self.named_shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
         self.shapes = tuple(self.named_shapes.values())
         """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
-        self.known_by_type = [frozenset(() if shapes else _NUMBERS) for shapes in self.shapes]
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
         self.scalar = _scalar_of(overload)
         self.is_plain = dense and short not in _WAITING | _INDEXING
@@ -223,7 +229,7 @@ class Kernel:
         for at, one in enumerate(args):
             kind = type(one)
             if kind in _PLAIN:
-                key.append(kind if kind in self.known_by_type[at] else one)
+                key.append(kind if kind in _KNOWN_BY_TYPE[self.shapes[at]] else one)
                 continue
             if isinstance(one, Tensor):
                 index = one.get_device()
