@@ -159,3 +159,10 @@ def test_work_on_which_a_modelled_clock_stands_still_is_told() -> None:
 )
 def test_what_the_clock_counts_or_is_ours_is_not(given: dict[str, Any]) -> None:
     assert seen(**given).sentence() == ""
+
+
+def test_a_loaders_workers_are_at_work_side_by_side() -> None:
+    looks = UncountedWork(thread(None))
+    looks.add_batches([1_500_000 * US, 2_500_000 * US], workers=4)
+    assert "leaves out at least 1.0 s" in looks.sentence()
+    assert "chiefly the loader's workers (1.0 s)" in looks.sentence()

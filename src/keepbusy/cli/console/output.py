@@ -27,6 +27,7 @@ class StandardStreams:
 
     def __init__(self) -> None:
         self.screen = screen()
+        self.complains_to_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._kept = {number: KeptDescriptor.of(number) for number in (1, 2)}
         self.until: Callable[[], object] = lambda: None
         """Waited for before anything is written: the program may have something to say until then."""
