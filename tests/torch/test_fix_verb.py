@@ -85,7 +85,7 @@ def test_what_holds_is_proven_and_written_also_of_a_module(folder: Path) -> None
     done = keepbusy(folder, "fix", "--write", "--on", "l4", "--clock", "modelled", "-m", "mine.train")
     assert done.returncode == 0, done
     assert done.stdout.startswith("-m mine.train: a step takes ")
-    assert "readback at mine/train.py:13\n  gains " in done.stdout
+    assert "read the value later at mine/train.py:13\n  gains " in done.stdout
     assert "predicted; the same to the last bit\n" in done.stdout
     assert done.stdout.endswith("written: mine/train.py\n")
     now = BUSY.replace("loss.item()", "loss.detach().double()")
@@ -118,7 +118,7 @@ def test_ranks_are_fixed_together(folder: Path) -> None:
     (folder / "ranks.py").write_text(RANKS)
     done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "--ranks", "2", "ranks.py")
     assert done.returncode == 0, done
-    assert "readback at ranks.py:16\n  gains " in done.stdout
+    assert "read the value later at ranks.py:16\n  gains " in done.stdout
     assert "+    total += loss.detach().double()\n" in done.stdout
     assert "predicted; the same to the last bit\n" in done.stdout
     assert done.stdout.endswith("nothing was written; --write does\n")
@@ -159,7 +159,7 @@ def test_ranks_that_the_program_spawns_are_fixed_and_proven(folder: Path) -> Non
     (folder / "spawning.py").write_text(SPAWNING)
     done = keepbusy(folder, "fix", "--write", "--on", "l4", "--clock", "modelled", "--gpus", "2", "spawning.py")
     assert done.returncode == 0, done
-    assert "readback at spawning.py:18\n  gains " in done.stdout
+    assert "read the value later at spawning.py:18\n  gains " in done.stdout
     assert "predicted; the same to the last bit\n" in done.stdout
     assert "total += loss.detach().double()" in (folder / "spawning.py").read_text()
 
@@ -195,7 +195,7 @@ print(loss.item())
 def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
     (folder / "train.py").write_text(MANY_LAUNCHES)
     done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
-    assert "graph at train.py:" in done.stdout, done
+    assert "capture a CUDA graph at train.py:" in done.stdout, done
     assert "predicted; losses within 0.0001: Adam and its kin round differently in a graph" in done.stdout
     assert "+@keepbusy.graph\n+def train_step(x):\n" in done.stdout
     assert "+    loss = train_step(x)\n" in done.stdout

@@ -25,6 +25,7 @@ from keepbusy.cli.console.output import need_pytorch, replacing, show
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.run_folder import make_folder
+from keepbusy.report import words
 from keepbusy.report.words import duration
 from keepbusy.timeline.errors import BadInput
 
@@ -101,7 +102,7 @@ def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
                 continue
             changed = True
             try:
-                now = runs.tried(candidate, f"with {way}")
+                now = runs.tried(candidate, f"with '{words.fix(way)}'")
                 told = runs.proven(planned, way, before, (held, last), now)
             except BadInput as error:
                 show([_told(planned, way, f"left out: {str(error).rstrip('.')}")])
@@ -164,7 +165,7 @@ class CandidateRuns:
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
-            was = min(was, self.tried(sources, f"without {way}, again").time(planned))
+            was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
         if was - now < least:
             raise BadInput(f"it gains nothing: {duration(was)} before, {duration(now)} after")
         same = f"losses within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
@@ -237,8 +238,8 @@ def _edited(planned: PlannedFix, way: str, held: dict[str, str]) -> dict[str, st
 
 def _told(planned: PlannedFix, way: str, what: str) -> str:
     places = ", ".join(str(one) for one in planned.where[:3])
-    name = way if way == planned.fix else f"{way}, for {planned.fix}"
-    return f"\n{name} at {places}\n  {what}\n"
+    another = "" if way == planned.fix else f" (in the plan: {words.fix(planned.fix)})"
+    return f"\n{words.fix(way)} at {places}{another}\n  {what}\n"
 
 
 def _diffs(held: dict[str, str]) -> Iterator[str]:

@@ -210,6 +210,8 @@ def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callab
 
     def tell() -> None:
         flush()
+        if _failure() and not any(one.done for one in fixes.switches):
+            return  # why nothing was fixed has been said
         told = fixes.told(_plan_without(fixes, options, timeline))
         if ranks := folder.files("fixed*.txt"):
             told = (
@@ -303,7 +305,12 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
     if options.save:
         save(timeline, None, options.save_at)
     if not timeline.on_device.any() and timeline.facts.run is None:
-        raise BadInput(f"{options.script} ran nothing on the GPU.")
+        failed = _failure()
+        raise BadInput(
+            f"{options.script} ended with {failed} before anything ran on the GPU."
+            if failed
+            else f"{options.script} ran nothing on the GPU."
+        )
     if options.quiet:
         return
     diagnosis = keepbusy.explain(timeline, None, options.what_if, options.workers, turns=options.page is not None)
@@ -315,6 +322,12 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardSt
     if options.before is not None:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
+
+
+def _failure() -> str:
+    """The name of the error that ended the program in this process, whose traceback has been shown; "" without one."""
+    error = getattr(sys, "last_value", None)
+    return type(error).__name__ if error is not None else ""
 
 
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: StandardStreams) -> str:

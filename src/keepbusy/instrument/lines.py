@@ -12,6 +12,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
@@ -127,9 +129,36 @@ def kind_of(file: str) -> int:
         return HIDDEN
     if file.startswith(_TORCH):
         return TORCH if _speaks_for_itself(file) else HIDDEN
-    if any(part in file for part in _INSTALLED):
-        return USER if file.startswith(_program()) else LIBRARY
-    return PYTHON if file.startswith(_LIBRARIES) else USER
+    if file.startswith(_LIBRARIES) and not _installed_into(file):
+        return PYTHON
+    return USER if not _installed_into(file) or file.startswith(_program()) else LIBRARY
+
+
+@cache
+def _installed_into(file: str) -> str:
+    """The folder into which somebody installed the package that a file belongs to, or nothing: no package's.
+
+    That is Python's own, or one of `pip install --target`, where each package says in its RECORD what it brought; what
+    else lies there is the user's. A file is asked for when it is met first, for then its folder is where Python looks.
+    """
+    for part in _INSTALLED:
+        if part in file:
+            return file[: file.index(part) + len(part)]
+    for folder in (f"{os.path.abspath(one)}{os.sep}" for one in sys.path if one):
+        if file.startswith(folder) and file[len(folder) :].split(os.sep, 1)[0] in _brought_into(folder):
+            return folder
+    return ""
+
+
+@cache
+def _brought_into(folder: str) -> frozenset[str]:
+    """The packages and modules that were installed there, by name as it stands in the folder."""
+    found = set[str]()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with suppress(OSError):
+            lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+            found |= {line.split(",", 1)[0].split("/", 1)[0] for line in lines}
+    return frozenset(found)
 
 
 def is_ours(file: str) -> bool:
@@ -162,10 +191,9 @@ def _line_number(code: CodeType, instruction: int) -> int:
 
 
 def shown(file: str) -> str:
-    """As Kineto writes it: below site-packages from the package on, else relative to where the program runs."""
-    for part in _INSTALLED:
-        if part in file:
-            return file.split(part, 1)[1]
+    """As Kineto writes it: of an installed package from its name on, else relative to where the program runs."""
+    if root := _installed_into(file):
+        return file[len(root) :]
     if file.startswith(_LIBRARIES):
         return next(file[len(root) :] for root in _LIBRARIES if file.startswith(root))
     try:
