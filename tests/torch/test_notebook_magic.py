@@ -46,5 +46,6 @@ def test_a_cell_is_run_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed(failed) == (
         "Traceback (most recent call last):\n"
         '  File "cell.py", line 1, in <module>\n    print(1 / 0)\n          ~~^~~\n'
-        "ZeroDivisionError: division by zero\nkeepbusy: cell.py ended with ZeroDivisionError before anything ran on the GPU.\n"
+        "ZeroDivisionError: division by zero\n"
+        "keepbusy: cell.py ended with ZeroDivisionError before anything ran on the GPU.\n"
     )

@@ -72,7 +72,8 @@ def test_an_error_is_the_programs_own(run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [(), ("--fix",)])
 def test_what_fails_before_the_gpu_is_asked_for_anything_is_told_so(run, flags: tuple[str, ...]) -> None:
     done = run("import nonsense_of_nobody\n", before=flags)
-    assert done.returncode == 1 and not done.stdout.strip()
+    assert done.returncode == 1
+    assert not done.stdout.strip()
     assert done.stderr.splitlines()[-2:] == [
         "ModuleNotFoundError: No module named 'nonsense_of_nobody'",
         "keepbusy: train.py ended with ModuleNotFoundError before anything ran on the GPU.",

@@ -144,7 +144,7 @@ def _installed_into(file: str) -> str:
     for part in _INSTALLED:
         if part in file:
             return file[: file.index(part) + len(part)]
-    for folder in (f"{os.path.abspath(one)}{os.sep}" for one in sys.path if one):
+    for folder in (f"{Path(one).absolute()}{os.sep}" for one in sys.path if one):
         if file.startswith(folder) and file[len(folder) :].split(os.sep, 1)[0] in _brought_into(folder):
             return folder
     return ""

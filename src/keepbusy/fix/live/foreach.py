@@ -38,6 +38,7 @@ _AT_ONCE = 1 << 26
 _VAIN = 8
 """Times that a loop could not be joined: then it is not looked at any more."""
 _TENSORS = {Tensor, nn.Parameter}
+_DTYPE, _REQUIRES_GRAD, _BYTES = map(attrgetter, ("dtype", "requires_grad", "nbytes"))
 _KIND = attrgetter("dtype", "device", "requires_grad")
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _NAMED = {dict, OrderedDict, defaultdict}
@@ -104,6 +105,7 @@ class Column:
     def __init__(self, turns: JointTurns, held: Sequence[Any], like: Column | None = None) -> None:
         """`like`: of those that are yet to be made, what they will be like."""
         self.turns, self._held, self._like = turns, held, like
+        self._are_tensors = False
         self._kind: tuple[Any, ...] = ()
         self._shapes: Sequence[Any] = ()
         self._attributes: dict[str, Column | None] = {}
@@ -124,8 +126,9 @@ class Column:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        if not {*map(type, self.held)} <= _TENSORS:
+        if not self._are_tensors and not {*map(type, self.held)} <= _TENSORS:
             raise AsWritten
+        self._are_tensors = True
         return self._held
 
     @property
@@ -138,10 +141,10 @@ class Column:
         if self._like is not None:
             return self._like.kind
         if not self._kind:
-            kinds = [*map(_KIND, self.tensors)]
-            if len({*kinds}) > 1:
-                raise Uneven(kinds)
-            self._kind = kinds[0]
+            tensors = self.tensors
+            if any(len({*map(one, tensors)}) > 1 for one in (_DTYPE, Tensor.get_device, _REQUIRES_GRAD)):
+                raise Uneven([*map(_KIND, tensors)])
+            self._kind = _KIND(tensors[0])
         return self._kind
 
     @property
@@ -287,11 +290,13 @@ class JointTurns:
     def _parts(self, count: int) -> Iterator[tuple[int, int]]:
         """So many turns at once that what is made in between needs little memory."""
         makers = [
-            launch.columns[0] for launch in self.launches if launch.made is not None and not launch.columns[0].is_made
+            launch.columns[0].tensors
+            for launch in self.launches
+            if launch.made is not None and not launch.columns[0].is_made
         ]
         first = size = 0
         for turn in range(count if makers else 0):
-            more = sum(one.tensors[turn].nbytes for one in makers)
+            more = sum(one[turn].nbytes for one in makers)
             if size + more > _AT_ONCE and turn > first:
                 yield first, turn
                 first, size = turn, 0
@@ -303,30 +308,38 @@ class TakenMemory:
     """Which turn's tensors lie where. Few objects are made, for Python's garbage collection looks at each."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, Tensor] = {}
-        self._turns: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+        self._turns: list[int] = []
 
     def take(self, tensors: Sequence[Tensor], turns: Sequence[int]) -> None:
-        """None may be another's, or another view of its own turn's."""
-        layouts = (torch.contiguous_format, torch.channels_last)
-        if not all(map(Tensor.is_contiguous, tensors)) and not all(
-            any(one.is_contiguous(memory_format=layout) for layout in layouts) for one in tensors
-        ):
-            raise AsWritten
-        for place, one, turn in zip(map(Tensor.data_ptr, tensors), tensors, turns, strict=True):
-            known = self._tensors.setdefault(place, one)
-            if place and (
-                self._turns.setdefault(place, turn) != turn or (known is not one and not _is_same_view(known, one))
-            ):
+        """Each fills the memory that it spans."""
+        for one in tensors:
+            if not one.is_contiguous() and not one.is_contiguous(memory_format=torch.channels_last):
                 raise AsWritten
+        self._tensors += tensors
+        self._turns += turns
 
     def stands_apart(self) -> bool:
-        """Whether no tensor reaches into another."""
-        end = 0
-        for place in sorted(self._tensors):
+        """Whether no tensor reaches into another, but for the same one in one turn."""
+        places, end = [*map(Tensor.data_ptr, self._tensors)], 0
+        sizes = dict(zip(places, map(_BYTES, self._tensors), strict=True))
+        if len(sizes) < len(places) and not self._are_same_where_they_meet(places):
+            return False
+        for place in sorted(sizes):
             if place < end:
                 return False
-            end = place + self._tensors[place].nbytes
+            end = place + sizes[place]
+        return True
+
+    def _are_same_where_they_meet(self, places: Sequence[int]) -> bool:
+        first: dict[int, int] = {}
+        for at, place in enumerate(places):
+            known = first.setdefault(place, at)
+            one, other = self._tensors[known], self._tensors[at]
+            if place and (
+                self._turns[known] != self._turns[at] or (one is not other and not _is_same_view(one, other))
+            ):
+                return False
         return True
 
 
