@@ -193,8 +193,7 @@ class DeferredCopies:
         may_change = non_blocking or self.brings_home  # what is pinned, before it has gone
         if any(id(one) in self.handed or (may_change and one.is_pinned()) for one in tensors):
             return None
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _numbered(device)
         sent: dict[int, Tensor] = {}
         with ours():
             for kind in {one.dtype for one in tensors}:
@@ -241,30 +240,28 @@ class DeferredCopies:
     # the copy itself
 
     def _send(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor | None:
+        """None where the plain copy is as good, or the only safe one."""
         if not may_be_sent(tensor):
             return None
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        pinned = tensor.is_pinned()
-        if pinned and (self.brings_home or dtype != tensor.dtype):
+        device, pinned, is_short = _numbered(device), tensor.is_pinned(), tensor.nbytes < _LARGE
+        if pinned and (self.brings_home or dtype != tensor.dtype or (non_blocking and is_short)):
             return None
-        small = tensor.numel() * dtype.itemsize <= _SMALL
-        if pinned and non_blocking and tensor.nbytes < _LARGE:
-            return None  # that is what the plain copy does
         with ours():
-            if tensor.nbytes < _LARGE and self._is_idle(device.index):
+            if is_short and self._is_idle(device.index):
                 return None  # it would wait for nothing, and is done sooner
-            if small:  # the driver takes the bytes of ordinary memory along
-                source = tensor if dtype == tensor.dtype and not pinned else tensor.to(dtype, copy=True)
-                sent = source.to(device, non_blocking=True)
-            else:
-                source = tensor if pinned else _staged(tensor, dtype)
-                if source.nbytes < _LARGE and not pinned:
-                    sent = source.to(device, non_blocking=True)
-                else:
-                    sent = self._beside(source, device, pinned and not non_blocking)
+            sent = self._sent(tensor, device, dtype, pinned, pinned and not non_blocking)
         self.switch.count()
         return sent
+
+    def _sent(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, pinned: bool, wait: bool) -> Tensor:
+        """Small ones the driver takes along from ordinary memory; what is large travels beside the computation."""
+        if tensor.numel() * dtype.itemsize <= _SMALL:
+            source = tensor if dtype == tensor.dtype and not pinned else tensor.to(dtype, copy=True)
+            return source.to(device, non_blocking=True)
+        source = tensor if pinned else _staged(tensor, dtype)
+        if source.nbytes < _LARGE and not pinned:
+            return source.to(device, non_blocking=True)
+        return self._beside(source, device, wait)
 
     def _current(self, device: int) -> Any:
         """The default stream, for the program has no others. It is looked up once, which takes 28 µs."""
@@ -293,6 +290,10 @@ class DeferredCopies:
         if wait:  # the program may change its own pinned memory from here on
             copied.synchronize()
         return sent
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 class AskedMove:

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import getattr_static
 from operator import attrgetter
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -370,18 +370,17 @@ class ForeachLoops:
         self, turn: Callable[..., None], remake: Callable[..., Iterable[Any]], leaves_names: bool, *sources: Any
     ) -> Iterable[Any]:
         """What the loop is to go through itself."""
-        loop = id(turn.__code__)
-        if torch.compiler.is_compiling() or self._in_vain[loop] > _VAIN or not self._may_try(sources):
+        if torch.compiler.is_compiling() or not self._may_try(turn, sources):
             return remake(*sources)
         sources = tuple([*one] if isinstance(one, GeneratorType) else one for one in sources)
-        gone_through = remake(*sources)
-        if type(gone_through) not in (zip, enumerate, *_HELD):
-            return gone_through
-        try:
-            items = [*gone_through]
-        except ValueError:  # what is wrong with them is told after the turns that can be
-            return remake(*sources)
-        joint = self._apart(turn, items)
+        items = _items(remake(*sources))
+        return remake(*sources) if items is None else self._left_of(turn, leaves_names, items, sys._getframe(1))
+
+    def _left_of(
+        self, turn: Callable[..., None], leaves_names: bool, items: list[Any], frame: FrameType
+    ) -> Iterable[Any]:
+        """Of all that it goes through."""
+        loop, joint = id(turn.__code__), self._apart(turn, items)
         if joint is None:
             self._in_vain[loop] += 1
             return items
@@ -390,15 +389,16 @@ class ForeachLoops:
         if key in self._different or last < 1 or not any(one.launches for one in joint):
             return items
         if self._same[key] < CHECKED:
-            return self._both_ways(key, joint, items, place_of(sys._getframe(1)))
+            return self._both_ways(key, joint, items, place_of(frame))
         for one in joint:
             one.run(bisect_left(one.places, last))
-        self.switch.count(sys._getframe(1))
+        self.switch.count(frame)
         return items[last:]
 
-    def _may_try(self, sources: Sequence[Any]) -> bool:
+    def _may_try(self, turn: Callable[..., None], sources: Sequence[Any]) -> bool:
         watched = is_watched() or torch.is_autocast_enabled("cuda")
-        return self.switch.on and not watched and all(map(_is_plain, sources))
+        may = self.switch.on and not watched and self._in_vain[id(turn.__code__)] <= _VAIN
+        return may and all(map(_is_plain, sources))
 
     def _apart(self, turn: Callable[..., None], items: Sequence[Any]) -> list[JointTurns] | None:
         """What the turns do; None where they cannot be made together, whyever: the loop itself will come to it."""
@@ -447,6 +447,14 @@ class ForeachLoops:
                 self.switch.notes.append(
                     f"{shown(place[0])}:{place[1]} would round otherwise, and runs as it is written"
                 )
+
+
+def _items(gone_through: Iterable[Any]) -> list[Any] | None:
+    """All at once; None where that would do something else as well, or fails: the turns before come first then."""
+    try:
+        return [*gone_through] if type(gone_through) in (zip, enumerate, *_HELD) else None
+    except ValueError:
+        return None
 
 
 def _columns(turns: JointTurns, items: Sequence[Any]) -> Any:

@@ -142,16 +142,16 @@ def _block(loop: cst.For) -> range:
     body = loop.body.body if isinstance(loop.body, cst.IndentedBlock) else ()
     ends = [at for at, one in enumerate(body) if m.findall(one, _STEPS)]
     back = [at for at, one in enumerate(body) if m.findall(one, _GOES_BACK)]
-    if len(ends) != 1 or len(back) != 1 or back[0] >= ends[0]:
+    if len(ends) != 1 or len(back) != 1 or not _may_be_lifted(body[ends[0]]):
         return range(0)
-    first = ends[0]
+    first = end = ends[0]
     while first > 0 and _may_be_lifted(body[first - 1]):
         first -= 1
     while first < back[0] and not _computes(body[first]):
         first += 1
-    chosen = range(first, ends[0] + 1)
-    cleared = any(m.findall(body[at], _CLEARS) for at in chosen)
-    return chosen if cleared and back[0] in chosen and all(_may_be_lifted(body[at]) for at in chosen) else range(0)
+    chosen = range(first, end + 1)
+    clears = any(m.findall(body[at], _CLEARS) for at in chosen)
+    return chosen if clears and first <= back[0] < end else range(0)
 
 
 def _may_be_lifted(statement: cst.BaseStatement) -> bool:

@@ -23,6 +23,8 @@ TAKEN = "__keepbusy_taken__"
 _SIZES = {"shape", "size", "dtype", "ndim", "dim", "numel", "is_pinned"}
 _WRAPPERS = {"enumerate": "", "tqdm": "tqdm"}
 """Functions that hand on what they go through, and the packages that they are from."""
+_ONE_LINE = (ast.Assign, ast.Expr, ast.Pass, ast.Continue, ast.Break, ast.Assert)
+"""Statements that are over before the next begins."""
 _BLOCKS = ("body", "orelse", "finalbody")
 
 
@@ -115,17 +117,16 @@ class _Way:
             case ast.Assign(targets=[ast.Name() | ast.Tuple() as target], value=value) if self._is_part(value):
                 self._names |= _stored(target)  # its parts by other names
                 return self.is_hidden()
-            case ast.Assign(targets=targets):
-                stored = {name for one in targets for name in _stored(one)}
-            case ast.Expr() | ast.Pass() | ast.Continue() | ast.Break() | ast.Assert():
-                stored = set()
-            case _:  # loops, in whose turns a later line may come first, and what is rare
-                return not any(isinstance(one, ast.Name) and one.id in self._names for one in ast.walk(statement))
-        if self._ends_at(statement):
-            return False
-        if is_sure:  # from here on these are other things
-            self._names -= stored
-        return True
+        if isinstance(statement, _ONE_LINE):
+            return self._passes(statement, is_sure)
+        # loops, in whose turns a later line may come first, and what is rare
+        return not any(isinstance(one, ast.Name) and one.id in self._names for one in ast.walk(statement))
+
+    def _passes(self, statement: ast.stmt, is_sure: bool) -> bool:
+        ends = self._ends_at(statement)
+        if is_sure and not ends and isinstance(statement, ast.Assign):  # from here on these are other things
+            self._names -= {name for one in statement.targets for name in _stored(one)}
+        return not ends
 
     def _ends_at(self, node: ast.stmt | ast.expr) -> bool:
         touches = self._touches(node)

@@ -68,28 +68,40 @@ def _is_setting(value: ast.expr) -> bool:
 
 
 def _computes(value: ast.expr, late: Set[str]) -> bool:
-    read_of = sources(value)
-    if read_of:
-        inner = [node for one in read_of for node in ast.walk(one)]
-        return not any(is_late(node, late) or _binds(node) for node in inner)
+    parts = sources(value)
+    if parts:
+        return not any(is_late(one, late) or _binds(one) for one in parts)
     match value:
         case ast.Name():
             return True
-        case ast.BinOp(left=left, right=right, op=ast.Div()):
-            return _computes(left, late) and is_plain(right) and not is_late(right, late)
-        case ast.BinOp(left=left, right=ast.Constant(value=1 | 2 | 0.5), op=ast.Pow()):
-            return _computes(left, late)
-        case ast.BinOp(left=left, right=right, op=ast.Add() | ast.Sub() | ast.Mult()):
-            return _computes(left, late) and _computes(right, late)
+        case ast.BinOp():
+            return _combines(value, late)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return _computes(operand, late)
-        case ast.Tuple(elts=parts):
-            return all(_computes(one, late) for one in parts)
+        case ast.Tuple(elts=elements):
+            return all(_computes(one, late) for one in elements)
+    return _is_known(value, late)
+
+
+def _combines(value: ast.BinOp, late: Set[str]) -> bool:
+    """What may fail is left to the line itself: to divide by what is not known yet, or to raise to any power."""
+    match value.op, value.right:
+        case ast.Div(), right:
+            return _computes(value.left, late) and _is_known(right, late)
+        case ast.Pow(), ast.Constant(value=1 | 2 | 0.5):
+            return _computes(value.left, late)
+        case ((ast.Add() | ast.Sub() | ast.Mult()), right):
+            return _computes(value.left, late) and _computes(right, late)
+    return _is_known(value, late)
+
+
+def _is_known(value: ast.expr, late: Set[str]) -> bool:
     return is_plain(value) and not is_late(value, late)
 
 
-def _binds(node: ast.AST) -> bool:
-    return isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+def _binds(value: ast.expr) -> bool:
+    """Whether anything in it has an effect of its own."""
+    return any(isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for one in ast.walk(value))
 
 
 def is_plain(value: ast.expr) -> bool:

@@ -120,36 +120,63 @@ class _TurnOfAll(ast.NodeTransformer):
     def __init__(self, own: Set[str]) -> None:
         self._own = own
 
-    def visit(self, node: ast.AST) -> Any:
+    def generic_visit(self, node: ast.AST) -> Any:
+        """What nobody below knows may do anything."""
+        if not isinstance(node, (*_KNOWN, *_MARKS)):
+            raise LookupError
+        return super().generic_visit(node)
+
+    def visit_Continue(self, node: ast.Continue) -> ast.AST:
+        return ast.copy_location(ast.Return(None), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return node if node.id in self._own else self._free(node, [])
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        names, held = [node.attr], node.value
+        while isinstance(held, ast.Attribute):
+            names, held = [held.attr, *names], held.value
+        is_read = isinstance(node.ctx, ast.Load)
+        if is_read and isinstance(held, ast.Name) and held.id not in self._own:
+            return self._free(held, names)
+        return self._known(node, is_read or node.attr in ("data", "grad"))
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        return self._known(node, len(node.targets) == 1 and isinstance(node.targets[0], ast.Name))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        return self._known(node, isinstance(node.op, _ARITHMETIC) and not isinstance(node.target, ast.Subscript))
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        return self._known(node, isinstance(node.op, _ARITHMETIC))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
         match node:
-            case ast.Continue():
-                return ast.copy_location(ast.Return(None), node)
-            case ast.Name(id=name):
-                return node if name in self._own else self._free(node, [])
-            case ast.Attribute(ctx=ast.Load()):
-                names, held = [node.attr], node.value
-                while isinstance(held, ast.Attribute):
-                    names, held = [held.attr, *names], held.value
-                if isinstance(held, ast.Name) and held.id not in self._own:
-                    return self._free(held, names)
-            case ast.Attribute(attr="data" | "grad") | ast.Assign(targets=[ast.Name()]):
-                pass
-            case ast.AugAssign(target=ast.Name() | ast.Attribute()) | ast.BinOp() if isinstance(node.op, _ARITHMETIC):
-                pass
             case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
                 node.left = self.visit(node.left)
                 return node
-            case ast.Call(func=ast.Attribute(value=held, attr=name)) if name in METHODS and self._is_own(held):
-                node.func.value = self.visit(held)  # type: ignore[attr-defined]
-                node.args = [self.visit(one) for one in node.args]
-                for one in node.keywords:
-                    one.value = self.visit(one.value)
-                return node
-            case ast.Subscript(ctx=ast.Load()):
-                return ast.copy_location(_call(_PART, [self.visit(node.value), self.visit(node.slice)]), node)
-            case _ if not isinstance(node, (*_KNOWN, *_MARKS)):
-                raise LookupError
-        return self.generic_visit(node)
+        raise LookupError
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        method = node.func
+        if not isinstance(method, ast.Attribute) or method.attr not in METHODS or not self._is_own(method.value):
+            raise LookupError
+        method.value = self.visit(method.value)
+        node.args = [self.visit(one) for one in node.args]
+        for one in node.keywords:
+            one.value = self.visit(one.value)
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if not isinstance(node.ctx, ast.Load):
+            raise LookupError
+        return ast.copy_location(_call(_PART, [self.visit(node.value), self.visit(node.slice)]), node)
+
+    def _known(self, node: ast.AST, is_known: bool) -> ast.AST:
+        """With its parts, if it does nothing else."""
+        if not is_known:
+            raise LookupError
+        return ast.NodeTransformer.generic_visit(self, node)
 
     def _free(self, root: ast.Name, names: list[str]) -> ast.expr:
         return ast.copy_location(_call(_FREE, [root, *map(ast.Constant, names)]), root)

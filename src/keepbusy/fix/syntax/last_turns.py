@@ -52,18 +52,20 @@ def mark_last_turns(tree: ast.Module) -> int:
 
 def _is_certain(loop: ast.For, condition: ast.expr) -> bool:
     """Whether every turn goes back once, and nobody looks at gradients from there until the optimizer does."""
-    parts = [one for one in ast.walk(condition) if isinstance(one, ast.expr)]
-    others = [one for one in loop.body if not (isinstance(one, ast.If) and _calls(one.body, "step"))]
+    steps = [one for one in loop.body if isinstance(one, ast.If) and _calls(one.body, "step")]
+    others = [one for one in loop.body if one not in steps]
+    known = all(isinstance(one, _PLAIN) or _is_length(one) for one in ast.walk(condition) if isinstance(one, ast.expr))
+    return len(steps) <= 1 and not _calls(others, "step") and known and _goes_back_unseen(loop, others)
+
+
+def _goes_back_unseen(loop: ast.For, others: Sequence[ast.stmt]) -> bool:
+    """Of the statements before the step: one goes back, and those behind it call nothing that might see a gradient."""
     back = [at for at, one in enumerate(others) if isinstance(one, ast.Expr) and _calls([one], "backward")]
-    after = ast.Module(others[back[0] + 1 :], []) if back else loop
-    return (
-        len(back) == len(_calls(loop.body, "backward")) == 1
-        and len(others) >= len(loop.body) - 1
-        and all(isinstance(one, _PLAIN) or _is_length(one) for one in parts)
-        and not _calls(others, "step")
-        and {_called(one) for one in ast.walk(after) if isinstance(one, ast.Call)} <= _BLIND
-        and not {one.attr for one in ast.walk(loop) if isinstance(one, ast.Attribute)} & {"grad", "no_sync"}
-    )
+    if len(back) != 1 or len(_calls(loop.body, "backward")) != 1:
+        return False
+    behind = ast.walk(ast.Module([*others[back[0] + 1 :]], []))
+    named = {one.attr for one in ast.walk(loop) if isinstance(one, ast.Attribute)}
+    return {_called(one) for one in behind if isinstance(one, ast.Call)} <= _BLIND and not named & {"grad", "no_sync"}
 
 
 def _is_length(value: ast.expr) -> bool:
