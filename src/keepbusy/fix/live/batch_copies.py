@@ -193,7 +193,7 @@ class DeferredCopies:
         may_change = non_blocking or self.brings_home  # what is pinned, before it has gone
         if any(id(one) in self.handed or (may_change and one.is_pinned()) for one in tensors):
             return None
-        device = _numbered(device)
+        device = numbered(device)
         sent: dict[int, Tensor] = {}
         with ours():
             for kind in {one.dtype for one in tensors}:
@@ -243,7 +243,7 @@ class DeferredCopies:
         """None where the plain copy is as good, or the only safe one."""
         if not may_be_sent(tensor):
             return None
-        device, pinned, is_short = _numbered(device), tensor.is_pinned(), tensor.nbytes < _LARGE
+        device, pinned, is_short = numbered(device), tensor.is_pinned(), tensor.nbytes < _LARGE
         if pinned and (self.brings_home or dtype != tensor.dtype or (non_blocking and is_short)):
             return None
         with ours():
@@ -292,7 +292,7 @@ class DeferredCopies:
         return sent
 
 
-def _numbered(device: torch.device) -> torch.device:
+def numbered(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -35,7 +35,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from keepbusy.fix.live.batch_copies import DeferredCopies, may_be_sent
+from keepbusy.fix.live.batch_copies import DeferredCopies, may_be_sent, numbered
 from keepbusy.fix.live.switch import FixSwitch, Place, ours, place_of
 from keepbusy.fix.loaders.more_workers import room_in_shared_memory
 from keepbusy.fix.loaders.reach import Reach, Unshared
@@ -119,6 +119,11 @@ class HandedPart(NamedTuple):
     sent: Tensor | None
     copied: Any  # an event: once it has passed nothing is copied from the tensor
 
+    def fitting(self, device: torch.device) -> Tensor | None:
+        """What was sent there, if the program has not changed the tensor since."""
+        known, sent = self.tensor(), self.sent
+        return sent if sent is not None and sent.device == device and self.version == _version(known) else None
+
 
 class LoopBatches:
     """What a loop goes through in place of its loader's iterator."""
@@ -196,8 +201,8 @@ def _with_event(sent: list[Tensor]) -> tuple[list[Tensor], Any]:
     return sent, torch.cuda.current_stream().record_event()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class BatchesAhead:
@@ -253,26 +258,20 @@ class BatchesAhead:
         part = self.handed.pop(id(tensor), None)
         same: Any = part and part.tensor()
         frame = sys._getframe(3)
-        if (
-            part is None
-            or device is None
-            or dtype is not None
-            or same is not tensor
-            or place_of(frame) not in part.moves
-        ):
+        if part is None or device is None or dtype is not None or same is not tensor:
             return None
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        if place_of(frame) not in part.moves:
+            return None
+        device = numbered(device)
         part.asked(device)
-        if part.sent is None or part.sent.device != device or not self.may() or not may_be_sent(tensor):
-            return None
-        if part.version != _version(tensor):
+        sent = part.fitting(device)
+        if sent is None or not self.may() or not may_be_sent(tensor):
             return None
         if waits and tensor.is_pinned():  # which may be changed from here on
             with ours():
                 part.copied.synchronize()
         self.switch.count(frame)
-        return self.switch.checked_against(part.sent.clone(), lambda: tensor.to(device), _DIFFERENT)
+        return self.switch.checked_against(sent.clone(), lambda: tensor.to(device), _DIFFERENT)
 
 
 def _may_be_asked_early(loader: DataLoader[Any]) -> bool:
