@@ -31,10 +31,14 @@ _BLOCKS = ("body", "orelse", "finalbody")
 def first_moves(tree: ast.Module, is_script: bool = True) -> dict[int, frozenset[int]]:
     """Of each line that takes a batch the lines at which that is moved as it came. What is gone through is shown."""
     found: dict[int, frozenset[int]] = {}
+    wrappers = _known_wrappers(tree)
     for scope in scopes_of(tree, is_script):
-        for taking in list(_takings(scope.own, _known_wrappers(tree))):
-            way = _Way(_stored(taking.target), scope.shared_names())
-            if not scope.is_looked_into() and way.is_hidden():
+        if not any(isinstance(one, ast.Attribute) and one.attr in ("to", "cuda") for one in scope.own):
+            continue
+        shared, hides = scope.shared_names(), not scope.is_looked_into()
+        for taking in list(_takings(scope.own, wrappers)):
+            way = _Way(_stored(taking.target), shared)
+            if hides and way.is_hidden():
                 way.follow(taking.rest, is_sure=True)
             found[taking.line] = frozenset() if taking.line in found else frozenset(way.lines)
             if found[taking.line]:

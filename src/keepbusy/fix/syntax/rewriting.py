@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.fix.syntax.formulas import FormulaParts, is_formula, is_number, is_plain
+from keepbusy.fix.syntax.formulas import FormulaParts, is_formula, is_number, is_plain, is_read
 
 NAME = "__keepbusy_late__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -68,8 +68,10 @@ def rewritten(tree: ast.Module, is_script: bool = True, hands_on: bool = True) -
 
 def scopes_of(tree: ast.Module, is_script: bool) -> list[Scope]:
     """Every function, and of a script its own code, too."""
-    scopes: list[ast.Module | ast.FunctionDef] = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
-    return [Scope(one, tree) for one in ([tree, *scopes] if is_script else scopes)]
+    nodes = list(ast.walk(tree))
+    scopes: list[ast.Module | ast.FunctionDef] = [one for one in nodes if isinstance(one, ast.FunctionDef)]
+    declared = {name for one in nodes if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    return [Scope(one, tree, declared) for one in ([tree, *scopes] if is_script else scopes)]
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,15 @@ class LateStatement:
 class Scope:
     """The code of one function, or of the script itself."""
 
-    def __init__(self, scope: ast.Module | ast.FunctionDef, tree: ast.Module) -> None:
+    def __init__(self, scope: ast.Module | ast.FunctionDef, tree: ast.Module, declared: Set[str]) -> None:
+        """`declared`: names that the source says are global or nonlocal anywhere."""
         self.node = scope
-        self._tree = tree
+        self._tree, self._declared = tree, declared
         self.own = list(own_nodes(scope))
 
     def rewrite(self, hands_on: bool) -> list[int]:
         """Put off what can be; the lines at which that was done."""
-        if self.is_looked_into():
+        if not any(map(is_read, self.own)) or self.is_looked_into():  # most of a large source reads nothing
             return []
         self._parents = {id(child): node for node in ast.walk(self.node) for child in ast.iter_child_nodes(node)}
         refused = self.shared_names()
@@ -131,10 +134,8 @@ class Scope:
 
     def shared_names(self) -> set[str]:
         """What code outside of this scope's own can see."""
-        declared = [node for node in ast.walk(self._tree) if isinstance(node, ast.Global | ast.Nonlocal)]
         inner = [one for one in ast.walk(self.node) if isinstance(one, _SCOPES) and one is not self.node]
-        used = {name for one in inner for name in _used_in(one)}
-        return used | {name for node in declared for name in node.names}
+        return {name for one in inner for name in _used_in(one)} | self._declared
 
     def _may_wait(self, name: str, deferrals: list[LateStatement]) -> bool:
         if any(self._is_looked_at_each_turn(name, one.statement) for one in deferrals):
