@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_the_import_system_is_left_as_it_was(folder: Path) -> None:
     assert sys.meta_path == before
     assert type(module.__loader__).__name__ == "SourceFileLoader"
     assert "exec_module" not in vars(module.__loader__)
+
+
+def test_who_only_asks_where_a_module_is_has_not_imported_it(folder: Path) -> None:
+    (folder / "expected_four.py").write_text("")
+    before, seen = list(sys.meta_path), list[int]()
+    when_imported("expected_four", lambda: seen.append(1))
+    assert importlib.util.find_spec("expected_four") is not None  # as transformers and datasets ask for torch
+    assert importlib.util.find_spec("expected_four") is not None
+    assert seen == []
+    importlib.import_module("expected_four")
+    assert (seen, sys.meta_path) == ([1], before)
 
 
 def test_a_submodule_is_waited_for_too(folder: Path) -> None:

@@ -11,6 +11,7 @@ import multiprocessing.spawn
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -95,33 +96,43 @@ def when_imported(name: str, then: Callable[[], object]) -> None:
 
 
 class _Expected:
-    """Asked first for every import, it answers for one module only, and once."""
+    """Asked first for every import, it answers for one module only, until that is run.
+
+    Many ask where a module is and do not import it then: `find_spec("torch")` is how others learn that it is installed.
+    """
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self._name, self._then = name, then
+        self._asking = set[int]()
+        """Threads that are asking those who know modules."""
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name:
+        thread = threading.get_ident()
+        if name != self._name or thread in self._asking:
             return None
-        sys.meta_path.remove(self)  # what comes now is for those who know modules
-        spec = importlib.util.find_spec(name)
+        self._asking.add(thread)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.discard(thread)
         if spec is not None and spec.loader is not None:
-            _follow(spec.loader, self._then)
+            self._follow(spec.loader)
         return spec
 
+    def _follow(self, loader: object) -> None:
+        """The loader is this module's own. It stays what it is, but for the one time when the module is run."""
+        execute = loader.exec_module  # type: ignore[attr-defined]
 
-def _follow(loader: object, then: Callable[[], object]) -> None:
-    """The loader is this module's own. It stays what it is, but for the one time when the module is run."""
-    execute = loader.exec_module  # type: ignore[attr-defined]
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # of several who follow it, the first has taken it away
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            execute(module)
+            self._then()
 
-    def exec_module(module: ModuleType) -> None:
-        vars(loader).pop("exec_module", None)  # of several who follow it, the first has taken it away
-        execute(module)
-        then()
-
-    loader.exec_module = exec_module  # type: ignore[attr-defined]
+        loader.exec_module = exec_module  # type: ignore[attr-defined]
 
 
 if __name__ == "__mp_main__" and CHILD in os.environ:  # last, for all names go that are not the program's
