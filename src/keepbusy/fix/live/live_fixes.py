@@ -273,7 +273,8 @@ class LiveFixes:
         plain, fixed = round(median(result.plain)), round(median(result.fixed))
         switch.saved = result.saved
         if result.gain < NOISE / 2 or not result.stands_out:
-            self._give_up(switch, f"without it a turn took {duration(plain)}, with it {duration(fixed)}")
+            unsure = ", which may be chance" if result.gain >= NOISE / 2 else ""
+            self._give_up(switch, f"without it a turn took {duration(plain)}, with it {duration(fixed)}{unsure}")
         else:
             switch.notes.append(f"by itself it saves {share(plain - fixed, plain)} of a turn")
         self._try_next()
