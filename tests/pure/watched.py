@@ -56,8 +56,7 @@ class Watched:
         return self
 
     def code(self, name: str, code: CodeType, longest: int = 1_000) -> Watched:
-        self.numbers[name] = len(self.looks.codes)
-        self.looks.codes.append(code)
+        self.numbers[name] = self.looks.meet(code)
         self.looks.longest_stay[self.numbers[name]] = longest
         return self
 

@@ -23,6 +23,7 @@ _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = str(Path(__file__).parents[1]) + os.sep
+IMPORT_SYSTEM = "<frozen importlib"
 _SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -163,7 +164,7 @@ def _brought_into(folder: str) -> frozenset[str]:
 
 def is_ours(file: str) -> bool:
     """Ours, or Python's own way of importing: code in whose midst the program cannot be left."""
-    return file.startswith((_OURS, "<frozen importlib")) and file != _SCRIPT
+    return file.startswith((_OURS, IMPORT_SYSTEM)) and file != _SCRIPT
 
 
 def _program() -> str:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import PROGRAM_CODE, USER, kind_of, shown
+from keepbusy.instrument.lines import PROGRAM_CODE, USER
 from keepbusy.instrument.loops import (
-    IMPORT_SYSTEM,
+    IMPORTING,
     LOOKS_IN_ONE_FRAME,
     LOOKS_WITHOUT_COUNTS,
     Line,
@@ -314,9 +314,9 @@ class _Tree:
 
     def _deciding(self) -> set[str]:
         lines = {line for lines in self.looks.known_chains for line in lines}
-        codes = ((line, self.looks.codes[line.code]) for line in lines)
-        of_program = [(line, code) for line, code in codes if kind_of(code.co_filename) in PROGRAM_CODE]
-        return {self._written(line) for line, code in of_program if self.sources.decides(code, line.line)}
+        of_program = [line for line in lines if self.looks.kinds[line.code] in PROGRAM_CODE]
+        codes = self.looks.codes
+        return {self._written(line) for line in of_program if self.sources.decides(codes[line.code], line.line)}
 
     def _place(self, root: _Node, chain: int, lines: Sequence[Line]) -> None:
         """Down to the innermost loop that this chain is in."""
@@ -326,7 +326,7 @@ class _Tree:
             return
         for line in lines:
             code = self.looks.codes[line.code]
-            is_user = kind_of(code.co_filename) == USER
+            is_user = self.looks.is_users(line)
             if line.code in self.staying:
                 for loop in self.sources.around(code, line.line):
                     node = node.children.setdefault(
@@ -335,8 +335,8 @@ class _Tree:
                 deepest = line
             if is_user:
                 leads_here = line
-        users = [line for line in lines if kind_of(self.looks.codes[line.code].co_filename) == USER]
-        if deepest is None or kind_of(self.looks.codes[deepest.code].co_filename) != USER:
+        users = [line for line in lines if self.looks.is_users(line)]
+        if deepest is None or not self.looks.is_users(deepest):
             deepest = users[-1] if users else deepest or (lines[0] if lines else Line(NONE, 0))
         node.chains.append((chain, deepest))
 
@@ -359,7 +359,7 @@ class _Tree:
         ends = self.turns.get(loop)
         if ends is None:  # nobody saw it go back, and of a library's that is all that makes it a loop of the run
             counted = bool(self.looks.turns) and loop[0] in self.looks.entries
-            return counted or kind_of(self.looks.codes[loop[0]].co_filename) != USER
+            return counted or self.looks.kinds[loop[0]] != USER
         around = self.turns.get((above.code, above.loop.first)) if above.loop is not None else None
         if around is None or len(ends) <= len(around) + 1:
             return len(ends) <= (1 if around is None else len(around) + 1)
@@ -393,13 +393,12 @@ class _Tree:
 
     def _kind(self, chain: int) -> str:
         lines = self.looks.known_chains[chain]
-        codes = [self.looks.codes[line.code] for line in lines]
-        if any(code.co_filename.startswith(IMPORT_SYSTEM) for code in codes):
+        if any(self.looks.kinds[line.code] == IMPORTING for line in lines):
             return IMPORTS
-        users = [line for line, code in zip(lines, codes, strict=True) if kind_of(code.co_filename) == USER]
+        users = [line for line in lines if self.looks.is_users(line)]
         if users and self._text(users[-1]).startswith(("import ", "from ")):
             return IMPORTS
-        return FIRST_USE if any(code.co_name == "_lazy_init" for code in codes) else LINE
+        return FIRST_USE if any(self.looks.codes[line.code].co_name == "_lazy_init" for line in lines) else LINE
 
     def _part(self, node: _Node, above: _Node) -> Part:
         assert node.loop is not None  # only the root has none
@@ -415,7 +414,7 @@ class _Tree:
             LOOP,
             place=self._written(place),
             source=self._text(place),
-            function=f"{shown(code.co_filename)}:{own.line} in {code.co_name}" if node.leads_here else code.co_name,
+            function=f"{self.looks.file(node.code)}:{own.line} in {code.co_name}" if node.leads_here else code.co_name,
             began=int(self.first_of[chains].min()) - self.looks.began,
             time=time,
             busy=self._busy(chains),
@@ -495,7 +494,7 @@ class _Tree:
         for chain in node.all_chains():
             lines = self.looks.known_chains[chain]
             at = next((index for index, line in enumerate(lines) if line.code == node.code), len(lines) - 1)
-            deeper = [line for line in lines[at:] if kind_of(self.looks.codes[line.code].co_filename) == USER]
+            deeper = [line for line in lines[at:] if self.looks.is_users(line)]
             found.append((chain, deeper[0] if deeper and node.leads_here else lines[at]))
         return found
 
@@ -518,17 +517,14 @@ class _Tree:
             lines, time = self.looks.known_chains[chain], self.time_of[chain]
             below = lines[lines.index(line) + 1 :] if line in lines else ()
             calls[self.looks.codes[below[0].code].co_name if below else ""] += time
-            users = (one for one in below if kind_of(self.looks.codes[one.code].co_filename) == USER)
-            places[tuple(map(self._written, users))] += time
+            places[tuple(map(self._written, filter(self.looks.is_users, below)))] += time
         return max(calls, key=lambda name: calls[name], default=""), (agreed(places) or ("",))[-1]
 
     def _busy(self, chains: Sequence[int]) -> int:
         return round(float(self.busy_of[list(chains)].sum())) if self.has_busy else NONE
 
     def _written(self, line: Line) -> str:
-        if line.code == NONE:
-            return ""
-        return f"{shown(self.looks.codes[line.code].co_filename)}:{line.line}"
+        return f"{self.looks.file(line.code)}:{line.line}" if line.code != NONE else ""
 
     def _text(self, line: Line) -> str:
         return self.sources.text(self.looks.codes[line.code].co_filename, line.line) if line.code != NONE else ""

@@ -19,7 +19,7 @@ from itertools import islice, pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
-from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of
+from keepbusy.instrument.lines import HIDDEN, IMPORT_SYSTEM, OUTSIDE, USER, kind_of, shown
 from keepbusy.instrument.threads import UnseenThread, processor_times
 from keepbusy.timeline.table import NONE
 
@@ -43,7 +43,6 @@ DEEPEST = 64
 THINKS_AT_MOST = 10.0
 """Seconds, until the looking thread is not waited for any longer."""
 COUNTS_TURNS = sys.version_info >= (3, 12)
-IMPORT_SYSTEM = "<frozen importlib"
 IMPORTING = -1
 
 
@@ -68,6 +67,10 @@ class Looks:
     stay: int = 0
     """For so long a frame lasts that may hold a loop, where there was a look at each line; else through some looks."""
     codes: list[CodeType] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    """Whose each code is, as `kind_of` has it of its file, or IMPORTING."""
+    files: dict[int, str] = field(default_factory=dict)
+    """Of each code that was asked for, its file as it is shown."""
     turns: dict[tuple[int, int], array[int]] = field(default_factory=dict)
     """When each turn of a loop ended: of a code, by number, and of the instruction that its turns begin at."""
     uncounted: set[tuple[int, int]] = field(default_factory=set)
@@ -86,6 +89,21 @@ class Looks:
     """What they gave to the thread that is looked at, from the first look to the end."""
     began: int = 0
     ended: int = 0
+
+    def meet(self, code: CodeType) -> int:
+        """One that was not there yet; returns its number."""
+        file = code.co_filename
+        self.kinds.append(IMPORTING if file.startswith(IMPORT_SYSTEM) else kind_of(file))
+        self.codes.append(code)
+        return len(self.codes) - 1
+
+    def file(self, code: int) -> str:
+        if code not in self.files:
+            self.files[code] = shown(self.codes[code].co_filename)
+        return self.files[code]
+
+    def is_users(self, line: Line) -> bool:
+        return self.kinds[line.code] == USER
 
 
 def _known(*_: object) -> None:
@@ -114,7 +132,6 @@ class LoopWatch:
         self._every = self._pace = LOOK_INTERVAL
         self._cost = 0
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
-        self._kinds: list[int] = []
         self._lines: dict[tuple[int, int], Line] = {}  # of each code, by instruction
         self._chains: dict[tuple[Line, ...], int] = {}
         self._last: dict[int, tuple[int, int]] = {}  # of each frame at the last look, its code and how long it stays
@@ -135,7 +152,7 @@ class LoopWatch:
     def at_next_line(self, act: Callable[[], object]) -> None:
         """`act` is called once in the program's own thread, where the next of its lines begins."""
         if self._counters is not None and self.here:
-            users = [self.looks.codes[line.code] for line in self.here if self._kinds[line.code] == USER]
+            users = [self.looks.codes[line.code] for line in self.here if self.looks.is_users(line)]
             self._counters.at_next_line(users, act, self._ident)
 
     @property
@@ -213,7 +230,7 @@ class LoopWatch:
         through the code's table.
         """
         frame, now = self._frame(), self._clock()
-        numbers, kinds, known, before = self._numbers, self._kinds, self._lines, self._last
+        numbers, kinds, known, before = self._numbers, self.looks.kinds, self._lines, self._last
         chain: list[Line] = []
         stays: dict[int, tuple[int, int]] = {}
         while frame is not None:
@@ -266,7 +283,7 @@ class LoopWatch:
 
     def _kind_of(self, code: CodeType) -> int:
         number = self._numbers.get(id(code))
-        return self._kinds[self._number_of(code) if number is None else number]
+        return self.looks.kinds[self._number_of(code) if number is None else number]
 
     def _note(self, now: int, chain: tuple[Line, ...], stays: Mapping[int, tuple[int, int]]) -> None:
         looks, counters = self.looks, self._counters
@@ -285,9 +302,7 @@ class LoopWatch:
             self._every *= 2
 
     def _number_of(self, code: CodeType) -> int:
-        number = self._numbers[id(code)] = len(self.looks.codes)
-        self.looks.codes.append(code)
-        self._kinds.append(IMPORTING if code.co_filename.startswith(IMPORT_SYSTEM) else kind_of(code.co_filename))
+        number = self._numbers[id(code)] = self.looks.meet(code)
         return number
 
     def _number_of_chain(self, chain: tuple[Line, ...]) -> int:
@@ -436,6 +451,7 @@ class SourceLoops:
         """`read` gives the text of a file; OSError where there is none."""
         self._read = read
         self._loops: dict[tuple[str, int], list[SourceLoop]] = {}  # of each function, by file and first line
+        self._trees: dict[tuple[str, int], ast.AST] = {}  # of functions of whose decisions nobody has asked yet
         self._deciding: dict[tuple[str, int], set[int]] = {}
         self._lines: dict[str, list[str]] = {}
 
@@ -449,13 +465,16 @@ class SourceLoops:
         if owner not in self._loops:
             tree = _tree_of(self._text(code.co_filename), code)
             self._loops[owner] = [loop for first, loop in _loops(tree, 0) if first == owner[1]]
-            self._deciding[owner] = set(_deciding(tree))
+            self._trees[owner] = tree
         return self._loops[owner]
 
     def decides(self, code: CodeType, line: int) -> bool:
         """Whether this line works out by what the program chooses what it does next."""
-        self.of(code)
-        return line in self._deciding[code.co_filename, _first_line(code)]
+        owner = code.co_filename, _first_line(code)
+        if owner not in self._deciding:
+            self.of(code)
+            self._deciding[owner] = set(_deciding(self._trees.pop(owner)))
+        return line in self._deciding[owner]
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
         """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""

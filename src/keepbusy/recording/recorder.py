@@ -19,7 +19,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from keepbusy.instrument.children import follow, when_imported
-from keepbusy.instrument.lines import PROGRAM_CODE, kind_of, program_lines
+from keepbusy.instrument.lines import PROGRAM_CODE, program_lines
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
@@ -223,7 +223,7 @@ class Run:
         looks, here = self.loops.looks, False
         for one in self.loops.here:
             code = looks.codes[one.code]
-            is_own = kind_of(code.co_filename) in PROGRAM_CODE
+            is_own = looks.kinds[one.code] in PROGRAM_CODE
             stays = looks.longest_stay.get(one.code, 0) >= LOOKS_IN_ONE_FRAME  # as within an optimizer of PyTorch's
             if any(
                 loop.last >= one.line and (is_own or loop.first <= one.line)

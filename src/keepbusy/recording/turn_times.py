@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH, USER, kind_of, shown
+from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH
 from keepbusy.instrument.loop_tree import agreed
 from keepbusy.instrument.loops import Line, Looks
 from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, quantile, slow_kinds, slow_turns, warm_up
@@ -130,12 +130,10 @@ def _written_chain(looks: Looks, lines: Sequence[Line]) -> tuple[tuple[str, ...]
     """The user's lines, and the library's that the last of them called."""
 
     def written(line: Line) -> str:
-        code = looks.codes[line.code]
-        return f"{shown(code.co_filename)}({line.line}): {code.co_name}"
+        return f"{looks.file(line.code)}({line.line}): {looks.codes[line.code].co_name}"
 
-    kinds = [kind_of(looks.codes[line.code].co_filename) for line in lines]
-    users = [line for line, kind in zip(lines, kinds, strict=True) if kind == USER]
-    called = lines[-1] if lines and kinds[-1] in (LIBRARY, TORCH, PYTHON) else None
+    users = [line for line in lines if looks.is_users(line)]
+    called = lines[-1] if lines and looks.kinds[lines[-1].code] in (LIBRARY, TORCH, PYTHON) else None
     return tuple(written(line) for line in users), written(called) if called and users else ""
 
 

@@ -128,8 +128,7 @@ class RunLoops:
     def _number_of(self, code: CodeType) -> int:
         number = self._numbers.get(id(code))
         if number is None:
-            number = self._numbers[id(code)] = len(self._looks.codes)
-            self._looks.codes.append(code)
+            number = self._numbers[id(code)] = self._looks.meet(code)
         return number
 
 
