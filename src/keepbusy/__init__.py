@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from keepbusy.explain.comparison import compare as compare
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.fix.gate.guard import guard as guard
-    from keepbusy.instrument.step import step as step
+    from keepbusy.instrument import step as step
     from keepbusy.recording import record as record
     from keepbusy.report.terminal import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
@@ -52,7 +52,7 @@ _HOMES = {
     "save": "keepbusy.timeline.busy_file",
     "save_later": "keepbusy.runtime.save_later",
     "spread": "keepbusy.runtime.spread.spread_model",
-    "step": "keepbusy.instrument.step",
+    "step": "keepbusy.instrument",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -22,8 +22,8 @@ from keepbusy.instrument.loops import (
     Line,
     Looks,
     LoopWatch,
-    SourceLoops,
 )
+from keepbusy.instrument.source_loops import SourceLoops
 
 COUNTS = sys.version_info >= (3, 12)
 counting = pytest.mark.skipif(not COUNTS, reason="turns are counted from Python 3.12 on")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from marked_runs import LOOP, MAIN, MS, run, steps
+from marked_runs import IN_LOOP, LOOP, MAIN, MS, run, steps
+
+from keepbusy.recording.turn_times import StepLooks, plain_run
 
 SAVE, EVALUATE = "train.py(41): main", "train.py(55): main"
 
@@ -121,6 +123,31 @@ def test_one_that_is_seen_at_several_lines_of_its_function_is_one() -> None:
     seen = {step: (MAIN, EVALUATE, f"eval.py({7 + number % 2}): evaluate") for number, step in enumerate(rare)}
     (stall,) = run(steps(took), seen=seen).stalls
     assert (stall.lines, stall.every, stall.is_foreseen, stall.count) == ((MAIN, EVALUATE), 50.0, True, 20)
+
+
+def test_a_stall_is_told_at_its_line_though_the_rest_of_its_steps_takes_long_as_on_a_busy_machine() -> None:
+    """So do three fifths of the looks into them not agree on any line; and looks come a hundred milliseconds apart."""
+    took = noisy(1000)
+    rare = np.arange(60, 1000, 100)
+    took[rare] += 250
+    lines = steps(took)
+    chains = [
+        IN_LOOP,
+        (MAIN, "train.py(33): main"),
+        (MAIN, "train.py(35): main"),
+        (MAIN, EVALUATE, "eval.py(7): evaluate"),
+    ]
+    times = np.sort(np.concatenate([(lines.ended - lines.host)[rare] + late * MS for late in (2, 100, 130, 200)]))
+    ordinary = lines.ended[5:60] - 5 * MS
+    known = StepLooks(
+        np.concatenate([ordinary, times]),
+        np.full(len(ordinary) + len(times), 100 * MS),
+        np.concatenate([np.arange(len(ordinary)) % 3, np.tile([3, 0, 1, 3], len(rare))]),
+        chains,
+        [""] * 4,
+    )
+    (stall,) = plain_run(lines, "optimizer", looks=known).stalls
+    assert (stall.lines, stall.every, stall.count) == (chains[3], 100.0, 10)
 
 
 def test_where_two_beats_meet_neither_loses_its_own() -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
-from keepbusy.instrument.loops import Line, Looks, SourceLoop, SourceLoops
+from keepbusy.instrument.loops import Line, Looks
+from keepbusy.instrument.source_loops import SourceLoop, SourceLoops
 
 MS = 1_000_000
 

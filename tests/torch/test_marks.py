@@ -293,7 +293,7 @@ def test_everything_is_put_back(machine: object) -> None:
         return [
             nn.Module.__call__, torch.save, torch.amp.GradScaler.step, torch.optim.Optimizer.__init__,
             dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__,
-            dict(optimizer._global_optimizer_post_hooks), list(gc.callbacks), list(keepbusy.instrument.step.ENDED),
+            dict(optimizer._global_optimizer_post_hooks), list(gc.callbacks), list(keepbusy.instrument.ENDED),
         ]  # fmt: skip
 
     before = touched()

@@ -24,10 +24,9 @@ from keepbusy.instrument.loops import (
     LOOKS_WITHOUT_COUNTS,
     Line,
     Looks,
-    SourceLoop,
-    SourceLoops,
 )
 from keepbusy.instrument.slow_turns import LookTable, beat_of, quantile, slow_kinds, warm_up
+from keepbusy.instrument.source_loops import SourceLoop, SourceLoops
 from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 from keepbusy.timeline.table import NONE, Ints, Mask
 

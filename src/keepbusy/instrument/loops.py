@@ -7,17 +7,14 @@ Neither can be measured in the program's own time (benchmarks/loops_cost.py).
 
 from __future__ import annotations
 
-import ast
-import dis
 import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple
 
 from keepbusy.instrument.lines import HIDDEN, IMPORT_SYSTEM, OUTSIDE, USER, kind_of, shown
 from keepbusy.instrument.threads import UnseenThread, processor_times
@@ -318,6 +315,54 @@ def _rate(times: array[int], count: int) -> float:
     return 1e9 * count / max(1, times[-1] - times[-count])
 
 
+class Monitor:
+    """A tool of `sys.monitoring`, with a callback for each kind of event; it takes a place when it is first needed."""
+
+    def __init__(self, **callbacks: Callable[..., Any]) -> None:
+        """By the events' names."""
+        self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
+        self.events: Any = self._api.events
+        self.disabled = self._api.DISABLE
+        self._callbacks = {getattr(self.events, name): act for name, act in callbacks.items()}
+        self._tool: int | None = None
+        self.codes: dict[int, CodeType] = {}
+        """Those that are watched or were, by identity: the same words in two files are equal."""
+
+    def begin(self) -> bool:
+        """Whether there is a place, also where it was taken before. Those without a meaning of their own come first."""
+        if self._tool is None:
+            self._tool = next((one for one in (5, 4, 3, 2, 1, 0) if self._api.get_tool(one) is None), None)
+            if self._tool is None:
+                return False
+            self._api.use_tool_id(self._tool, "keepbusy")
+            for event, act in self._callbacks.items():
+                self._api.register_callback(self._tool, event, act)
+        return True
+
+    def watch(self, code: CodeType, events: int) -> None:
+        """From now on these events of the code are told, and no others of it."""
+        if self._tool is not None:
+            self.codes[id(code)] = code
+            self._api.set_local_events(self._tool, code, events)
+
+    def watch_all(self, events: int) -> None:
+        """Events of all code; also those that were disabled somewhere."""
+        self._api.restart_events()
+        self._api.set_events(self._tool, events)
+
+    def end(self) -> None:
+        """Leave everything as it was. To do it twice does nothing."""
+        if self._tool is None:
+            return
+        tool, self._tool = self._tool, None
+        self._api.set_events(tool, 0)
+        for code in list(self.codes.values()):
+            self._api.set_local_events(tool, code, 0)
+        for event in self._callbacks:
+            self._api.register_callback(tool, event, None)
+        self._api.free_tool_id(tool)
+
+
 class TurnCounters:
     """Turns and entries of chosen codes, by `sys.monitoring`. What turns or is entered too often is let go of."""
 
@@ -330,31 +375,30 @@ class TurnCounters:
     ) -> None:
         self._looks, self._clock = looks, clock
         self._turns_a_second, self._in_a_row = turns_a_second, in_a_row
-        self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
-        self._tool: int | None = None
+        self._monitor = Monitor(JUMP=self._jumped, PY_START=self._entered, LINE=self._line)
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
         self.followed: frozenset[tuple[int, int]] = frozenset()
         self.on_turn: Callable[[], object] | None = None
         self._awaited: tuple[list[CodeType], Callable[[], object], int] | None = None
 
     def count(self, number: int, code: CodeType) -> None:
-        if id(code) in self._counted or not self._has_place():
+        if id(code) in self._counted or not self._monitor.begin():
             return
         self._counted[id(code)] = number, code
         self._looks.entries[number] = array("q")
-        self._api.set_local_events(self._tool, code, self._events_of(code))
+        self._monitor.watch(code, self._events_of(code))
 
     def _events_of(self, code: CodeType) -> int:
         number, _ = self._counted.get(id(code), (None, code))
         if number is None or number in self._looks.fleeting:
             return 0
-        return int(self._api.events.JUMP | self._api.events.PY_START)
+        return int(self._monitor.events.JUMP | self._monitor.events.PY_START)
 
     def at_next_line(self, codes: list[CodeType], act: Callable[[], object], thread: int) -> None:
-        if self._awaited is None and self._has_place():
+        if self._awaited is None and self._monitor.begin():
             self._awaited = codes, act, thread
             for code in codes:
-                self._api.set_local_events(self._tool, code, self._events_of(code) | self._api.events.LINE)
+                self._monitor.watch(code, self._events_of(code) | self._monitor.events.LINE)
 
     def _line(self, _: CodeType, __: int) -> None:
         if self._awaited is None or threading.get_ident() != self._awaited[2]:
@@ -362,38 +406,24 @@ class TurnCounters:
         codes, act, _thread = self._awaited
         self._awaited = None
         for code in codes:
-            self._api.set_local_events(self._tool, code, self._events_of(code))
+            self._monitor.watch(code, self._events_of(code))
         act()
-
-    def _has_place(self) -> bool:
-        if self._tool is None:
-            self._tool = next((one for one in (5, 4, 3, 2, 1, 0) if self._api.get_tool(one) is None), None)
-            if self._tool is None:
-                return False
-            self._api.use_tool_id(self._tool, "keepbusy loops")
-            for event, callback in self._callbacks().items():
-                self._api.register_callback(self._tool, event, callback)
-        return True
-
-    def _callbacks(self) -> dict[int, Any]:
-        events = self._api.events
-        return {events.JUMP: self._jumped, events.PY_START: self._entered, events.LINE: self._line}
 
     def _jumped(self, code: CodeType, source: int, target: int) -> Any:
         if target > source:
-            return self._api.DISABLE
+            return self._monitor.disabled
         loop = self._counted[id(code)][0], target
         turns = self._looks.turns.get(loop)
         if turns is None:
             turns = self._looks.turns.setdefault(loop, array("q"))
         if loop in self._looks.uncounted:
-            return self._api.DISABLE
+            return self._monitor.disabled
         turns.append(self._clock())
         if not len(turns) % self._in_a_row and (
             _rate(turns, self._in_a_row) > self._turns_a_second or len(turns) >= KEPT_TURNS
         ):
             self._looks.uncounted.add(loop)
-            return self._api.DISABLE
+            return self._monitor.disabled
         if self.on_turn is not None and loop in self.followed:
             self.on_turn()
         return None
@@ -406,192 +436,9 @@ class TurnCounters:
             return None
         if _rate(entries, ENTRIES_IN_A_ROW) > ENTRIES_A_SECOND:
             self._looks.fleeting.add(number)
-            self._api.set_local_events(self._tool, code, 0)
-        return self._api.DISABLE if len(entries) >= KEPT_TURNS else None
+            self._monitor.watch(code, 0)
+        return self._monitor.disabled if len(entries) >= KEPT_TURNS else None
 
     def end(self) -> None:
-        if self._tool is None:
-            return
-        tool, self._tool = self._tool, None
-        awaited, self._awaited = self._awaited[0] if self._awaited else [], None
-        for code in [*awaited, *(code for _, code in self._counted.values())]:
-            self._api.set_local_events(tool, code, 0)
-        for event in self._callbacks():
-            self._api.register_callback(tool, event, None)
-        self._api.free_tool_id(tool)
-
-
-Position: TypeAlias = tuple[int, int]
-"""A line, and the column in it."""
-
-
-class SourceLoop(NamedTuple):
-    """A loop as it is written, its `else` left out, which is no part of its turns."""
-
-    first: int
-    last: int
-    iterates: bool  # a `for`, else a `while`
-    begins: tuple[Position, Position]
-    """Of a `for`: where the instruction stands that asks for the next item, twice. Of a `while`: from where to where
-    the first instruction of a turn may stand: its test, or its first statement."""
-    statements: tuple[int, ...] = ()
-    """The first lines of those it holds."""
-
-    def turns_at(self, iterates: bool, position: Position) -> bool:
-        """Whether a jump back to this instruction ends a turn. Others do not: a comprehension within a `for` has jumps
-        of its own, and an `except` goes back to what follows its `try`."""
-        first, last = self.begins
-        return self.iterates == iterates and (position in self.begins if iterates else first <= position < last)
-
-
-class SourceLoops:
-    """The `for` and `while` loops of source files, and their decisions, by the function that holds them."""
-
-    def __init__(self, read: Callable[[str], str]) -> None:
-        """`read` gives the text of a file; OSError where there is none."""
-        self._read = read
-        self._loops: dict[tuple[str, int], list[SourceLoop]] = {}  # of each function, by file and first line
-        self._trees: dict[tuple[str, int], ast.AST] = {}  # of functions of whose decisions nobody has asked yet
-        self._deciding: dict[tuple[str, int], set[int]] = {}
-        self._lines: dict[str, list[str]] = {}
-
-    def around(self, code: CodeType, line: int) -> list[SourceLoop]:
-        """The loops of this code that the line is in, from the outside in."""
-        return [loop for loop in self.of(code) if loop.first <= line <= loop.last]
-
-    def of(self, code: CodeType) -> list[SourceLoop]:
-        """All loops of this code, from the outside in; none where its file went, or was never one."""
-        owner = code.co_filename, _first_line(code)
-        if owner not in self._loops:
-            tree = _tree_of(self._text(code.co_filename), code)
-            self._loops[owner] = [loop for first, loop in _loops(tree, 0) if first == owner[1]]
-            self._trees[owner] = tree
-        return self._loops[owner]
-
-    def decides(self, code: CodeType, line: int) -> bool:
-        """Whether this line works out by what the program chooses what it does next."""
-        owner = code.co_filename, _first_line(code)
-        if owner not in self._deciding:
-            self.of(code)
-            self._deciding[owner] = set(_deciding(self._trees.pop(owner)))
-        return line in self._deciding[owner]
-
-    def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
-        """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
-        while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
-            target += 2
-        iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")
-        position = position_of(code, target)
-        # the first statement of an outer `while` may be an inner one: whose test is jumped to from there is the outer's
-        return next((loop for loop in self.around(code, position[0]) if loop.turns_at(iterates, position)), None)
-
-    def text(self, file: str, line: int) -> str:
-        lines = self._text(file)
-        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
-
-    def _text(self, file: str) -> list[str]:
-        if file not in self._lines:
-            try:
-                self._lines[file] = self._read(file).splitlines()
-            except (OSError, ValueError):
-                self._lines[file] = []
-        return self._lines[file]
-
-
-def _tree_of(text: list[str], code: CodeType) -> ast.AST:
-    """Of a function its own lines alone are parsed: a file of thousands of lines takes a tenth of a second."""
-    first = _first_line(code)
-    for begin, end in ((first - 1, _end_of(text, code)), (0, len(text))) if first else ((0, len(text)),):
-        own = text[begin:end]
-        inside = bool(own) and own[0][:1].isspace()
-        try:
-            tree = ast.parse("\n".join(["if 1:"] * inside + own))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue  # a lambda may begin in the middle of something
-        return ast.increment_lineno(tree, begin - inside)
-    return ast.Module([], [])
-
-
-def _end_of(text: list[str], code: CodeType) -> int:
-    """The line after which the text is no further in than where the function begins."""
-    inner = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
-    depth = _depth(text[code.co_firstlineno - 1]) if code.co_firstlineno <= len(text) else 0
-    rest = range(inner, len(text))
-    return next((row for row in rest if text[row].strip(" \t)]},:") and _depth(text[row]) <= depth), len(text))
-
-
-def _depth(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _first_line(code: CodeType) -> int:
-    return 0 if code.co_name == "<module>" else code.co_firstlineno
-
-
-def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
-    """Loops, each with the first line of the function that it stands in (0: of the module), from the outside in."""
-    for child in ast.iter_child_nodes(node):
-        mine = owner
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            decorators = getattr(child, "decorator_list", [])
-            mine = min([child.lineno, *(one.lineno for one in decorators)])
-        elif isinstance(child, ast.For | ast.AsyncFor | ast.While):
-            last = child.body[-1].end_lineno or child.lineno
-            statements = tuple(one.lineno for one in child.body)
-            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child), statements)
-        yield from _loops(child, mine)
-
-
-_SAYS = {"append", "critical", "debug", "error", "exception", "info", "log", "print", "warn", "warning", "write"}
-_JUMPS = ast.Break | ast.Continue | ast.Return | ast.Yield
-
-
-def _deciding(tree: ast.AST) -> Iterator[int]:
-    """The lines of tests, and of what the statement after them tests."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.IfExp) or _chooses(node):
-            yield from _lines_of(node.test)
-        for body in (getattr(node, part, ()) for part in ("body", "orelse", "finalbody")):
-            for one, after in pairwise(body if isinstance(body, list) else ()):
-                if isinstance(one, ast.Assign | ast.AnnAssign) and _chooses(after):
-                    told = {name.id for name in ast.walk(one) if isinstance(name, ast.Name) and _is_stored(name)}
-                    if any(isinstance(name, ast.Name) and name.id in told for name in ast.walk(after.test)):
-                        yield from _lines_of(one)
-
-
-def _chooses(node: ast.AST) -> TypeGuard[ast.If | ast.While]:
-    """What is only said, noted or raised comes as well a turn later."""
-    return isinstance(node, ast.While) or (
-        isinstance(node, ast.If) and not all(map(_can_wait, [*node.body, *node.orelse]))
-    )
-
-
-def _can_wait(statement: ast.stmt) -> bool:
-    inner = list(ast.walk(statement))
-    calls = {ast.unparse(one.func).rpartition(".")[2] for one in inner if isinstance(one, ast.Call)}
-    return isinstance(statement, ast.Raise) or (calls <= _SAYS and not any(isinstance(one, _JUMPS) for one in inner))
-
-
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
-
-
-def _lines_of(node: ast.expr | ast.stmt) -> range:
-    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-
-
-def _begins(loop: ast.For | ast.AsyncFor | ast.While) -> tuple[Position, Position]:
-    here = loop.lineno, loop.col_offset
-    if not isinstance(loop, ast.While):
-        if isinstance(loop, ast.For) and sys.version_info >= (3, 13):  # it stands at what it iterates over
-            here = loop.iter.lineno, loop.iter.col_offset
-        return here, here
-    inner = getattr(loop.body[0], "body", None)  # of a compound statement only its head comes first
-    if inner:
-        return here, (inner[0].lineno, inner[0].col_offset)
-    return here, (loop.body[0].end_lineno or 0, loop.body[0].end_col_offset or 0)
-
-
-def position_of(code: CodeType, instruction: int) -> Position:
-    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
-    return line or code.co_firstlineno, column or 0
+        self._awaited = None
+        self._monitor.end()

@@ -170,7 +170,8 @@ def _longest_at(slow: Mask, began: Ints, over: Ints, looks: LookTable) -> Ints:
     inside[inside] &= looks.times[inside] >= began[turn[inside]]
     if not len(place) or not inside.any():
         return place
-    turn, weight, where = turn[inside], looks.weight[inside], looks.place[inside]
+    turn, where = turn[inside], looks.place[inside]
+    weight = np.minimum(looks.weight[inside], over[turn] - looks.times[inside])
     places, where = np.unique(where, return_inverse=True)
     ordinary = ~slow[turn]
     usual = np.bincount(where[ordinary], weight[ordinary], len(places)) / max(1, int((~slow).sum()))

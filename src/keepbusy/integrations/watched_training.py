@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from keepbusy.explain.diagnosis import Diagnosis
-from keepbusy.instrument.step import ENDED
+from keepbusy.instrument import ENDED
 from keepbusy.integrations.trackers import PAGE, page_of
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline

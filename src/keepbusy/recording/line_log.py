@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of, shown
+from keepbusy.instrument.loops import Monitor
 from keepbusy.timeline.frame_roles import INSTALLED
 from keepbusy.timeline.model import Ints
 
@@ -216,8 +217,6 @@ def time_of_an_entry(count: int = 256) -> float:
 
 # Lines by `sys.monitoring`, since Python 3.12: events of the code that is followed, and none elsewhere.
 
-_TOOLS = (4, 3, 5, 2, 1, 0)
-"""Places for tools; the ones without a meaning of their own first."""
 CHUNK, HOT_IN_CHUNK = 1024, 32
 """What is seen so often within so many entries is in a loop."""
 LAUNCHES_NOTHING = 2.25
@@ -244,9 +243,8 @@ class MonitoringFollower:
 
     def __init__(self, log: Log, ask: Ask) -> None:
         self.log, self.ask = log, ask
-        self._api: Any = getattr(sys, "monitoring")  # noqa: B009  # unknown to Python 3.11's type checkers
-        self._tool: int | None = None
-        self._codes: dict[int, CodeType] = {}  # by identity: the same words in two files are equal
+        enter, leave = self._enter, self._leave
+        self._monitor = Monitor(LINE=self._line, PY_START=enter, PY_RESUME=enter, PY_RETURN=leave, PY_YIELD=leave)
         self._hot: set[tuple[int, int]] = set()
         self._silent: set[int] = set()
         self._left_out: set[int] = set()
@@ -256,51 +254,27 @@ class MonitoringFollower:
     def begin(self) -> str:
         """Returns why not, if it cannot."""
         self._quick = round(LAUNCHES_NOTHING * time_of_an_entry())
-        self._tool = next((one for one in _TOOLS if self._api.get_tool(one) is None), None)
-        if self._tool is None:
+        if not self._monitor.begin():
             return "other tools hold all places of sys.monitoring"
-        self._api.use_tool_id(self._tool, "keepbusy")
-        for event, callback in self._callbacks().items():
-            self._api.register_callback(self._tool, event, callback)
         for frames in self.log.open_frames().values():
             for frame in frames:
                 self._follow(frame.f_code)
         self._looked = len(self.log)
-        self._api.restart_events()  # what an earlier window disabled
-        self._api.set_events(self._tool, self._api.events.PY_START | self._api.events.PY_RESUME)
+        self._monitor.watch_all(self._monitor.events.PY_START | self._monitor.events.PY_RESUME)
         return ""
 
     def end(self) -> None:
-        if self._tool is None:
-            return
-        tool, self._tool = self._tool, None
-        self._api.set_events(tool, 0)
-        for code in self._codes.values():
-            self._api.set_local_events(tool, code, 0)
-        for event in self._callbacks():
-            self._api.register_callback(tool, event, None)
-        self._api.free_tool_id(tool)
-
-    def _callbacks(self) -> dict[int, Any]:
-        events = self._api.events
-        return {
-            events.LINE: self._line,
-            events.PY_START: self._enter,
-            events.PY_RESUME: self._enter,
-            events.PY_RETURN: self._leave,
-            events.PY_YIELD: self._leave,
-        }
+        self._monitor.end()
 
     def _follow(self, code: CodeType) -> None:
-        events = self._api.events
-        self._codes[id(code)] = code
+        events = self._monitor.events
         lines = events.LINE if self.log.detail(code) == LINES else 0
-        self._api.set_local_events(self._tool, code, lines | events.PY_RETURN | events.PY_YIELD)
+        self._monitor.watch(code, lines | events.PY_RETURN | events.PY_YIELD)
 
     def _enter(self, code: CodeType, _: int) -> Any:
         if not self.log.detail(code) or id(code) in self._left_out:
-            return self._api.DISABLE
-        if id(code) not in self._codes and self._tool is not None:
+            return self._monitor.disabled
+        if id(code) not in self._monitor.codes:
             self._follow(code)
         self._add(ENTER, code, 0)
         return None
@@ -322,7 +296,7 @@ class MonitoringFollower:
             return None
         if (id(code), line) in self._hot:
             self._silent.add(id(code))
-            return self._api.DISABLE
+            return self._monitor.disabled
         if id(code) in self._silent:
             self._wake(code)
         return None
@@ -343,15 +317,14 @@ class MonitoringFollower:
 
     def _leave_out(self, codes: set[int]) -> None:
         self._left_out |= codes
-        for code in codes:
-            self._api.set_local_events(self._tool, self._codes[code], 0)
+        for code in codes & self._monitor.codes.keys():
+            self._monitor.watch(self._monitor.codes[code], 0)
 
     def _wake(self, code: CodeType) -> None:
         """Another line of it runs, so the program has left the loop."""
         self._silent.discard(id(code))
-        if self._tool is not None:
-            self._api.set_local_events(self._tool, code, 0)
-            self._follow(code)
+        self._monitor.watch(code, 0)
+        self._follow(code)
 
 
 # Lines by `sys.settrace`, before Python 3.12: of the thread that takes the steps alone, and dearer.

@@ -30,8 +30,9 @@ from keepbusy.instrument.loop_tree import (
     turns_at,
     worth_a_look,
 )
-from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatch, SourceLoops
+from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatch
 from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.interruptions import Loaders

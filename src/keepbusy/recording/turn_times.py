@@ -100,7 +100,9 @@ class StepLooks:
         turn = np.searchsorted(over, self.times)
         inside = turn < len(over)
         inside[inside] &= self.times[inside] >= began[turn[inside]]
-        return StepLooks(self.times[inside], self.weight[inside], self.chain[inside], self.chains, self.library)
+        times = self.times[inside]
+        weight = np.minimum(self.weight[inside], over[turn[inside]] - times)
+        return StepLooks(times, weight, self.chain[inside], self.chains, self.library)
 
     @property
     def weights(self) -> dict[int, int]:
@@ -231,15 +233,18 @@ def rare_stalls(steps: Steps, saves: Mapping[int, int], looks: StepLooks, delaye
         COLLECTOR,  # which comes wherever memory is asked for
     )
     whole = max(1, int(steps.took.sum()))
-    found = [_stall(kind, steps, looks, trunk, around, whole) for kind in kinds]
+    found = [_stall(kind, steps, looks, of_chain, trunk, around, whole) for kind in kinds]
     return [one for one in found if _is_worth_a_line(one, delayed)]
 
 
-def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, around: Chain, whole: int) -> RareStall:
-    """`around`: the functions that are open in an ordinary step, of which the last that is open here holds the loop."""
+def _stall(
+    kind: SlowKind, steps: Steps, looks: StepLooks, of_chain: Ints, trunk: Chain, around: Chain, whole: int
+) -> RareStall:
+    """`of_chain`: the place of each chain. `around`: the functions that are open in an ordinary step, of which the last
+    that is open here holds the loop."""
     came = steps.mark[kind.rows]
     beat = beat_of(came, steps.mark)
-    lines, library = _place_of(kind, steps, looks, trunk)
+    lines, library = _place_of(kind, steps, looks, of_chain, trunk)
     return RareStall(
         what=kind.reason,
         count=len(came),
@@ -255,10 +260,14 @@ def _stall(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain, around:
     )
 
 
-def _place_of(kind: SlowKind, steps: Steps, looks: StepLooks, trunk: Chain) -> tuple[Chain, str]:
-    """Where most of the looks into these steps agree that the program was, and what it called in a library there."""
+def _place_of(kind: SlowKind, steps: Steps, looks: StepLooks, of_chain: Ints, trunk: Chain) -> tuple[Chain, str]:
+    """Where most of the looks into these steps agree that the program was, and what it called in a library there.
+
+    Of a kind with a place those alone that found it there: on a busy machine the rest of such a step takes long, too.
+    """
     over = steps.ended[kind.rows]
-    weights = looks.within(over - steps.host[kind.rows], over).weights
+    met = looks.within(over - steps.host[kind.rows], over).weights
+    weights = {chain: weight for chain, weight in met.items() if kind.place in (NONE, of_chain[chain])}
     lines = agreed({looks.chains[number]: weight for number, weight in weights.items()}, trunk)
     if lines == trunk[: len(lines)]:
         return (), ""

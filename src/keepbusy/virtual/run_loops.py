@@ -31,7 +31,8 @@ from keepbusy.instrument.loop_tree import (
     turns_of_loops,
     worth_a_look,
 )
-from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, SourceLoops, TurnCounters
+from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, TurnCounters
+from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.instrument.step_loop import Nest, beside, loop_that_trains
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline

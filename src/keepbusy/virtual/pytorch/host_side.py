@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from keepbusy.instrument import step
+from keepbusy.instrument import ENDED
 from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.patches import Patches
 from keepbusy.timeline.frame_roles import OWN_STEP
@@ -61,7 +61,7 @@ def patch(patches: Patches) -> None:
         patches.wrap(module, "_engine_run_backward", _run_backward)
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.nn.Module, "compile", _compile_module)
-    step.ENDED.append(_mark_step)
+    ENDED.append(_mark_step)
 
 
 def in_training_thread() -> bool:
