@@ -187,7 +187,7 @@ class Switches:
     """A recorder beside a program; its parts go on and off while it runs."""
 
     def __init__(self) -> None:
-        from keepbusy.recording.recorder import Run, RunOptions
+        from keepbusy.recording.recorder import _READS_EVERY, Run, RunOptions
 
         self.run: Any = Run(RunOptions())
         self.on = dict.fromkeys(PARTS, True)
@@ -203,7 +203,7 @@ class Switches:
 
         def after_look() -> None:
             if self.on[DRIVER] and run.clock() >= self._read_at:
-                self._read_at = run.clock() + 1_000_000_000
+                self._read_at = run.clock() + _READS_EVERY
                 self._timed(DRIVER, self._read_driver)()
             if self.on[THOUGHTS]:
                 self._timed(THOUGHTS, meanwhile)()

@@ -106,6 +106,19 @@ def test_a_device_that_waits_for_its_host_has_an_event_now_and_then_and_its_step
     assert steps.lead.max() <= MS // 20 + LAUNCH
 
 
+def test_the_little_that_a_device_is_behind_differs_from_step_to_step_and_is_no_reason_for_an_event() -> None:
+    """As after an optimizer's last kernels: some tenths of a millisecond of ten."""
+    device, table = PaperDevice(), MarkTable()
+    marks, pauses = DeviceMarks(table, device, device.clock), Pauses(device.clock)
+    for step in range(200):
+        device.work(10 * MS)
+        device.launch((step * 7 % 5) * MS // 12)
+        table.add(device.now, ENDS, pauses)
+        marks.set(step, device.now)
+    assert len(device.true_lead) < 70
+    assert np.abs(steps_of(table).took - 10 * MS).max() <= MS // 2
+
+
 def test_where_the_device_falls_behind_each_mark_has_an_event_again() -> None:
     device, quick, slow = PaperDevice(), 60, 60
     table = MarkTable()

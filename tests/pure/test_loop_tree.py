@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from array import array
 from pathlib import Path
 from types import ModuleType
@@ -284,6 +286,16 @@ def test_turns_that_are_slow_at_different_lines_are_kinds_of_their_own(train: Wa
     assert [(one.place, one.every, one.regular, one.longer) for one in kinds] == [
         (f"train.py:{SAVE}", 7, True, 400 * MS),
         (f"train.py:{LOG}", 5, True, 200 * MS),
+    ]
+
+
+def test_what_python_does_once_the_program_is_over_is_its_end(train: Watched) -> None:
+    for number, ends in enumerate((weakref.finalize._exitfunc, threading._shutdown)):
+        train.code(f"ends {number}", ends.__code__)
+    run = tree_of(train.at(100, ("train", 10)).at(40, ("ends 0", 700)).at(20, ("ends 1", 1600)).looks)
+    assert [(part.place.rpartition("/")[2], part.time) for part in run.parts] == [
+        ("train.py:10", 100 * MS),
+        ("", 60 * MS),
     ]
 
 

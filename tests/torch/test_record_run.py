@@ -175,9 +175,16 @@ def test_a_program_that_ends_too_early_is_told_how_many_steps_it_takes(record, t
     assert kept.run.time > 0  # nanoseconds: in JSON, seconds of a short run are rounded away
 
 
-def test_a_program_without_steps_is_told_what_to_call(record) -> None:
+def test_of_a_program_that_uses_no_gpu_that_is_said(record) -> None:
     done = record("import torch\nprint(torch.ones(2).sum().item())\n")
     assert done.stdout.startswith("2.0\n\nkeepbusy · train.py\n\nThe run took ")
+    assert "note    train.py used no GPU, so there is nothing that one could have waited for." in done.stdout
+
+
+def test_a_program_without_steps_is_told_what_to_call(record, tmp_path: Path) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as site:
+        site.write("import keepbusy.recording.recorder as recorder\nrecorder.is_used = lambda: True\n")
+    done = record("import torch\nprint(torch.ones(2).sum().item())\n")
     assert "note    train.py took no step: none of its optimizers stepped; call keepbusy.step()" in done.stdout
 
 
@@ -442,7 +449,7 @@ print(keepbusy.render(run.explain()))
     done = warm_python.python("-c", source, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "The run took " in done.stdout
-    assert "this session took no step" in " ".join(done.stdout.split())
+    assert "this session used no GPU" in " ".join(done.stdout.split())
 
 
 def test_a_stretch_of_a_program_is_recorded_from_within(tmp_path: Path, warm_python: WarmPython) -> None:

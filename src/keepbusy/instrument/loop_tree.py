@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import PROGRAM_CODE, USER
+from keepbusy.instrument.lines import LIBRARY, PROGRAM_CODE, TORCH, USER
 from keepbusy.instrument.loops import (
     IMPORTING,
     LOOKS_IN_ONE_FRAME,
@@ -336,7 +336,9 @@ class _Tree:
                 leads_here = line
         users = [line for line in lines if self.looks.is_users(line)]
         if deepest is None or not self.looks.is_users(deepest):
-            deepest = users[-1] if users else deepest or (lines[0] if lines else Line(NONE, 0))
+            installed = [line for line in lines if self.looks.kinds[line.code] in (LIBRARY, TORCH)]
+            nowhere = Line(NONE, 0)  # Python itself, once the program is over
+            deepest = users[-1] if users else deepest if deepest in installed else next(iter(installed), nowhere)
         node.chains.append((chain, deepest))
 
     def _fold(self, node: _Node) -> None:

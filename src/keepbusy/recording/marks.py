@@ -125,8 +125,8 @@ class MarkTable:
 
 EVENTS_IN_FLIGHT = 256
 """Events in flight. Should the device ever be further behind, marks go without one."""
-KEEPS_UP_FOR, EVENT_EVERY = 32, 8
-"""A device that has passed so many marks in a row as soon as they were set waits for its host, of whose time an event
+KEEPS_UP_FOR, EVENT_EVERY, KEEPS_UP_WITHIN = 32, 8, 0.05
+"""A device that has passed so many marks in a row within so much of a step waits for its host, of whose time an event
 takes more than all else of a mark. From then on one mark in so many has one, until the device falls behind."""
 READ_AT_A_TIME = 4
 """More than are set, so that a backlog shrinks."""
@@ -192,6 +192,7 @@ class DeviceMarks:
         self._last: Any = None
         self._now = 0.0
         self._ahead = -math.inf  # the host's clock, of the device's
+        self._passed = 0  # the last mark that it has passed
         self._kept_up = 0  # at so many marks in a row
         self._left_out = 0  # so many marks to come need no event
 
@@ -221,17 +222,18 @@ class DeviceMarks:
                 self._kept_up = self._left_out = 0
                 return
             self._pending.popleft()
+            took = 0.0
             if self._last is not None:
-                passed = self._last.elapsed_time(event) * 1e6
-                self._now += passed
+                took = self._last.elapsed_time(event) * 1e6
+                self._now += took
                 self._free.append(self._last)
-                self._ahead -= CLOCK_DRIFT * passed
             self._last, time = event, round(self._now)
             earliest = max(was_set, self._seen_pending) - time
             self._table.passed(mark, time, earliest, self._clock() - time)
             self._seen_pending = 0
-            self._ahead = max(self._ahead, earliest)
-            if time + self._ahead - was_set < NO_LEAD:
+            self._ahead = max(self._ahead - CLOCK_DRIFT * took, earliest)
+            steps, self._passed = max(1, mark - self._passed), mark
+            if time + self._ahead - was_set < max(NO_LEAD, KEEPS_UP_WITHIN * took / steps):
                 self._kept_up += 1
             else:
                 self._kept_up = self._left_out = 0
@@ -254,10 +256,9 @@ def where_it_keeps_up(host: Ints, times: Ints, lead: Ints) -> tuple[Ints, Ints]:
         return times, lead
     after = np.searchsorted(known, unknown)
     first, last = known[np.maximum(after - 1, 0)], known[np.minimum(after, len(known) - 1)]
-    rows = unknown[
-        (unknown > first) & (unknown < first + EVENT_EVERY) & (lead[first] < NO_LEAD) & (lead[last] < NO_LEAD)
-    ]
-    end = known[-1]
+    little = np.maximum(NO_LEAD, KEEPS_UP_WITHIN * (host[last] - host[first]) / np.maximum(1, last - first))
+    keeps_up = np.maximum(lead[first], lead[last]) < little
+    rows, end = unknown[(unknown > first) & (unknown < first + EVENT_EVERY) & keeps_up], known[-1]
     moments, times, lead = np.append(host[known], host[-1]), times.copy(), lead.copy()
     for column, at_last in ((times, times[end] + host[-1] - host[end]), (lead, lead[end])):
         column[rows] = np.interp(host[rows], moments, np.append(column[known], at_last))

@@ -58,7 +58,7 @@ def without_turns(folder: Path, facts: Mapping[str, Any]) -> Timeline:
     left = facts_in(folder)
     rank = left.get("rank", 0)
     nothing = Timeline((Lane(rank, None, 0),), (), Spans.of(0))
-    return nothing.change_facts(device=left.get("device", ""), **_of_the_run(left, rank), **facts)
+    return nothing.change_facts(**_of_the_run(left, rank), **facts)
 
 
 def _of_the_run(left: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -178,6 +178,8 @@ def _why_not(left: Mapping[str, Any], source: str) -> str:
     if left.get("notes"):
         return f"{source} was not recorded. {' '.join(left['notes'])}"
     steps, after = left.get("steps", 0), left.get("after", 0)
+    if not steps and not left.get("uses_gpu", True):
+        return f"{source} used no GPU, so there is nothing that one could have waited for."
     if not steps:
         return (
             f"{source} took no step: none of its optimizers stepped; "

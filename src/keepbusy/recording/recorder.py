@@ -500,6 +500,7 @@ class Run:
             "held_up": self._spent(),
             "loop": self._loop,
             "marks": self._marks_facts,
+            "uses_gpu": is_used(),
             "after": self._after,
             "notes": [*self.notes, *self._notes_of_looks()],
         }
