@@ -114,11 +114,7 @@ RECORDED = {
         Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
     ),
     "keepbusy.recording.turn_times": (
-        Threshold("CHANGE", 0.0, "Turns have changed where they take a tenth more or less."),
-        Threshold("TRIMMED", 0.0, "What turns usually take is told without a tenth of them at either end, ..."),
-        Threshold("CERTAINTY", 0.0, "... and a change is three times as large as the error of that."),
-        Threshold("LASTING_TIME", 0, "A change that lasts holds for two seconds."),
-        Threshold("WHIM_MATTERS", 0.0, "A stall without a beat or reason is told if it takes three hundredths."),
+        Threshold("TRIMMED", 0.0, "What turns usually take is told without a tenth of them at either end."),
         Threshold("LEAD_FROM", -INFINITE, "A host that is half a step ahead does not set the pace."),
         Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),
     ),
@@ -133,7 +129,6 @@ RECORDED = {
     "keepbusy.recording.recorder": (
         Threshold("CATCHES_UP", INFINITE, "A GPU comes to where its host is within the host's lead and a quarter."),
         Threshold("STEPS_BEFORE_WINDOW", 0, "The window opens after eight steps."),
-        Threshold("LATEST_BEGIN", 8, "Steps that are not alike by the sixteenth are looked at as they are."),
         Threshold("ALIKE_STEPS", 3, "Five steps in a row must be alike."),
     ),
 }
@@ -169,7 +164,9 @@ BOUNDS = {
     ),
     "keepbusy.instrument.step_loop": (),
     "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
-    "keepbusy.recording.turn_times": ("COURSE_ROWS", "STALL_MATTERS", "NO_LEAD"),
+    "keepbusy.recording.turn_times": (
+        *("COURSE_ROWS", "STALL_MATTERS", "WHIM_MATTERS", "NO_LEAD", "CHANGE", "CERTAINTY", "LASTING_TIME"),
+    ),
     "keepbusy.recording.window": (
         *("SETTLING_TURNS", "SETTLES_WITHIN", "RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST"),
         *("NEXT_ASK", "DEVICE_PATIENCE", "EVENTS_AT_ONCE", "EVENTS_A_TENSOR"),
@@ -188,7 +185,7 @@ BOUNDS = {
         ),
         *("LONGEST_TURN", "STEPS_AROUND_FIRST"),
     ),
-    "keepbusy.recording.recorder": ("STEPS_TO_LET_GO", "STEPS_DDP_TIMES"),
+    "keepbusy.recording.recorder": ("STEPS_TO_LET_GO", "STEPS_DDP_TIMES", "LATEST_BEGIN"),
     "keepbusy.explain.fix_plan": (
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK"),
     ),
