@@ -259,7 +259,7 @@ def test_a_program_is_a_script_where_no_loop_is_to_come(
     exec(compile(LOOPING, str(file), "exec"), names)
     run = Run(RunOptions(str(tmp_path)))
     looks = run.loops.looks
-    looks.codes.append(names["main"].__code__)
+    looks.meet(names["main"].__code__)
     looks.known_chains.append((Line(0, line),))
     looks.chains.append(0)
     assert not run._is_script(1)  # it has only begun
@@ -278,7 +278,8 @@ def test_a_program_within_an_optimizers_own_loop_is_no_script(
     exec(compile(file.read_text(), str(file), "exec"), names)
     run, step = Run(RunOptions(str(tmp_path))), torch.optim.LBFGS.step.__wrapped__.__code__  # type: ignore[attr-defined]
     looks = run.loops.looks
-    looks.codes += [names["main"].__code__, step]
+    for code in (names["main"].__code__, step):
+        looks.meet(code)
     looks.known_chains.append((Line(0, 2), Line(1, run._sources.of(step)[0].first + 3)))
     looks.chains.append(0)
     looks.longest_stay[1] = 100 if stays else 1
@@ -299,7 +300,8 @@ def test_the_loop_that_takes_the_steps_is_not_looked_at_again(tmp_path: Path) ->
     names["train"](lambda: run._on_step(next(count)))
     run._give_way()
     codes = [names[name].__code__ for name in ("train", "other")]
-    run.loops.looks.codes += codes
+    for code in codes:
+        run.loops.looks.meet(code)
     jumps = [next(one.argval for one in dis.get_instructions(code) if "JUMP_BACK" in one.opname) for code in codes]
     nowhere, none = LoopSite("", "", 0, 0), np.zeros(0, np.int64)
     loops = [BusyLoop(frozenset([(code, jumps[code])]), nowhere, "", 0, 0, none) for code in (0, 1)]
@@ -333,7 +335,7 @@ def test_what_lies_between_two_runs_of_a_loop_is_none_of_its_turns(
     run.closed = lambda: bool(run._further) and not run.window.is_open  # type: ignore[attr-defined]
     code = names["collect"].__code__
     site = LoopSite(code.co_filename, code.co_name, code.co_firstlineno, 5)
-    run.loops.looks.codes.append(code)
+    run.loops.looks.meet(code)
     run._plan.planned = Occasion(LOOP, 1, 20, {"place": "rollouts.py:5"}, loop=site, usual=1_200_000)
     run._plan_windows(run.clock())
     try:
