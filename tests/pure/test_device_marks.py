@@ -15,12 +15,13 @@ from keepbusy.recording.marks import (
     EVENTS_IN_FLIGHT,
     KEEPS_UP_FOR,
     DeviceMarks,
+    Marks,
     MarkTable,
     leads,
     steps_of,
     where_it_keeps_up,
 )
-from keepbusy.recording.step_detector import ENDS
+from keepbusy.recording.step_detector import ENDS, StepSource
 from keepbusy.timeline.model import NONE
 
 MS = 1_000_000
@@ -201,3 +202,16 @@ def test_of_a_long_run_the_older_half_of_the_marks_goes(monkeypatch: pytest.Monk
     assert table.columns(2).tolist() == table.columns()[:, -2:].tolist()
     table.disown()
     assert len(steps_of(table)) == 0
+
+
+def test_the_share_without_a_processor_is_of_the_time_until_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not until the last mark: what a program does after its steps is waited for, too."""
+    device = PaperDevice()
+    monkeypatch.setattr("keepbusy.recording.marks.without_processor", lambda _: device.now // 4)
+    marks = Marks(clock=device.clock)
+    marks._ends.source, marks._allocations.due = StepSource.STEP, 1 << 62
+    for _ in range(3):
+        device.work(10 * MS)
+        marks._mark(ENDS)
+    device.work(1_000 * MS)
+    assert marks.delayed() == pytest.approx(0.25, abs=0.001)

@@ -422,7 +422,7 @@ class Marks:
 
     def delayed(self) -> float:
         """Share of the run in which the program's thread was ready and had no processor."""
-        passed, now = self.table.last - self._began, without_processor(self._thread)
+        passed, now = self._clock() - self._began, without_processor(self._thread)
         known = passed > 0 and NONE not in (now, self._waited)
         return min(1.0, (now - self._waited) / passed) if known else 0.0
 
