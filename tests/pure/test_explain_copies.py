@@ -184,3 +184,24 @@ def test_random_numbers_that_stay_on_the_host_are_not_copied() -> None:
 def test_a_small_tensor_is_cheap_wherever_it_is_made() -> None:
     found = told(lambda run: run.work(5, at=["aten::arange"]).copy(512, 2, IN, at=TO).launch([1_000] * 4))
     assert "made_on_host" not in names(found)
+
+
+def test_states_that_a_checkpoint_brings_home_are_written_later() -> None:
+    """`torch.save` of what lies on the GPU: 40 MB, each tensor copied and waited for."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4)
+        with run.inside("torch/serialization.py(957): save"):
+            for _ in range(4):
+                run.copy(10 * MB, 1_000, HOME, at=["aten::to", "aten::copy_"])
+
+    assert {one.fix for one in told(body).plan} == {"save_later"}
+
+
+@pytest.mark.parametrize(("is_pinned", "fix"), [(True, "drop_sync"), (False, "pin_memory")])
+def test_memory_of_a_script_that_is_pinned_already_is_not_to_be_pinned(is_pinned: bool, fix: str) -> None:
+    """Who waits for the copy has asked to."""
+    run = Run.of(1).step()
+    with run.inside(TRAIN):
+        run.copy(200 * MB, 20_000, pinned=is_pinned).work(9_000).launch([5_000]).sync()
+    assert cause(explained(run.timeline(one_turn=True)), "blocking_copy").fix == fix

@@ -111,13 +111,17 @@ def _of_a_copy(seen: PlacedCause) -> Remedy | None:
     if seen.finding.cause == "copy_not_overlapped":
         return PARTICULAR["beside"] if back.sum() == copies.sum() or runs_once else None
     if spans.work[back].sum() > spans.work[copies & ~back].sum():
-        return PARTICULAR["copy_back_later"]
+        return PARTICULAR["checkpoint" if _writes(seen) else "copy_back_later"]
     if spans.size[copies].max(initial=0) <= STAGED_BYTES:
         return PARTICULAR["keep_on_device"]
-    return PARTICULAR["pinned"] if runs_once else None
+    if runs_once:  # from pinned memory nobody waits but who asks to
+        return PARTICULAR["drop_sync" if spans.pinned[copies].all() else "pinned"]
+    return None
 
 
 def _of_a_sync(seen: PlacedCause) -> Remedy | None:
+    if _writes(seen):
+        return PARTICULAR["checkpoint"]
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
     if "grad_scaler" in seen.where.library:
