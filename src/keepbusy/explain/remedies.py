@@ -114,9 +114,8 @@ def _of_a_copy(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["checkpoint" if _writes(seen) else "copy_back_later"]
     if spans.size[copies].max(initial=0) <= STAGED_BYTES:
         return PARTICULAR["keep_on_device"]
-    if runs_once:  # from pinned memory nobody waits but who asks to
-        return PARTICULAR["drop_sync" if spans.pinned[copies].all() else "pinned"]
-    return None
+    is_pinned = spans.pinned[copies].all()  # from there nobody waits but who asks to
+    return PARTICULAR["drop_sync" if is_pinned else "pinned"] if runs_once else None
 
 
 def _of_a_sync(seen: PlacedCause) -> Remedy | None:
