@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2334,
     "recording": 4090,
     "virtual": 8756,
-    "explain": 4598,
+    "explain": 4597,
     "report": 3251,
     "runtime": 6184,
     "cli": 3556,
