@@ -1736,6 +1736,23 @@ for turn, (x, y) in enumerate(batches()):
     found.append(loss.item())
 found += weights(net)
 """,
+    "a number of a class, and a function that is replaced": DEEP
+    + """
+class Settings: weight = 1.0
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.last = deep()[0], torch.tanh
+    def forward(self, x): return self.last(self.inner(x)) * Settings.weight
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(48)):
+    if turn == 14: Settings.weight = 0.25
+    if turn == 28: net.last = torch.relu
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
     "a number in a dictionary, of a list and behind another name": DEEP
     + """
 limits = {"low": [0.0, -1.0]}

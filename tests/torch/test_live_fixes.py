@@ -102,6 +102,7 @@ DONE = (
     ("a step of its own, in a class", "graph", 7),
     ("a number of a configuration that changes", "graph", 6),
     ("a number in a dictionary, of a list and behind another name", "graph", 6),
+    ("a number of a class, and a function that is replaced", "graph", 21),
     ("a hook that comes later", "graph", 6),
     ("hooks on gradients", "graph", 6),
     ("prints, counts and lists in a forward pass", "graph", 0),

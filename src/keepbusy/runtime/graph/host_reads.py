@@ -9,22 +9,22 @@ something on the host that a replay would not do, `finding` tells, as the end of
 from __future__ import annotations
 
 import builtins
-import dis
 import sys
 import sysconfig
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from types import CodeType, FrameType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from keepbusy.runtime.graph.code_reads import KNOWN_ATTRIBUTES, Steps, reads_of
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.user_lines import line_text
 
@@ -58,34 +58,7 @@ _BUILTINS = {
 }
 _C_MODULES = {"math", "cmath", "itertools", "_functools", "functools", "_operator", "_collections", "_abc", "typing"}
 """Files and functions of Python's own that only make something of what they are given."""
-_REFUSED_NAMES = {
-    "getattr",
-    "vars",
-    "globals",
-    "locals",
-    "eval",
-    "exec",
-    "setattr",
-    "delattr",
-    "open",
-    "input",
-    "print",
-    "next",
-}
-_WRITES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
-_NAMES = {
-    "LOAD_FAST",
-    "LOAD_FAST_CHECK",
-    "LOAD_FAST_BORROW",
-    "LOAD_DEREF",
-    "LOAD_CLASSDEREF",
-    "LOAD_GLOBAL",
-    "LOAD_NAME",
-}
-_PAIRS = {"LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"}
 _CONTAINERS = (tuple, list, dict, set, frozenset, OrderedDict, deque)
-_OPEN = {name for kind in (Tensor, nn.Module, torch.Size, str, list, dict, tuple, set) for name in dir(kind)}
-"""Attributes of what is made on the way. Behind others there may be numbers that nobody sees from here."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARTS = ("_modules", "_parameters", "_buffers")
 _SETTINGS = (
@@ -100,25 +73,9 @@ _SETTINGS = (
 """Of the process, which choose kernels."""
 _DEEPEST, _LARGEST = 3, 256
 """Of containers whose content is compared."""
+_STATEFUL = {"numpy", "random", "time", "os", "sys"}
 _HEAP_TYPE = 1 << 9
-Steps: TypeAlias = tuple[tuple[str, Any], ...]
-"""`.config.sizes[0]` as steps: an attribute, or what lies at a place."""
-
-
-class Read(NamedTuple):
-    """A name, and what is read behind it."""
-
-    name: str
-    path: Steps
-
-
-class CodeReads(NamedTuple):
-    """What the bytecode of one function says."""
-
-    reads: tuple[Read, ...]
-    changing: frozenset[str]
-    """Local names that stand for several things while it runs."""
-    finding: str
+"""Of classes that are written in Python."""
 
 
 @cache
@@ -132,84 +89,35 @@ def _kind_of(file: str) -> int:
     return _OF_PYTHON if file.startswith(_PYTHON) else _OF_PROGRAM
 
 
-@cache
-def _reads_of(code: CodeType) -> CodeReads:
-    scan = _Bytecode(code)
-    for one in dis.get_instructions(code):
-        scan.follow(one)
-    scan.end_path()
-    return CodeReads(tuple(scan.reads), scan.changing(), scan.finding)
+class ModuleState:
+    """Numbers, parts, weights and hooks of modules: asked for all at once."""
 
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules, held = modules, [vars(one) for one in modules]
+        self._parts = [parts[name] for parts in held for name in _PARTS]
+        self._tensors = [one for parts in self._parts for one in parts.values() if isinstance(one, Tensor)]
+        of_all = [(name, one) for name, one in vars(nn.modules.module).items() if name.startswith("_global_")]
+        named = [(name, parts[name]) for parts in held for name in _HOOKS if name in parts]
+        self._hooks = [(name, one) for name, one in (*of_all, *named) if isinstance(one, dict)]
+        plain = [([name for name, value in parts.items() if type(value) in PLAIN], parts) for parts in held]
+        self._numbers = [(itemgetter(*names), parts) for names, parts in plain if names]
 
-class _Bytecode:
-    """Instructions one by one: a name, and the attributes and constant places that are read behind it at once."""
+    def finding(self) -> str:
+        if any(isinstance(one, torch.jit.ScriptModule) for one in self._modules):
+            return "it is TorchScript"
+        of_weights = (one._backward_hooks or one._post_accumulate_grad_hooks for one in self._tensors)
+        if any(of_weights) or any(one for name, one in self._hooks if "backward" in name):
+            return "it has hooks in its backward pass"
+        return ""
 
-    def __init__(self, code: CodeType) -> None:
-        self.reads: dict[Read, None] = {}
-        self.finding = ""
-        self._code, self._line = code, code.co_firstlineno
-        self._name, self._path, self._constant = "", list[tuple[str, Any]](), None
-        self._stores = Counter(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-        self._loops = False
-
-    def changing(self) -> frozenset[str]:
-        return frozenset(
-            name for name, times in self._stores.items() if times > 1 or (self._loops and name not in self._given())
+    def now(self) -> tuple[Any, ...]:
+        return (
+            *[held(parts) for held, parts in self._numbers],
+            *map(id, chain.from_iterable(map(dict.values, self._parts))),
+            *map(Tensor.data_ptr, self._tensors),
+            *[(one.requires_grad, one._backward_hooks, one._post_accumulate_grad_hooks) for one in self._tensors],
+            *[len(one) for _, one in self._hooks],
         )
-
-    def _given(self) -> tuple[str, ...]:
-        return self._code.co_varnames[: self._code.co_argcount + self._code.co_kwonlyargcount]
-
-    def follow(self, one: dis.Instruction) -> None:
-        name = one.opname
-        if one.positions is not None and one.positions.lineno is not None:
-            self._line = one.positions.lineno
-        self._loops |= name.startswith("JUMP_BACKWARD")
-        if name in ("LOAD_ATTR", "LOAD_METHOD"):
-            self._attribute(one.argval)
-        elif name == "LOAD_CONST" and self._name:
-            self._constant = one.argval
-            return
-        elif self._name and isinstance(self._constant, str | int) and _is_subscript(one):
-            self._path.append(("[]", self._constant))
-        else:
-            self.end_path()
-            self._other(one)
-        self._constant = None
-
-    def end_path(self) -> None:
-        if self._name:
-            self.reads.setdefault(Read(self._name, tuple(self._path)))
-        self._name = ""
-        self._path.clear()
-
-    def _attribute(self, name: str) -> None:
-        if self._name:
-            self._path.append((".", name))
-        elif name not in _OPEN:
-            self._refuse(f"reads .{name} of what cannot be followed")
-
-    def _other(self, one: dis.Instruction) -> None:
-        name, names = one.opname, one.argval if isinstance(one.argval, tuple) else (one.argval,)
-        if name in _NAMES:
-            self._name = one.argval
-        elif name in _PAIRS:
-            self._name = names[1]
-            if not name.startswith("STORE"):
-                self.reads.setdefault(Read(names[0], ()))
-        if name.startswith("STORE_FAST"):
-            self._stores.update(names[:1] if name in _PAIRS else names)
-        if name in _WRITES or (name in ("STORE_DEREF", "DELETE_DEREF") and one.argval in self._code.co_freevars):
-            self._refuse(f"writes {one.argval} on the host")
-        if self._name in _REFUSED_NAMES:
-            self._refuse(f"calls {self._name}")
-
-    def _refuse(self, what: str) -> None:
-        self.finding = self.finding or f"it {what}, {line_text(self._code.co_filename, self._line)}"
-
-
-def _is_subscript(one: dis.Instruction) -> bool:
-    return one.opname == "BINARY_SUBSCR" or (one.opname == "BINARY_OP" and one.argrepr == "[]")
 
 
 class HostReads:
@@ -244,15 +152,14 @@ class HostReads:
 
     def now(self) -> tuple[Any, ...]:
         """What it reads, as a value that can be compared."""
-        return (
-            *[held(parts) for held, parts in self._numbers],
-            *map(id, chain.from_iterable(map(dict.values, self._parts))),
-            *map(Tensor.data_ptr, self._tensors),
-            *[(one.requires_grad, one._backward_hooks, one._post_accumulate_grad_hooks) for one in self._tensors],
-            *[ask() for ask in _SETTINGS],
-            *map(len, self._hooks),
-            *[_content(_reached(root, path)) for root, path in self._others],
-        )
+        try:
+            return (
+                self._of_modules.now(),
+                *[ask() for ask in _SETTINGS],
+                *[_content(_reached(root, path)) for root, path in self._others],
+            )
+        except KeyError:  # an attribute is gone
+            return ()
 
     def is_on_device(self) -> bool:
         return any(weight.is_cuda for one in self._modules for weight in one.parameters())
@@ -263,25 +170,8 @@ class HostReads:
 
     def _settle(self) -> None:
         self._refuse_numbers_around()
-        modules = self.modules()
-        held = [vars(one) for one in modules]
-        self._parts = [parts[name] for parts in held for name in _PARTS]
-        self._tensors = [one for parts in self._parts for one in parts.values() if isinstance(one, Tensor)]
-        of_all = {
-            name: one
-            for name, one in vars(nn.modules.module).items()
-            if name.startswith("_global_") and isinstance(one, dict)
-        }
-        self._hooks = [*of_all.values(), *(parts[name] for parts in held for name in _HOOKS if name in parts)]
-        if any(isinstance(one, torch.jit.ScriptModule) for one in modules):
-            self.finding = self.finding or "it is TorchScript"
-        backward = [one for name, one in of_all.items() if "backward" in name] + [
-            parts[name] for parts in held for name in _HOOKS[2:]
-        ]
-        if any(backward) or any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._tensors):
-            self.finding = self.finding or "it has hooks in its backward pass"
-        plain = [([name for name, value in parts.items() if type(value) in PLAIN], parts) for parts in held]
-        self._numbers = [(itemgetter(*names), parts) for names, parts in plain if names]
+        self._of_modules = ModuleState(self.modules())
+        self.finding = self.finding or self._of_modules.finding()
         self._others = [(root, path) for (_, path), root in self._found.items() if not _is_part(root, path)]
         self._kept = [_reached(root, path) for root, path in self._others]  # so that nothing new gets its identity
         self._found.clear()
@@ -333,7 +223,7 @@ class HostReads:
         """A function of the program returns: what its names stand for."""
         code, own = frame.f_code, frame.f_locals
         self._codes.add(code)
-        reads, changing, self.finding = _reads_of(code)
+        reads, changing, self.finding = reads_of(code)
         for name, path in reads:
             if self.finding:
                 return
@@ -342,7 +232,7 @@ class HostReads:
             if name in own and not self._is_made_here(code, name, own[name], changing):
                 self._note(own[name], path)
             elif name in code.co_varnames:
-                if name not in own and path and path[0][1] not in _OPEN:
+                if name not in own and path and path[0][1] not in KNOWN_ATTRIBUTES:
                     self.finding = f"it reads .{path[0][1]} of {name} in {code.co_name}"
             elif name in frame.f_globals:
                 self._note(frame.f_globals, (("[]", name), *path))
@@ -364,7 +254,7 @@ class HostReads:
         """What lies along the way, up to a function or what belongs to a tensor."""
         root = held
         for at, (how, name) in enumerate(path):
-            if (callable(held) and not isinstance(held, nn.Module)) or isinstance(held, Tensor):
+            if (callable(held) and not isinstance(held, nn.Module | type)) or isinstance(held, Tensor):
                 path = path[:at]
                 break
             self._meet(held)
@@ -374,34 +264,17 @@ class HostReads:
                 path = path[:at]
                 break
         self._meet(held)
-        if callable(held) and not isinstance(held, nn.Module):
-            if isinstance(getattr(held, "__self__", None), ModuleType | type | None):
-                return
+        if isinstance(held, MethodType) or not isinstance(getattr(held, "__self__", None), ModuleType | type | None):
             path = path[:-1]  # a method: it is its owner that may change
         if not isinstance(held, ModuleType):
             self._found[id(root), path] = root
 
     def _meet(self, held: Any) -> None:
         """Something on the way: a module takes part; what is written in C may count for itself."""
-        kind = type(held)
         if isinstance(held, nn.Module):
             self._modules.setdefault(held)
-        elif isinstance(held, ModuleType):
-            if held.__name__.partition(".")[0] in ("numpy", "random", "time", "os", "sys"):
-                self.finding = self.finding or f"it uses {held.__name__}"
-        elif isinstance(held, _CONTAINERS) and len(held) > _LARGEST and held is not self._globals_of(held):
-            self.finding = self.finding or f"it reads a {kind.__name__} of {len(held)} things"
-        elif not (
-            kind in (*PLAIN, *_CONTAINERS) or callable(held) or kind.__module__.partition(".")[0] in ("torch", "types")
-        ) and (
-            not kind.__flags__ & _HEAP_TYPE or hasattr(kind, "__next__") or kind.__module__.partition(".")[0] == "numpy"
-        ):
-            self.finding = self.finding or f"it reads a {kind.__name__}"
-
-    @staticmethod
-    def _globals_of(held: Any) -> Any:
-        """The names of a file are asked for one by one."""
-        return held if isinstance(held, dict) and "__builtins__" in held else None
+        else:
+            self.finding = self.finding or _unknown(held)
 
     def _refuse_numbers_around(self) -> None:
         """A number of the function around one that ran cannot be asked for, unless that ran here, too."""
@@ -449,6 +322,21 @@ def _content(value: Any, depth: int = _DEEPEST) -> Any:
         parts = chain.from_iterable(value.items()) if isinstance(value, dict) else value
         return (len(value), *[_content(one, depth - 1) for one in parts])
     return id(value)
+
+
+def _unknown(held: Any) -> str:
+    """Why numbers may come from it that nobody can ask for from here; nothing if that is not so."""
+    kind = type(held)
+    package = kind.__module__.partition(".")[0]
+    if isinstance(held, ModuleType):
+        return f"it uses {held.__name__}" if held.__name__.partition(".")[0] in _STATEFUL else ""
+    if isinstance(held, _CONTAINERS):
+        is_file = isinstance(held, dict) and "__builtins__" in held  # whose names are asked for one by one
+        return f"it reads a {kind.__name__} of {len(held)} things" if len(held) > _LARGEST and not is_file else ""
+    if kind in PLAIN or callable(held) or package in ("torch", "types"):
+        return ""
+    is_of_python = kind.__flags__ & _HEAP_TYPE and not hasattr(kind, "__next__") and package != "numpy"
+    return "" if is_of_python else f"it reads a {kind.__name__}"
 
 
 def _is_harmless(called: Any) -> bool:
