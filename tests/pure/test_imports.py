@@ -164,7 +164,7 @@ LINES = {
     "virtual": 8756,
     "explain": 4597,
     "report": 3251,
-    "runtime": 6184,
+    "runtime": 6200,
     "cli": 3556,
     "fix": 6695,
 }
