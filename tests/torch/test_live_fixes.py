@@ -454,3 +454,28 @@ def gradients() -> dict[str, Any]:
 @pytest.mark.parametrize("name", late_gradients_ranks.PROGRAMS)
 def test_gradients_travel_once_a_step_and_the_weights_are_the_same(gradients: dict[str, Any], name: str) -> None:
     late_gradients_ranks.check(name, gradients[name])
+
+
+def test_a_traceback_shows_the_programs_own_frames(run: Any) -> None:
+    finished = run(
+        """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.broken = nn.Linear(4, 4), False
+    def forward(self, x):
+        if self.broken: raise ValueError("broken")
+        return self.inner(x)
+net = Net().cuda(); optimizer = torch.optim.SGD(net.parameters(), lr=0.1); x = torch.ones(2, 4, device="cuda")
+for turn in range(14):
+    net.broken = turn == 12
+    optimizer.zero_grad()
+    loss = net(x).sum()
+    loss.backward()
+    optimizer.step()
+""",
+        before=("--fix", "--clock", "modelled"),
+    )
+    assert finished.returncode == 1
+    assert "ValueError: broken" in finished.stderr and 'train.py", line 13' in finished.stderr
+    assert "graphed_turns" not in finished.stderr and "1 at train.py:12" in finished.stderr

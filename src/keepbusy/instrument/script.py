@@ -22,7 +22,8 @@ COMPILE: list[Callable[[bytes, str], CodeType]] = [
 ]
 """How a script becomes code; the last one counts."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_RECORDING = str(Path(__file__).parents[1] / "recording") + os.sep
+_BETWEEN = tuple(f"{_PACKAGE}{room}{os.sep}" for room in ("recording", "fix", f"runtime{os.sep}graph"))
+"""What stands between the program's own frames where it is recorded or fixed."""
 
 
 def find(script: str) -> Path:
@@ -167,12 +168,12 @@ def flush(*streams: TextIO | None) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The program's traceback, as Python shows it: without our frames at its top, and those of recording below."""
+    """The program's traceback, as Python shows it: without our frames at its top, and those of recording and fixes below."""
     frames = list[TracebackType]()
     stack = error.__traceback__
     while stack is not None:
         file = stack.tb_frame.f_code.co_filename
-        if not file.startswith(_PACKAGE if not frames else _RECORDING):
+        if not file.startswith(_PACKAGE if not frames else _BETWEEN):
             frames.append(stack)
         stack = stack.tb_next
     for outer, inner in pairwise([*frames, None]):

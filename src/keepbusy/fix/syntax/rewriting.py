@@ -99,20 +99,24 @@ class Scope:
         if not any(map(is_read, self.own)) or self.is_looked_into():  # most of a large source reads nothing
             return []
         self._parents = {id(child): node for node in ast.walk(self.node) for child in ast.iter_child_nodes(node)}
-        refused = self.shared_names()
-        while True:
-            chosen, self._numbers = self._deferrals(refused, hands_on)
-            self._deferred = {id(one.statement) for found in chosen.values() for one in found}
-            in_vain = {name for name, found in chosen.items() if not self._may_wait(name, found)}
-            if not in_vain:
-                break
-            refused |= in_vain
+        chosen = self._chosen(hands_on)
         deferrals = [one for found in chosen.values() for one in found]
         if deferrals:
             loops = {id(self._outermost_loop(one.statement)) for one in deferrals}
             settled = loops if self.node is self._tree else set()
             _Rewriter(self._deferred, set(chosen), self._numbers, settled).rewrite(self.node)
         return [one.statement.lineno for one in deferrals]
+
+    def _chosen(self, hands_on: bool) -> dict[str, list[LateStatement]]:
+        """By their names what may wait: a name that may not takes along what is made of it."""
+        refused = self.shared_names()
+        while True:
+            chosen, self._numbers = self._deferrals(refused, hands_on)
+            self._deferred = {id(one.statement) for found in chosen.values() for one in found}
+            in_vain = {name for name, found in chosen.items() if not self._may_wait(name, found)}
+            if not in_vain:
+                return chosen
+            refused |= in_vain
 
     def _deferrals(self, refused: Set[str], hands_on: bool) -> tuple[dict[str, list[LateStatement]], set[str]]:
         """By their names, and those of these that are numbers: what is made of them can be put off as well."""

@@ -47,6 +47,8 @@ _REFUSED = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr, ast.Lambda, ast.
 
 def lift_passes(tree: ast.Module, is_script: bool = True) -> bool:
     """Whether there are any. Not where somebody keeps gradients, which would be overwritten a turn later."""
+    if not any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(tree)):
+        return False
     if _keeps_gradients(tree):
         return False
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
