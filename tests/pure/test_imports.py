@@ -159,14 +159,14 @@ LINES = {
     "hang": 661,
     "timeline": 2547,
     "traces": 2404,
-    "instrument": 2334,
+    "instrument": 2335,
     "recording": 4090,
     "virtual": 8756,
     "explain": 4597,
     "report": 3251,
     "runtime": 6200,
     "cli": 3556,
-    "fix": 6695,
+    "fix": 6701,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
