@@ -168,7 +168,7 @@ def flush(*streams: TextIO | None) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The program's traceback, as Python shows it: without our frames at its top, and those of recording and fixes below."""
+    """The program's traceback, as Python shows it: without our frames at its top and in between."""
     frames = list[TracebackType]()
     stack = error.__traceback__
     while stack is not None:
