@@ -82,7 +82,8 @@ def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     if run is None or not run.beside or run.ran == NONE or fix.causes != ("host_work",):
         return fix
     others = sum(line.time for line in run.beside)
-    if 2 * min(others, run.time - run.ran - max(0, run.busy)) < max(1, fix.run_gain):
+    held = min(others, run.time - run.ran - max(0, run.busy))
+    if 2 * held < max(1, fix.run_gain):
         return fix
     remedy, place = PARTICULAR["another_process"], run.beside[0].place
     ran, whole = run.ran / 1e9, run.time / 1e9
@@ -90,9 +91,9 @@ def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
         f"Other threads of the program ran for {others / 1e9:.1f} s, mostly there, and this one for {ran:.1f} of "
         f"{whole:.1f} s: only one thread at a time runs Python."
     )
-    return replace(
-        fix, fix=remedy.fix, where=(Where.of(place),), advice=remedy.advice, code=remedy.code, api="", reason=reason
-    )
+    gain = min(fix.run_gain, held)  # no more than the other thread held it up
+    named = replace(fix, fix=remedy.fix, where=(Where.of(place),), advice=remedy.advice, code=remedy.code, api="")
+    return replace(named, run_gain=gain, reason=reason)
 
 
 def _side_by_side(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
