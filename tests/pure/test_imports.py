@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2335,
     "recording": 4090,
     "virtual": 8756,
-    "explain": 4597,
+    "explain": 4598,
     "report": 3251,
     "runtime": 6200,
     "cli": 3556,
