@@ -447,7 +447,7 @@ def test_a_script_of_which_only_the_tree_is_known_has_its_lines_in_the_plan() ->
 def test_a_line_that_waits_to_run_python_is_not_to_blame_but_the_thread_that_does(
     beside: int, ran: int, fix: str, place: str, gain: int
 ) -> None:
-    """Not where a line's own thread was at work itself, nor where the other hardly was, nor for longer than that was."""
+    """Not where a line's own thread was at work itself, nor where the other hardly was, nor for longer."""
     line = Part(LINE, place="sonar.py:90", began=1_000 * MS, time=8_000 * MS, busy=1_000 * MS)
     others = (LineTime("sonar.py:34", beside * MS), LineTime("sonar.py:36", 100 * MS))
     parts = (Part(FIRST_USE, time=1_000 * MS, busy=0), line)
