@@ -348,7 +348,8 @@ def test_measured_time_is_the_programs_and_not_ours() -> None:
     on = Clock(clock().device, real=lambda: watch)
     stream = on.default_stream()
     watch.time += 100  # the program
-    host = on.pause(7)  # the dispatcher's way to us
+    host = on.host()
+    host.pause(7)  # the dispatcher's way to us
     on.begin("aten::mul")
     watch.time += 5_000  # we compute values
     on.launch(stream, [("kernel", 10)])
