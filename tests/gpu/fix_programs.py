@@ -2156,6 +2156,28 @@ for turn, (x, y) in enumerate(batches()):
     found.append(loss.item())
 found += weights(net)
 """,
+    "an error while it is watched": DEEP
+    + """
+class Settings: weight = 1.0
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.settings, self.broken = deep()[0], Settings(), False
+    def forward(self, x):
+        if self.broken: raise KeyError("broken")
+        return self.inner(x) * self.weight()
+    def weight(self): return self.settings.weight
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches()):
+    if turn == 16: net.settings.weight = 0.25
+    net.broken = turn == 2
+    try:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+    except KeyError as error: found.append(repr(error))
+    found.append(loss.item())
+found += weights(net)
+""",
     "a number of the file, of a function around and by default": DEEP
     + """
 SCALE = 1.0

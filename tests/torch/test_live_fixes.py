@@ -127,6 +127,7 @@ DONE = (
     ("plain tensors whose gradients add up", "graph", 0),
     ("a backward pass of its own", "graph", 0),
     ("a number of the file, of a function around and by default", "graph", 0),
+    ("an error while it is watched", "graph", 5),
     ("loops over objects with numbers", "graph", 0),
     ("inside of a longer loop with breaks", "graph", 33),
     ("loops over what autograd, hooks and subclasses see", "foreach", 9),

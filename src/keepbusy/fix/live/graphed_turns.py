@@ -89,8 +89,12 @@ class GraphedTurn:
 
     def _look(self, given: tuple[Any, ...]) -> Any:
         written = [one._version for one in _tensors(given)]
-        with self._reads.watching():
-            made = self._function(*given)
+        try:
+            with self._reads.watching():
+                made = self._function(*given)
+        except BaseException:  # half a call says nothing of a whole one
+            self._reads, self._looks = HostReads(), 0
+            raise
         self._looks += 1
         if not self._reads.is_on_device() and not any(one.is_cuda for one in _tensors((given, made))):
             self._reads.finding = self._reads.finding or "it computes nothing on the GPU"
