@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepbusy import cli
-from keepbusy.hang import plain_pickle
-from keepbusy.hang.flight_recorder import is_dump, read_dumps
-from keepbusy.hang.hang_report import as_json, told
-from keepbusy.hang.waiting_ranks import HangVerdict, explain_hang
+from keepbusy.hang.flight_recorder import is_dump, plain_value, read_dumps
+from keepbusy.hang.waiting_ranks import HangVerdict, as_json, explain_hang, told
 
 # Dumps as NCCL's recorder writes them (tests/torch/test_flight_recorder.py makes real ones, of gloo)
 
@@ -233,7 +231,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.integers(2, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_are_read_as_python_reads_them(value: Any, protocol: int) -> None:
-    assert plain_pickle.loads(pickle.dumps(value, protocol)) == value
+    assert plain_value(pickle.dumps(value, protocol)) == value
 
 
 class Harmful:
@@ -265,7 +263,7 @@ def test_nothing_that_a_pickle_names_is_run(protocol: int, tmp_path: Path, capsy
 )  # fmt: skip
 def test_pickles_that_were_made_to_harm(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"damaged|cut off|zip"):
-        plain_pickle.loads(data)
+        plain_value(data)
 
 
 def test_a_list_whose_text_has_no_end_is_not_written_out(tmp_path: Path) -> None:
@@ -285,7 +283,7 @@ def test_a_damaged_dump_is_refused_or_read(data: st.DataObject) -> None:
     whole[place] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(1, len(whole)))
     try:
-        read = plain_pickle.loads(bytes(whole[:cut]))
+        read = plain_value(bytes(whole[:cut]))
     except ValueError:
         return
     assert isinstance(read, dict | list | tuple | str | bytes | int | float | None)  # whatever it is, it is plain

@@ -13,8 +13,7 @@ import pytest
 from warm_python import warm
 
 from keepbusy.hang.flight_recorder import read_dumps
-from keepbusy.hang.hang_report import told
-from keepbusy.hang.waiting_ranks import HangVerdict, explain_hang
+from keepbusy.hang.waiting_ranks import HangVerdict, explain_hang, told
 
 DUMPS = Path(__file__).parent / "flight_dumps.py"
 

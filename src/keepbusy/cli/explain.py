@@ -111,8 +111,7 @@ def _on_ray() -> EachOf:
 def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Sequence[str]:
     """What the flight recorder says of a job that hangs. There is no timeline in it."""
     from keepbusy.hang.flight_recorder import read_dumps
-    from keepbusy.hang.hang_report import as_json, told
-    from keepbusy.hang.waiting_ranks import explain_hang
+    from keepbusy.hang.waiting_ranks import as_json, explain_hang, told
 
     if others:
         raise BadInput(f"{dumps[0]} is a flight recorder's dump, and {others} of the other files are none.")

@@ -1,40 +1,97 @@
 """Dumps of PyTorch's flight recorder -> `CollectiveLog`: a pickle or JSON of each rank, written as the job timed out.
 
 The format is PyTorch's, version 2 (PyTorch 2.3 and later); its names stand in this file alone. A dump does not say
-whose it is: the rank is the number at the end of the file's name, as PyTorch writes it.
+whose it is: the rank is the number at the end of the file's name, as PyTorch writes it. Dumps may be strangers': of a
+pickle only plain values are read, so that it cannot do anything.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from keepbusy.hang import plain_pickle
-from keepbusy.hang.collective_log import CallSite, CollectiveCall, CollectiveLog, Operand
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.files import opened
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
 
-LARGEST = 512 << 20
+# What ranks wrote down of their collectives before the job hung: which they began, from which line, which ended
+
+
+class CallSite(NamedTuple):
+    """The user's line."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Operand(NamedTuple):
+    """What one call takes and gives; several calls that are launched together are one collective."""
+
+    kind: str
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    ends: tuple[int, int] | None  # of a message: from and to, as the group counts its ranks
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """One rank's part."""
+
+    group: str
+    number: int  # the group's n-th; messages are counted apart
+    operands: tuple[Operand, ...]
+    is_message: bool
+    ended: bool
+    started: bool  # on the device, as far as was seen
+    timed_out: bool
+    begun: int
+    site: CallSite | None
+
+    @property
+    def kind(self) -> str:
+        return self.operands[0].kind
+
+
+@dataclass(frozen=True)
+class CollectiveLog:
+    """Of one rank, in the order in which it called them; the oldest may be gone."""
+
+    rank: int
+    calls: Sequence[CollectiveCall]
+    groups: Mapping[str, tuple[int, ...]]  # their members, where they are known
+    titles: Mapping[str, str]
+    has_lines: bool
+
+
+# How it is read
+
+_LARGEST = 512 << 20
 """Bytes. Two thousand calls, as many as PyTorch keeps, with their frames are two megabytes."""
+_PICKLE = pickle.PROTO
 _JSON = re.compile(rb'\s*\{\s*"(comm_lib_version|entries|nccl_comm_state|nccl_version|pg_config|pg_status)"')
 _RANK = re.compile(r"(\d+)(\.\w+)*$")
 _MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
 _COALESCED = ":coalesced"
 """The end of an entry's name that stands for what was launched together, after its parts."""
 _DEEPEST_FRAME = 200
-Entry: TypeAlias = Mapping[str, Any]
+_Entry: TypeAlias = Mapping[str, Any]
 
 
 def is_dump(path: Path) -> bool:
     """By how the file begins; a trace of the profiler begins otherwise."""
     with opened(path, "a trace or a dump") as file:
         head = file.read(256)
-    return head.startswith(plain_pickle.MAGIC) or bool(_JSON.match(head))
+    return head.startswith(_PICKLE) or bool(_JSON.match(head))
 
 
 def read_dumps(paths: Sequence[Path]) -> list[CollectiveLog]:
@@ -55,11 +112,11 @@ def _read(path: Path, known: dict[Any, Any]) -> CollectiveLog:
     if not found:
         raise BadInput(f"{path} does not say whose it is; its name must end in the rank, as in nccl_trace_rank_0.")
     with opened(path, "a dump of PyTorch's flight recorder") as file:
-        data = file.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise BadInput(f"{path} has more than {LARGEST >> 20} MB, which no flight recorder writes.")
+        data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise BadInput(f"{path} has more than {_LARGEST >> 20} MB, which no flight recorder writes.")
     try:
-        dump = plain_pickle.loads(data) if data.startswith(plain_pickle.MAGIC) else json.loads(data)
+        dump = plain_value(data) if data.startswith(_PICKLE) else json.loads(data)
         return _log(int(found[1]), dump, known)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no dump of PyTorch's flight recorder ({str(error)[:120]}).") from None
@@ -84,7 +141,7 @@ def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield _text(name), members
 
 
-def _calls(entries: Sequence[Entry], titles: dict[str, str], known: dict[Any, Any]) -> Iterator[CollectiveCall]:
+def _calls(entries: Sequence[_Entry], titles: dict[str, str], known: dict[Any, Any]) -> Iterator[CollectiveCall]:
     """What is launched together has one number, and is one call."""
     for (group, is_message, number), together in groupby(entries, _number):
         several = list(together)
@@ -107,7 +164,7 @@ def _calls(entries: Sequence[Entry], titles: dict[str, str], known: dict[Any, An
         )
 
 
-def _number(entry: Entry) -> tuple[str, bool, int]:
+def _number(entry: _Entry) -> tuple[str, bool, int]:
     group = entry.get("process_group")
     if not isinstance(group, list | tuple) or not group:
         raise ValueError("an entry has no process group")
@@ -115,14 +172,14 @@ def _number(entry: Entry) -> tuple[str, bool, int]:
     return _text(group[0]), is_message, _whole(entry, "p2p_seq_id" if is_message else "collective_seq_id")
 
 
-def _whole(entry: Entry, name: str) -> int:
+def _whole(entry: _Entry, name: str) -> int:
     value = entry.get(name, 0)
     if not isinstance(value, int):
         raise ValueError(f"{name} is {type(value).__name__}")
     return value
 
 
-def _operand(entry: Entry) -> Operand:
+def _operand(entry: _Entry) -> Operand:
     """`nccl:all_reduce`, `nccl:send 1->2`, `nccl:recv 3<-0`."""
     name = _text(entry.get("profiling_name")).partition(":")[2]
     message = _MESSAGE.match(name)
@@ -156,3 +213,31 @@ def _site(frames: Any) -> CallSite | None:
         if isinstance(one, dict) and isinstance(one.get("filename"), str) and isinstance(one.get("line"), int)
     ]
     return next((one for one in known if owner_of_file(one.file) == Owner.USER), known[-1] if known else None)
+
+
+# Pickles of lists, dicts, strings and numbers. Python's own reader runs what a pickle names
+
+_BUILDS_PLAIN_VALUES = b"".join(
+    (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
+        *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+        *(pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+        *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    )
+)
+
+
+class _PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C can be given no other instructions
+    dispatch = {one: pickle._Unpickler.dispatch[one] for one in _BUILDS_PLAIN_VALUES}  # noqa: RUF012 -- as Python names it
+
+
+def plain_value(data: bytes) -> Any:
+    """What a pickle holds; ValueError where it takes an instruction that does not build plain values."""
+    try:
+        return _PlainUnpickler(BytesIO(data)).load()
+    except KeyError as error:
+        raise ValueError(f"it has instruction {error}, which plain values do not need") from None
+    except (pickle.UnpicklingError, EOFError, IndexError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"damaged ({type(error).__name__})") from None
