@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from keepbusy.integrations.watched_training import WatchedTraining
+from keepbusy.integrations import WatchedTraining
 
 
 @pytest.mark.parametrize("earlier", [[], [ProfilerActivity.CUDA], [ProfilerActivity.CPU, ProfilerActivity.CUDA]])

@@ -16,8 +16,7 @@ import trainer_programs
 from warm_python import WarmPython
 
 import keepbusy
-from keepbusy.integrations import log_to
-from keepbusy.integrations.trackers import figures
+from keepbusy.integrations import figures, log_to
 from keepbusy.timeline.errors import BadInput
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
@@ -25,7 +24,7 @@ RUN = Path(__file__).parents[1] / "gpu" / "truth" / "live" / "item_every_step.bu
 HELD = """
 import json
 from pathlib import Path
-from keepbusy.integrations.trackers import figures
+from keepbusy.integrations import figures
 found = recording.tracker if hasattr(recording, "tracker") else recording.training.diagnosis
 Path("figures.json").write_text(json.dumps(figures(found)))
 """

@@ -1,6 +1,167 @@
 """keepbusy where people train and keep their figures: trainers, trackers, notebooks.
 
-One file a library, imported by who uses it: `from keepbusy.integrations.transformers import TrainerRecording`.
+One file a trainer or notebook, imported by who uses it: `from keepbusy.integrations.transformers import
+TrainerRecording`. Here stands what they share: what was explained in Weights & Biases, TensorBoard and MLflow, each
+through its own library, that the user has; and a training that is recorded from within its own process.
 """
 
-from keepbusy.integrations.trackers import log_to as log_to
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.instrument import ENDED
+from keepbusy.report import terminal
+from keepbusy.report.page import page_file
+from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.model import Timeline
+
+_PAGE = "keepbusy.html"
+
+
+def log_to(diagnosis: Diagnosis, *trackers: Any, step: int | None = None) -> None:
+    """Keep what was explained where the run's figures are kept: metrics in milliseconds, and the page.
+
+    A tracker is a run of Weights & Biases, a `SummaryWriter` of TensorBoard or a run of MLflow. Without one: the runs
+    of Weights & Biases and of MLflow that this process has open.
+    """
+    for tracker in trackers or _open_runs():
+        home = type(tracker).__module__.partition(".")[0]
+        if home == "wandb":
+            _log_to_wandb(diagnosis, tracker)
+        elif home == "mlflow":
+            log_to_mlflow(diagnosis, sys.modules["mlflow"].MlflowClient(), tracker.info.run_id, step)
+        elif hasattr(tracker, "add_scalar"):
+            _log_to_tensorboard(diagnosis, tracker, step)
+        else:
+            raise BadInput(f"{type(tracker).__name__} is no run of Weights & Biases or MLflow, and no SummaryWriter.")
+
+
+def _open_runs() -> list[Any]:
+    """Of libraries that this process has imported."""
+    wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
+    return [run for run in (wandb and wandb.run, mlflow and mlflow.active_run()) if run]
+
+
+def _log_to_wandb(diagnosis: Diagnosis, run: Any) -> None:
+    """Its steps are its own: a row that names one of the past would be dropped."""
+    run.log(figures(diagnosis))
+    page = sys.modules["wandb"].Artifact(f"keepbusy-{run.id}", type="report")
+    with page.new_file(_PAGE, encoding="utf-8") as file:
+        file.write(_page_of(diagnosis))
+    run.log_artifact(page)
+
+
+def _log_to_tensorboard(diagnosis: Diagnosis, writer: Any, step: int | None) -> None:
+    """It shows no pages, so the page lies beside its events, and the report is its text."""
+    for name, time in figures(diagnosis).items():
+        writer.add_scalar(name, time, step)
+    page = Path(writer.log_dir) / _PAGE
+    page.write_text(_page_of(diagnosis), encoding="utf-8")
+    report = terminal.render(diagnosis).replace("\n", "\n    ")
+    writer.add_text("keepbusy", f"The page: {page}\n\n    {report}", step)
+    writer.flush()
+
+
+def log_to_mlflow(diagnosis: Diagnosis, client: Any, run: str, step: int | None) -> None:
+    for name, time in figures(diagnosis).items():
+        client.log_metric(run, name, time, step=step)
+    client.log_text(run, _page_of(diagnosis), _PAGE)
+
+
+def figures(diagnosis: Diagnosis) -> dict[str, float]:
+    """Milliseconds a step: where they go, and what each fix of the plan is predicted to save after those before it."""
+    times = {"step": diagnosis.plain_step, "waiting": diagnosis.waiting, "predicted_step": diagnosis.predicted.step}
+    times |= {f"ledger/{place}": time for place, time in diagnosis.ledger.items()}
+    for one in diagnosis.plan:
+        name = " at ".join([f"predicted_gain/{one.fix}", *(Path(str(where)).name for where in one.where[:1])])
+        times[name] = times.get(name, 0) + one.gain
+    return {f"keepbusy/{name}": time / 1e6 for name, time in times.items()}
+
+
+def _page_of(diagnosis: Diagnosis) -> str:
+    return str(page_file.render(diagnosis.with_turns()))
+
+
+class WatchedTraining:
+    """From `begin` to `end`: on a real GPU recorded, on a virtual one taken from its clock.
+
+    It is no reason for a training to fail: whatever goes wrong is one sentence on standard error.
+    """
+
+    def __init__(self) -> None:
+        self.diagnosis: Diagnosis | None = None
+        self._session: Any = None
+        self._is_on = False
+
+    def begin(self) -> None:
+        import torch
+
+        import keepbusy
+
+        if self._is_on:
+            return
+        if not torch.cuda.is_available():
+            _say("there is no GPU here, so nothing is recorded; `keepbusy run` lends a virtual one")
+        elif _machine() is not None:
+            self._is_on = True
+        elif not ENDED:  # else `keepbusy run` looks on already, and its report follows
+            self._is_on, self._session = True, keepbusy.record()
+            self._session.__enter__()
+
+    def end(self, folder: str | Path) -> Diagnosis | None:
+        """What was found, once; its page lies in that folder."""
+        import keepbusy
+
+        if not self._is_on:
+            return None
+        self._is_on = False
+        page = Path(folder) / _PAGE
+        try:
+            self.diagnosis = keepbusy.explain(_steady(self._timeline()))
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(_page_of(self.diagnosis), encoding="utf-8")
+        except Exception as error:
+            known = isinstance(error, BadInput | OSError)
+            _say(str(error) if known else f"a bug of keepbusy: {type(error).__name__}: {error}")
+        else:
+            _say(f"{page} shows for what the GPU waited")
+        return self.diagnosis
+
+    def leave(self) -> Timeline | None:
+        """What happened, once, for somebody who brings several ranks together."""
+        if not self._is_on:
+            return None
+        self._is_on = False
+        return self._timeline()
+
+    def _timeline(self) -> Timeline:
+        source = Path(sys.argv[0]).name or "this training"
+        machine = _machine()
+        if machine is None:
+            self._session.__exit__(None, None, None)
+            timeline: Timeline = self._session.timeline
+            return timeline.change_facts(source=source)
+        whole: Timeline = machine.clock.timeline(**machine.facts(), source=source)
+        return whole
+
+
+def _steady(timeline: Timeline) -> Timeline:
+    """A virtual run begins with the program; a recording does not."""
+    if not timeline.facts.virtual:
+        return timeline
+    from keepbusy.virtual.virtual_run import steady
+
+    return steady(timeline)
+
+
+def _machine() -> Any:
+    """The virtual one of this process, if it has one."""
+    module = sys.modules.get("keepbusy.virtual.machine")
+    return module.MACHINE if module and hasattr(module.MACHINE, "clock") else None
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"keepbusy: {sentence.rstrip('.')}.\n")

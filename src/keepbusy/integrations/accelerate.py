@@ -7,8 +7,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, on_main_process
 
-from keepbusy.integrations import log_to
-from keepbusy.integrations.watched_training import WatchedTraining
+from keepbusy.integrations import WatchedTraining, log_to
 
 
 class AccelerateRecording(GeneralTracker):

@@ -10,8 +10,7 @@ if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 else:
     from lightning.pytorch import Callback
 
-from keepbusy.integrations.trackers import figures, log_to, log_to_mlflow
-from keepbusy.integrations.watched_training import WatchedTraining
+from keepbusy.integrations import WatchedTraining, figures, log_to, log_to_mlflow
 
 
 class LightningRecording(Callback):

@@ -12,7 +12,7 @@ import ray
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from keepbusy.integrations.watched_training import WatchedTraining
+from keepbusy.integrations import WatchedTraining
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.errors import BadInput
 from keepbusy.timeline.model import Timeline

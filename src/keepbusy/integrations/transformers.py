@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from keepbusy.integrations.trackers import figures, log_to
-from keepbusy.integrations.watched_training import WatchedTraining
+from keepbusy.integrations import WatchedTraining, figures, log_to
 
 
 class TrainerRecording(TrainerCallback):
