@@ -156,7 +156,7 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "hang": 661,
+    "hang": 647,
     "timeline": 2547,
     "traces": 2404,
     "instrument": 2335,
@@ -165,7 +165,7 @@ LINES = {
     "explain": 4598,
     "report": 3251,
     "runtime": 6200,
-    "cli": 3556,
+    "cli": 3555,
     "fix": 6705,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
