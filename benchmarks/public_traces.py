@@ -127,7 +127,7 @@ def covered(*parts: tuple[Any, Any]) -> float:
 
 def our_shares(path: Path) -> dict[str, float | None] | None:
     """None of what holds nothing of a GPU, or cannot be read."""
-    from keepbusy.timeline.errors import BadInput
+    from keepbusy.timeline.files import BadInput
     from keepbusy.timeline.model import Kind
     from keepbusy.traces import read
 

@@ -62,7 +62,7 @@ def in_a_notebook(shown: Timeline | Diagnosis) -> str | None:
     from keepbusy.explain import explain as explained
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.report.page.page_file import render as page
-    from keepbusy.timeline.errors import BadInput
+    from keepbusy.timeline.files import BadInput
 
     try:
         return page((shown if isinstance(shown, Diagnosis) else explained(shown)).with_turns())._repr_html_()

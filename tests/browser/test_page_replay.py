@@ -17,7 +17,7 @@ from keepbusy.explain.scene import Scene
 from keepbusy.explain.turns import Turns
 from keepbusy.report.page.page_file import render
 from keepbusy.timeline.busy_file import load
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.replay import Replayed, run, steady
 from keepbusy.timeline.steps import one_turn, whole_steps

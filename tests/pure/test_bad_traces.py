@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from traces import NCCL, Read, event, parts, reader, small, trace_of
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE
 from keepbusy.traces import json_events, trace_file
 from keepbusy.traces.trace_file import read_trace

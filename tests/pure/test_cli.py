@@ -20,7 +20,7 @@ import pytest
 
 from keepbusy import cli
 from keepbusy.cli.console import output, sources, values
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
 TRACE = TRACES / "images.trace.json.gz"

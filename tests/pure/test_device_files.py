@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.virtual.costs.device import names, read
 
 

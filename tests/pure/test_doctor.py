@@ -15,7 +15,7 @@ from keepbusy.cli.checkup import link_table
 from keepbusy.cli.checkup.device_file import distances, law, written
 from keepbusy.cli.checkup.link_table import joins
 from keepbusy.cli.checkup.settings import harms
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.virtual.costs.device import crossings
 from keepbusy.virtual.costs.device import read as read_device
 

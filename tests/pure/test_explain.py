@@ -17,7 +17,7 @@ from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis
 from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.remedies import times
 from keepbusy.explain.scene import Scene
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.replay import pace, settle
 from keepbusy.timeline.steps import whole_steps

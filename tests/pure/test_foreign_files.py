@@ -14,7 +14,7 @@ from build import loop
 
 from keepbusy.timeline import files
 from keepbusy.timeline.busy_file import from_bytes, load, save, to_bytes
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Kind
 from keepbusy.timeline.replay import replay
 from keepbusy.timeline.steps import whole_steps

@@ -21,11 +21,11 @@ MODULES = {str(path.relative_to(SOURCES)): path for path in FILES}
 ROOMS = {
     "timeline": (set(), {"numpy"}),
     "traces": ({"timeline"}, {"numpy", "msgspec", "isal"}),
-    "instrument": ({"timeline.errors", "timeline.run_tree", "timeline.table"}, {"numpy", "torch"}),
+    "instrument": ({"timeline.files", "timeline.run_tree", "timeline.table"}, {"numpy", "torch"}),
     "recording": ({"timeline", "instrument", "traces"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),
-    "hang": ({"timeline.errors", "timeline.files", "timeline.frame_roles", "report.words"}, set()),
+    "hang": ({"timeline.files", "timeline.frame_roles", "report.words"}, set()),
     "report": (
         {"timeline", "explain.diagnosis", "explain.comparison", "explain.edit", "explain.turns"},
         {"numpy", "rich"},

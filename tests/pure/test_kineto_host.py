@@ -25,7 +25,7 @@ from handwritten import (
 )
 from traces import NCCL, event, trace_of
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.replay import replay
 from keepbusy.traces import read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepbusy.cli.plan import LayoutPlan, SpreadLayout, Trial, _asked, _layouts
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 MS, GB = 1_000_000, 10**9
 

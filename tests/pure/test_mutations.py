@@ -20,7 +20,7 @@ from traces import parts, small
 from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.report.as_json import render
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.traces import read, trace_file
 
 EACH = 50

@@ -14,7 +14,7 @@ from strategies import loops
 
 from keepbusy.explain import explain
 from keepbusy.explain.plain import LARGEST_COST, SLOWEST_HOST, deflate, on_an_idle_device, other_view, plain_run
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, settle

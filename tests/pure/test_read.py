@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import NCCL, Read, event, reader, real, small, trace_of
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE
 from keepbusy.traces import trace_file
 from keepbusy.traces.event_columns import Collective, Thread, Trace

@@ -13,7 +13,7 @@ import pytest
 from keepbusy.cli.program import launch
 from keepbusy.instrument import children
 from keepbusy.instrument.run_folder import RunFolder, make_folder
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 MAKE = "from keepbusy.instrument.run_folder import make_folder; import os; print(make_folder(), flush=True); {}"
 

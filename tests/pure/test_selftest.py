@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.virtual import selftest
 from keepbusy.virtual.selftest import DAY, Verdict
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import loops
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, replay, settle

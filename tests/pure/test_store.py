@@ -15,7 +15,7 @@ from strategies import decorated, timelines
 
 from keepbusy.timeline import busy_file, files
 from keepbusy.timeline.busy_file import from_bytes, load, pack, save, to_bytes, unpack
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.run_facts import STALL, RunFacts, WindowReason

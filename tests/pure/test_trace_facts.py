@@ -10,7 +10,7 @@ from handwritten import call, command
 from traces import trace_of
 
 from keepbusy.explain import explain
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.traces import read
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto import timeline_of

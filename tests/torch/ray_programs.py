@@ -51,7 +51,7 @@ except Exception as error:
     said.append(str(error))
 try:
     without.explain()
-except keepbusy.timeline.errors.BadInput as error:
+except keepbusy.timeline.files.BadInput as error:
     said.append(str(error))
 
 from pathlib import Path

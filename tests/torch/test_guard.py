@@ -13,7 +13,7 @@ from torch import Tensor
 
 import keepbusy
 from keepbusy.fix.gate.guard import GuardedBlock, TooManyWaits
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 HERE = Path(__file__).name
 X = torch.arange(6.0)

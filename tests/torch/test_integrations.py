@@ -17,7 +17,7 @@ from warm_python import WarmPython
 
 import keepbusy
 from keepbusy.integrations import figures, log_to
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
 RUN = Path(__file__).parents[1] / "gpu" / "truth" / "live" / "item_every_step.busy"

@@ -26,7 +26,7 @@ from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
 from keepbusy.instrument.patches import Patches, left_alone
 from keepbusy.recording.marks import Cuda, Marks
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 
 @pytest.fixture(autouse=True)

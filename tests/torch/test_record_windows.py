@@ -32,7 +32,7 @@ from keepbusy.recording.window import (
     _tells_of_the_device,
 )
 from keepbusy.recording.window_plan import Occasion
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import SCRIPT, STALL
 from keepbusy.timeline.run_tree import LOOP
 

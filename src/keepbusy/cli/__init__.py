@@ -11,7 +11,7 @@ from typing import NoReturn
 from keepbusy import __version__
 from keepbusy.cli.console import output
 from keepbusy.cli.console.output import HUNG_UP, complain, sentence_of
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
 VERBS = {

@@ -19,7 +19,7 @@ from keepbusy.cli.console.sources import SAVED
 from keepbusy.cli.console.values import whole_number
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.run_folder import make_folder
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline

@@ -22,7 +22,7 @@ from keepbusy.cli.checkup.settings import Harm, ask_driver, flags, harms
 from keepbusy.cli.console import values
 from keepbusy.cli.console.output import check_place, replacing, without_pytorch
 from keepbusy.report.words import duration
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.recording.probes.link_figures import LinkFigures

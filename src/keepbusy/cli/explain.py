@@ -24,7 +24,7 @@ from keepbusy.cli.console.sources import (
     part,
     progress,
 )
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.traces.trace_file import EachOf

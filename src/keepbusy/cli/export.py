@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import keepbusy
 from keepbusy.cli.console.output import check_place, replacing
 from keepbusy.cli.console.sources import expand, open_timeline, progress
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis

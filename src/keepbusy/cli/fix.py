@@ -27,7 +27,7 @@ from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.report import words
 from keepbusy.report.words import duration
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from keepbusy.cli.console.output import Screen, screen
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 EXAMPLES = """\
 examples:

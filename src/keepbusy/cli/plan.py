@@ -21,7 +21,7 @@ from keepbusy.cli.console.values import whole_number
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.run_folder import make_folder
 from keepbusy.report.words import duration, listing, share
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 EXAMPLES = """\
 examples:

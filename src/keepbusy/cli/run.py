@@ -20,7 +20,7 @@ from keepbusy.cli.console.output import StandardStreams, check_place, need_pytor
 from keepbusy.cli.program import launch, machine_options, supervised_run
 from keepbusy.instrument.children import follow_with
 from keepbusy.instrument.script import flush
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix

@@ -15,7 +15,7 @@ from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import write_comparison, write_page
 from keepbusy.cli.console.output import check_place
 from keepbusy.cli.console.sources import READ, SAVED, expand, open_timeline, part, progress
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis

@@ -15,7 +15,7 @@ import numpy as np
 from keepbusy.explain.causes.peers import host_stretches
 from keepbusy.explain.edit import Floats
 from keepbusy.explain.scene import Scene
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace, replay

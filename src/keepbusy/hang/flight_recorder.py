@@ -18,8 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import opened
+from keepbusy.timeline.files import BadInput, opened
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
 
 # What ranks wrote down of their collectives before the job hung: which they began, from which line, which ended

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TextIO
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 COMPILE: list[Callable[[bytes, str], CodeType]] = [
     lambda source, path: compile(source, path, "exec", dont_inherit=True)

@@ -15,7 +15,7 @@ from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.instrument import ENDED
 from keepbusy.report import terminal
 from keepbusy.report.page import page_file
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 
 _PAGE = "keepbusy.html"

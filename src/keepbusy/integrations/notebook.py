@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from keepbusy.instrument.run_folder import make_folder
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 
 def keepbusy_cell(line: str, cell: str) -> Any:

@@ -14,7 +14,7 @@ from ray.train.torch import TorchConfig
 
 from keepbusy.integrations import WatchedTraining
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 from keepbusy.traces.trace_file import tried
 

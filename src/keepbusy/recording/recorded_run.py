@@ -14,8 +14,7 @@ import numpy as np
 from keepbusy.recording.line_log import LineRecord, Stretch
 from keepbusy.recording.recorder import FACTS
 from keepbusy.recording.window import LINES, TRACE, Tick
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import typed
+from keepbusy.timeline.files import BadInput, typed
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.plain_run import PlainRun

@@ -40,8 +40,7 @@ from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import mean, step_looks, trimmed
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
 from keepbusy.recording.window_plan import TURNS_KNOWN, Occasion, SharedWindows, WindowPlan, is_granted, whole_step
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import replacing
+from keepbusy.timeline.files import BadInput, replacing
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.run_facts import DRIFT, SCRIPT
 from keepbusy.timeline.run_tree import Part

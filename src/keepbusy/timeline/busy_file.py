@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import opened, replacing
+from keepbusy.timeline.files import BadInput, opened, replacing
 from keepbusy.timeline.model import (
     EVERY_LANE,
     LARGEST_RANK,

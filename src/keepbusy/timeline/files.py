@@ -1,4 +1,7 @@
-"""Files, also of strangers: opened without waiting for ever, read type by type, written whole or not at all."""
+"""Files, also of strangers: opened without waiting for ever, read type by type, written whole or not at all.
+
+What reaches a person when such input is at fault is a `BadInput`.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from keepbusy.timeline.errors import BadInput
-
 Kind = TypeVar("Kind")
-LARGEST = 1 << 60
+_LARGEST = 1 << 60
 """No time, size or count of ours is larger, so two of them still fit into 64 bits. (A nan is no smaller, either.)"""
-DEEPEST = 500
+_DEEPEST = 500
 """Characters of the path to a fact: what stands deeper was not written by us, and who walks it might not come back."""
 PATIENCE = 10
 """Seconds in which somebody must begin to write into a pipe that we are to read."""
+
+
+class BadInput(ValueError):  # noqa: N818  a person reads it as what it says
+    """One sentence: what was found, what was expected and what to do. The CLI prints it and exits with 2."""
 
 
 @contextmanager
@@ -86,7 +91,7 @@ def typed(kind: type[Kind], value: object, path: str = "") -> Kind:
 
 
 def _typed(kind: Any, value: Any, path: str) -> Any:
-    if len(path) > DEEPEST:
+    if len(path) > _DEEPEST:
         raise ValueError("facts within facts without end")
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):  # only ever `… | None`
@@ -103,7 +108,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
 def _scalar(kind: Any, value: Any, path: str) -> Any:
     is_number = kind in (int, float)
     accepted = (int, kind) if is_number else (kind,)
-    if type(value) not in accepted or (is_number and not abs(value) <= LARGEST):
+    if type(value) not in accepted or (is_number and not abs(value) <= _LARGEST):
         raise ValueError(f"{path.lstrip('.') or 'it'} is {type(value).__name__}")
     return kind(value) if is_number else value
 

@@ -27,7 +27,7 @@ def read(
     """All ranks of one run, from the files that their profilers wrote. Of more than 16 a few are kept whole, and what
     the others do is in `facts.cluster`. `each`: who reads very many, if not the processor's cores.
     """
-    from keepbusy.timeline.errors import BadInput
+    from keepbusy.timeline.files import BadInput
     from keepbusy.timeline.ranks import merge
     from keepbusy.traces.kineto import timeline_of
     from keepbusy.traces.trace_facts import ranks_of

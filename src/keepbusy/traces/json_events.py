@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.traces.kineto_names import ARGUMENTS, CUDA_MEMORY, MEMORY, MEMORY_ARGUMENTS
 

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import UNRECORDED, MemoryUse, Timeline, check_times
 from keepbusy.timeline.replay import settle
 from keepbusy.traces.event_columns import Collective, Trace

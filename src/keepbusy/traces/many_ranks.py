@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Frames, Kind, Links, MemoryUse, Timeline
 from keepbusy.timeline.ranks import met
 from keepbusy.timeline.replay import last_arrival, pace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, FrameKind, Frames, Ints, Kind, Lane, Mask
 from keepbusy.timeline.table import sorted_once

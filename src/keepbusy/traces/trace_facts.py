@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import CAPABILITY, RANK, WORLD_SIZE

@@ -16,8 +16,7 @@ from typing import IO, Any, TypeAlias, TypeVar, cast
 
 from isal import igzip, isal_zlib
 
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import opened
+from keepbusy.timeline.files import BadInput, opened
 from keepbusy.traces.event_columns import Collector, Trace
 from keepbusy.traces.json_events import RECORD, Batches
 

@@ -24,8 +24,7 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import replacing
+from keepbusy.timeline.files import BadInput, replacing
 
 WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from keepbusy.cli.console.output import Screen, check_place, replacing, screen
 from keepbusy.cli.console.sources import SAVED
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison

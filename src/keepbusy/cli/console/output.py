@@ -16,7 +16,7 @@ from pathlib import Path
 
 from keepbusy import __version__
 from keepbusy.timeline import files
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 ISSUES = "the issue tracker of keepbusy"
 HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left

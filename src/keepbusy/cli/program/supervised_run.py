@@ -23,7 +23,7 @@ from keepbusy.cli.console.output import KeptDescriptor, StandardStreams
 from keepbusy.cli.program import launch
 from keepbusy.cli.program.live import live
 from keepbusy.instrument.run_folder import make_folder
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 
 if TYPE_CHECKING:

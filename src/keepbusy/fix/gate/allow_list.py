@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 _ENTRY = re.compile(r"^(?:(?P<file>[^:()]+\.py)(?::(?P<line>\d+))?|(?P<function>[\w.<>]+)\(\)):\s+(?P<reason>\S.*)$")
 

@@ -17,7 +17,7 @@ from keepbusy.explain.places import by_place
 from keepbusy.explain.scene import Scene
 from keepbusy.fix.gate import BLOCKING_COPY, SYNC
 from keepbusy.fix.gate.allow_list import AllowList
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.steps import whole_steps

@@ -25,7 +25,7 @@ from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly
 from keepbusy.report.words import duration, share, transition
-from keepbusy.timeline.errors import BadInput
+from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import PlannedFix

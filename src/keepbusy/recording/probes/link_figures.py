@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepbusy.recording.probes.machine_figures import device_time
-from keepbusy.timeline.errors import BadInput
-from keepbusy.timeline.files import typed
+from keepbusy.timeline.files import BadInput, typed
 
 PATIENCE = 20.0
 """Seconds in which each rank must come from one probe to the next. The longest one takes two."""
