@@ -19,7 +19,7 @@ import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
 from keepbusy.explain.diagnosis import Diagnosis, Prediction
-from keepbusy.explain.turns import Blame, turns_of
+from keepbusy.explain.turns import turns_of
 from keepbusy.report.page.page_file import render
 from keepbusy.timeline.busy_file import load, to_bytes
 from keepbusy.timeline.model import NONE, Frames, Links, Spans, Timeline
@@ -82,7 +82,7 @@ def behind_one_another(timeline: Timeline, times: int) -> Timeline:
 def page_of(timeline: Timeline) -> str:
     step = int((timeline.spans.end.max() - timeline.spans.start.min()) / len(timeline.marks))
     known = Prediction(step, step, step)
-    turns = turns_of(timeline, 1.0, list[Blame]())
+    turns = turns_of(timeline, 1.0, (), 0)
     return render(Diagnosis(step, False, step, len(timeline.marks), {"computing": step}, (), (), known, 0, turns=turns))
 
 

@@ -240,20 +240,11 @@ class Switches:
         if on[LOOKS] == self._gate.locked():
             self._gate.release() if on[LOOKS] else self._gate.acquire()
         run.marks._running = on[MARKS]
-        self._count_turns(on[TURNS])
+        run.loops.count_turns(on[TURNS])
         pauses = run.marks.pauses
         pauses._thread = threading.get_ident() if on[PAUSES] else 0
         if on[PAUSES] != before[PAUSES]:
             (gc.callbacks.append if on[PAUSES] else gc.callbacks.remove)(pauses._collected)
-
-    def _count_turns(self, on: bool) -> None:
-        counters = self.run.loops._counters
-        if counters is None or counters._tool is None:
-            return
-        events = counters._api.events
-        for number, code in list(counters._counted.values()):
-            counted = on and number not in self.run.loops.looks.fleeting
-            counters._api.set_local_events(counters._tool, code, (events.JUMP | events.PY_START) if counted else 0)
 
     def end(self) -> None:
         self.throw(dict.fromkeys(PARTS, True))
@@ -438,32 +429,32 @@ import sys, time
 sys.path[:0] = PATHS
 from keepbusy.instrument.children import when_imported
 
-def telling(owner, name, what):
-    original = getattr(owner, name)
+def telling(owner, original, what):
     def told(*arguments, **options):
         result = original(*arguments, **options)
         sys.stderr.write(f"AT {what} {time.time()}\\n")
         return result
-    setattr(owner, name, told)
+    setattr(owner, original.__name__, told)
 
-def supervised():
-    import keepbusy.cli.program.supervised_run as module
-    telling(module.Supervised, "hear", "over")
-    telling(module.Supervised, "wait", "gone")
-    telling(module, "_whole", "read")
+def about_the_process():
+    from keepbusy.cli.program import supervised_run
+    program = supervised_run.ProgramProcess
+    telling(program, program.hear, "over")
+    telling(program, program.wait, "gone")
+    telling(supervised_run, supervised_run._whole, "read")
     if not ON_GPU:
-        module.is_possible = lambda: True
+        supervised_run.is_possible = lambda: True
 
-def explanation():
-    import keepbusy.cli.console.explanation as module
-    telling(module, "explained", "explained")
+def about_the_report():
+    from keepbusy.cli.console import explanation
+    telling(explanation, explanation.rendered, "rendered")
 
-when_imported("keepbusy.cli.program.supervised_run", supervised)
-when_imported("keepbusy.cli.console.explanation", explanation)
+when_imported("keepbusy.cli.program.supervised_run", about_the_process)
+when_imported("keepbusy.cli.console.explanation", about_the_report)
 """
 """What tells when the parts of a report are done: Python imports it before anything else."""
 PHASES = ("first line", "imports", "to the loop", "loop", "end", "whole")
-REPORT = ("over", "read", "gone", "explained")
+REPORT = ("over", "read", "gone", "rendered")
 
 
 def be_program(name: str, steps: int) -> None:

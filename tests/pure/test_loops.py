@@ -7,7 +7,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -431,6 +431,24 @@ def test_nothing_is_counted_once_it_has_ended() -> None:
     globe["train"](5, nothing)
     assert {loop: len(ends) for loop, ends in looks.turns.items()} == before
     assert [monitoring.get_tool(number) for number in range(6)] == tools
+
+
+@counting
+def test_counting_is_switched_off_and_on_again() -> None:
+    looks, _, watch = counted(TURNING, "train", 7, nothing)
+    [code] = {looks.codes[number] for number in looks.entries}
+    train = FunctionType(code, {})
+
+    def turns() -> int:
+        train(5, nothing)
+        return sum(map(len, looks.turns.values()))
+
+    before = turns()
+    watch.count_turns(False)
+    assert turns() == before
+    watch.count_turns(True)
+    assert turns() > before
+    watch.end()
 
 
 @counting

@@ -2,7 +2,7 @@
 
 A frame that is still there some looks later holds a loop, in the user's file or in a trainer's. From then on
 `sys.monitoring` (Python 3.12) counts its backward jumps, each of which is a turn, and how often its code is entered.
-Neither can be measured in the program's own time (benchmarks/loops_cost.py).
+Neither can be measured in the program's own time (benchmarks/record_overhead.py).
 """
 
 from __future__ import annotations
@@ -145,6 +145,11 @@ class LoopWatch:
             self._counters.followed, self._counters.on_turn = loops, on_turn
             for code in {code for code, _ in loops}:
                 self._counters.count(code, self.looks.codes[code])
+
+    def count_turns(self, counts: bool) -> None:
+        """While they are not, the program pays nothing for its turns; from the start they are."""
+        if self._counters is not None:
+            self._counters.switch(counts)
 
     def at_next_line(self, act: Callable[[], object]) -> None:
         """`act` is called once in the program's own thread, where the next of its lines begins."""
@@ -377,6 +382,7 @@ class TurnCounters:
         self._turns_a_second, self._in_a_row = turns_a_second, in_a_row
         self._monitor = Monitor(JUMP=self._jumped, PY_START=self._entered, LINE=self._line)
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
+        self._is_on = True
         self.followed: frozenset[tuple[int, int]] = frozenset()
         self.on_turn: Callable[[], object] | None = None
         self._awaited: tuple[list[CodeType], Callable[[], object], int] | None = None
@@ -388,9 +394,14 @@ class TurnCounters:
         self._looks.entries[number] = array("q")
         self._monitor.watch(code, self._events_of(code))
 
+    def switch(self, on: bool) -> None:
+        self._is_on = on
+        for _, code in list(self._counted.values()):
+            self._monitor.watch(code, self._events_of(code))
+
     def _events_of(self, code: CodeType) -> int:
         number, _ = self._counted.get(id(code), (None, code))
-        if number is None or number in self._looks.fleeting:
+        if number is None or number in self._looks.fleeting or not self._is_on:
             return 0
         return int(self._monitor.events.JUMP | self._monitor.events.PY_START)
 
