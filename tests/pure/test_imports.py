@@ -159,7 +159,7 @@ LINES = {
     "hang": 646,
     "timeline": 2544,
     "traces": 2403,
-    "instrument": 2335,
+    "instrument": 2346,
     "recording": 4087,
     "virtual": 8755,
     "explain": 4598,
