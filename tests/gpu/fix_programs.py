@@ -283,6 +283,10 @@ found.append(Pair(*(t.to("cuda") for t in Pair(torch.ones(LARGE), torch.ones(3))
 """,
 }
 
+FED = """
+def fed(count=30, **options): return DataLoader(Rows(count), batch_size=2, num_workers=1, **options)
+device = torch.device("cuda")
+"""
 LOADERS = {
     "several loaders at once": """
 net = model(); optimizer = sgd(net)
@@ -374,6 +378,48 @@ for x, y in DataLoader(Rows(30), batch_size=1, sampler=sampler):
     "a pinned loader": """
 for x, y in DataLoader(Rows(300), batch_size=100, pin_memory=True):
     sent = x.to("cuda", non_blocking=True); found.append((sent.sum().item(), x.is_pinned()))
+""",
+    "the host's batch is kept, read and changed once it was moved": FED
+    + """
+kept, sent = [], []
+for x, y in fed():
+    there = x.to(device)
+    kept.append(x); sent.append((there, y))
+    x.mul_(2); x.numpy()[:] += 1; there.add_(1)
+    found.append((x.sum().item(), there.sum().item(), x.is_pinned(), x.device.type))
+found += [one.sum().item() for one in kept] + [(one.sum().item(), y.tolist()) for one, y in sent]
+found.append([one.cuda().sum().item() for one in kept])
+""",
+    "pinned, and changed once it was moved": FED
+    + """
+sent = []
+for x, y in fed(pin_memory=True):
+    there = x.to(device)
+    x.fill_(-1.0)
+    sent.append(there)
+found += [one.sum().item() for one in sent]
+""",
+    "workers that persist, and draw": FED
+    + """
+class Noisy(Rows):
+    def __getitem__(self, at): return self.x[at] + torch.rand(1), at
+loader = DataLoader(Noisy(24), batch_size=2, num_workers=1, persistent_workers=True)
+for stop in (8, 40):
+    for step, (x, y) in enumerate(loader):
+        x = x.to(device)
+        found.append(y.tolist())
+        if step == stop: break
+""",
+    "streams of its own in the middle": FED
+    + """
+side = None
+for step, (x, y) in enumerate(fed(pin_memory=True)):
+    if step == 8: side = torch.cuda.Stream()
+    x = x.to(device, non_blocking=True)
+    if side is not None:
+        with torch.cuda.stream(side): x = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+    found.append(x.sum().item())
 """,
 }
 
@@ -1196,268 +1242,6 @@ found += [total, losses]
 """,
 }
 
-FED = """
-def fed(count=30, **options): return DataLoader(Rows(count), batch_size=2, num_workers=1, **options)
-device = torch.device("cuda")
-"""
-AHEAD = {
-    "moved first thing in the turn": FED
-    + """
-net = model(); optimizer = sgd(net)
-for epoch in range(2):
-    for step, (x, y) in enumerate(fed(shuffle=True)):
-        began = step * 2
-        x, y = x.to(device), y.to(device, non_blocking=True)
-        found.append((train(net, x, y, optimizer).item(), x.stride(), x.untyped_storage().nbytes(), y.dtype))
-        found.append(torch.rand(1).item())
-""",
-    "by hand, with next": FED
-    + """
-def run():
-    batches = iter(fed(pin_memory=True))
-    for step in range(14):
-        batch = next(batches)
-        x, y = batch
-        size = len(x)
-        x = x.cuda(non_blocking=True)
-        found.append((x.sum().item(), y.tolist(), size))
-run()
-""",
-    "dictionaries of parts": FED
-    + """
-class Named(Rows):
-    def __getitem__(self, at): return {"x": self.x[at], "name": str(at), "y": at}
-for batch in DataLoader(Named(30), batch_size=2, num_workers=1):
-    sent = {"x": batch["x"].to(device), "y": batch["y"].to(device)}
-    found.append((sent["x"].sum().item(), sent["y"].tolist(), batch["name"], batch["x"].sum().item()))
-class Numbers(Rows):
-    def __getitem__(self, at): return {"x": self.x[at], "y": at}
-for batch in DataLoader(Numbers(30), batch_size=2, num_workers=1):
-    batch = {name: one.to(device) for name, one in batch.items()}
-    found.append([one.sum().item() for one in batch.values()])
-""",
-    "the host's batch is kept, read and changed once it was moved": FED
-    + """
-kept, sent = [], []
-for x, y in fed():
-    there = x.to(device)
-    kept.append(x); sent.append((there, y))
-    x.mul_(2); x.numpy()[:] += 1; there.add_(1)
-    found.append((x.sum().item(), there.sum().item(), x.is_pinned(), x.device.type))
-found += [one.sum().item() for one in kept] + [(one.sum().item(), y.tolist()) for one, y in sent]
-found.append([one.cuda().sum().item() for one in kept])
-""",
-    "pinned, and changed once it was moved": FED
-    + """
-sent = []
-for x, y in fed(pin_memory=True):
-    there = x.to(device)
-    x.fill_(-1.0)
-    sent.append(there)
-found += [one.sum().item() for one in sent]
-""",
-    "changed through numpy before it is moved": FED
-    + """
-for step, (x, y) in enumerate(fed()):
-    if step > 6: x.numpy()[:] = step
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "changed in place, now and then": FED
-    + """
-for step, (x, y) in enumerate(fed()):
-    if step % 7 == 6: x += 1
-    x, y = x.to(device), y.to(device)
-    found.append((x.sum().item(), y.sum().item()))
-""",
-    "changed by another name of its memory": FED
-    + """
-for x, y in fed():
-    here = x.to("cpu")
-    here.numpy()[0] = 7
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "changed by a function that is handed it": FED
-    + """
-def spoil(x): x.numpy()[:] = 3
-for x, y in fed():
-    spoil(x)
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "changed by a function that sees its name": FED
-    + """
-def spoil(): x.numpy()[:] = 3
-for step, (x, y) in enumerate(fed()):
-    if step > 5: spoil()
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "changed by a generator on its way": FED
-    + """
-def spoiled(batches):
-    for x, y in batches:
-        x.numpy()[:] *= 2
-        yield x, y
-for x, y in spoiled(fed()):
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "changed in the turn of an inner loop": FED
-    + """
-for x, y in fed():
-    for again in range(2):
-        if again: found.append(x.to(device).sum().item())
-        x.numpy()[:] += 1
-""",
-    "moved elsewhere now and then": FED
-    + """
-for step, (x, y) in enumerate(fed()):
-    if step % 5 == 4:
-        x = x.to(device, torch.float64)
-    else:
-        x = x.to(device)
-    found.append((x.dtype, x.sum().item()))
-""",
-    "changed by a map on its way, and by one in place of enumerate": FED
-    + """
-def spoil(batch): batch[0].numpy()[:] *= 2; return batch
-loader = fed()
-for batches in (loader, map(spoil, loader)):
-    for x, y in batches:
-        x = x.to(device)
-        found.append(x.sum().item())
-enumerate = lambda batches: zip(itertools.count(), map(spoil, batches))
-for step, (x, y) in enumerate(loader):
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "two loaders side by side": FED
-    + """
-for (a, y), (b, _) in zip(fed(shuffle=True), fed(20)):
-    a, b = a.to(device), b.to(device)
-    found.append((a.sum().item(), b.sum().item(), y.tolist()))
-""",
-    "leaving early, and beginning again": FED
-    + """
-loader = fed(shuffle=True)
-for stop in (3, 9, 40):
-    for step, (x, y) in enumerate(loader):
-        x = x.to(device)
-        found.append((x.sum().item(), torch.rand(1).item()))
-        if step == stop: break
-""",
-    "leaving early, with a generator of its own": FED
-    + """
-loader = fed(shuffle=True, generator=torch.Generator().manual_seed(3))
-for stop in (12, 13, 40):
-    for step, (x, y) in enumerate(loader):
-        x = x.to(device)
-        found.append(x.sum().item())
-        if step == stop: break
-""",
-    "errors of samples, in their turn": FED
-    + """
-class Bad(Rows):
-    def __getitem__(self, at):
-        if at == 20: raise ZeroDivisionError("twenty")
-        return super().__getitem__(at)
-batches = iter(DataLoader(Bad(30), batch_size=2, num_workers=1))
-def turn():
-    x, y = next(batches)
-    x = x.to(device)
-    found.append(x.sum().item())
-while True:
-    try: turn()
-    except ZeroDivisionError: found.append("twenty")
-    except StopIteration: break
-""",
-    "an error of the loop": FED
-    + """
-try:
-    for step, (x, y) in enumerate(fed()):
-        x = x.to(device)
-        found.append(x.sum().item())
-        if step == 8: raise KeyError("stop")
-except KeyError as error: found.append(str(error))
-for x, y in fed():
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "what the loop tells its workers": FED
-    + """
-class Told(Rows):
-    def __init__(self): super().__init__(30); self.scale = torch.ones(1).share_memory_()
-    def __getitem__(self, at): return self.x[at] * self.scale, at
-data = Told()
-for step, (x, y) in enumerate(DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1)):
-    x = x.to(device)
-    found.append((x.shape, y.tolist()))
-    data.scale.fill_(step)
-""",
-    "workers that persist, and draw": FED
-    + """
-class Noisy(Rows):
-    def __getitem__(self, at): return self.x[at] + torch.rand(1), at
-loader = DataLoader(Noisy(24), batch_size=2, num_workers=1, persistent_workers=True)
-for stop in (8, 40):
-    for step, (x, y) in enumerate(loader):
-        x = x.to(device)
-        found.append(y.tolist())
-        if step == stop: break
-""",
-    "a subclass, and a loader without workers": FED
-    + """
-class Mine(DataLoader):
-    def __iter__(self): return ((x + 1, y) for x, y in super().__iter__())
-for loader in (Mine(Rows(20), batch_size=2, num_workers=1), DataLoader(Rows(20), batch_size=2)):
-    for x, y in loader:
-        x = x.to(device)
-        found.append(x.sum().item())
-""",
-    "streams of its own in the middle": FED
-    + """
-side = None
-for step, (x, y) in enumerate(fed(pin_memory=True)):
-    if step == 8: side = torch.cuda.Stream()
-    x = x.to(device, non_blocking=True)
-    if side is not None:
-        with torch.cuda.stream(side): x = x * 2
-        torch.cuda.current_stream().wait_stream(side)
-    found.append(x.sum().item())
-""",
-    "inference mode, and a model that only infers": FED
-    + """
-net, loader = model(), fed()
-with torch.inference_mode():
-    for x, y in loader:
-        x = x.to(device)
-        found.append((net(x).sum().item(), x.is_inference()))
-    for x, y in fed():  # whose data is of inference mode, too
-        x = x.to(device)
-        found.append((net(x).sum().item(), x.is_inference()))
-""",
-    "streamed samples": FED
-    + """
-class Stream(IterableDataset):
-    def __iter__(self): return iter(torch.full((513,), float(n)) for n in range(30))
-for x in DataLoader(Stream(), batch_size=2, num_workers=1):
-    x = x.to(device)
-    found.append(x.sum().item())
-""",
-    "a trial in between": FED
-    + """
-net = model(); optimizer = sgd(net); total = 0.0
-for epoch in range(3):
-    for x, y in fed(48):
-        x = x.to(device)
-        y = y.to(device)
-        total += train(net, x, y, optimizer).item()
-    found.append(total)
-""",
-}
-
 FOREACH = {
     "averages and steps by hand": """
 net, other = (nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))).cuda() for _ in range(2))
@@ -2267,7 +2051,6 @@ found += weights(net)
 }
 
 PROGRAMS = {
-    **AHEAD,
     **GRAPHS,
     **FOREACH,
     **COPIES,

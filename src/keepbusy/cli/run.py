@@ -107,7 +107,7 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
         type=values.listed,
         metavar="FIXES",
         default=(),
-        help="of these, not: copies,late_numbers,draws,workers,batches,foreach,syncs,cache,garbage",
+        help="of these, not: copies,late_numbers,draws,workers,foreach,graph,syncs,cache,garbage",
     )
     parser.add_argument(
         "--also",

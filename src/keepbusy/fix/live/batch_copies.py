@@ -56,10 +56,6 @@ class DeferredCopies:
         self._flying: deque[Any] = deque()
         self._pinned: list[StorageWeakRef] = []
         self._pinned_room = 64
-        self.ahead: Callable[[Tensor, torch.device | None, torch.dtype | None, bool], Tensor | None] = lambda *_: None
-        """Asked first, of each move from the host: what is on the device already. A device, if nothing else changes."""
-        self.handed: dict[int, Any] = {}
-        """Tensors of which that might be so."""
         self.own_streams = False
         self.brings_home = False
         """Whether the program has copies to the host that it does not wait for."""
@@ -101,9 +97,8 @@ class DeferredCopies:
             return None
         self._note_pinned(tensor, non_blocking)
         is_move = device is not None and device.type == "cuda" and layout is None
-        ahead = self.ahead(tensor, device if is_move else None, dtype, not non_blocking)
-        if ahead is not None or not is_move or not self.switch.on:
-            return ahead
+        if not is_move or not self.switch.on:
+            return None
         sent = self._send(tensor, device, dtype or tensor.dtype, non_blocking)
         return None if sent is None else self.switch.checked_against(sent, plain, _DIFFERENT)
 
@@ -119,7 +114,7 @@ class DeferredCopies:
                 self.switch.on
                 and target.is_cuda
                 and not non_blocking
-                and may_be_sent(source)
+                and _may_be_sent(source)
                 and not source.is_pinned()
             )
             if not fits or target.requires_grad or type(target) is not Tensor:
@@ -174,7 +169,7 @@ class DeferredCopies:
         ):
             return moved_singly(move, held, is_named)
         tensors, sent = tuple(held.values() if is_named else held), None
-        if len(tensors) > 1 and all(map(_may_join, tensors)) and may_be_sent(tensors[0]):
+        if len(tensors) > 1 and all(map(_may_join, tensors)) and _may_be_sent(tensors[0]):
             with suppress(TypeError, RuntimeError):
                 asked = AskedMove()
                 move(asked)
@@ -190,10 +185,9 @@ class DeferredCopies:
         device, dtype, non_blocking, layout = destination
         if device is None or device.type != "cuda" or dtype is not None or layout is not None:
             return None
-        may_change = non_blocking or self.brings_home  # what is pinned, before it has gone
-        if any(id(one) in self.handed or (may_change and one.is_pinned()) for one in tensors):
-            return None
-        device = numbered(device)
+        if (non_blocking or self.brings_home) and any(one.is_pinned() for one in tensors):
+            return None  # it may change before it has gone
+        device = _numbered(device)
         sent: dict[int, Tensor] = {}
         with ours():
             for kind in {one.dtype for one in tensors}:
@@ -241,9 +235,9 @@ class DeferredCopies:
 
     def _send(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor | None:
         """None where the plain copy is as good, or the only safe one."""
-        if not may_be_sent(tensor):
+        if not _may_be_sent(tensor):
             return None
-        device, pinned, is_short = numbered(device), tensor.is_pinned(), tensor.nbytes < _LARGE
+        device, pinned, is_short = _numbered(device), tensor.is_pinned(), tensor.nbytes < _LARGE
         if pinned and (self.brings_home or dtype != tensor.dtype or (non_blocking and is_short)):
             return None
         with ours():
@@ -292,7 +286,7 @@ class DeferredCopies:
         return sent
 
 
-def numbered(device: torch.device) -> torch.device:
+def _numbered(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -325,7 +319,7 @@ def _parse_cuda(device: Any = None, non_blocking: bool = False, memory_format: A
     return chosen, None, non_blocking, memory_format
 
 
-def may_be_sent(tensor: Tensor) -> bool:
+def _may_be_sent(tensor: Tensor) -> bool:
     """Whether it is nothing but values of the host, and nobody looks on."""
     return (
         type(tensor) is Tensor

@@ -15,7 +15,6 @@ from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.fix.syntax.first_moves import TAKEN, first_moves
 from keepbusy.fix.syntax.joint_loops import FOREACH, MOVED, join_loops, join_moves, moved_singly
 from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.switch import FixSwitch, Place
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
-SAFE = ("copies", "late_numbers", "draws", "workers", "batches", "foreach", "graph", "syncs", "cache", "garbage")
+SAFE = ("copies", "late_numbers", "draws", "workers", "foreach", "graph", "syncs", "cache", "garbage")
 ASKED = ("fused", "gradients")
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
-_READING = {"copies", "batches", "late_numbers", "foreach", "graph", "gradients"}
+_READING = {"copies", "late_numbers", "foreach", "graph", "gradients"}
 """Those that know the program's source."""
 _BY_THEMSELVES = ("workers", "gradients")
 """Those that cannot be switched by turns: what workers gain is seen before and after; ranks must all do the same."""
@@ -44,7 +43,6 @@ NOISE = 0.02
 _SHOWN = 4
 _MADE_BY = {
     "copies": {"prefetch", "pin_memory", "keep_on_device", "make_on_device", "copy_beside"},
-    "batches": {"prefetch", "pin_memory", "copy_beside"},
     "late_numbers": {"readback", "drop_sync"},
     "draws": {"make_on_device", "move_off_the_loop"},
     "workers": {"prepare_in_workers"},
@@ -85,7 +83,6 @@ class LiveFixes:
         """`tried`: whether turns with and without them are compared; else they are simply done."""
         self._names, self._tried = names, tried
         self._patches = Patches()
-        self._moves: dict[str, dict[int, frozenset[Place]]] = {}
         self.switches: list[FixSwitch] = []
         self.trial: FixTrial | None = None
         self.result: TrialResult | None = None
@@ -103,7 +100,7 @@ class LiveFixes:
             script.COMPILE.append(self.compile)
             self._patches.later(script.COMPILE.pop)
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
-            plainly = {NAME: ReadsAtOnce(), TAKEN: lambda one, _: one, MARK: lambda *_: None, MOVED: moved_singly}
+            plainly = {NAME: ReadsAtOnce(), MARK: lambda *_: None, MOVED: moved_singly}
             plainly[FOREACH] = lambda _, remake, __, *held: remake(*held)
             plainly[PASSES] = lambda passes, *given: passes(*given)
             for name, plain in plainly.items():
@@ -120,14 +117,12 @@ class LiveFixes:
         try:
             tree = ast.parse(source)
             marked = mark_last_turns(tree) if "gradients" in self._names else 0
-            moves = first_moves(tree, is_script) if "batches" in self._names else {}
             lifted = "graph" in self._names and lift_passes(tree, is_script)
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
             joint = ("copies" in self._names and join_moves(tree)) | ("foreach" in self._names and join_loops(tree))
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
-        self._moves[path] = {line: frozenset((path, one) for one in found) for line, found in moves.items() if found}
-        if not (lines or marked or joint or lifted or self._moves[path]):
+        if not (lines or marked or joint or lifted):
             return script.COMPILE[0](source, path)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
@@ -172,16 +167,14 @@ class LiveFixes:
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial, InferenceTurns
-        from keepbusy.fix.loaders.batches_ahead import BatchesAhead
         from keepbusy.fix.loaders.more_workers import MoreWorkers
 
         trial = self.trial = FixTrial()
         self._inference = InferenceTurns(trial.turn)
         late, copies = LateNumbers(self._inference.passed), DeferredCopies()
-        batches, gradients, foreach = BatchesAhead(self._moves, copies), LateGradients(), ForeachLoops()
+        gradients, foreach = LateGradients(), ForeachLoops()
         graphs = GraphedTurns(trial.begin_again)
         for name, called in {
-            TAKEN: batches.take,
             MARK: gradients.mark,
             MOVED: copies.moved,
             FOREACH: foreach.left,
@@ -194,7 +187,6 @@ class LiveFixes:
             run_plainly(method)
         fixes: dict[str, Any] = {
             "copies": copies,
-            "batches": batches,
             "foreach": foreach,
             "graph": graphs,
             "late_numbers": late,

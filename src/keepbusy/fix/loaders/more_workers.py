@@ -162,7 +162,7 @@ class FedLoop:
 
     def _employ(self, count: int, batch: Any) -> None:
         why = "" if self._clean else "its samples draw random numbers"
-        room = room_in_shared_memory() // (2 * _ROOM * max(1, _size(batch)))
+        room = _room_in_shared_memory() // (2 * _ROOM * max(1, _size(batch)))
         try:
             self._reach = Reach(self._loader.dataset, self._loader.collate_fn)
             self._seen = self._reach.state()
@@ -336,7 +336,7 @@ def _size(batch: Any) -> int:
     return sum(one.nbytes for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
 
 
-def room_in_shared_memory() -> int:
+def _room_in_shared_memory() -> int:
     try:
         room = os.statvfs("/dev/shm")
     except OSError:

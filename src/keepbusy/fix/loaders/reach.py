@@ -14,7 +14,6 @@ import random
 import re
 import sys
 import types
-from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -47,13 +46,6 @@ class Reach:
         walk = _Walk()
         return [one for root in self._roots for one in walk.of(root, 0)]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All that can be reached. Raises Unshared."""
-        walk = _Walk()
-        for root in self._roots:
-            deque(walk.of(root, 0), maxlen=0)
-        return [one for one in walk.met.values() if isinstance(one, torch.Tensor)]
-
 
 def random_states() -> list[Any]:
     """Of Python, NumPy and PyTorch."""
@@ -70,16 +62,16 @@ class _Walk:
     """Meets each thing once."""
 
     def __init__(self) -> None:
-        self.met: dict[int, Any] = {}
+        self._met: dict[int, Any] = {}
 
     def of(self, value: Any, depth: int) -> Iterator[Any]:
         if isinstance(value, _PLAIN):
             yield value
             return
-        if isinstance(value, (*_TORCH, *_CODE)) or id(value) in self.met or depth > _DEPTH:
+        if isinstance(value, (*_TORCH, *_CODE)) or id(value) in self._met or depth > _DEPTH:
             return
-        self.met[id(value)] = value
-        if len(self.met) > _NODES:
+        self._met[id(value)] = value
+        if len(self._met) > _NODES:
             raise Unshared("it holds too much to be looked at")
         yield type(value)
         yield from self._parts(value, depth + 1)
