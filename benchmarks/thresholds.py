@@ -207,7 +207,7 @@ BOUNDS = {
         *("MEASURED_LAGS", "EARLY_RETURN"),
     ),
     "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
-    "keepbusy.timeline.run_tree": ("SIMULATED_TURNS", "USUAL_PREFETCH"),
+    "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH"),
     "keepbusy.timeline.steps": (),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
     "keepbusy.virtual.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),

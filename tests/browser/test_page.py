@@ -18,7 +18,7 @@ from keepbusy.explain.diagnosis import Diagnosis, LoopDiagnosis
 from keepbusy.report.page.page_file import render, render_both
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import MemoryUse
-from keepbusy.timeline.run_tree import IMPORTS, LOOP, RUN, Part
+from keepbusy.timeline.run_facts import IMPORTS, LOOP, RUN, Part
 from keepbusy.timeline.steps import one_turn
 from keepbusy.traces import read
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import (
     EVERY_LANE,
     NONE,
@@ -308,7 +309,7 @@ class Run:
             names=tuple(paper.names),
             spans=spans,
             links=Links.of(links.shape[1], source=links[0], target=links[1], kind=links[2]),
-            frames=_columns(paper.frames, Frames).described(tuple(paper.names)),
+            frames=described(_columns(paper.frames, Frames), tuple(paper.names)),
             meetings=Meetings.of(len(paper.meetings), members=paper.meetings, present=paper.meetings),
             marks=np.array(paper.marks, np.int64),
             facts=RunFacts(**{"pending_limit": paper.pending, "source": "on paper", **facts}),  # type: ignore[arg-type]

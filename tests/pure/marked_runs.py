@@ -8,7 +8,7 @@ import numpy as np
 
 from keepbusy.recording.turn_times import StepLooks, Steps, plain_run
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.run_facts import PlainRun
 
 MS = 1_000_000
 MAIN, LOOP = "train.py(90): <module>", "train.py(31): main"

@@ -11,9 +11,9 @@ import numpy as np
 from build import US, Run
 from hypothesis import strategies as st
 
+from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Timeline
-from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.run_facts import DRIFT, RunFacts, WindowReason
+from keepbusy.timeline.run_facts import DRIFT, PlainRun, RunFacts, WindowReason
 
 THREADS, STREAMS = 2, 2
 PENDING = 3
@@ -146,7 +146,7 @@ def decorated(draw: st.DrawFn) -> Timeline:
         pinned=_drawn(draw, length, NONE, 1),
         recording=_drawn(draw, length, 0, 5_000),
     )
-    return timeline.change(names=known, spans=spans, frames=frames.described(known), facts=draw(facts))
+    return timeline.change(names=known, spans=spans, frames=described(frames, known), facts=draw(facts))
 
 
 @st.composite

@@ -10,8 +10,8 @@ from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 from keepbusy.explain.comparison import Change, Comparison, compare
 from keepbusy.explain.diagnosis import PlannedFix, Where
 from keepbusy.report import compared
-from keepbusy.timeline.run_tree import RUN as RUN_KIND
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import RUN as RUN_KIND
+from keepbusy.timeline.run_facts import Part
 
 MENDED = replace(
     STALLED,

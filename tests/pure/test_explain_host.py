@@ -11,7 +11,7 @@ from told import TRAIN, cause, explained, harmless, names, near, told
 
 from keepbusy.explain.edit import GRAPH_SAVES
 from keepbusy.timeline.model import Direction
-from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.run_facts import PlainRun
 
 SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 MANY = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"

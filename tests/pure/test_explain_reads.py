@@ -6,7 +6,7 @@ import pytest
 from build import HOME, LAUNCH, MB, SYNC, Run, loop
 from told import cause, explained, harmless, names, near, told
 
-from keepbusy.timeline.run_tree import RUN, Part
+from keepbusy.timeline.run_facts import RUN, Part
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
 

@@ -17,9 +17,7 @@ from keepbusy.recording.recorded_run import together
 from keepbusy.report import as_json, terminal
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
-from keepbusy.timeline.run_tree import LOOP, RUN, Part
+from keepbusy.timeline.run_facts import DRIFT, LOOP, RUN, STALL, Part, PlainRun, RareStall, WindowReason
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json").read_text())
 EVERY, LAST, LOOKED = 50, 400, 200

@@ -21,7 +21,7 @@ MODULES = {str(path.relative_to(SOURCES)): path for path in FILES}
 ROOMS = {
     "timeline": (set(), {"numpy"}),
     "traces": ({"timeline"}, {"numpy", "msgspec", "isal"}),
-    "instrument": ({"timeline.files", "timeline.run_tree", "timeline.table"}, {"numpy", "torch"}),
+    "instrument": ({"timeline.files", "timeline.model", "timeline.run_facts"}, {"numpy", "torch"}),
     "recording": ({"timeline", "instrument", "traces"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),

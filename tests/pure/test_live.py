@@ -15,8 +15,7 @@ from screens import PaperScreen
 
 from keepbusy.cli.program.live import latest, live
 from keepbusy.report.live_line import BottomLines, line, lines
-from keepbusy.timeline.plain_run import Figures, FiguresFile
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import Figures, FiguresFile, Part
 
 FIGURES = Figures(1240, ms(25), ms(24.1), ms(26.3), ms(3.2), ended=10**12, limit=ms(38))
 NOW = 10**12 + ms(5)

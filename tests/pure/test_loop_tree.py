@@ -23,7 +23,7 @@ from keepbusy.recording.marks import Marks
 from keepbusy.recording.step_detector import ENDS
 from keepbusy.recording.window_plan import whole_step
 from keepbusy.timeline.model import NONE, Ints
-from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
 
 TRAIN = """\
 import torch

@@ -16,10 +16,8 @@ from keepbusy.explain import explain
 from keepbusy.explain.plain import LARGEST_COST, SLOWEST_HOST, deflate, on_an_idle_device, other_view, plain_run
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Kind, Timeline
-from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, settle
-from keepbusy.timeline.run_facts import SCRIPT, WindowReason
-from keepbusy.timeline.run_tree import LOOP, RUN, LineTime, Part
+from keepbusy.timeline.run_facts import LOOP, RUN, SCRIPT, LineTime, Part, PlainRun, WindowReason
 from keepbusy.timeline.steps import whole_steps
 
 OPERATOR = 25

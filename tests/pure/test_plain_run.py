@@ -15,7 +15,7 @@ from marked_runs import run, steps
 from keepbusy.instrument.slow_turns import quantile
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.plain_run import PlainRun
+from keepbusy.timeline.run_facts import PlainRun
 
 TOOK = np.tile([10.0] * 24 + [90.0], 40)
 RUN = run(steps(TOOK, lead=2.5), seen=dict.fromkeys(range(24, 1000, 25), ("a.py(1): f",)))

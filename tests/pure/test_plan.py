@@ -40,9 +40,7 @@ from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
 from keepbusy.timeline.model import Lane, Spans, Timeline
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import (
+from keepbusy.timeline.run_facts import (
     FIRST_USE,
     IMPORTS,
     LINE,
@@ -51,6 +49,9 @@ from keepbusy.timeline.run_tree import (
     LineTime,
     LoaderUse,
     Part,
+    PlainRun,
+    RareStall,
+    RunFacts,
     SlowTurns,
     UnevenLoop,
 )

@@ -18,9 +18,8 @@ from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.paper import laid_out
 from keepbusy.report.run_report import asides
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_tree import LOOP, Part
-from keepbusy.timeline.run_tree import RUN as WHOLE_RUN
+from keepbusy.timeline.run_facts import LOOP, Part, PlainRun, RareStall
+from keepbusy.timeline.run_facts import RUN as WHOLE_RUN
 
 SAVE = RareStall(
     "checkpoint", 24, 100.0, True, ms(812), ms(24 * 812), 0.14, ("train.py(90): <module>", "train.py(41): main")

@@ -12,7 +12,7 @@ from virtual_programs import clock, operator
 from keepbusy.explain import explain
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import FrameKind, Timeline
-from keepbusy.timeline.run_tree import IMPORTS, LINE, LOOP, Part
+from keepbusy.timeline.run_facts import IMPORTS, LINE, LOOP, Part
 from keepbusy.timeline.steps import commands_between, whole_steps
 from keepbusy.virtual.run_loops import RunLoops
 

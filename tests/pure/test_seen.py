@@ -22,7 +22,7 @@ from keepbusy.recording.line_log import (
 )
 from keepbusy.recording.recorded_run import placed, trace_offset
 from keepbusy.recording.window import Tick
-from keepbusy.timeline.frame_roles import OWN_STEP, Owner
+from keepbusy.timeline.frame_roles import OWN_STEP, Owner, described
 from keepbusy.timeline.model import Frames
 from keepbusy.traces.event_columns import Events, Thread, Trace
 from keepbusy.traces.kineto_names import Category
@@ -199,6 +199,6 @@ def test_the_lines_of_what_is_installed_are_told_from_the_programs_own_folders()
     for folder in ("/usr/lib/python3/site-packages", "/home/user"):
         log.number(compile("x = 1", f"{folder}/nets/solve.py", "exec"))
     lines = [log.record().written(code, 3) for code in range(2)]
-    owners = Frames.of(2, name=np.arange(2)).described(lines).owner
+    owners = described(Frames.of(2, name=np.arange(2)), lines).owner
     assert owners.tolist() == [Owner.LIBRARY, Owner.USER]
     assert lines[0] == "site-packages/nets/solve.py(3): <module>"

@@ -11,9 +11,8 @@ from strategies import loops
 
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
-from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.replay import pace, replay, settle
-from keepbusy.timeline.run_facts import RunFacts, WindowReason
+from keepbusy.timeline.run_facts import PlainRun, RunFacts, WindowReason
 from keepbusy.timeline.steps import (
     by_pattern,
     period,

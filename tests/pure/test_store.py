@@ -17,9 +17,7 @@ from keepbusy.timeline import busy_file, files
 from keepbusy.timeline.busy_file import from_bytes, load, pack, save, to_bytes, unpack
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Kind, Lane, Links, Spans, Timeline
-from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.run_facts import STALL, RunFacts, WindowReason
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import STALL, Part, PlainRun, RunFacts, WindowReason
 
 LANES = (Lane(0, None, 0, "main"), Lane(0, 0, 7))
 ONE_LAUNCH = Timeline(

@@ -31,9 +31,7 @@ from keepbusy.recording.window_plan import (
     foreseen,
 )
 from keepbusy.timeline.files import typed
-from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
-from keepbusy.timeline.run_tree import LOOP
+from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, RareStall, WindowReason
 
 EVALUATE, SAVE = (MAIN, "train.py(41): main"), (MAIN, "train.py(55): main")
 THINKS_EVERY = 16

@@ -24,7 +24,7 @@ import keepbusy
 from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, Pauses, without_processor
 from keepbusy.recording.marks import SETTLING_MARKS, Cuda, Marks
 from keepbusy.recording.step_detector import SILENT_AFTER
-from keepbusy.timeline.plain_run import FiguresFile, PlainRun
+from keepbusy.timeline.run_facts import FiguresFile, PlainRun
 
 MS = 1_000_000
 

@@ -33,8 +33,7 @@ from keepbusy.recording.window import (
 )
 from keepbusy.recording.window_plan import Occasion
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.run_facts import SCRIPT, STALL
-from keepbusy.timeline.run_tree import LOOP
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, STALL
 
 
 def stepping(run: Run, due: Callable[[int], Occasion | None], steps: int = 40) -> None:

@@ -1,8 +1,10 @@
 """torchrun: four micro-batches under DDP without `no_sync`: the gradients travel four times, and a large vocabulary's are large."""
 import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+
 from models import STEPS, TextClassifier, run, size
 
 VOCAB, MICRO = size(200000, 64), 4

@@ -2,6 +2,7 @@
 import numpy as np
 import torch
 import torch.nn as nn
+
 from models import STEPS, run, size
 
 ENVS, ROLLOUT = size(2048, 8), size(16, 3)

@@ -1,6 +1,7 @@
 """fp16 with a GradScaler: `scaler.step` asks the GPU whether a gradient overflowed before it starts an unfused optimizer."""
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, resnet, run, size
 
 

@@ -1,6 +1,7 @@
 """Every fourth step the weights are copied to the host for a rolling checkpoint, tensor by tensor, while the GPU waits."""
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, TextClassifier, run, size
 
 

@@ -4,6 +4,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+
 from models import STEPS, TextClassifier, ViT, run, size
 
 

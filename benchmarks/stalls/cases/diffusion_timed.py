@@ -2,6 +2,7 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, UNet, run, size
 
 BATCH, EDGE = size(64, 2), size(128, 16)

@@ -1,6 +1,7 @@
 """SGD written by hand and an average of the weights, both parameter by parameter: hundreds of tiny kernels a step."""
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, resnet, run, size
 
 

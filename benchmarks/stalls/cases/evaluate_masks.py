@@ -1,5 +1,6 @@
 """Evaluation of a segmentation net: each batch of predicted masks is taken home as int64 and made small there."""
 import torch
+
 from models import STEPS, UNet, run, size
 
 

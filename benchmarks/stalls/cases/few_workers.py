@@ -3,6 +3,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
+
 from models import STEPS, resnet, run, size
 
 BATCH, EDGE = size(96, 4), size(160, 32)

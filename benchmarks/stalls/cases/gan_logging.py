@@ -2,6 +2,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 BATCH, WIDE, LATENT = size(64, 4), size(96, 8), 100

@@ -1,7 +1,9 @@
 """`gc.collect()` at the end of every step, against a memory leak that is long gone."""
 import gc
+
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, ViT, run, size
 
 

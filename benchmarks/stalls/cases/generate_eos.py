@@ -2,6 +2,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 WIDTH, HEADS, LAYERS, VOCAB, ROOM = size(1024, 32), size(16, 4), size(40, 2), size(32000, 100), 512

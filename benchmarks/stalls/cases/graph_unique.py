@@ -2,6 +2,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 NODES, SEEDS, DEGREE = size(2000000, 200), size(8192, 16), size(24, 3)

@@ -2,6 +2,7 @@
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
+
 from models import STEPS, resnet, run, size
 
 BATCH, EDGE = size(256, 4), size(176, 32)

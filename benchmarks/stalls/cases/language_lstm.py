@@ -2,6 +2,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 VOCAB, BATCH, LENGTH, WIDTH = size(8000, 50), size(128, 2), size(70, 5), size(1024, 16)

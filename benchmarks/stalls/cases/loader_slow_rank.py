@@ -4,6 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
+
 from models import STEPS, resnet, run, size
 
 BATCH, EDGE = size(64, 2), size(160, 32)

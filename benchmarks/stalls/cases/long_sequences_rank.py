@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+
 from models import STEPS, TextClassifier, run, size
 
 

@@ -2,6 +2,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 BATCH, TIME, WIDTH = size(128, 2), size(96, 6), size(512, 16)

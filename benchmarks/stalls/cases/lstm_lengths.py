@@ -3,6 +3,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
+
 from models import STEPS, run, size
 
 VOCAB, BATCH, LENGTH = 5000, size(256, 4), size(200, 12)

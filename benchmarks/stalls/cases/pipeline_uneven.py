@@ -1,6 +1,7 @@
 """torchrun: pairs of ranks form pipelines of two stages, and the first has three of the four layers."""
 import torch
 import torch.distributed as dist
+
 from models import STEPS, encoder, run, size
 
 MICRO, BATCH, LENGTH, WIDTH = 4, size(24, 2), size(256, 8), 1024

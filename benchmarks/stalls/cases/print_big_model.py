@@ -1,7 +1,9 @@
 """The loss is printed every step, but the step is one long stretch of large kernels: printing costs next to nothing."""
 import os
+
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, ViT, run, size
 
 

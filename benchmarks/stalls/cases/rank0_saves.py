@@ -1,9 +1,11 @@
 """torchrun: rank 0 writes `last.pt` after every step, and all others meet it late in the next all-reduce."""
 import tempfile
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+
 from models import STEPS, resnet, run, size
 
 

@@ -2,6 +2,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 TABLES, BATCH = size(40, 4), size(8192, 8)

@@ -1,6 +1,7 @@
 """The copy has a stream of its own, but the next line waits for it, so it still stands in front of the step's kernels."""
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, ViT, prefetch, run, size
 
 

@@ -1,7 +1,9 @@
 """Texts are cut into word pieces in Python between the steps, and the lists become a device tensor on the spot."""
 import random
+
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, TextClassifier, run, size
 
 BATCH, LENGTH = size(128, 2), size(256, 8)

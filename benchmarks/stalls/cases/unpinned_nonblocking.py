@@ -1,6 +1,7 @@
 """`non_blocking=True` from pageable memory: it looks asynchronous, and the host copies image and mask by hand all the same."""
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, UNet, prefetch, run, size
 
 

@@ -1,6 +1,7 @@
 """WGAN with gradient penalty: latent noise, mixing weights and the noise on the images are drawn on the CPU and moved."""
 import torch
 import torch.nn as nn
+
 from models import STEPS, resnet, run, size
 
 BATCH, LATENT = size(128, 2), 128

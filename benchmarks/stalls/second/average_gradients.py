@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import STEPS, TextClassifier, run, size
 from torch.nn.parallel import DistributedDataParallel
+
+from models import STEPS, TextClassifier, run, size
 
 
 def average_gradients(model):

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, resnet, run, size
 
 BATCH, EDGE, ROOM = size(128, 2), size(160, 32), size(32, 4)

@@ -1,8 +1,10 @@
 """Mixup with a permutation from the CPU, and the class weights made from a list every step: two waits that cost nothing here."""
 
 import random
+
 import torch
 import torch.nn as nn
+
 from models import STEPS, resnet, run, size
 
 

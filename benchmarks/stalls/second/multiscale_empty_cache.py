@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from models import STEPS, UNet, run, size
 
 EDGES = [size(edge, edge // 16) for edge in (320, 448, 384, 512, 256)]

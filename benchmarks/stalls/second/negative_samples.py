@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, run, size
 
 USERS, ITEMS, BATCH, NEGATIVES, WIDTH = size(200000, 100), size(300000, 100), size(4096, 8), size(320, 4), size(128, 8)

@@ -1,9 +1,11 @@
 """Documents are packed into rows of equal length by a Python loop that takes longer than the GPU's step."""
 
 import random
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, encoder, run, size
 
 ROWS, LENGTH, VOCAB = size(64, 2), size(512, 32), size(16000, 50)

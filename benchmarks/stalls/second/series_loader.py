@@ -4,8 +4,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import STEPS, run, size
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from models import STEPS, run, size
 
 BATCH, LENGTH, SENSORS, WIDTH = size(192, 2), size(256, 16), size(32, 4), size(384, 8)
 

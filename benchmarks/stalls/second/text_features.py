@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn as nn
+
 from models import STEPS, encoder, run, size
 
 BATCH, LENGTH, VOCAB = size(32, 2), size(512, 8), size(30000, 50)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from models import STEPS, encoder, prefetch, run, size
 
 BATCH, FRAMES, EDGE, CUBE = size(16, 2), size(16, 4), size(224, 32), (2, 16, 16)

@@ -1,8 +1,9 @@
 """torchrun: what each rank has seen is gathered from all before the next layer, though only the step's end needs it."""
 import torch
 import torch.distributed as dist
-from models import encoder
 from script import DEVICE, run, turns
+
+from models import encoder
 
 
 def main(tick, fixed=False):

@@ -1,10 +1,12 @@
 """torchrun: four micro-batches, of which only the last one sends its gradients; and a loss that is read every 50 steps."""
 import contextlib
+
 import torch
 import torch.nn.functional as F
-from models import ViT
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import ViT
 
 
 def main(tick, fixed=False):

@@ -2,9 +2,10 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import ViT
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import ViT
 
 
 def main(tick, fixed=False):

@@ -1,9 +1,10 @@
 """torchrun: after every step rank 0 alone brings all weights home, for an average of them that the host keeps."""
 import torch
 import torch.distributed as dist
-from models import TextClassifier
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TextClassifier
 
 
 def main(tick, fixed=False):

@@ -1,9 +1,10 @@
 """torchrun: rank 0 draws the noise of the step on its CPU and sends it to the others."""
 import torch
 import torch.distributed as dist
-from models import UNet
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import UNet
 
 
 def main(tick, fixed=False):

@@ -1,10 +1,12 @@
 """torchrun: two losses, each with a backward pass of its own, so that the gradients travel twice before the optimizer."""
 import contextlib
+
 import torch
 import torch.nn.functional as F
-from models import TextClassifier
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TextClassifier
 
 VOCAB = 150_000
 

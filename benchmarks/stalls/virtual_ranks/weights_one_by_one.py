@@ -2,10 +2,11 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import ViT
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from models import ViT
 
 
 def main(tick, fixed=False):

@@ -29,9 +29,7 @@ from keepbusy.explain.run_plan import plan_of_run
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Timeline
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_facts import DRIFT, STALL, WindowReason
-from keepbusy.timeline.run_tree import LOOP, Part
+from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, Part, PlainRun, RareStall, WindowReason
 from keepbusy.timeline.steps import (
     marked_beside,
     sample,

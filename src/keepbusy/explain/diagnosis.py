@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_facts import Cluster
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import Cluster, Part, PlainRun, RareStall
 
 if TYPE_CHECKING:
     from keepbusy.explain.edit import Edit

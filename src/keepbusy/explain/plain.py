@@ -19,8 +19,7 @@ from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace, replay
-from keepbusy.timeline.run_facts import SCRIPT, RunFacts
-from keepbusy.timeline.run_tree import LOOP, Part
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, Part, RunFacts
 
 USUAL_COST = 1.0
 """The costs in traces/rank_spans.py were measured, so one is the factor of a host like that one."""

@@ -16,8 +16,17 @@ from keepbusy.explain.places import WORTH_NAMING
 from keepbusy.explain.remedies import PARTICULAR, REMEDIES, Remedy, setting_of
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_tree import FIRST_USE, LINE, LOOP, LineTime, LoaderUse, Part, SlowTurns, UnevenLoop
+from keepbusy.timeline.run_facts import (
+    FIRST_USE,
+    LINE,
+    LOOP,
+    LineTime,
+    LoaderUse,
+    Part,
+    RareStall,
+    SlowTurns,
+    UnevenLoop,
+)
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""

@@ -27,8 +27,8 @@ from keepbusy.instrument.loops import (
 )
 from keepbusy.instrument.slow_turns import LookTable, beat_of, quantile, slow_kinds, warm_up
 from keepbusy.instrument.source_loops import SourceLoop, SourceLoops
-from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
-from keepbusy.timeline.table import NONE, Ints, Mask
+from keepbusy.timeline.model import NONE, Ints, Mask
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
 
 STRETCHES = 240
 """So many shares tell how busy the GPU was over the run; a pixel or two each where they are drawn."""

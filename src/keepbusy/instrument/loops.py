@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from keepbusy.instrument.lines import HIDDEN, IMPORT_SYSTEM, OUTSIDE, USER, kind_of, shown
 from keepbusy.instrument.threads import UnseenThread, processor_times
-from keepbusy.timeline.table import NONE
+from keepbusy.timeline.model import NONE
 
 LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 1_000, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.table import NONE, Ints, Mask
+from keepbusy.timeline.model import NONE, Ints, Mask
 
 
 def quantile(values: npt.NDArray[np.integer | np.floating], share: float = 0.5) -> npt.NDArray[np.float64]:

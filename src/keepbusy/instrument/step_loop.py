@@ -13,7 +13,7 @@ import numpy as np
 
 from keepbusy.instrument.loop_tree import BusyLoop, LoopKey
 from keepbusy.instrument.slow_turns import quantile
-from keepbusy.timeline.table import Ints
+from keepbusy.timeline.model import Ints
 
 PATIENCE = 8
 """Who steps so many times while another one does not is no part of its step."""

@@ -20,7 +20,7 @@ from keepbusy.instrument.lines import USER, kind_of, program_lines, shown
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.threads import processor_times
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_tree import LoaderUse
+from keepbusy.timeline.run_facts import LoaderUse
 
 INPUT, COLLECTOR, CHECKPOINT = "input", "garbage collection", "checkpoint"
 

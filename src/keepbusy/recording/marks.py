@@ -23,7 +23,7 @@ from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Alloc
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds, StepSource
 from keepbusy.recording.turn_times import NO_LEAD, StepLooks, Steps, plain_run, plain_step
 from keepbusy.timeline.model import NONE, Ints, Mask
-from keepbusy.timeline.plain_run import Figures, FiguresFile, PlainRun
+from keepbusy.timeline.run_facts import Figures, FiguresFile, PlainRun
 
 # The lead: how far the host is ahead of the device at each mark, from two clocks that know nothing of each other.
 #

@@ -17,10 +17,8 @@ from keepbusy.recording.window import LINES, TRACE, Tick
 from keepbusy.timeline.files import BadInput, typed
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
-from keepbusy.timeline.plain_run import PlainRun
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.run_facts import SCRIPT, WindowReason
-from keepbusy.timeline.run_tree import LOOP, LoaderUse, Part
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, LoaderUse, Part, PlainRun, WindowReason
 from keepbusy.traces.event_columns import Events, Trace
 from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import Category

@@ -42,8 +42,7 @@ from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfile
 from keepbusy.recording.window_plan import TURNS_KNOWN, Occasion, SharedWindows, WindowPlan, is_granted, whole_step
 from keepbusy.timeline.files import BadInput, replacing
 from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.run_facts import DRIFT, SCRIPT
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import DRIFT, SCRIPT, Part
 
 FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
 """What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""

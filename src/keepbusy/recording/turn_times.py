@@ -15,7 +15,7 @@ from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, quantil
 from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Mask
-from keepbusy.timeline.plain_run import Course, PlainRun, RareStall
+from keepbusy.timeline.run_facts import Course, PlainRun, RareStall
 
 CHANGE, LASTING_TIME = 0.1, 2_000_000_000
 """Turns have changed for good when all of them take so much more or less than at first for so long."""

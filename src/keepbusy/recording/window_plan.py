@@ -27,9 +27,7 @@ from keepbusy.recording.marks import Marks
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at, differs, mean, rare_stalls, trimmed
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, WHOLE_TURNS_AFTER
 from keepbusy.timeline.files import replacing
-from keepbusy.timeline.plain_run import RareStall
-from keepbusy.timeline.run_facts import DRIFT, STALL
-from keepbusy.timeline.run_tree import LOOP
+from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, RareStall
 
 WINDOWS_SHARE, WINDOWS_ALLOWANCE = 0.01, 300_000_000
 """Of the run so far: for so long windows may hold it up; further ones for the latter also where a run is short, for

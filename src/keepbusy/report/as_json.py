@@ -14,9 +14,7 @@ from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction,
 from keepbusy.report.run_report import called_at, where_of
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_facts import Cluster
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import Cluster, Part, PlainRun, RareStall
 
 VERSION = 1
 

@@ -18,8 +18,7 @@ from keepbusy.report import words
 from keepbusy.report.paper import FAINT, STRONG, laid_out, look
 from keepbusy.report.words import duration, share
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import Figures
-from keepbusy.timeline.run_tree import LOOP, Part
+from keepbusy.timeline.run_facts import LOOP, Figures, Part
 
 MOST_LINES, ROWS_A_LINE, ROOM_FOR_A_TREE = 8, 4, (60, 16)
 """Lines that are ours, and rows of the terminal for each; a smaller terminal than this has one."""

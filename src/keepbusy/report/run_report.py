@@ -16,8 +16,7 @@ from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import duration, share, tame
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import PlainRun, RareStall
-from keepbusy.timeline.run_tree import FIRST_USE, IMPORTS, LOOP, Part, SlowTurns
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, RareStall, SlowTurns
 
 WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from keepbusy.timeline.files import BadInput, opened, replacing
+from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import (
     EVERY_LANE,
     LARGEST_RANK,
@@ -33,11 +34,11 @@ from keepbusy.timeline.model import (
     Meetings,
     MemoryUse,
     Spans,
+    Table,
     Timeline,
     check_times,
 )
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.table import Table
 
 VERSION = 1
 _MAGIC = b"\x89busy\r\n\n"
@@ -140,7 +141,7 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
         timeline = _timeline(header, tables)
         _check(timeline)
         # what a frame does follows from its name: files are older than some roles, and than these columns
-        timeline = timeline.change(frames=timeline.frames.described(timeline.names))
+        timeline = timeline.change(frames=described(timeline.frames, timeline.names))
         within = tuple(_read(bytes(one), path, budget) for one in further)
         if any(one.further for one in within):
             raise ValueError("moments within a moment")

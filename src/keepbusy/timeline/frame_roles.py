@@ -13,7 +13,7 @@ from enum import IntEnum, IntFlag
 
 import numpy as np
 
-from keepbusy.timeline.table import Ints
+from keepbusy.timeline.model import Frames
 
 
 class Owner(IntEnum):
@@ -111,6 +111,12 @@ _LIBRARIES = re.compile(
 )
 
 
+def described(frames: Frames, names: Sequence[str]) -> Frames:
+    """With `owner` and `role` as the names tell them."""
+    owner, role = np.array([(_owner(name), _role(name)) for name in names], np.int64).reshape(-1, 2).T
+    return frames.change(owner=owner[frames.name], role=role[frames.name])
+
+
 def source_line(name: str) -> tuple[str, int, str] | None:
     """File, line and function of a frame called as Kineto calls Python's: `train.py(41): main`."""
     found = _LINE.match(name)
@@ -124,14 +130,6 @@ def owner_of_file(file: str) -> Owner:
         return Owner.TORCH if top == _TORCH else Owner.TOOL
     foreign = _INSTALLED_PATH.search(file) or _LIBRARIES.fullmatch(top) or top in sys.stdlib_module_names
     return Owner.LIBRARY if foreign else Owner.USER
-
-
-def roles_of(names: Sequence[str]) -> tuple[Ints, Ints]:
-    """Of each name, whose a frame so called is, and what it does."""
-    return (
-        np.array([_owner(name) for name in names], np.int64),
-        np.array([_role(name) for name in names], np.int64),
-    )
 
 
 def _owner(name: str) -> Owner:

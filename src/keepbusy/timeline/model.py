@@ -14,33 +14,34 @@ have arrived there too. So a replay is one pass from top to bottom.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline import table
-from keepbusy.timeline.frame_roles import roles_of
+from keepbusy.timeline import run_facts
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.table import Table, column
 
-Ints = table.Ints
-Mask = table.Mask
-NONE = table.NONE
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+NONE = run_facts.NONE
+"""No row, no lane, no frame: what an index column holds when there is nothing to point to."""
 UNRECORDED = "not recorded"
 """The name of host work within which nothing was recorded."""
 WORKERS = "loader workers"
 """The name of a host lane that stands for processes which prepare input."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
-LONGEST_RUN = 1 << 52
-"""Nanoseconds, 52 days: no recording holds more, all its lanes together."""
-LARGEST_MEMORY = 1 << 50
-"""Bytes that no device has."""
 LARGEST_RANK = 1 << 30
+_LONGEST_RUN = 1 << 52
+"""Nanoseconds, 52 days: no recording holds more, all its lanes together."""
+_LARGEST_MEMORY = 1 << 50
+"""Bytes that no device has."""
+_ONE_VALUE = (0,)
+"""The strides of a column that holds the same number everywhere, and takes no memory for it."""
 
 
 class Kind(IntEnum):
@@ -93,6 +94,76 @@ class Lane(NamedTuple):
     name: str = ""
 
 
+class Table:
+    """Columns of equal length: what a timeline is made of, in place of an object a span.
+
+    Subclasses are frozen dataclasses whose fields are numpy arrays.
+    """
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            column = np.asarray(getattr(self, one.name), dtype=one.metadata["dtype"])
+            if column.strides != _ONE_VALUE:
+                column = np.ascontiguousarray(column)
+            if column.flags.writeable:
+                column = column.view()
+                column.flags.writeable = False
+            object.__setattr__(self, one.name, column)
+
+    def __setstate__(self, columns: dict[str, npt.NDArray[Any]]) -> None:
+        """From a pickle, where columns are writable again."""
+        self.__dict__.update(columns)
+        self.__post_init__()
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+    def take(self, rows: npt.NDArray[Any] | slice) -> Self:
+        """The rows of these numbers, or those that a mask chooses."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_:
+            rows = np.flatnonzero(rows)
+        return type(self)(**{name: column[rows] for name, column in self.columns().items()})
+
+    def change(self, **columns: npt.NDArray[Any]) -> Self:
+        return replace(self, **columns)  # type: ignore[type-var]
+
+    def numbering(self) -> list[tuple[str, str, int]]:
+        """Columns that number rows of a table: the name, of which one, and what stands where there is none."""
+        about = [(one.name, one.metadata) for one in fields(self)]  # type: ignore[arg-type]
+        return [(name, meta["of"], meta["fill"]) for name, meta in about if meta["of"]]
+
+    def renumbered(self, **new: Ints) -> Self:
+        """The same where rows of these tables have new numbers; what is less than 0 stays."""
+        columns = {name: (getattr(self, name), new[of]) for name, of, _ in self.numbering() if of in new}
+        return self.change(
+            **{name: np.where(old < 0, old, np.append(number, NONE)[old]) for name, (old, number) in columns.items()}
+        )
+
+    @classmethod
+    def concatenate(cls, parts: list[Self]) -> Self:
+        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    @classmethod
+    def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
+        """A table of `length` rows. Columns that are not given hold their default, once in memory."""
+        filled = {}
+        for one in fields(cls):  # type: ignore[arg-type]
+            value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
+            filled[one.name] = np.broadcast_to(value, length) if value.ndim == 0 else value
+        if columns:
+            raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
+        return cls(**filled)
+
+
+def column(dtype: type, fill: int = 0, of: str = "") -> Any:
+    """A column of a `Table`: its type, what stands where nothing was given, and of which table it numbers rows."""
+    return field(metadata={"dtype": dtype, "fill": fill, "of": of})
+
+
 @dataclass(frozen=True, eq=False)
 class Spans(Table):
     """What occupies the lanes, in issue order. Times are nanoseconds, half-open."""
@@ -136,13 +207,8 @@ class Frames(Table):
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
-    owner: Ints = column(np.int8)  # an Owner
-    role: Ints = column(np.int32)  # flags of Role
-
-    def described(self, names: Sequence[str]) -> Frames:
-        """With `owner` and `role` as the names tell them."""
-        owner, role = roles_of(names)
-        return self.change(owner=owner[self.name], role=role[self.name])
+    owner: Ints = column(np.int8)  # an Owner of frame_roles
+    role: Ints = column(np.int32)  # flags of its Role
 
     def around(self, frame: int) -> Iterator[int]:
         """This frame and those that enclose it, from the inside out."""
@@ -283,19 +349,19 @@ def check_times(timeline: Timeline) -> None:
         return
     first = int(spans.start[0])
     for times in (spans.start, spans.end, frames.start, frames.end, memory.time):
-        if np.abs(times.astype(np.float64) - first).max(initial=0) > LONGEST_RUN:
+        if np.abs(times.astype(np.float64) - first).max(initial=0) > _LONGEST_RUN:
             raise ValueError("times further apart than those of any run")
     if (spans.end < spans.start).any() or (frames.end < frames.start).any():
         raise ValueError("something that ends before it begins")
     spent = (spans.work, spans.lag, spans.recording, timeline.links.lag)
-    if sum(float(np.abs(times.astype(np.float64)).sum()) for times in spent) > LONGEST_RUN:
+    if sum(float(np.abs(times.astype(np.float64)).sum()) for times in spent) > _LONGEST_RUN:
         raise ValueError("more time than any run takes")
     if (spans.recording < 0).any():
         raise ValueError("a recorder that takes less time than none")
-    if (spans.size < 0).any() or float(spans.size.sum(dtype=np.float64)) > LONGEST_RUN:
+    if (spans.size < 0).any() or float(spans.size.sum(dtype=np.float64)) > _LONGEST_RUN:
         raise ValueError("more bytes than any run moves")
     held = (memory.size, memory.allocated, memory.reserved)
-    if max(float(np.abs(sizes.astype(np.float64)).max(initial=0)) for sizes in held) > LARGEST_MEMORY:
+    if max(float(np.abs(sizes.astype(np.float64)).max(initial=0)) for sizes in held) > _LARGEST_MEMORY:
         raise ValueError("more memory than any device has")
 
 

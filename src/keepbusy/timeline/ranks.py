@@ -12,8 +12,7 @@ import numpy as np
 from keepbusy.timeline.frame_roles import PROFILER_STEP
 from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Meetings, Timeline
 from keepbusy.timeline.replay import last_arrival, settle
-from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.timeline.run_tree import LOOP, Part, UnevenLoop
+from keepbusy.timeline.run_facts import LOOP, Part, RunFacts, UnevenLoop
 
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""

@@ -15,7 +15,7 @@ from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import DDP_FORWARD, EVENT_WAIT
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
-from keepbusy.timeline.run_tree import LOOP
+from keepbusy.timeline.run_facts import LOOP
 
 NOISE_OF_A_SCRIPT = 0.03
 """Of a script: to wait for less is noise, and no reason to explain its turns as one."""

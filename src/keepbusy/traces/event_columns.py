@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import MemoryUse
-from keepbusy.timeline.table import NONE, Ints, Mask, Table, column
+from keepbusy.timeline.model import NONE, Ints, Mask, MemoryUse, Table, column
 from keepbusy.traces.json_events import LARGEST_FLOAT_TIME, Arguments, Complete, EventBatch, Instant, Naming
 from keepbusy.traces.kineto_names import CATEGORIES, OLD_OPERATOR, Category
 

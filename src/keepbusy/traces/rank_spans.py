@@ -14,10 +14,9 @@ import numpy as np
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, Mask, Spans
 from keepbusy.timeline.replay import NEVER
-from keepbusy.timeline.table import sorted_once
 from keepbusy.traces.event_columns import Collective
 from keepbusy.traces.kineto_names import ELEMENT_SIZES, NCCL_KERNEL, QUEUE_FULL, Category
-from keepbusy.traces.rank_trace import RankTrace
+from keepbusy.traces.rank_trace import RankTrace, sorted_once
 
 ENQUEUE = 5_000
 """What a blocking call spends before it waits: about one launch."""

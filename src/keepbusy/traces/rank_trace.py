@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, roles_of
+from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, described
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, FrameKind, Frames, Ints, Kind, Lane, Mask
-from keepbusy.timeline.table import sorted_once
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import (
     ALLOCATION,
@@ -312,6 +311,12 @@ def _among(numbers: Ints, known: Ints) -> Mask:
     return known[np.minimum(np.searchsorted(known, numbers), len(known) - 1)] == numbers
 
 
+def sorted_once(numbers: Ints) -> Ints:
+    """In order, each number once; `np.unique` hashes them first, which takes many times as long where most differ."""
+    ordered = np.sort(numbers)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+
+
 @dataclass(frozen=True, eq=False)
 class Nest:
     """What encloses the calls of one host thread, nested as it was entered: a stretch of all frames, parents first."""
@@ -337,21 +342,19 @@ class Nest:
 
 def nested_frames(trace: Trace, lanes: dict[int, int]) -> tuple[Frames, dict[int, Nest]]:
     """The frames of these threads, each on its lane, as one table, and the nest of each thread among them."""
-    (owner, role), events = roles_of(trace.names), trace.events
+    events = trace.events
     each = [_rows_of(trace, thread) for thread in lanes]
     rows, counts = np.concatenate(each), [len(one) for one in each]
-    name = events.name[rows]
     frames = Frames.of(
         len(rows),
         lane=np.repeat(list(lanes.values()), counts),
         kind=_KIND_OF_CATEGORY[events.category[rows]],
-        name=name,
+        name=events.name[rows],
         start=events.start[rows],
         end=events.end[rows],
         sequence=events.sequence[rows],
-        owner=owner[name],
-        role=role[name],
     )
+    frames = described(frames, trace.names)
     nests = dict[int, Nest]()
     for thread, count, last in zip(lanes, counts, np.cumsum(counts).tolist(), strict=True):
         mine = frames.take(slice(last - count, last))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.model import LARGEST_RANK
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import CAPABILITY, RANK, WORLD_SIZE
 
-LARGEST_RANK = 1 << 30
 ONE_CLOCK = 3_600 * 10**9
 """Traces that begin further apart than an hour are of hosts with clocks of their own."""
 LINKS = ((9, 52.0), (8, 24.0), (1, 12.0))

@@ -36,8 +36,7 @@ from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.instrument.step_loop import Nest, beside, loop_that_trains
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
-from keepbusy.timeline.run_facts import WindowReason
-from keepbusy.timeline.run_tree import LOOP
+from keepbusy.timeline.run_facts import LOOP, WindowReason
 from keepbusy.timeline.steps import by_pattern, comes_again, turns_alone
 
 STAY, STAY_SHARE = 60_000_000, 0.05

@@ -1,5 +1,6 @@
 """Reports are turned into records by a BART that may only write what a grammar, as an automaton over tokens, allows."""
 import random
+
 import torch
 from setting import DEVICE, run, size, turns
 from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessor, LogitsProcessorList

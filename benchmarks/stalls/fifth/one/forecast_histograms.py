@@ -1,5 +1,6 @@
 """Forecasts of many series by a transformer over patches; TensorBoard gets histograms of weights and gradients every 25 steps."""
 import tempfile
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

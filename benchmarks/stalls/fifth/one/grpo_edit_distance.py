@@ -2,6 +2,7 @@
 import copy
 import multiprocessing
 import random
+
 import torch
 import torch.nn.functional as F
 from rewards import rewards, rewards_by

@@ -1,5 +1,6 @@
 """A Gaussian process is fitted to measurements by L-BFGS, which asks for the likelihood as a number again and again."""
 import math
+
 import numpy as np
 import torch
 from setting import DEVICE, run, size, turns

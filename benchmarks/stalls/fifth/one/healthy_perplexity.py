@@ -1,5 +1,6 @@
 """Perplexity of a Llama on documents of all lengths, sorted into batches; every batch's loss is read, and words are picked by a mask."""
 import math
+
 import torch
 import torch.nn.functional as F
 from setting import DEVICE, run, size, turns

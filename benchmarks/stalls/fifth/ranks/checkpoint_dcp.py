@@ -1,6 +1,7 @@
 """torchrun: a Llama sharded by FSDP2 writes a distributed checkpoint every 20 steps."""
 import shutil
 import tempfile
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

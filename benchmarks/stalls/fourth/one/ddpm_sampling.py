@@ -1,8 +1,9 @@
 """Samples pictures by DDPM with guidance; each picture has a seed of its own, and its noise is drawn from a generator on the host."""
 import torch
 import torch.nn as nn
-from models import UNet, size
 from script import DEVICE, run, turns
+
+from models import UNet, size
 
 BATCH, EDGE, LEVELS = size(48, 2), size(128, 16), 1000
 

@@ -1,11 +1,13 @@
 """A DQN on 32 games of catch at once; the replay and its sum tree, which prefers what surprised, are kept on the host."""
 import random
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 GAMES, BATCH, KEPT, EDGE = size(32, 2), size(512, 4), size(8192, 64), 84
 

@@ -1,10 +1,12 @@
 """A GAN for few pictures: whatever the judge sees is shifted and flipped at random, the more often the surer it is of real ones."""
 import random
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 BATCH, EDGE, NOISE = size(64, 2), size(128, 32), 128
 

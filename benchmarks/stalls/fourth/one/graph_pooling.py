@@ -3,9 +3,10 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
 from torch.utils.data import DataLoader, Dataset
+
+from models import size
 
 BATCH, FEATURES, WIDTH, LAYERS = size(128, 3), 16, size(512, 16), size(5, 2)
 SMALLEST, LARGEST = size(60, 4), size(340, 9)

@@ -1,7 +1,8 @@
 """A large ViT is evaluated; the number of right answers is read after every batch, which costs nothing where a batch takes so long."""
 import torch
-from models import ViT, size
 from script import DEVICE, run, turns
+
+from models import ViT, size
 
 BATCH, EDGE = size(160, 2), size(224, 32)
 

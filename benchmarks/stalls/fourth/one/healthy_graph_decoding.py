@@ -2,8 +2,9 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS, VOCAB = size(96, 2), size(512, 16), size(1024, 32), size(16, 2), size(16, 2), size(16384, 64)
 KIND = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -1,10 +1,12 @@
 """A masked autoencoder in good order: enough workers, pinned memory, numbers read every 50 steps, the device awaited when it is timed."""
 import time
+
 import torch
-from models import size
 from script import DEVICE, run, synchronize, turns
 from torch.utils.data import DataLoader, Dataset
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+from models import size
 
 BATCH, EDGE = size(256, 2), size(224, 32)
 

@@ -1,7 +1,8 @@
 """4096 tracks followed by Kalman filters in three dimensions; twelve radars report in turn in every frame."""
 import torch
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 TRACKS, RADARS, GATE, LOST = size(4096, 16), size(12, 2), 16.0, 4
 

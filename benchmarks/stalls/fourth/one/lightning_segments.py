@@ -1,12 +1,14 @@
 """A Lightning fit: streets are cut into 19 classes, and each class's overlap is followed in training and in validation."""
 import warnings
+
 import lightning
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models import UNet, size
 from script import DEVICE, run, turns
 from torch.utils.data import DataLoader, Dataset
+
+from models import UNet, size
 
 BATCH, EDGE, CLASSES = size(16, 2), size(256, 16), 19
 

@@ -2,12 +2,14 @@
 import random
 import re
 import tempfile
+
 import torch
-from models import size
 from peft import LoraConfig, get_peft_model
 from script import DEVICE, run, turns
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from models import size
 
 BATCH, LENGTH, VOCAB = size(24, 2), size(512, 16), size(16384, 2000)
 WORD = re.compile(r"\w+|[^\w\s]")

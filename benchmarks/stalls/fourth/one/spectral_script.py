@@ -1,8 +1,9 @@
 """Spectral embedding of points on a few noisy rings, from top to bottom: kernel, eigenvectors, neighbours, agreement."""
 import numpy as np
 import torch
-from models import size
 from script import DEVICE, run
+
+from models import size
 
 POINTS, NEIGHBOURS = size(12000, 64), 16
 

@@ -2,10 +2,11 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import encoder, size
 from script import DEVICE, run, turns
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
+
+from models import encoder, size
 
 BATCH, BANDS, LETTERS = size(24, 2), 80, 32
 SHORTEST, LONGEST = size(400, 32), size(1600, 64)

@@ -1,11 +1,13 @@
 """torchrun: gradients of eight small pieces add up to one step, but DDP sums them over the ranks after each, in small buckets."""
 import contextlib
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import encoder, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import encoder, size
 
 PIECES, BATCH, LENGTH, VOCAB = size(8, 2), size(4, 2), size(256, 8), size(16384, 64)
 

@@ -3,15 +3,17 @@
 So mending one alone gains nothing: the other rank is still as late.
 """
 import time
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import Residual, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
+
+from models import Residual, size
 
 BATCH, EDGE = size(192, 2), size(160, 16)
 

@@ -1,11 +1,13 @@
 """torchrun: a ViT large enough that the loss, read and tested in every step, costs nothing."""
 import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import ViT, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import ViT, size
 
 BATCH, EDGE = size(112, 2), size(224, 32)
 

@@ -3,10 +3,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import encoder, size
 from script import DEVICE, run, turns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from models import encoder, size
 
 BATCH, LENGTH, VOCAB = size(16, 2), size(1024, 8), size(16384, 64)
 

@@ -2,12 +2,14 @@
 import tempfile
 import threading
 from pathlib import Path
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TextClassifier, size
 
 BATCH, LENGTH, EVERY = size(96, 2), size(256, 8), size(30, 2)
 

@@ -4,9 +4,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import size
 
 BATCH, TABLES, ROWS, WIDTH = size(16384, 8), size(32, 4), size(100_000, 50), size(128, 8)
 

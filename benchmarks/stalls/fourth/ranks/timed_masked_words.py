@@ -3,14 +3,16 @@ import os
 import sys
 import time
 from pathlib import Path
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import encoder, size
 from script import DEVICE, run, synchronize, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import encoder, size
 
 BATCH, LENGTH, VOCAB, MASK = size(64, 2), size(256, 16), size(8192, 64), 1
 

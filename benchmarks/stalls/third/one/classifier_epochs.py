@@ -1,9 +1,11 @@
 """Epochs of training, each with an evaluation that fills a confusion matrix and with a checkpoint if it is the best so far."""
 import tempfile
+
 import torch
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
+
+from models import TextClassifier, size
 
 CLASSES, BATCH, LENGTH = 20, size(96, 4), size(128, 8)
 

@@ -3,12 +3,14 @@
 So a faster copy alone gains nothing, and neither does a faster store; both together do.
 """
 import time
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import Residual, size
 from script import DEVICE, run, synchronize, turns
 from torch.utils.data import DataLoader, IterableDataset
+
+from models import Residual, size
 
 BATCH, EDGE, WORKERS = size(192, 2), size(224, 16), size(4, 1)
 

@@ -1,11 +1,13 @@
 """The loop is in `Trainer.fit`, in a module of its own; this file only says what is fitted. Texts become numbers on the way."""
 import random
 import zlib
+
 import torch
 import torch.nn.functional as F
 from fitting.trainer import Trainer
-from models import TextClassifier, size
 from script import DEVICE, run, turns
+
+from models import TextClassifier, size
 
 BATCH, LENGTH = size(64, 2), size(128, 8)
 

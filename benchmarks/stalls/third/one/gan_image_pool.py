@@ -1,10 +1,12 @@
 """A generator and a discriminator in turn; the discriminator sees a pool of older fakes, which is kept in host memory."""
 import random
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import UNet, size
 from script import DEVICE, run, turns
+
+from models import UNet, size
 
 BATCH, EDGE = size(32, 2), size(160, 16)
 

@@ -2,8 +2,9 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 ROWS, PROMPT, TOKENS, WIDTH, HEADS, LAYERS, VOCAB, END = size(16, 2), size(32, 4), size(160, 6), size(1024, 32), 16, size(16, 2), size(16384, 64), 0
 ROOM = PROMPT + TOKENS

@@ -1,8 +1,9 @@
 """Masked pictures in epochs, with a reading of the loss at the end of each: the device is never short of work."""
 import torch
 import torch.nn.functional as F
-from models import ViT, size
 from script import DEVICE, run, turns
+
+from models import ViT, size
 
 BATCH, EDGE = size(256, 2), size(224, 32)
 

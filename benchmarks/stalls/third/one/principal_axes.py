@@ -1,7 +1,8 @@
 """The principal axes of a large table: a script from top to bottom, without any loop."""
 import torch
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 ROWS, COLUMNS = size(turns(1100000, 100), 100), size(1024, 16)
 

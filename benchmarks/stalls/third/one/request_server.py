@@ -1,9 +1,11 @@
 """A server scores texts for 48 clients, who each wait for an answer before they ask again."""
 import queue
 import threading
+
 import torch
-from models import TextClassifier, size
 from script import DEVICE, run, turns
+
+from models import TextClassifier, size
 
 CLIENTS, LENGTH, TURN = size(48, 4), size(96, 8), size(48, 4)
 

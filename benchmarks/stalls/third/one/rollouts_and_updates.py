@@ -2,8 +2,9 @@
 import numpy as np
 import torch
 import torch.nn as nn
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 WORLDS, EDGE, MOVES, VIEW = size(256, 8), 16, size(64, 4), 9
 STEP = [(0, 1), (0, -1), (1, 0), (-1, 0)]

@@ -3,9 +3,10 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import Residual, size
 from script import DEVICE, run, turns
 from torch.utils.data import DataLoader, Dataset
+
+from models import Residual, size
 
 BATCH, SAMPLES, WINDOW = size(64, 2), size(32000, 1600), size(512, 64)
 

@@ -2,8 +2,9 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
+
+from models import TextClassifier, size
 
 MICRO, BATCH, LENGTH, VOCAB = size(8, 2), size(16, 2), size(128, 8), size(60000, 64)
 

@@ -1,11 +1,13 @@
 """torchrun: each step begins and ends with a barrier and a synchronize, so that its time can be logged."""
 import time
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, synchronize, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TextClassifier, size
 
 BATCH, LENGTH = size(32, 2), size(128, 8)
 

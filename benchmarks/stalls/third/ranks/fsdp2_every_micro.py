@@ -1,10 +1,11 @@
 """torchrun: FSDP2 under accumulation reduces the gradients and gathers the parameters anew in each of eight micro-batches."""
 import torch
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from models import TextClassifier, size
 
 MICRO, BATCH, LENGTH = size(8, 2), size(4, 2), size(256, 8)
 

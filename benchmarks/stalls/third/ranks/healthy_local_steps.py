@@ -2,8 +2,9 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
+
+from models import TextClassifier, size
 
 BATCH, LENGTH = size(96, 2), size(256, 8)
 

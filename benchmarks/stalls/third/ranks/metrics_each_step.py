@@ -3,9 +3,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TextClassifier, size
 
 BATCH, LENGTH, EVERY = size(48, 2), size(128, 8), 25
 

@@ -1,11 +1,13 @@
 """torchrun: rank 0 tells the others what to mask by a broadcast of Python objects, and all gather a dict of metrics, every step."""
 import random
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import TextClassifier, size
 
 BATCH, LENGTH = size(48, 2), size(128, 8)
 

@@ -2,8 +2,9 @@
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from models import encoder, size
 from script import DEVICE, run, turns
+
+from models import encoder, size
 
 BATCH, LENGTH, WIDTH = size(64, 8), size(256, 8), size(1024, 32)
 

@@ -1,11 +1,13 @@
 """torchrun: after every twelfth step rank 0 alone computes an accuracy and logs it; the others wait in the next all-reduce."""
 import logging
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import ViT, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
+
+from models import ViT, size
 
 BATCH, EDGE, HELD = size(96, 2), size(224, 32), size(16, 2)
 log = logging.getLogger("train")

@@ -1,14 +1,16 @@
 """torchrun: rank 1's shard of the data is packed with zlib at its highest level, and two workers unpack it; rank 0's is not packed."""
 import zlib
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import Residual, size
 from script import DEVICE, run, turns
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
+
+from models import Residual, size
 
 BATCH, EDGE = size(64, 2), size(160, 16)
 

@@ -2,10 +2,11 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from models import TextClassifier, size
 from script import DEVICE, run, turns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from models import TextClassifier, size
 
 BATCH, LENGTH = size(32, 2), size(256, 8)
 

@@ -3,8 +3,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import size
 from script import DEVICE, run, turns
+
+from models import size
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS = size(8, 2), size(256, 8), size(1024, 32), size(16, 4), size(12, 2)
 

@@ -19,8 +19,7 @@ from keepbusy.timeline.files import BadInput
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.timeline.model import Timeline
-    from keepbusy.timeline.plain_run import Figures
-    from keepbusy.timeline.run_tree import Part
+    from keepbusy.timeline.run_facts import Figures, Part
 
 
 INTERVAL = 0.25
@@ -88,7 +87,7 @@ def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
 def latest(folder: Path) -> tuple[Path | None, Figures | None]:
     """Of all processes that leave figures, the one that has taken most steps."""
     from keepbusy.recording.recorder import LIVE
-    from keepbusy.timeline.plain_run import FiguresFile
+    from keepbusy.timeline.run_facts import FiguresFile
 
     found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{LIVE}")]
     return max(
@@ -102,7 +101,7 @@ def tree_in(process: Path | None) -> Part | None:
     """The run of that process as far as it has grown; None before it has left any."""
     from keepbusy.recording.recorder import TREE
     from keepbusy.timeline.files import typed
-    from keepbusy.timeline.run_tree import Part
+    from keepbusy.timeline.run_facts import Part
 
     try:
         return typed(Part, json.loads((process / TREE).read_text(encoding="utf-8"))) if process is not None else None

@@ -17,8 +17,7 @@ from keepbusy.report.paper import look
 from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import tame
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.plain_run import PlainRun
-from keepbusy.timeline.run_tree import Part
+from keepbusy.timeline.run_facts import Part, PlainRun
 
 LONGEST_TEXT = 2_000
 LINES_AROUND = 14

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import (
     NONE,
     FrameKind,
@@ -172,7 +173,7 @@ class Rows:
             names=tuple(self.names),
             spans=Spans.of(columns.shape[1], **dict(zip(COLUMNS, columns[:-2], strict=True))),
             links=self._all_links(launch, latency),
-            frames=self._all_frames(now).described(tuple(self.names)),
+            frames=described(self._all_frames(now), tuple(self.names)),
             # a mark stands at the next row of its thread; one at the very end has none yet
             marks=np.unique([row for row in self.marks if row < self.spans.count]).astype(np.int64),
             memory=self._all_memory(),
