@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from keepbusy.fix.gate.waits import Wait
+    from keepbusy.fix.gate.guard import Wait
 
 _LIMITS = ("max_syncs", "max_blocking_copies", "max_wait", "min_overlap", "max_memory", "allow")
 _MARK = (
@@ -126,8 +126,7 @@ class TestMeasure:
     def __init__(self, allow: Any) -> None:
         import torch
 
-        from keepbusy.fix.gate.guard import guard
-        from keepbusy.fix.gate.waits import WATCH
+        from keepbusy.fix.gate.guard import WATCH, guard
 
         self._torch = torch
         self._machine = _virtual_machine()

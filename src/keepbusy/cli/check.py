@@ -65,23 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with exit code 1 where there are too many."""
-    from keepbusy.fix.gate import BLOCKING_COPY, SYNC, verdict
-    from keepbusy.fix.gate.allow_list import AllowList
-    from keepbusy.fix.gate.tally import tally
+    from keepbusy.fix.gate import BLOCKING_COPY, SYNC, AllowList, tally
 
-    files = {verdict.junit: options.junit, verdict.sarif: options.sarif}
+    files = {tally.junit: options.junit, tally.sarif: options.sarif}
     for path in filter(None, files.values()):
         check_place(path)
     AllowList(options.allow)  # what is wrong with it is said before the program runs
     asked = (options.max_syncs, options.max_blocking_copies)
     syncs, copies = (0, 0) if asked == (None, None) else asked
-    found = verdict.GateVerdict(tally(_timeline(options), options.allow), {SYNC: syncs, BLOCKING_COPY: copies})
+    found = tally.GateVerdict(tally.tally(_timeline(options), options.allow), {SYNC: syncs, BLOCKING_COPY: copies})
     for render, path in files.items():
         if path:
             with replacing(path) as part:
                 part.write_text(render(found), encoding="utf-8")
-    told = [verdict.text(found), "\n"]
-    if options.github and (lines := verdict.github(found)):
+    told = [tally.text(found), "\n"]
+    if options.github and (lines := tally.github(found)):
         told += [lines, "\n"]
     if not found.over:
         return told

@@ -83,8 +83,7 @@ def _failures(asked: Sequence[str], done: Comparison, before: Timeline, after: T
     if "slower" in asked and done.step.significant and done.step.difference > 0:
         yield f"slower: a step took {duration(done.step.before)} and takes {duration(done.step.after)}."
     if "new-sync" in asked:
-        from keepbusy.fix.gate.tally import tally
-        from keepbusy.fix.gate.verdict import new_waits
+        from keepbusy.fix.gate.tally import new_waits, tally
 
         for sentence in new_waits(tally(before), tally(after)):
             yield f"new-sync: {sentence}."

@@ -5,23 +5,44 @@ with keepbusy.guard(syncs=0, blocking_copies=0):
 
 @keepbusy.guard(allow=["metrics.py: read once an epoch"])
 def validate(model, loader): ...
+
+Where Python waits PyTorch tells itself, on a real GPU and on a virtual one alike:
+`torch.cuda.set_sync_debug_mode("warn")` warns at every copy that blocks, every read of a value and every
+`Stream.synchronize`, in the thread that waits. It does not see `torch.cuda.synchronize`, events, or copies from
+pageable memory that were asked not to block; those are counted where the program calls them. The calls that usually
+wait are timed besides, so that a wait has a price.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from linecache import getline
+from types import FrameType
+from typing import Any, NamedTuple, Self, TypeVar
 
-from keepbusy.fix.gate import BLOCKING_COPY, SYNC, several
-from keepbusy.fix.gate.allow_list import AllowList
-from keepbusy.fix.gate.waits import WATCH, Wait
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+from keepbusy.fix.gate import BLOCKING_COPY, SYNC, AllowList, several
+from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
+from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12
 """Places that a message names, the costliest first."""
 _WIDTH = 90
 """Letters of a line that are shown."""
+_STAGED = 65_536
+"""Copies up to this size are staged by the driver, as CUDA documents: out of the device such a one is a read."""
+_TEXTS = ("called a synchronizing CUDA operation", "Synchronization debug mode is a prototype")
+_PATTERN = "|".join(_TEXTS)
 
 
 class TooManyWaits(AssertionError):  # noqa: N818 -- what was found
@@ -116,3 +137,316 @@ def _cost(waits: Sequence[Wait]) -> str:
         return "how long Python waited was not measured"
     least = "at least " if len(known) < len(waits) else ""
     return f"Python waited {least}{sum(known) / 1e6:.3g} ms"
+
+
+class StackLine(NamedTuple):
+    """A line of a program, as a stack shows it."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass
+class Wait:
+    """One call that waited for the device."""
+
+    kind: str  # SYNC or BLOCKING_COPY
+    call: str  # what the program called: Tensor.item
+    text: str  # the innermost line of the user's, as it is written
+    stack: tuple[StackLine, ...]  # the user's lines, the innermost first
+    duration: int | None = None  # nanoseconds; None of a call that nobody timed
+
+
+@dataclass
+class _CallUnderWay:
+    """A call under way that may wait."""
+
+    name: str
+    crossing: _Crossing | None
+    began: int
+    waits: list[Wait] = field(default_factory=list)
+
+
+class _Crossing(NamedTuple):
+    """A copy between host and device."""
+
+    inbound: bool
+    size: int
+
+    @property
+    def kind(self) -> str:
+        """As causes are told: what comes in is a copy, what goes out is one if it is large; else it is a read."""
+        return BLOCKING_COPY if self.inbound or self.size > _STAGED else SYNC
+
+
+class _ThreadWaits(threading.local):
+    """What one thread is doing, and who wants to know where it waits."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Wait], object]] = []
+        self.calls: list[_CallUnderWay] = []
+
+
+_THREAD = _ThreadWaits()
+
+
+class WaitWatch:
+    """One for the process: it is set up while anybody listens."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._listening = 0
+        self._lock = threading.Lock()
+        self._backward: list[list[Callable[[Wait], object]]] = []
+        self._mode = 0
+        self.clock: Callable[[], int] = lambda: time.perf_counter_ns()  # noqa: PLW0108 -- a virtual GPU replaces it
+
+    def listen(self, listener: Callable[[Wait], object]) -> Callable[[], None]:
+        """Tell `listener` of each wait of this thread, and of the backward passes that it starts, until the returned
+        function is called."""
+        with self._lock:
+            if not self._listening and torch.cuda.is_available():
+                self._set_up()
+            self._listening += 1
+        listeners = _THREAD.listeners
+        listeners.append(listener)
+
+        def leave() -> None:
+            listeners.remove(listener)
+            with self._lock:
+                self._listening -= 1
+                if not self._listening:
+                    self._patches.undo()
+
+        return leave
+
+    def _set_up(self) -> None:
+        _device_constructors()  # which keeps functions by identity, and is to keep PyTorch's own
+        self._mode = torch.cuda.get_sync_debug_mode()
+        self._hear_warnings()
+        torch.cuda.set_sync_debug_mode("warn")
+        self._patches.later(lambda: torch.cuda.set_sync_debug_mode(self._mode))
+        for owner, name in _timed():
+            self._patches.replace(owner, name, self._timing(f"{owner.__name__}.{name}".removeprefix("torch.")))
+        admit_lazy_parameters(self._patches)
+        for owner, name in _unseen():
+            self._patches.replace(owner, name, self._counting(f"{owner.__name__}.{name}".removeprefix("torch.")))
+        self._patches.replace(torch.autograd.graph, "_engine_run_backward", self._listening_to_backward)
+        self._patches.replace(torch.autograd, "_engine_run_backward", self._listening_to_backward)
+
+    def _hear_warnings(self) -> None:
+        """Ours come first whatever the program filters, records or silences."""
+
+        add = warnings.filterwarnings
+
+        def keep_first() -> None:
+            if not warnings.filters or not _is_ours(warnings.filters[0]):
+                _forget_filter()
+                add("always", _PATTERN)
+
+        def filtering(function: Function) -> Function:
+            def filtered(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                keep_first()
+                return result
+
+            return filtered
+
+        keep_first()
+        for name in ("simplefilter", "filterwarnings", "resetwarnings"):
+            self._patches.replace(warnings, name, filtering)
+        self._patches.replace(warnings, "_showwarnmsg", self._showing)
+        self._patches.later(_forget_filter)
+
+    def _showing(self, show: Function) -> Function:
+        def shown_or_heard(message: Any) -> None:
+            if not str(message.message).startswith(_TEXTS):
+                show(message)
+            elif self._mode:
+                show(message)  # the program had asked for them itself
+            if str(message.message).startswith(_TEXTS[0]):
+                self._heard()
+
+        return shown_or_heard
+
+    def _heard(self) -> None:
+        """PyTorch says that this thread has waited. A thread of autograd's waits for who went backward."""
+        calls = _THREAD.calls
+        call = calls[-1] if calls else None
+        kind = call.crossing.kind if call and call.crossing else SYNC
+        self._tell(kind, call)
+
+    def _tell(self, kind: str, call: _CallUnderWay | None) -> None:
+        listeners = _THREAD.listeners
+        if not listeners and isinstance(threading.current_thread(), threading._DummyThread) and self._backward:
+            listeners = self._backward[-1]
+        if listeners:
+            stack = _stack_of(sys._getframe(2))
+            text = stack[0][1] if stack else ""
+            wait = Wait(kind, call.name if call else "", text, tuple(line for line, _ in stack))
+            if call:
+                call.waits.append(wait)
+            for listener in tuple(listeners):
+                listener(wait)
+
+    def _timing(self, name: str) -> Callable[[Function], Function]:
+        """A call that PyTorch warns of, if it waits."""
+        crosses = _CROSSINGS.get(name.rpartition(".")[2])
+
+        def made(function: Function) -> Function:
+            @left_alone
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                calls = _THREAD.calls
+                # under a mode of the program's or the virtual GPU's PyTorch comes back to the method by its name
+                if not _THREAD.listeners or (calls and calls[-1].name == name):
+                    return function(*args, **kwargs)
+                crossing = crosses(args, kwargs) if crosses else None
+                call = _CallUnderWay(name, crossing, self.clock())
+                calls.append(call)
+                try:
+                    result = function(*args, **kwargs)
+                finally:
+                    calls.pop()
+                    self._price(call)
+                if crossing and not call.waits and _blocks_unseen(crossing, args, result):
+                    call.name += ", non_blocking from memory that is not pinned"
+                    self._tell(crossing.kind, call)
+                    self._price(call)
+                return result
+
+            return timed
+
+        return made
+
+    def _counting(self, name: str) -> Callable[[Function], Function]:
+        """A call that always waits, and that PyTorch does not warn of."""
+
+        def made(function: Function) -> Function:
+            @left_alone
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                if _reuses_memory(sys._getframe(1)) and args and args[0].query():
+                    return function(*args, **kwargs)
+                call = _CallUnderWay(name, None, self.clock())
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._tell(SYNC, call)
+                    self._price(call)
+
+            return counted
+
+        return made
+
+    def _price(self, call: _CallUnderWay) -> None:
+        for wait in call.waits:
+            wait.duration = (self.clock() - call.began) // len(call.waits)
+
+    def _listening_to_backward(self, function: Function) -> Function:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not _THREAD.listeners:
+                return function(*args, **kwargs)
+            self._backward.append(_THREAD.listeners)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._backward.remove(_THREAD.listeners)
+
+        return backward
+
+
+def _is_ours(entry: Any) -> bool:
+    """Whether a filter of warnings is the one that lets us hear them."""
+    return getattr(entry[1], "pattern", None) == _PATTERN
+
+
+def _forget_filter() -> None:
+    warnings.filters[:] = [one for one in warnings.filters if not _is_ours(one)]  # type: ignore[index]
+
+
+def _stack_of(frame: FrameType | None) -> list[tuple[StackLine, str]]:
+    """The user's lines from the inside out, each with its text; where there is none, the innermost library's."""
+    found, library = list[tuple[StackLine, str]](), list[tuple[StackLine, str]]()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        kind = kind_of(file)
+        if kind == OUTSIDE:
+            break
+        if kind != HIDDEN:
+            line = StackLine(shown(file), frame.f_lineno, frame.f_code.co_name)
+            (found if kind == USER else library).append((line, getline(file, frame.f_lineno, frame.f_globals).strip()))
+        frame = frame.f_back
+    return found or library[:1]
+
+
+def _reuses_memory(frame: FrameType) -> bool:
+    """Our own runtime asks for events that have passed before it uses memory again, which holds nobody up."""
+    return frame.f_globals.get("__name__", "").startswith("keepbusy.runtime.")
+
+
+# Which calls are timed, and what they copy.
+
+
+def _timed() -> Iterator[tuple[Any, str]]:
+    for name in (
+        *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__getitem__", "__setitem__"),
+        *("nonzero", "masked_select", "equal", "unique", "repeat_interleave", "bincount"),
+        *_CROSSINGS,
+    ):
+        yield Tensor, name
+    for name in ("tensor", "as_tensor", "asarray", "nonzero", "masked_select", "unique", "repeat_interleave", "equal"):
+        yield torch, name
+    yield torch.cuda.Stream, "synchronize"
+
+
+def _unseen() -> Iterator[tuple[Any, str]]:
+    yield torch.cuda, "synchronize"
+    yield torch.cuda.Event, "synchronize"
+    if hasattr(torch, "accelerator"):
+        yield torch.accelerator, "synchronize"
+
+
+def _of_tensor(args: Any, _: Any) -> _Crossing | None:
+    """`x.to(...)` and its kin: from where the tensor is to the other side."""
+    return _Crossing(not args[0].is_cuda, args[0].nbytes)
+
+
+def _of_copy(args: Any, kwargs: Any) -> _Crossing | None:
+    target, source = args[0], args[1] if len(args) > 1 else kwargs.get("src")
+    if not isinstance(source, Tensor) or target.is_cuda == source.is_cuda:
+        return None
+    return _Crossing(target.is_cuda, target.nbytes)
+
+
+def _of_data(_args: Any, _kwargs: Any) -> _Crossing | None:
+    return _Crossing(inbound=True, size=0)
+
+
+_CROSSINGS: dict[str, Callable[[Any, Any], _Crossing | None]] = {
+    "to": _of_tensor,
+    "cuda": _of_tensor,
+    "cpu": _of_tensor,
+    "tolist": _of_tensor,
+    "numpy": _of_tensor,
+    "type": _of_tensor,
+    "copy_": _of_copy,
+    "new_tensor": _of_data,
+    "tensor": _of_data,
+    "as_tensor": _of_data,
+    "asarray": _of_data,
+}
+
+
+def _blocks_unseen(crossing: _Crossing, args: Any, result: Any) -> bool:
+    """Asked not to block, a large copy from or to pageable memory does, and PyTorch does not say so."""
+    if crossing.size <= _STAGED:
+        return False
+    sides = [one for one in (*args[:2], result) if isinstance(one, Tensor)]
+    host = [one for one in sides if not one.is_cuda]
+    return 0 < len(host) < len(sides) and not host[0].is_pinned()
+
+
+WATCH = WaitWatch()

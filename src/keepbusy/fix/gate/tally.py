@@ -1,12 +1,15 @@
 """All places of a run at which Python waits for the GPU, counted step by step, also those that cost nothing today.
 
-And how much of the copies ran beside the computation.
+They are held against what may be: as text, GitHub's annotations, a JUnit file, and SARIF. And how much of the copies
+ran beside the computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
@@ -15,14 +18,18 @@ from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.ledger import covered
 from keepbusy.explain.places import by_place
 from keepbusy.explain.scene import Scene
-from keepbusy.fix.gate import BLOCKING_COPY, SYNC
-from keepbusy.fix.gate.allow_list import AllowList
+from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, SYNC, AllowList, several
+from keepbusy.report.exports.sarif import document, lines_of
+from keepbusy.report.source import source_of
+from keepbusy.report.words import duration
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
 from keepbusy.timeline.steps import whole_steps
 
 _FEWEST_STEPS = 2
+_SHOWN = 20
+"""Places that are listed; all of them stand in the JUnit file."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,151 @@ def _stack(timeline: Timeline, row: int) -> Iterator[tuple[str, int, str]]:
         if line:
             yield line
         frame = int(timeline.frames.parent[frame])
+
+
+@dataclass(frozen=True)
+class GateVerdict:
+    """A tally and the limits of a step; a kind without a limit is told and not judged."""
+
+    tally: WaitTally
+    limits: Mapping[str, int | None]
+
+    @property
+    def over(self) -> list[str]:
+        """The kinds of which there are too many."""
+        return [kind for kind, limit in self.limits.items() if limit is not None and self.tally.most(kind) > limit]
+
+    @property
+    def unit(self) -> str:
+        return "the script" if self.tally.one_turn else "a step"
+
+    def sentence(self, kind: str) -> str:
+        limit, most = self.limits[kind], self.tally.most(kind)
+        allowed = "not limited" if limit is None else f"{limit or 'none'} may be"
+        where = "in the script" if self.tally.one_turn else f"at most in one of {self.tally.steps} steps"
+        return f"{several(most, kind)} {where}, {allowed}"
+
+    def blamed(self) -> list[CountedPlace]:
+        """Places of the kinds of which there are too many."""
+        return [one for one in self.tally.places if one.kind in self.over and not one.reason]
+
+
+def text(verdict: GateVerdict) -> str:
+    """For people: the verdict, then every place, those that are too many first."""
+    tally = verdict.tally
+    clock = ", modelled clock" if tally.modelled else ""
+    lines = [f"keepbusy check · {tally.source} · {tally.device}{clock}", ""]
+    for kind in verdict.limits:
+        mark = "too many" if kind in verdict.over else "fine" if verdict.limits[kind] is not None else "told only"
+        lines.append(f"{mark:<11}{verdict.sentence(kind)}")
+    blamed = verdict.blamed()
+    others = [one for one in tally.places if one not in blamed]
+    for one in (*blamed, *others)[:_SHOWN]:
+        lines += ["", *_paragraph(verdict, one)]
+    if len(tally.places) > _SHOWN:
+        lines += ["", f"and {len(tally.places) - _SHOWN} more places; --junit keeps all of them"]
+    return "\n".join(lines)
+
+
+def _paragraph(verdict: GateVerdict, place: CountedPlace) -> Iterator[str]:
+    operator = f" · {place.where.operator}" if place.where.operator else ""
+    library = f" · {place.where.library}" if place.where.library else ""
+    yield f"{place.where}{operator}{library}"
+    source = source_of(place.where)
+    if source is not None:
+        yield f"  {source.text}"
+    yield f"  {_count(verdict, place)}"
+    if place.reason:
+        yield f"  allowed: {place.reason}"
+
+
+def _count(verdict: GateVerdict, place: CountedPlace) -> str:
+    held = f"Python stands there for {duration(place.held // verdict.tally.steps)}"
+    if verdict.tally.one_turn:
+        return f"{several(place.total, place.kind)} in the script; {held}"
+    if place.steps == verdict.tally.steps:
+        return f"{several(place.most, place.kind)} a step; {held} of it"
+    return f"{several(place.most, place.kind)} in {place.steps} of {verdict.tally.steps} steps; {held} a step"
+
+
+def github(verdict: GateVerdict) -> str:
+    """GitHub's workflow commands: an error at each line that is too many, a notice at the others."""
+    blamed = verdict.blamed()
+    return "\n".join(
+        f"::{'error' if one in blamed else 'notice'} {_place_of(one)}title=keepbusy: {one.kind}::"
+        f"{_message(verdict, one)}"
+        for one in verdict.tally.places
+        if not one.reason
+    )
+
+
+def new_waits(before: WaitTally, after: WaitTally) -> list[str]:
+    """Functions that wait more often in a step than they did, a sentence each. Lines move, functions seldom do."""
+    was, now = (_by_function(one) for one in (before, after))
+    told = []
+    for key, places in now.items():
+        old = sum(one.most for one in was.get(key, ()))
+        new = sum(one.most for one in places)
+        if new > old:
+            lines = ", ".join(str(one.where) for one in places)
+            told.append(
+                f"{several(new, key[0])} a step at {lines} ({places[0].where.operator}), {old or 'none'} before"
+            )
+    return told
+
+
+def _by_function(tally: WaitTally) -> dict[tuple[str, str, str], list[CountedPlace]]:
+    found: dict[tuple[str, str, str], list[CountedPlace]] = {}
+    for one in tally.places:
+        where = one.where
+        found.setdefault((one.kind, where.file, where.function or where.operator), []).append(one)
+    return found
+
+
+def _place_of(place: CountedPlace) -> str:
+    """As a path below the folder that GitHub knows."""
+    if not place.where.file:
+        return ""
+    path = os.path.relpath(place.where.file, os.environ.get("GITHUB_WORKSPACE") or None)
+    return f"file={_escaped(path)},line={place.where.line},"
+
+
+def _message(verdict: GateVerdict, place: CountedPlace) -> str:
+    operator = f" ({place.where.operator})" if place.where.operator else ""
+    return _escaped(f"{_count(verdict, place)}{operator}")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def junit(verdict: GateVerdict) -> str:
+    """A test case for each limit, which fails with its lines."""
+    limits = [kind for kind, limit in verdict.limits.items() if limit is not None]
+    name = quoteattr(f"keepbusy check {verdict.tally.source}")
+    lines = [
+        '<?xml version="1.0" encoding="utf-8"?>',
+        f'<testsuites><testsuite name={name} tests="{len(limits)}" failures="{len(verdict.over)}" errors="0">',
+    ]
+    for kind in limits:
+        case = f"<testcase classname={name} name={quoteattr(PLURALS[kind])}"
+        places = [one for one in verdict.tally.places if one.kind == kind]
+        told = escape("\n\n".join("\n".join(_paragraph(verdict, one)) for one in places))
+        if kind in verdict.over:
+            lines.append(f"{case}><failure message={quoteattr(verdict.sentence(kind))}>{told}</failure></testcase>")
+        else:
+            lines.append(f"{case}><system-out>{told}</system-out></testcase>")
+    return "\n".join([*lines, "</testsuite></testsuites>\n"])
+
+
+def sarif(verdict: GateVerdict) -> str:
+    """An error at each line that is too many, a note at the others; what is allowed is suppressed, with its reason."""
+    blamed, results = verdict.blamed(), []
+    for one in verdict.tally.places:
+        if lines := lines_of(one.where):
+            text = f"{_count(verdict, one)} ({one.where.operator}). In all {verdict.sentence(one.kind)}."
+            level = "error" if one in blamed else "note"
+            result = {"ruleId": one.kind.replace(" ", "_"), "level": level, "message": {"text": text}, **lines}
+            allowed = {"suppressions": [{"kind": "external", "justification": one.reason}]} if one.reason else {}
+            results.append(result | allowed)
+    return document(results)
