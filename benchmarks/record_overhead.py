@@ -427,7 +427,7 @@ def show_windowed(name: str, rows: dict[str, list[dict[str, float]]]) -> None:
 TELLING = """\
 import sys, time
 sys.path[:0] = PATHS
-from keepbusy.instrument.children import when_imported
+from keepbusy.instrument.patches import when_imported
 
 def telling(owner, original, what):
     def told(*arguments, **options):

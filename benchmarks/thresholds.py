@@ -99,11 +99,9 @@ MERGED = {
 """Of reading ranks into one timeline: measured on the recordings of several ranks, and on traces of many."""
 
 RECORDED = {
-    "keepbusy.instrument.step_loop": (
+    "keepbusy.instrument.loop_tree": (
         Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),
         Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of a turn."),
-    ),
-    "keepbusy.instrument.loop_tree": (
         Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
     ),
     "keepbusy.instrument.slow_turns": (
@@ -162,7 +160,6 @@ BOUNDS = {
         *("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "RECORDED_AT_MOST"),
         *("SHORTEST_PART", "SLOW_TURNS_MATTER", "LOOP_IS_WORTH"),
     ),
-    "keepbusy.instrument.step_loop": (),
     "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
     "keepbusy.recording.turn_times": (
         *("COURSE_ROWS", "STALL_MATTERS", "WHIM_MATTERS", "NO_LEAD", "CHANGE", "CERTAINTY", "LASTING_TIME"),

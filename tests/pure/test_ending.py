@@ -13,7 +13,7 @@ import pytest
 SOURCES = Path(__file__).parents[2] / "src"
 BEGINS = """\
 import atexit, os, signal, sys, threading, time
-from keepbusy.instrument.ending import Ending
+from keepbusy.instrument.script import Ending
 """
 FINISHES = "Ending(lambda: print('finished', flush=True), in_handler=%s)\n"
 

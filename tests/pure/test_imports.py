@@ -37,7 +37,7 @@ ROOMS = {
     "runtime": (set(), {"torch"}),
     "integrations": (
         {
-            *("timeline", "instrument.run_folder", "instrument.ENDED", "recording.recorded_run", "traces.trace_file"),
+            *("timeline", "instrument.processes", "instrument.ENDED", "recording.recorded_run", "traces.trace_file"),
             *("virtual.virtual_run", "explain.diagnosis", "report"),
         },
         {"torch", "transformers", "lightning", "pytorch_lightning", "accelerate", "wandb", "mlflow", "IPython", "ray"},

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from watched import MS, Watched, codes_of
 
-from keepbusy.instrument.loop_tree import innermost_loops, jumps_of, read_source, tree_of, turns_at
+from keepbusy.instrument.loop_tree import beside, innermost_loops, jumps_of, read_source, tree_of, turned_by, turns_at
 from keepbusy.instrument.loops import Line
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.marks import Marks
 from keepbusy.recording.step_detector import ENDS

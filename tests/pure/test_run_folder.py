@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from keepbusy.cli.program import launch
-from keepbusy.instrument import children
-from keepbusy.instrument.run_folder import RunFolder, make_folder
+from keepbusy.instrument import processes
+from keepbusy.instrument.processes import RunFolder, make_folder
 from keepbusy.timeline.files import BadInput
 
-MAKE = "from keepbusy.instrument.run_folder import make_folder; import os; print(make_folder(), flush=True); {}"
+MAKE = "from keepbusy.instrument.processes import make_folder; import os; print(make_folder(), flush=True); {}"
 
 
 def made(folder: Path, end: str) -> Path:
@@ -84,10 +84,10 @@ def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, mon
 def test_to_follow_twice_is_to_follow_once_and_it_is_undone() -> None:
     import multiprocessing.spawn
 
-    children.follow(make_folder, {})()  # whoever followed in an earlier test does no longer
+    processes.follow(make_folder, {})()  # whoever followed in an earlier test does no longer
     before = multiprocessing.spawn.get_preparation_data
-    children.follow(make_folder, {})
-    undo = children.follow(make_folder, {})
+    processes.follow(make_folder, {})
+    undo = processes.follow(make_folder, {})
     assert multiprocessing.spawn.get_preparation_data.__wrapped__ is before
     undo()
     assert multiprocessing.spawn.get_preparation_data is before

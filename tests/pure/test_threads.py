@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from keepbusy.instrument.threads import UnseenThread
+from keepbusy.instrument.processes import UnseenThread
 
 
 def test_it_is_nowhere_among_the_threads_and_can_be_waited_for() -> None:

@@ -18,7 +18,7 @@ from keepbusy.cli.console.output import check_place, need_pytorch, replacing, sh
 from keepbusy.cli.console.sources import SAVED
 from keepbusy.cli.console.values import whole_number
 from keepbusy.cli.program import machine_options
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import keepbusy
 from keepbusy.cli.console.output import need_pytorch, replacing, show
 from keepbusy.cli.program import machine_options
 from keepbusy.instrument.lines import USER, kind_of
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.processes import make_folder
 from keepbusy.report import words
 from keepbusy.report.words import duration
 from keepbusy.timeline.files import BadInput

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from keepbusy.cli.console.output import complain, need_pytorch
 from keepbusy.cli.console.values import whole_number
 from keepbusy.cli.program import machine_options
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.processes import make_folder
 from keepbusy.report.words import duration, listing, share
 from keepbusy.timeline.files import BadInput
 

@@ -18,7 +18,7 @@ from keepbusy.cli.console import values
 from keepbusy.cli.console.explanation import check_name, rendered, rendered_comparison, save, write_page
 from keepbusy.cli.console.output import StandardStreams, check_place, need_pytorch, sentence_of
 from keepbusy.cli.program import launch, machine_options, supervised_run
-from keepbusy.instrument.children import follow_with
+from keepbusy.instrument.processes import follow_with
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput
 
@@ -202,7 +202,7 @@ def be_candidate() -> None:
 def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None) -> None:
     """From here on. What was done is told once the program has ended, before the report."""
     from keepbusy.fix.live.live_fixes import LiveFixes, be_rank
-    from keepbusy.instrument.run_folder import RunFolder
+    from keepbusy.instrument.processes import RunFolder
 
     fixes, folder = LiveFixes(options.fixes), RunFolder()
     fixes.begin()
@@ -242,8 +242,8 @@ def _plan_without(
 
 
 def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
-    from keepbusy.instrument.ending import Ending
-    from keepbusy.instrument.run_folder import RunFolder
+    from keepbusy.instrument.processes import RunFolder
+    from keepbusy.instrument.script import Ending
 
     started_in = Path.cwd()
     timeline: Callable[..., Timeline] | None = None

@@ -1,7 +1,8 @@
 """From looks and turns to the tree of a run: its loops, the lines beside them, and where each second went.
 
 Where a look found the program tells which loops it was in; each look counts for the time until the next one. So the
-tree sums to the run whatever the program did, and turns, where they were counted, only divide what is in it.
+tree sums to the run whatever the program did, and turns, where they were counted, only divide what is in it. It also
+tells which loop's turns are the steps of the run: the innermost one that trains.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dis
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -529,3 +530,61 @@ class _Tree:
 
     def _text(self, line: Line) -> str:
         return self.sources.text(self.looks.codes[line.code].co_filename, line.line) if line.code != NONE else ""
+
+
+# Which loop's turns are the steps.
+#
+# What ends a step is an optimizer, a forward pass or a graph, and which loop that stands in is known. But two
+# optimizers of one turn are one step, and what lies between two runs of the loop, as an evaluation after each epoch, is
+# no step.
+
+PATIENCE = 8
+"""Who steps so many times while another one does not is no part of its step."""
+HOLDS_TRAINING = 0.5
+"""Of the backward passes: a loop with fewer of them, as one over optimizers, is a part of a turn."""
+
+Nest = tuple[LoopKey, ...]
+"""The loops that something stands in, from the outside in."""
+
+
+def loop_that_trains(marks: Mapping[Nest, int], passes: Mapping[Nest, int], turns: Mapping[LoopKey, Ints]) -> Nest:
+    """The innermost loop in whose turns the marks of steps are, with those around it. `passes`: backward passes."""
+    found: Nest = ()
+    while True:
+        depth = len(found)
+        here = {nest: count for nest, count in marks.items() if nest[:depth] == found}
+        inner = Counter[LoopKey]()
+        for nest, count in here.items():
+            if len(nest) > depth:
+                inner[nest[depth]] += count
+        if not inner:
+            return found
+        best, held = inner.most_common(1)[0]
+        alone = held == sum(here.values()) or len(turns[best]) >= PATIENCE * len(turns[found[-1]]) if found else True
+        within, outside = (_held(passes, nest) for nest in ((*found, best), found))
+        if not alone or within < HOLDS_TRAINING * outside:
+            return found
+        found = (*found, best)
+
+
+def _held(passes: Mapping[Nest, int], loop: Nest) -> int:
+    return sum(count for nest, count in passes.items() if nest[: len(loop)] == loop)
+
+
+def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop]) -> BusyLoop | None:
+    """The innermost of the loops around a mark, where it turns once from mark to mark as long as it turns; else the
+    next one that always does. Where a loop around it does, too, it is that one: what it does beside is part of a step;
+    as one that asks a generator for what its loops make, one in the other. Only of loops whose turns were counted."""
+    known = {one.nest[-1]: one for one in loops if one.jumps}
+    found: BusyLoop | None = None
+    for number, loop in enumerate(loop for loop in reversed(around) if loop in known):
+        turns = np.diff(np.searchsorted(known[loop].ends, marks))
+        if turns.any() and quantile(turns if number else turns[turns > 0]) == 1:
+            found = known[loop]
+    return found
+
+
+def beside(trains: BusyLoop, loops: Sequence[BusyLoop]) -> Iterator[BusyLoop]:
+    """Loops that stand neither around the one that trains nor anywhere within its turns."""
+    parts = {loop for one in loops if trains.nest[-1] in one.nest for loop in one.nest}
+    return (one for one in loops if one.nest[-1] not in parts and one.nest[-1] not in trains.nest)

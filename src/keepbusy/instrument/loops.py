@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from keepbusy.instrument.lines import HIDDEN, IMPORT_SYSTEM, OUTSIDE, USER, kind_of, shown
-from keepbusy.instrument.threads import UnseenThread, processor_times
+from keepbusy.instrument.processes import UnseenThread, processor_times
 from keepbusy.timeline.model import NONE
 
 LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 1_000, 1.02

@@ -1,32 +1,21 @@
-"""Functions of PyTorch's that are replaced while a program is recorded, and put back afterwards."""
+"""Functions of PyTorch's that are replaced while a program is recorded, and put back afterwards.
+
+Nothing is imported for it: what the program sets before its imports (threads, devices, logs) keeps its meaning. What is
+not there yet is replaced right after the program has imported it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
-
-
-def left_alone(function: Function) -> Function:
-    """What PyTorch's compiler is not to look into, wherever it meets it: it is called as it stands.
-
-    `torch.compiler.disable` would import the compiler.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
-    run_plainly(function)
-    return function
-
-
-def run_plainly(function: Any) -> None:
-    """What is called where a compiled function goes on as Python is not compiled, nor is what it calls."""
-    from torch._C._dynamo import eval_frame
-
-    skipped = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skipped, skipped)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 class Patches:
@@ -58,6 +47,86 @@ class Patches:
             self._undo.pop()()
 
 
+def _put_back(owner: Any, name: str, ours: Function, own: Any) -> None:
+    if vars(owner).get(name) is not ours:
+        return
+    if own is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)
+
+
+def when_imported(name: str, then: Callable[[], object]) -> None:
+    """Call `then` right after the program's own import of the module; at once if it has been imported already."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Expected(name, then))
+
+
+class _Expected:
+    """Asked first for every import, it answers for one module only, until that is run.
+
+    Many ask where a module is and do not import it then: `find_spec("torch")` is how others learn that it is installed.
+    """
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name, self._then = name, then
+        self._asking = set[int]()
+        """Threads that are asking those who know modules."""
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        thread = threading.get_ident()
+        if name != self._name or thread in self._asking:
+            return None
+        self._asking.add(thread)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.discard(thread)
+        if spec is not None and spec.loader is not None:
+            self._follow(spec.loader)
+        return spec
+
+    def _follow(self, loader: object) -> None:
+        """The loader is this module's own. It stays what it is, but for the one time when the module is run."""
+        execute = loader.exec_module  # type: ignore[attr-defined]
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # of several who follow it, the first has taken it away
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            execute(module)
+            self._then()
+
+        loader.exec_module = exec_module  # type: ignore[attr-defined]
+
+
+# What PyTorch's compiler and TorchScript make of what is replaced.
+
+
+def left_alone(function: Function) -> Function:
+    """What PyTorch's compiler is not to look into, wherever it meets it: it is called as it stands.
+
+    `torch.compiler.disable` would import the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    run_plainly(function)
+    return function
+
+
+def run_plainly(function: Any) -> None:
+    """What is called where a compiled function goes on as Python is not compiled, nor is what it calls."""
+    from torch._C._dynamo import eval_frame
+
+    skipped = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skipped, skipped)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
 def admit_lazy_parameters(patches: Patches) -> None:
     """Parameters without a shape know the methods that they may be asked for by identity, so they are told the new."""
     from torch import Tensor
@@ -67,15 +136,6 @@ def admit_lazy_parameters(patches: Patches) -> None:
     known = lazy._allowed_methods
     lazy._allowed_methods = known + [getattr(Tensor, one.__name__, one) for one in known]
     patches.later(lambda: setattr(lazy, "_allowed_methods", known))
-
-
-def _put_back(owner: Any, name: str, ours: Function, own: Any) -> None:
-    if vars(owner).get(name) is not ours:
-        return
-    if own is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
 
 
 def admit_scripts(patches: Patches) -> None:

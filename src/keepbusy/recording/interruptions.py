@@ -15,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of, program_lines, shown
-from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.threads import processor_times
+from keepbusy.instrument.patches import Function, Patches, when_imported
+from keepbusy.instrument.processes import processor_times
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import LoaderUse
 

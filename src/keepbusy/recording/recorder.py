@@ -18,22 +18,23 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
-from keepbusy.instrument.children import follow, when_imported
 from keepbusy.instrument.lines import PROGRAM_CODE, program_lines
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
+    beside,
     innermost_loops,
     jumps_of,
     read_source,
     tree_of,
+    turned_by,
     turns_at,
     worth_a_look,
 )
 from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatch
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.patches import when_imported
+from keepbusy.instrument.processes import follow, make_folder
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.instrument.step_loop import beside, turned_by
 from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks

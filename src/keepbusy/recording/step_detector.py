@@ -13,8 +13,8 @@ from enum import IntEnum
 from typing import Any
 
 from keepbusy.instrument import ENDED
+from keepbusy.instrument.loop_tree import PATIENCE
 from keepbusy.instrument.patches import Function, Patches, left_alone
-from keepbusy.instrument.step_loop import PATIENCE
 
 # Several optimizers make one step: the round in which each of them has stepped.
 

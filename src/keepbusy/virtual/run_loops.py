@@ -24,8 +24,11 @@ from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
     LoopKey,
+    Nest,
+    beside,
     follows,
     innermost_loops,
+    loop_that_trains,
     read_source,
     tree_of,
     turns_of_loops,
@@ -33,7 +36,6 @@ from keepbusy.instrument.loop_tree import (
 )
 from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, TurnCounters
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.instrument.step_loop import Nest, beside, loop_that_trains
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
 from keepbusy.timeline.run_facts import LOOP, WindowReason

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.instrument.children import follow
-from keepbusy.instrument.run_folder import RunFolder
+from keepbusy.instrument.processes import RunFolder, follow
 from keepbusy.timeline.busy_file import load, save
 from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from keepbusy.cli.console.output import KeptDescriptor, StandardStreams
 from keepbusy.cli.program import launch
 from keepbusy.cli.program.live import live
-from keepbusy.instrument.run_folder import make_folder
+from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 
@@ -162,7 +162,7 @@ def _is_seen(options: argparse.Namespace) -> bool:
 
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
-    from keepbusy.instrument.ending import Ending
+    from keepbusy.instrument.script import Ending
 
     def finish() -> None:
         watched.end()

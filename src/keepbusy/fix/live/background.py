@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from keepbusy.instrument.threads import UnseenThread
+from keepbusy.instrument.processes import UnseenThread
 
 _AT_THE_END = 5
 """Seconds that the program's end waits for what is under way."""

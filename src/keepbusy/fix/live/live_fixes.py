@@ -20,9 +20,8 @@ from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.fix.syntax.turn_passes import PASSES, lift_passes
 from keepbusy.instrument import script
-from keepbusy.instrument.children import when_imported
 from keepbusy.instrument.lines import USER, kind_of
-from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly
+from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly, when_imported
 from keepbusy.report.words import duration, share, transition
 from keepbusy.timeline.files import BadInput
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 from keepbusy.instrument import script
-from keepbusy.instrument.children import when_imported
-from keepbusy.instrument.patches import Function, Patches
+from keepbusy.instrument.patches import Function, Patches, when_imported
 
 if TYPE_CHECKING:
     from torch import Tensor

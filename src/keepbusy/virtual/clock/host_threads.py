@@ -25,7 +25,7 @@ from types import FrameType
 from weakref import finalize
 
 from keepbusy.instrument.lines import LIBRARY, PYTHON, USER, kind_of, program_lines, shown
-from keepbusy.instrument.threads import UnseenThread
+from keepbusy.instrument.processes import UnseenThread
 from keepbusy.timeline.model import NONE, FrameKind, Kind, LinkKind
 from keepbusy.virtual.clock.rows import Rows
 

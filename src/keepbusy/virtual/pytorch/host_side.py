@@ -24,8 +24,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from keepbusy.instrument import ENDED
-from keepbusy.instrument.children import when_imported
-from keepbusy.instrument.patches import Patches
+from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.host_threads import BACKWARD_PASS

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from keepbusy.instrument.children import when_imported
-from keepbusy.instrument.patches import Patches
+from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch import OPERATORS, refusal
 from keepbusy.virtual.pytorch.cuda_only import ON_HOST

@@ -1,0 +1,183 @@
+"""The processes and threads of a run: those that the program spawns, one of ours beside it, and where they leave what
+they tell each other."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import json
+import multiprocessing.spawn
+import os
+import runpy
+import shutil
+import socket
+import tempfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from keepbusy.instrument.patches import Patches
+
+# Processes that the program spawns: each becomes what its parent is before it imports the program again.
+
+CHILD = "KEEPBUSY_SPAWNED"
+"""How a spawned child is told what to be: what to call first, with which options, and the script of its parent."""
+_FILE = __file__
+_SCRIPT, _MODULE = _MAIN = ("init_main_from_path", "init_main_from_name")
+"""How Python tells a child which program it belongs to: a file, or with `-m` a module."""
+
+
+_followed = Patches()
+"""What `follow` replaced last."""
+_CHILD_CALLS: list[dict[str, Any]] = []
+"""What children call besides, once they have begun."""
+
+
+def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[], None]:
+    """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway.
+
+    It holds for one `begin` at a time, the last; what is returned puts Python's own way back. An option that is a
+    function is asked when a child is spawned.
+    """
+    _followed.undo()
+    child = {"module": begin.__module__, "function": begin.__qualname__}
+
+    def preparing(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+        def prepared(name: str) -> dict[str, Any]:
+            data = prepare(name)
+            main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
+            then = [{**one, "options": _asked(one["options"])} for one in _CHILD_CALLS]
+            os.environ[CHILD] = json.dumps({**child, "options": _asked(options), "then": then, **main})
+            return data | {_SCRIPT: _FILE}
+
+        return prepared
+
+    _followed.replace(multiprocessing.spawn, "get_preparation_data", preparing)
+    return _followed.undo
+
+
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value() if callable(value) else value for name, value in options.items()}
+
+
+def follow_with(then: Callable[..., object], **options: Any) -> None:
+    """To be called in spawned children that are followed, once they have begun."""
+    _CHILD_CALLS.append({"module": then.__module__, "function": then.__qualname__, "options": options})
+
+
+def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
+    """Python runs this file in place of the script: become what the parent is, then be the script as Python would."""
+    for one in (child, *child["then"]):
+        begin = getattr(import_module(one["module"]), one["function"])
+        begin(**one["options"])
+    script, module = child.get(_SCRIPT), child.get(_MODULE)
+    main: dict[str, Any] = {}
+    if script is not None and script.endswith(".py"):
+        from keepbusy.instrument.script import COMPILE
+
+        code = COMPILE[-1](Path(script).read_bytes(), script)
+        main = runpy._run_module_code(code, None, "__mp_main__", pkg_name="", script_name=script)  # type: ignore[attr-defined]
+    elif script is not None:
+        main = runpy.run_path(script, run_name="__mp_main__")
+    elif module is not None and module.rpartition(".")[2] != "__main__":
+        main = runpy.run_module(module, run_name="__mp_main__", alter_sys=True)
+    names.clear()
+    names.update(main)
+
+
+# Threads: one of ours that the program does not find among its own, which it may count or wait for.
+
+
+class UnseenThread:
+    """Runs at once, and is no reason for the process not to end. `threading` does not know of it."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._at_work = _thread.allocate_lock()
+        self._at_work.acquire()
+        _thread.start_new_thread(self._run, ())
+
+    def join(self, patience: float) -> None:
+        """Wait for its end, but no more than so many seconds."""
+        if self._at_work.acquire(timeout=patience):
+            self._at_work.release()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._at_work.release()
+
+
+def processor_times(thread: int) -> tuple[int, int] | None:
+    """Nanoseconds so far in which the thread of this native number had a processor, and in which it waited for one;
+    None where nobody knows, as of a thread that ended."""
+    try:
+        ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)
+
+
+# A folder for what the processes of a run leave each other. It goes with the process that made it.
+
+
+class RunFolder:
+    """One that is made when it is first asked for: a run that needs none and dies of a signal leaves none."""
+
+    def __init__(self) -> None:
+        self._prefix = f"keepbusy-{_host()}-"
+        self._made: Path | None = None
+        _remove_stale(self._prefix)
+        process = os.getpid()
+
+        def remove() -> None:
+            if self._made is not None and os.getpid() == process:
+                shutil.rmtree(self._made, ignore_errors=True)
+
+        atexit.register(remove)  # exit handlers run the last one first: who is registered later still finds it
+
+    def path(self) -> Path:
+        if self._made is None:
+            self._made = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-"))
+        return self._made
+
+    def files(self, pattern: str) -> list[Path]:
+        """Those in it, by name."""
+        return sorted(self._made.glob(pattern)) if self._made is not None else []
+
+
+def make_folder() -> Path:
+    """A new one that nobody else can guess or read; those of one's own runs that were killed are taken away."""
+    return RunFolder().path()
+
+
+def _host() -> str:
+    """Whose process numbers these are: hosts and containers may share a temporary directory."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    return f"{zlib.crc32(f'{socket.gethostname()} {space}'.encode()):08x}"
+
+
+def _remove_stale(prefix: str) -> None:
+    with suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            process = folder.name[len(prefix) :].partition("-")[0]
+            if process.isdecimal() and folder.lstat().st_uid == os.getuid() and not _lives(int(process)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:  # it may be somebody else's
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+if __name__ == "__mp_main__" and CHILD in os.environ:  # last, for all names go that are not the program's
+    _be_child(json.loads(os.environ[CHILD]), globals())
