@@ -159,14 +159,14 @@ LINES = {
     "hang": 646,
     "timeline": 2501,
     "traces": 2404,
-    "instrument": 2346,
+    "instrument": 2329,
     "recording": 4082,
-    "virtual": 8755,
+    "virtual": 8754,
     "explain": 4602,
     "report": 3246,
     "runtime": 6200,
     "cli": 3551,
-    "fix": 6196,
+    "fix": 6194,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
