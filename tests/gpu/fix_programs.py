@@ -2034,6 +2034,227 @@ for turn, (x, y) in enumerate(batches()):
     found.append(loss.item())
 found += weights(net)
 """,
+    "a gradient of gradients, later": DEEP
+    + """
+net, optimizer = deep()
+for turn, (x, y) in enumerate(batches(24)):
+    optimizer.zero_grad()
+    x = x.requires_grad_(turn >= 10)
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    if turn % 4 == 3 and turn >= 10:
+        slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = loss + slope.square().sum()
+    loss.backward()
+    optimizer.step()
+    found.append((loss.item(), x.grad))
+found += weights(net)
+""",
+    "back twice, with leave and without": DEEP
+    + """
+net, optimizer = deep()
+for turn, (x, y) in enumerate(batches(24)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    if turn % 3 == 0: loss.backward(retain_graph=True)
+    loss.backward()
+    if turn == 17:
+        try: loss.backward()
+        except RuntimeError as error: found.append(str(error)[:60])
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "a weight changed before the way back": DEEP
+    + """
+net, optimizer = deep()
+for turn, (x, y) in enumerate(batches(24)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    with torch.no_grad():
+        if turn == 15: net[0].weight.mul_(0.5)
+        if turn == 18: net[0].bias.add_(1)
+    try: loss.backward()
+    except RuntimeError as error: found.append(str(error)[:60])
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "gradients of what goes in, by another call": DEEP
+    + """
+net, optimizer = deep()
+for turn, (x, y) in enumerate(batches(24)):
+    x.requires_grad_()
+    loss = F.cross_entropy(net(x), y)
+    if turn < 8: loss.backward()
+    else: x.grad, *slopes = torch.autograd.grad(loss, [x, *net.parameters()]); found.append(slopes[0].sum())
+    found.append((loss.item(), x.grad))
+    optimizer.step(); optimizer.zero_grad()
+found += weights(net)
+""",
+    "several results, of which some are used": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.other = deep()[0], deep()[0]
+    def forward(self, x):
+        first = self.inner(x)
+        return {"out": first, "more": [self.other(x), first.argmax(1), None, 3]}
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(30)):
+    optimizer.zero_grad()
+    made = net(x)
+    made["out"].retain_grad()
+    loss = F.cross_entropy(made["out"], y)
+    if turn >= 20: loss = loss + made["more"][0].square().mean()
+    loss.backward()
+    with torch.no_grad(): made["more"][0].mul_(2); made["more"][1].add_(1)
+    optimizer.step()
+    found.append((loss.item(), made["out"].grad, made["more"]))
+found += weights(net)
+""",
+    "copies of a network, and one that is saved and loaded": DEEP
+    + """
+import io
+net, optimizer = deep(); average = copy.deepcopy(net)
+for turn, (x, y) in enumerate(batches(48)):
+    if turn == 12: average = copy.deepcopy(net)
+    if turn == 24:
+        torch.save(net, held := io.BytesIO()); held.seek(0)
+        net = torch.load(held, weights_only=False); optimizer = sgd(net)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+
+    with torch.no_grad():
+        for one, other in zip(average.parameters(), net.parameters()): one.lerp_(other, 0.1)
+        found.append(average(x).sum())
+found += [*weights(net), *weights(average)]
+""",
+    "forward passes that nobody goes back through": DEEP
+    + """
+net, optimizer = deep(); kept = []
+for turn, (x, y) in enumerate(batches(30)):
+    if turn % 5 == 4: kept.append(net(x))
+    if turn % 7 == 6: net(x)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+
+found += [*weights(net), *kept]
+""",
+    "a loss over two turns": DEEP
+    + """
+net, optimizer = deep(); before = None
+for turn, (x, y) in enumerate(batches(24)):
+    loss = F.cross_entropy(net(x), y)
+    if before is not None and turn % 2:
+        optimizer.zero_grad()
+        (loss + before).backward()
+        optimizer.step()
+    before = loss
+    found.append(loss.item())
+found += weights(net)
+""",
+    "weights that are shared, and punished outside": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.last = deep()[0], nn.Linear(33, 33)
+    def forward(self, x): return self.inner(torch.tanh(self.last(torch.tanh(self.last(torch.tanh(self.last(x)))))))
+net = Net().cuda(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(30)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y) + 0.1 * net.last.weight.square().sum()
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "other weights in its place, and a forward pass that is replaced": DEEP
+    + """
+net, optimizer = deep(); plain = net.forward
+for turn, (x, y) in enumerate(batches(48)):
+    if turn == 14: net.forward = lambda x: plain(x) * 2
+    if turn == 26: del net.forward
+    optimizer.zero_grad()
+    doubled = {name: one * 2 for name, one in net.named_parameters()}
+    out = torch.func.functional_call(net, doubled, (x,)) if turn in (18, 34) else net(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "what it keeps for the way back lies on the host": DEEP
+    + """
+net, optimizer = deep()
+for turn, (x, y) in enumerate(batches(24)):
+    optimizer.zero_grad()
+    if turn % 4 == 3:
+        with torch.autograd.graph.save_on_cpu(): loss = F.cross_entropy(net(x), y)
+    else: loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
+    "weights made of others": DEEP
+    + """
+net, optimizer = deep()
+net[0] = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(33, 33)).cuda(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(24)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+
+found += [*weights(net), *net.buffers()]
+""",
+    "parts of a module that reads on the host": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.parts = nn.Linear(33, 33), nn.ModuleList([deep()[0] for _ in range(2)])
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return sum(part(x) for part in self.parts) * (2 if x.sum().item() > 0 else 1)
+net = Net().cuda(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(40)):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+
+found += weights(net)
+""",
+    "lines that do not run, and some that do later": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.inner, self.table, self.turns = deep()[0], None, 0
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(5, device=x.device)
+        if getattr(self, "counts", False):
+            self.turns = self.turns + 1
+        return self.inner(x) * self.table
+net = Net(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(48)):
+    if turn == 16: net.counts = True
+    if turn == 24: net.table = None
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+
+found += [*weights(net), net.turns]
+""",
     "inside of a longer loop with breaks": DEEP
     + """
 net, optimizer = deep(); best = 1e9

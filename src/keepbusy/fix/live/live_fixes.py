@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from keepbusy.fix.syntax.joint_loops import FOREACH, MOVED, join_loops, join_moves, moved_singly
 from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
-from keepbusy.fix.syntax.turn_passes import PASSES, lift_passes
 from keepbusy.instrument import script
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly, when_imported
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 SAFE = ("copies", "late_numbers", "draws", "workers", "foreach", "graph", "syncs", "cache", "garbage")
 ASKED = ("fused", "gradients")
 """Those that are not done unless they are named: their values differ, within a stated tolerance."""
-_READING = {"copies", "late_numbers", "foreach", "graph", "gradients"}
+_READING = {"copies", "late_numbers", "foreach", "gradients"}
 """Those that know the program's source."""
 _BY_THEMSELVES = ("workers", "gradients")
 """Those that cannot be switched by turns: what workers gain is seen before and after; ranks must all do the same."""
@@ -101,7 +100,6 @@ class LiveFixes:
             self._patches.replace(SourceFileLoader, "get_code", self._reading)
             plainly = {NAME: ReadsAtOnce(), MARK: lambda *_: None, MOVED: moved_singly}
             plainly[FOREACH] = lambda _, remake, __, *held: remake(*held)
-            plainly[PASSES] = lambda passes, *given: passes(*given)
             for name, plain in plainly.items():
                 setattr(builtins, name, plain)
                 self._patches.later(partial(delattr, builtins, name))
@@ -116,12 +114,11 @@ class LiveFixes:
         try:
             tree = ast.parse(source)
             marked = mark_last_turns(tree) if "gradients" in self._names else 0
-            lifted = "graph" in self._names and lift_passes(tree, is_script)
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
             joint = ("copies" in self._names and join_moves(tree)) | ("foreach" in self._names and join_loops(tree))
         except (SyntaxError, ValueError, RecursionError):
             return script.COMPILE[0](source, path)  # which says what is wrong with it
-        if not (lines or marked or joint or lifted):
+        if not (lines or marked or joint):
             return script.COMPILE[0](source, path)
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
@@ -157,11 +154,11 @@ class LiveFixes:
 
         if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
             return
+        from keepbusy.fix.graph.graphed_modules import GraphedModules
         from keepbusy.fix.live.batch_copies import DeferredCopies
         from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
         from keepbusy.fix.live.draws import DrawsAhead
         from keepbusy.fix.live.foreach import ForeachLoops
-        from keepbusy.fix.live.graphed_turns import GraphedTurns
         from keepbusy.fix.live.late_gradients import LateGradients
         from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.optimizers import FusedOptimizers
@@ -172,12 +169,10 @@ class LiveFixes:
         self._inference = InferenceTurns(trial.turn)
         late, copies = LateNumbers(self._inference.passed), DeferredCopies()
         gradients, foreach = LateGradients(), ForeachLoops()
-        graphs = GraphedTurns(trial.begin_again)
         for name, called in {
             MARK: gradients.mark,
             MOVED: copies.moved,
             FOREACH: foreach.left,
-            PASSES: graphs.passes,
         }.items():
             setattr(builtins, name, called)
             run_plainly(called)
@@ -187,7 +182,7 @@ class LiveFixes:
         fixes: dict[str, Any] = {
             "copies": copies,
             "foreach": foreach,
-            "graph": graphs,
+            "graph": GraphedModules(trial.begin_again),
             "late_numbers": late,
             "draws": DrawsAhead(),
             "workers": MoreWorkers(trial.begin_again),

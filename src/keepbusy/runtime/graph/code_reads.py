@@ -2,7 +2,8 @@
 
     self.config.sizes[0]        Read("self", ((".", "config"), (".", "sizes"), ("[]", 0)))
 
-Where it writes to the host, or reads what nobody can follow from here, `finding` says so, as the end of a sentence.
+Where it writes to the host, or reads what nobody can follow from here, `findings` say so, as the end of a sentence.
+Each stands with its line, for what is on a line that did not run does not count.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 from keepbusy.runtime.graph.user_lines import line_text
 
 _REFUSED_NAMES = {
-    *("getattr", "vars", "globals", "locals", "eval", "exec", "setattr", "delattr", "open", "input", "print", "next"),
+    *("vars", "globals", "locals", "eval", "exec", "setattr", "delattr", "open", "input", "print", "next"),
 }
-_WRITES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
+_WRITES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}
+_OUTER_NAMES = {"LOAD_GLOBAL", "LOAD_NAME"}
 _NAMES = {
     *("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL", "LOAD_NAME"),
 }
@@ -37,6 +39,14 @@ class Read(NamedTuple):
 
     name: str
     path: Steps
+    line: int
+
+
+class Finding(NamedTuple):
+    """Why nobody can follow what a line does."""
+
+    why: str
+    line: int
 
 
 class CodeReads(NamedTuple):
@@ -45,7 +55,7 @@ class CodeReads(NamedTuple):
     reads: tuple[Read, ...]
     changing: frozenset[str]
     """Local names that stand for several things while it runs."""
-    finding: str
+    findings: tuple[Finding, ...]
 
 
 @cache
@@ -54,7 +64,7 @@ def reads_of(code: CodeType) -> CodeReads:
     for one in dis.get_instructions(code):
         scan.follow(one)
     scan.end_path()
-    return CodeReads(tuple(scan.reads), scan.changing(), scan.finding)
+    return CodeReads(tuple(scan.reads), scan.changing(), tuple(scan.findings))
 
 
 class _Bytecode:
@@ -62,9 +72,11 @@ class _Bytecode:
 
     def __init__(self, code: CodeType) -> None:
         self.reads: dict[Read, None] = {}
-        self.finding = ""
+        self.findings: list[Finding] = []
         self._code, self._line = code, code.co_firstlineno
         self._name, self._path, self._constant = "", list[tuple[str, Any]](), None
+        self._waits_for = ""
+        """Of `getattr(object, "name")` what comes next."""
         self._stores = Counter(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
         self._loops = False
 
@@ -83,6 +95,9 @@ class _Bytecode:
         self._loops |= name.startswith("JUMP_BACKWARD")
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             self._attribute(one.argval)
+        elif name == "LOAD_CONST" and self._waits_for == "name" and isinstance(one.argval, str):
+            self._path.append((".", one.argval))
+            self._waits_for = ""
         elif name == "LOAD_CONST" and self._name:
             self._constant = one.argval
             return
@@ -94,8 +109,11 @@ class _Bytecode:
         self._constant = None
 
     def end_path(self) -> None:
+        if self._waits_for == "name":
+            self._refuse("calls getattr with a name that is not written there")
+            self._waits_for = ""
         if self._name:
-            self.reads.setdefault(Read(self._name, tuple(self._path)))
+            self.reads.setdefault(Read(self._name, tuple(self._path), self._line))
         self._name = ""
         self._path.clear()
 
@@ -106,22 +124,29 @@ class _Bytecode:
             self._refuse(f"reads .{name} of what cannot be followed")
 
     def _other(self, one: dis.Instruction) -> None:
+        if one.opname in _OUTER_NAMES and one.argval == "getattr":
+            self._waits_for = "object"
+            return
+        if self._waits_for == "object" and one.opname not in ("PUSH_NULL", "EXTENDED_ARG"):
+            self._waits_for = "name"
+            if one.opname not in _NAMES:
+                self.end_path()
         name, names = one.opname, one.argval if isinstance(one.argval, tuple) else (one.argval,)
         if name in _NAMES:
             self._name = one.argval
         elif name in _PAIRS:
             self._name = names[1]
             if not name.startswith("STORE"):
-                self.reads.setdefault(Read(names[0], ()))
+                self.reads.setdefault(Read(names[0], (), self._line))
         if name.startswith("STORE_FAST"):
             self._stores.update(names[:1] if name in _PAIRS else names)
         if name in _WRITES or (name in ("STORE_DEREF", "DELETE_DEREF") and one.argval in self._code.co_freevars):
             self._refuse(f"writes {one.argval} on the host")
-        if self._name in _REFUSED_NAMES:
+        if name in _OUTER_NAMES and self._name in _REFUSED_NAMES:
             self._refuse(f"calls {self._name}")
 
     def _refuse(self, what: str) -> None:
-        self.finding = self.finding or f"it {what}, {line_text(self._code.co_filename, self._line)}"
+        self.findings.append(Finding(f"it {what}, {line_text(self._code.co_filename, self._line)}", self._line))
 
 
 def _is_subscript(one: dis.Instruction) -> bool:

@@ -54,10 +54,12 @@ _PYTHON_FILES = {
 }
 _BUILTINS = {
     *("len", "isinstance", "issubclass", "zip", "enumerate", "reversed", "sorted", "sum", "min", "max", "abs", "round"),
-    *("any", "all", "hasattr", "callable", "divmod", "pow", "repr", "__build_class__"),
+    *("any", "all", "hasattr", "getattr", "callable", "divmod", "pow", "repr", "__build_class__"),
 }
 _C_MODULES = {"math", "cmath", "itertools", "_functools", "functools", "_operator", "_collections", "_abc", "typing"}
 """Files and functions of Python's own that only make something of what they are given."""
+_FIXED = torch.device | torch.dtype | torch.Size | torch.layout | torch.memory_format
+"""Made of tensors, and never changed."""
 _CONTAINERS = (tuple, list, dict, set, frozenset, OrderedDict, deque)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARTS = ("_modules", "_parameters", "_buffers")
@@ -99,6 +101,7 @@ class ModuleState:
         of_all = [(name, one) for name, one in vars(nn.modules.module).items() if name.startswith("_global_")]
         named = [(name, parts[name]) for parts in held for name in _HOOKS if name in parts]
         self._hooks = [(name, one) for name, one in (*of_all, *named) if isinstance(one, dict)]
+        self._forwards = [(parts, type(one)) for parts, one in zip(held, modules, strict=True)]
         plain = [([name for name, value in parts.items() if type(value) in PLAIN], parts) for parts in held]
         self._numbers = [(itemgetter(*names), parts) for names, parts in plain if names]
 
@@ -117,6 +120,7 @@ class ModuleState:
             *map(Tensor.data_ptr, self._tensors),
             *[(one.requires_grad, one._backward_hooks, one._post_accumulate_grad_hooks) for one in self._tensors],
             *[len(one) for _, one in self._hooks],
+            *[(parts.get("forward"), kind.forward) for parts, kind in self._forwards],
         )
 
 
@@ -129,14 +133,17 @@ class HostReads:
         self._codes: set[CodeType] = set()
         self._around: list[tuple[CodeType, str]] = []
         self._modules: dict[nn.Module, None] = {}
+        self._lines: dict[CodeType, set[int]] = {}
+        """Those that ran, of the program's functions."""
         self._looked = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the call runs as it is written."""
         before, self._found = self._found, {}
-        is_free = sys.getprofile() is None
+        is_free = sys.getprofile() is None and sys.gettrace() is None
         if is_free:
+            sys.settrace(self._on_line)
             sys.setprofile(self._on_event)
         else:
             self.finding = "somebody profiles it"
@@ -145,6 +152,7 @@ class HostReads:
         finally:
             if is_free:
                 sys.setprofile(None)
+                sys.settrace(None)
         if self._looked:  # what was made for one call alone is another object the next time
             self._found = {key: root for key, root in self._found.items() if key in before}
             self._settle()
@@ -183,6 +191,11 @@ class HostReads:
             except Exception as error:  # of what an attribute of the program's does; it is not the program that asked
                 self.finding = f"looking into it failed with «{error}»"
 
+    def _on_line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            self._lines.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        return self._on_line if _kind_of(frame.f_code.co_filename) == _OF_PROGRAM else None
+
     def _follow(self, frame: FrameType, event: str, argument: Any) -> None:
         kind = _kind_of(frame.f_code.co_filename)
         if event == "return" and kind == _OF_PROGRAM:
@@ -200,7 +213,7 @@ class HostReads:
             self._modules.setdefault(frame.f_locals["self"])
         elif file == "_tensor.py" and name == "register_hook":
             self.finding = "it has hooks in its backward pass"
-        elif file == "autograd/function.py" and name == "apply":
+        elif file == "autograd/function.py" and name == "apply" and not _is_ours(frame.f_back):
             self.finding = "it has a backward pass of its own in Python"
         elif file.startswith("_dynamo/") and frame.f_code.co_qualname.startswith(_COMPILED):
             self.finding = "it is compiled"
@@ -223,11 +236,13 @@ class HostReads:
         """A function of the program returns: what its names stand for."""
         code, own = frame.f_code, frame.f_locals
         self._codes.add(code)
-        reads, changing, self.finding = reads_of(code)
-        for name, path in reads:
+        reads, changing, findings = reads_of(code)
+        ran = self._lines.get(code, set())
+        self.finding = next((why for why, line in findings if line in ran), "")
+        for name, path, line in reads:
             if self.finding:
                 return
-            if name.startswith("."):  # what a comprehension goes through, which stands outside of it
+            if line not in ran or name.startswith("."):  # what a comprehension goes through stands outside of it
                 continue
             if name in own and not self._is_made_here(code, name, own[name], changing):
                 self._note(own[name], path)
@@ -241,7 +256,7 @@ class HostReads:
         """Numbers and tensors come from what else is read; what else changes while the function runs is not known."""
         if type(value) in PLAIN and name in code.co_freevars:
             self._around.append((code, name))
-        if type(value) in PLAIN or isinstance(value, Tensor | nn.Module | type):
+        if type(value) in PLAIN or isinstance(value, Tensor | nn.Module | type | _FIXED):
             if isinstance(value, nn.Module):
                 self._modules.setdefault(value)
                 return name in changing
@@ -261,7 +276,7 @@ class HostReads:
             try:
                 held = _step(held, how, name)
             except (AttributeError, KeyError, IndexError, TypeError):
-                path = path[:at]
+                path = path[: at + 1]  # which may be there some day
                 break
         self._meet(held)
         if isinstance(held, MethodType) or not isinstance(getattr(held, "__self__", None), ModuleType | type | None):
@@ -349,6 +364,11 @@ def _is_harmless(called: Any) -> bool:
     if "torch" in (module.partition(".")[0], kind.__module__.partition(".")[0]):
         return True
     return module in _C_MODULES or kind in (str, bytes, int, float, *_CONTAINERS) or kind.__name__.startswith("dict_")
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """A virtual GPU's operators."""
+    return frame is not None and frame.f_code.co_filename.startswith(_OURS)
 
 
 def _place(frame: FrameType) -> str:

@@ -1,0 +1,1 @@
+"""Modules whose forward and backward pass is one launch each, while the program runs as it is written."""

@@ -1,0 +1,386 @@
+"""Modules of a program whose forward and backward pass become one launch each, with the program as it is.
+
+The modules are those that the program, a trainer or a library calls, not those within. Each is watched while it runs as
+it is written, twice: all that it reads on the host is known then, or it stays as it is. From then on that is compared
+before each replay; where it differs, the call runs as it is written, and what it reads is found out anew. The first
+replays are made both ways from one state: what comes out, gradients, buffers and random numbers must be the same to the
+last bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from keepbusy.fix.graph.passes import (
+    Given,
+    Passage,
+    PassGraphs,
+    ReplayedPassage,
+    Trained,
+    WayBack,
+    newest_node,
+)
+from keepbusy.fix.live.switch import CHECKED, FixSwitch, is_ours, ours, same_bits
+from keepbusy.instrument.patches import Function, Patches, left_alone
+from keepbusy.runtime.graph.capture import Uncapturable
+from keepbusy.runtime.graph.captured_call import StepCall
+from keepbusy.runtime.graph.host_reads import HostReads
+from keepbusy.runtime.graph.names_read import PLAIN
+
+_CALLS_SEEN = 100
+"""After so many calls of modules from outside nobody looks for further ones: each look costs a moment."""
+_FRESH_STARTS = 4
+"""So often what is read on the host may have become something else."""
+_LOOKS_IN_VAIN = 4
+"""So many calls may be looked at through which nobody goes back."""
+_KINDS = 4
+"""Of calls of one module. Each has graphs, and memory for all that a pass keeps."""
+_SMALLEST = 12
+"""Nodes of autograd's. To hand tensors to a graph and back takes as long as launching about so many passes by hand."""
+_ROOM = 2.5
+"""Memory for the graphs' own tensors beside those of turns as they are written: of what the program took at most."""
+
+Way: TypeAlias = Callable[[StepCall], Any]
+
+
+class GraphedModules:
+    """All modules that are called from outside."""
+
+    def __init__(self, begin_again: Callable[[], None]) -> None:
+        """`begin_again`: turns that were measured so far say nothing of those to come."""
+        self.switch = FixSwitch("graph", "forward passes that were one launch, and so were their backward passes")
+        self.begin_again = begin_again
+        self.looked_at: list[GraphedCall] = []
+        """Calls whose way back is still to come."""
+        self._place = threading.local()
+        self._met: list[nn.Module] = []
+        self._calls = 0
+        self._search, self._undo = Patches(), Patches()
+
+    def patch(self, patches: Patches) -> None:
+        self._search.replace(nn.Module, "__call__", self._calling)
+        patches.later(self._search.undo)
+        patches.later(self._undo.undo)
+        patches.replace(torch.autograd, "backward", self._going_back)
+        for owner, name in ((torch, "compile"), (nn.Module, "compile")):
+            patches.replace(owner, name, self._compiling)
+
+    def _calling(self, plain: Function) -> Function:
+        @left_alone
+        def call(module: nn.Module, *given: Any, **named: Any) -> Any:
+            if getattr(self._place, "is_inside", False) or is_ours() or not torch.is_grad_enabled():
+                return plain(module, *given, **named)
+            self._place.is_inside = True
+            try:
+                made = plain(module, *given, **named)
+            finally:
+                self._place.is_inside = False
+            self._meet(module)
+            return made
+
+        return call
+
+    def _meet(self, module: nn.Module) -> None:
+        """A module has been called from outside. The second time it is not called by chance."""
+        self._calls += 1
+        if any(one is module for one in self._met):
+            self._met = [one for one in self._met if one is not module]
+            self._take(module, True)
+        elif "_compiled_call_impl" not in vars(module):
+            self._met.append(module)
+        if self._calls == _CALLS_SEEN:
+            self._search.undo()
+            self._met.clear()
+
+    def _take(self, module: nn.Module, is_outermost: bool) -> None:
+        if "_compiled_call_impl" not in vars(module):
+            module._compiled_call_impl = GraphedModule(module, self, is_outermost)
+            self._undo.later(lambda: vars(module).pop("_compiled_call_impl", None))
+
+    def take_parts(self, module: nn.Module) -> None:
+        """In place of a module that cannot be a launch the modules that it calls."""
+        for part in module.children():
+            if type(part).forward is nn.Module.forward:  # a list of them
+                self.take_parts(part)
+            else:
+                self._take(part, False)
+
+    def _compiling(self, plain: Function) -> Function:
+        """A compiler looks into modules, and is to find them as they are written."""
+
+        def compiled(*given: Any, **named: Any) -> Any:
+            self._search.undo()
+            self._undo.undo()
+            return plain(*given, **named)
+
+        return compiled
+
+    def _going_back(self, plain: Function) -> Function:
+        def backward(tensors: Any, *given: Any, **named: Any) -> None:
+            if self.looked_at and not is_ours():
+                roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+                whole = WayBack([one for one in roots if isinstance(one, Tensor)])
+                self.looked_at = [one for one in self.looked_at if not one.is_reached(whole)]
+            plain(tensors, *given, **named)
+
+        return backward
+
+
+class GraphedModule:
+    """What PyTorch calls in place of a module's `_call_impl`."""
+
+    def __init__(self, module: nn.Module, all_modules: GraphedModules, is_outermost: bool) -> None:
+        self._module, self.all, self._is_outermost = module, all_modules, is_outermost
+        self._kinds: dict[Any, GraphedCall] = {}
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        plain = self._module._call_impl
+        if not self.all.switch.on or is_ours() or not _is_usual():
+            return plain(*given, **named)
+        call = StepCall(given, named)
+        kind = self._kind(call)
+        found = self._kinds.get(kind)
+        if found is None:
+            if len(self._kinds) == _KINDS or not _is_takeable(call):
+                return plain(*given, **named)
+            found = self._kinds[kind] = GraphedCall(plain, self)
+        return found.run(call)
+
+    def give_up(self, why: str, has_parts: bool) -> None:
+        """One kind of call stays as it is written. `has_parts`: its parts may be launches nonetheless."""
+        if has_parts:
+            self.all.take_parts(self._module)
+        if self._is_outermost:
+            parts = "; its parts were looked at in its place" if has_parts else ""
+            self.all.switch.notes.append(f"{type(self._module).__name__} stays as it is written: {why}{parts}")
+
+    def _kind(self, call: StepCall) -> Any:
+        modes = (self._module.training, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        return (*call.kind, *modes, *[(one.requires_grad, one.device) for one in call.tensors])
+
+
+def _is_usual() -> bool:
+    """Whether gradients are computed, and nobody looks on or computes something else with the same operators."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.cuda.is_current_stream_capturing()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch.is_anomaly_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and (threading.active_count() == 1 or not _others_run())
+    )
+
+
+def _is_takeable(call: StepCall) -> bool:
+    here = torch.device("cuda", torch.cuda.current_device())
+    return bool(call.tensors) and all(
+        one.device == here and type(one) in (Tensor, nn.Parameter) if isinstance(one, Tensor) else type(one) in PLAIN
+        for one in call.leaves
+    )
+
+
+class GraphedCall:
+    """Calls of one kind: as they are written, watched, rehearsed, captured, compared, and then replayed."""
+
+    def __init__(self, plain: Callable[..., Any], module: GraphedModule) -> None:
+        self._plain, self._module, self._all, self._switch = plain, module, module.all, module.all.switch
+        self._starts = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._starts += 1
+        self._reads, self._looks, self._in_vain = HostReads(), 0, 0
+        self._checked = 0
+        self._graphs: PassGraphs | None = None
+        self._ahead: WayBack | None = None
+        self._whole: WayBack | None = None
+        self.run: Way = self._look
+
+    def _give_up(self, why: str, has_parts: bool = True) -> None:
+        self.run = self._as_written
+        self._graphs = None
+        self._module.give_up(why, has_parts)
+
+    def _as_written(self, call: StepCall) -> Any:
+        arguments, options = call.given
+        return self._plain(*arguments, **options)
+
+    def is_reached(self, whole: WayBack) -> bool:
+        """Whether the program goes back through the call that was looked at."""
+        assert self._ahead is not None
+        if self._ahead.reached_by(whole):
+            self._whole = whole
+        return self._whole is whole
+
+    def _look(self, call: StepCall) -> Any:
+        if self._looks == 2:
+            return self._looked(call)
+        written = [one._version for one in call.tensors]
+        since, random = newest_node(), torch.cuda.get_rng_state()
+        try:
+            with self._reads.watching():
+                made = self._as_written(call)
+        except BaseException:  # half a call says nothing of a whole one
+            self._reads, self._looks = HostReads(), 0
+            raise
+        self._looks += 1
+        if written != [one._version for one in call.tensors]:
+            self._reads.finding = self._reads.finding or "it writes to what it is given"
+        if self._reads.finding:
+            self._give_up(self._reads.finding)
+        elif self._looks == 2:
+            self._note(call, made, since)
+            self._is_random = not torch.equal(random, torch.cuda.get_rng_state())
+        return made
+
+    def _note(self, call: StepCall, made: Any, since: int) -> None:
+        """What autograd made of the call."""
+        self._known = self._reads.now()
+        outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+        self._ahead = WayBack(outputs, [one for one in call.tensors if one.grad_fn is not None], since)
+        self._whole = None
+        self._all.looked_at.append(self)
+        weights = (one for part in self._reads.modules() for one in part.parameters(recurse=False))
+        self._weights = {id(one): one for one in weights if one.requires_grad}
+        known = self._weights.keys() | {id(one) for one in call.tensors}
+        self._is_alone = self._ahead.is_closed and self._ahead.leaves.keys() <= known
+
+    def _looked(self, call: StepCall) -> Any:
+        """By now the program should have gone back through the call before."""
+        ahead, whole = self._ahead, self._whole
+        assert ahead is not None
+        if whole is None:
+            self._all.looked_at.remove(self)
+            self._looks, self._in_vain = 1, self._in_vain + 1
+            if self._in_vain == _LOOKS_IN_VAIN:
+                self._give_up("nobody goes back through it by backward()")
+            return self.run(call)
+        if ahead.nodes < _SMALLEST:
+            self._give_up("it is too small for a graph to save anything", has_parts=False)
+            return self.run(call)
+        if why := self._finding(ahead, whole):
+            self._give_up(why)
+            return self.run(call)
+        self._reached = ahead.reached_by(whole)
+        weights = [*self._weights.values()]
+        self._trained = Trained(self._plain, self._reads.modules(), weights, ahead.saved, self._is_random, ahead.name)
+        self._ahead = self._whole = None
+        with ours():
+            self._stream = torch.cuda.Stream()
+        self.run = self._rehearse
+        return self.run(call)
+
+    def _finding(self, ahead: WayBack, whole: WayBack) -> str:
+        if not self._is_alone:
+            return "it uses tensors that are trained and are neither its own nor given to it"
+        if ahead.adds_up_within(whole):
+            return "gradients are added up within it and outside, and their order would change"
+        if not _has_room():
+            return "a graph needs memory of its own, and there is too little"
+        return ""
+
+    def _begin_anew(self) -> None:
+        if self._starts < _FRESH_STARTS:
+            self._start()
+        else:
+            self._give_up("what it reads on the host changes from turn to turn")
+
+    def _rehearse(self, call: StepCall) -> Any:
+        """On the stream that will capture, where libraries make what they need for it."""
+        if self._reads.now() != self._known:
+            self._begin_anew()
+            return self.run(call)
+        self.run = self._capture
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with ours(), torch.cuda.stream(self._stream):
+            made = Passage(self._trained, call).run()
+        current.wait_stream(self._stream)
+        return made
+
+    def _capture(self, call: StepCall) -> Any:
+        if self._reads.now() != self._known:
+            self._begin_anew()
+            return self.run(call)
+        try:
+            with ours():
+                self._graphs = PassGraphs(self._trained, call, self._reached, self._stream)
+        except Uncapturable as reason:
+            self._give_up(str(reason))
+        else:
+            self.run = self._replay
+        return self.run(call)
+
+    def _replay(self, call: StepCall) -> Any:
+        graphs = self._graphs
+        assert graphs is not None
+        if self._reads.now() != self._known:
+            self._begin_anew()
+            return self.run(call)
+        if graphs.is_open():
+            return self._as_written(call)
+        with ours():
+            if self._checked < CHECKED:
+                self._checked += 1
+                return ComparedPassage(self._trained, call, graphs, self._found_equal).run()
+            self._switch.count(sys._getframe(2))
+            return ReplayedPassage(self._trained, call, graphs).run()
+
+    def _found_equal(self, is_equal: bool) -> None:
+        """A pass was made both ways."""
+        if not is_equal:
+            self._give_up("replayed, it came out different")
+            return
+        self._switch.checked += 1
+        if self._checked == CHECKED:
+            self._all.begin_again()
+
+
+class ComparedPassage(ReplayedPassage):
+    """Both ways. What counts is what PyTorch makes of it as it is written."""
+
+    def __init__(self, module: Trained, call: StepCall, graphs: PassGraphs, tell: Callable[[bool], None]) -> None:
+        super().__init__(module, call, graphs)
+        self._tell = tell
+
+    def forward(self) -> list[Tensor]:
+        before = self.module.state()
+        replayed = [super().forward(), self.module.state().values]
+        before.restore()
+        made = Passage.forward(self)
+        self._is_equal = same_bits(replayed, [made, self.module.state().values])
+        return made
+
+    def backward(self, given: Given) -> list[Tensor | None]:
+        replayed = super().backward(given)
+        made = Passage.backward(self, given)
+        with torch.no_grad():
+            self._tell(self._is_equal and same_bits(replayed, made))
+        return made
+
+
+def _others_run() -> bool:
+    """Whether the program has other threads. What they ask of PyTorch in the middle of a capture would fail."""
+    others = (one for one in threading.enumerate() if one is not threading.current_thread())
+    return any(not _serves_batches(one) for one in others)
+
+
+def _serves_batches(thread: threading.Thread) -> bool:
+    """A thread of a loader's, of its queues' or of a progress bar's, none of which waits for the device."""
+    begun_by = getattr(getattr(thread, "_target", None), "__module__", type(thread).__module__)
+    return str(begun_by).startswith(("torch.utils.data", "multiprocessing", "tqdm"))
+
+
+def _has_room() -> bool:
+    free, _ = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return free + reserved > (_ROOM - 1) * torch.cuda.max_memory_allocated()
