@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -60,14 +61,14 @@ class GraphedModules:
         self.looked_at: list[GraphedCall] = []
         """Calls whose way back is still to come."""
         self._place = threading.local()
-        self._met: list[nn.Module] = []
+        self._met = weakref.WeakSet[nn.Module]()
+        self._taken = weakref.WeakSet[nn.Module]()
         self._calls = 0
-        self._search, self._undo = Patches(), Patches()
+        self._search = Patches()
 
     def patch(self, patches: Patches) -> None:
         self._search.replace(nn.Module, "__call__", self._calling)
-        patches.later(self._search.undo)
-        patches.later(self._undo.undo)
+        patches.later(self._leave_all)
         patches.replace(torch.autograd, "backward", self._going_back)
         for owner, name in ((torch, "compile"), (nn.Module, "compile")):
             patches.replace(owner, name, self._compiling)
@@ -90,19 +91,24 @@ class GraphedModules:
     def _meet(self, module: nn.Module) -> None:
         """A module has been called from outside. The second time it is not called by chance."""
         self._calls += 1
-        if any(one is module for one in self._met):
-            self._met = [one for one in self._met if one is not module]
+        if module in self._met:
             self._take(module, True)
-        elif "_compiled_call_impl" not in vars(module):
-            self._met.append(module)
+        self._met.add(module)
         if self._calls == _CALLS_SEEN:
             self._search.undo()
             self._met.clear()
 
     def _take(self, module: nn.Module, is_outermost: bool) -> None:
-        if "_compiled_call_impl" not in vars(module):
+        if module not in self._taken and "_compiled_call_impl" not in vars(module):
             module._compiled_call_impl = GraphedModule(module, self, is_outermost)
-            self._undo.later(lambda: vars(module).pop("_compiled_call_impl", None))
+            self._taken.add(module)
+
+    def _leave_all(self) -> None:
+        """Modules as the program made them."""
+        self._search.undo()
+        for one in self._taken:
+            if isinstance(vars(one).get("_compiled_call_impl"), GraphedModule):
+                del one._compiled_call_impl
 
     def take_parts(self, module: nn.Module) -> None:
         """In place of a module that cannot be a launch the modules that it calls."""
@@ -116,8 +122,7 @@ class GraphedModules:
         """A compiler looks into modules, and is to find them as they are written."""
 
         def compiled(*given: Any, **named: Any) -> Any:
-            self._search.undo()
-            self._undo.undo()
+            self._leave_all()
             return plain(*given, **named)
 
         return compiled
@@ -155,6 +160,8 @@ class GraphedModule:
 
     def give_up(self, why: str, has_parts: bool) -> None:
         """One kind of call stays as it is written. `has_parts`: its parts may be launches nonetheless."""
+        if all(one.is_given_up for one in self._kinds.values()):
+            vars(self._module).pop("_compiled_call_impl", None)
         if has_parts:
             self.all.take_parts(self._module)
         if self._is_outermost:
@@ -193,7 +200,7 @@ class GraphedCall:
 
     def __init__(self, plain: Callable[..., Any], module: GraphedModule) -> None:
         self._plain, self._module, self._all, self._switch = plain, module, module.all, module.all.switch
-        self._starts = 0
+        self._starts, self.is_given_up = 0, False
         self._start()
 
     def _start(self) -> None:
@@ -206,7 +213,7 @@ class GraphedCall:
         self.run: Way = self._look
 
     def _give_up(self, why: str, has_parts: bool = True) -> None:
-        self.run = self._as_written
+        self.run, self.is_given_up = self._as_written, True
         self._graphs = None
         self._module.give_up(why, has_parts)
 
