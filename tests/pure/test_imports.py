@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8754,
     "explain": 4602,
     "report": 3246,
-    "runtime": 6200,
+    "runtime": 6245,
     "cli": 3551,
-    "fix": 6194,
+    "fix": 6401,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
