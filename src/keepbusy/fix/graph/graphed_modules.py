@@ -24,7 +24,7 @@ from keepbusy.fix.graph.passes import (
     Passage,
     PassGraphs,
     ReplayedPassage,
-    Trained,
+    TrainedModule,
     WayBack,
     newest_node,
 )
@@ -279,7 +279,9 @@ class GraphedCall:
             return self.run(call)
         self._reached = ahead.reached_by(whole)
         weights = [*self._weights.values()]
-        self._trained = Trained(self._plain, self._reads.modules(), weights, ahead.saved, self._is_random, ahead.name)
+        self._trained = TrainedModule(
+            self._plain, self._reads.modules(), weights, ahead.saved, self._is_random, ahead.name
+        )
         self._ahead = self._whole = None
         with ours():
             self._stream = torch.cuda.Stream()
@@ -355,7 +357,7 @@ class GraphedCall:
 class ComparedPassage(ReplayedPassage):
     """Both ways. What counts is what PyTorch makes of it as it is written."""
 
-    def __init__(self, module: Trained, call: StepCall, graphs: PassGraphs, tell: Callable[[bool], None]) -> None:
+    def __init__(self, module: TrainedModule, call: StepCall, graphs: PassGraphs, tell: Callable[[bool], None]) -> None:
         super().__init__(module, call, graphs)
         self._tell = tell
 

@@ -95,7 +95,7 @@ def newest_node() -> int:
     return int(made._sequence_nr())
 
 
-class Trained(NamedTuple):
+class TrainedModule(NamedTuple):
     """A module as it is called, what takes part in the call, and what autograd would keep for the way back."""
 
     plain: Callable[..., Any]
@@ -129,7 +129,7 @@ class DeviceState:
 class PassGraphs:
     """The graphs of one kind of call, and the memory that they read and write."""
 
-    def __init__(self, module: Trained, call: StepCall, reached: set[int], stream: torch.cuda.Stream) -> None:
+    def __init__(self, module: TrainedModule, call: StepCall, reached: set[int], stream: torch.cuda.Stream) -> None:
         """`reached`: the outputs through which gradients come. Raises Uncapturable with everything as it was."""
         with torch.no_grad():
             self._inputs = Inputs(call.tensors)
@@ -183,7 +183,7 @@ class PassGraphs:
 
 
 @contextmanager
-def _stand_ins(module: Trained) -> Iterator[list[Tensor]]:
+def _stand_ins(module: TrainedModule) -> Iterator[list[Tensor]]:
     """In place of the weights others in the same memory, of which autograd has seen nothing: no turn before, no step.
 
     What reaches a weight by another name than the module's is not trained then, which the comparison shows.
@@ -233,7 +233,7 @@ def _copies(gradients: list[Tensor | None]) -> list[Tensor | None]:
 class Passage:
     """One call of a module, forward and back, as it is written: what every other way has to equal."""
 
-    def __init__(self, module: Trained, call: StepCall) -> None:
+    def __init__(self, module: TrainedModule, call: StepCall) -> None:
         self.module, self.call, self.is_over = module, call, False
         self.leaves: list[Any] = []
         self.spec: Any = None
@@ -295,7 +295,7 @@ class Passage:
 class ReplayedPassage(Passage):
     """By the graphs."""
 
-    def __init__(self, module: Trained, call: StepCall, graphs: PassGraphs) -> None:
+    def __init__(self, module: TrainedModule, call: StepCall, graphs: PassGraphs) -> None:
         super().__init__(module, call)
         self.graphs = graphs
         self.leaves, self.spec, self.differentiable = graphs.leaves, graphs.spec, graphs.differentiable
@@ -315,12 +315,12 @@ class ReplayedPassage(Passage):
 @cache
 def _node_named(name: str) -> Any:
     """Of that name when somebody prints what it made."""
-    kind: Any = type(_Node.__name__, (_Node,), {})
+    kind: Any = type(_PassageNode.__name__, (_PassageNode,), {})
     kind._backward_cls.__name__ = name
     return kind
 
 
-class _Node(torch.autograd.Function):  # type: ignore[misc]
+class _PassageNode(torch.autograd.Function):  # type: ignore[misc]
     """What autograd sees of a passage."""
 
     @staticmethod

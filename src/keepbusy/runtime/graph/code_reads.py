@@ -42,7 +42,7 @@ class Read(NamedTuple):
     line: int
 
 
-class Finding(NamedTuple):
+class Untraceable(NamedTuple):
     """Why nobody can follow what a line does."""
 
     why: str
@@ -55,7 +55,7 @@ class CodeReads(NamedTuple):
     reads: tuple[Read, ...]
     changing: frozenset[str]
     """Local names that stand for several things while it runs."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Untraceable, ...]
 
 
 @cache
@@ -72,7 +72,7 @@ class _Bytecode:
 
     def __init__(self, code: CodeType) -> None:
         self.reads: dict[Read, None] = {}
-        self.findings: list[Finding] = []
+        self.findings: list[Untraceable] = []
         self._code, self._line = code, code.co_firstlineno
         self._name, self._path, self._constant = "", list[tuple[str, Any]](), None
         self._waits_for = ""
@@ -146,7 +146,7 @@ class _Bytecode:
             self._refuse(f"calls {self._name}")
 
     def _refuse(self, what: str) -> None:
-        self.findings.append(Finding(f"it {what}, {line_text(self._code.co_filename, self._line)}", self._line))
+        self.findings.append(Untraceable(f"it {what}, {line_text(self._code.co_filename, self._line)}", self._line))
 
 
 def _is_subscript(one: dis.Instruction) -> bool:
