@@ -354,24 +354,24 @@ class GraphedCall:
             self._all.begin_again()
 
 
-class ComparedPassage(ReplayedPassage):
+class ComparedPassage(Passage):
     """Both ways. What counts is what PyTorch makes of it as it is written."""
 
     def __init__(self, module: TrainedModule, call: StepCall, graphs: PassGraphs, tell: Callable[[bool], None]) -> None:
-        super().__init__(module, call, graphs)
-        self._tell = tell
+        super().__init__(module, call)
+        self._replayed, self._tell = ReplayedPassage(module, call, graphs), tell
 
     def forward(self) -> list[Tensor]:
         before = self.module.state()
-        replayed = [super().forward(), self.module.state().values]
+        replayed = [self._replayed.forward(), self.module.state().values]
         before.restore()
-        made = Passage.forward(self)
+        made = super().forward()
         self._is_equal = same_bits(replayed, [made, self.module.state().values])
         return made
 
     def backward(self, given: Given) -> list[Tensor | None]:
-        replayed = super().backward(given)
-        made = Passage.backward(self, given)
+        self._replayed.is_over = self.is_over
+        replayed, made = self._replayed.backward(given), super().backward(given)
         with torch.no_grad():
             self._tell(self._is_equal and same_bits(replayed, made))
         return made
