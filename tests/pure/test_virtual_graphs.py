@@ -11,7 +11,7 @@ from virtual_programs import clock, operator, rows
 from keepbusy.timeline.model import Direction, FrameKind, Kind
 from keepbusy.timeline.replay import replay
 from keepbusy.virtual.clock.engine import CaptureError, Clock, Graph
-from keepbusy.virtual.clock.streams import Moment
+from keepbusy.virtual.clock.lanes import Moment
 from keepbusy.virtual.memory.allocator import SMALL_SEGMENT, Block, Memory
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST

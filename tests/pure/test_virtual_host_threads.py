@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from keepbusy.virtual.clock import host_threads
-from keepbusy.virtual.clock.host_threads import HOOK_LIMIT, NOISE_LIMIT, HostThread, HostTime, UncountedWork
-from keepbusy.virtual.clock.rows import Rows
+from keepbusy.virtual.clock import real_time
+from keepbusy.virtual.clock.lanes import HOOK_LIMIT, NOISE_LIMIT, HostThread, Rows
+from keepbusy.virtual.clock.real_time import HostTime, UncountedWork
 
 US = 1_000
 
@@ -154,7 +154,7 @@ def test_work_on_which_a_modelled_clock_stands_still_is_told() -> None:
         {"moves": True},  # it calls operators
         {"pauses": 1},  # we compute their values
         {"file": "<frozen importlib._bootstrap>"},
-        {"file": host_threads.__file__},
+        {"file": real_time.__file__},
     ],
 )
 def test_what_the_clock_counts_or_is_ours_is_not(given: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import _utils, dataloader
 
 from keepbusy.instrument.patches import Patches
-from keepbusy.virtual.clock.host_threads import HostTime
+from keepbusy.virtual.clock.real_time import HostTime
 from keepbusy.virtual.machine import MACHINE
 
 

@@ -20,7 +20,8 @@ from torch.nn import functional
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.host_threads import NOISE_LIMIT, HostThread, HostTime, Onlooker, UncountedWork
+from keepbusy.virtual.clock.lanes import NOISE_LIMIT, HostThread
+from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.current_device import ACCELERATOR_ERROR, Current
@@ -364,7 +365,7 @@ class Machine:
         if self.loops is None or not whole.on_device.any():
             return whole
         lane, wires = self.clock.first_thread.lane, self.clock.wires
-        return self.loops.told(whole, self.places.lines, lane, wires, self.clock.announced)
+        return self.loops.told(whole, self.places.lines, lane, wires, self.clock.rows.announced)
 
     def facts(self) -> dict[str, Any]:
         """As `RunFacts` has them."""

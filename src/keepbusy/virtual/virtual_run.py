@@ -17,7 +17,7 @@ from keepbusy.timeline.model import Ints, Kind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.steps import commands_between, from_mark
 from keepbusy.virtual import selftest
-from keepbusy.virtual.clock.script_clocks import NOTE, ScriptClocks
+from keepbusy.virtual.clock.real_time import NOTE, ScriptClocks
 from keepbusy.virtual.costs.device import read
 from keepbusy.virtual.machine import MACHINE
 

@@ -7,7 +7,7 @@ So what it writes down replays to itself; whoever changes a rule here changes it
 nanoseconds. Streams are known by their number in the timeline's lanes. Every call is safe from
 several threads, and none of them sleeps.
 
-The host's half, threads and what encloses their calls, is in `host_threads.py`.
+The threads and queues that it rules, and the rows that come of it, stand in `lanes.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,28 @@ from functools import cache
 from threading import get_ident
 from typing import Any
 
-from keepbusy.timeline.frame_roles import OWN_STEP, PROFILER_STEP, STEP_MARKS
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.virtual.clock.host_threads import HostThread, at_end_of_thread
-from keepbusy.virtual.clock.rows import Launch, Rows
-from keepbusy.virtual.clock.streams import BEGINNING, Awaited, Graph, Moment, Node, SharedDevice, StreamQueue
+from keepbusy.virtual.clock.lanes import (
+    BEGINNING,
+    MARKS,
+    Awaited,
+    Graph,
+    HostThread,
+    Launch,
+    Moment,
+    Node,
+    Rows,
+    SharedDevice,
+    StreamQueue,
+    at_end_of_thread,
+)
 from keepbusy.virtual.costs.device import Device
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
 _KERNEL, _COLLECTIVE, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.COPY)
 _OPERATOR = int(FrameKind.OPERATOR)
 
-MARKS = (*STEP_MARKS, "Forward#")
-"""Begin the names of frames that begin the run's steps, the most trusted first."""
 STARVATION = 300_000
 """Nanoseconds. Taking a batch that is ready costs less than this."""
 MESSAGES = "SendRecv"
@@ -77,8 +85,6 @@ class Clock:
         self._ended_threads: dict[int, HostThread] = {}
         self._thread_count = 0
         self._places: dict[tuple[str, ...], int] = {(): 0}
-        self._lines: list[tuple[int, ...]] = [()]
-        self._mark_rows: dict[str, list[int]] = {mark: [] for mark in MARKS}
         self._workers: HostThread | None = None  # those of loaders together: what they did are their batches
 
         self._streams: dict[int, StreamQueue] = {}
@@ -109,7 +115,7 @@ class Clock:
                 self._thread_count += 1
                 now = first.now if first else 0
                 real = self._real() if self._real is not None else None
-                self.threads[number] = HostThread(self.rows, lane, now, real, self._lines, self._mark_rows)
+                self.threads[number] = HostThread(self.rows, lane, now, real)
             else:  # Python gave the number of a thread that has ended: this one goes on in its lane, not at its time
                 self.threads[number] = same
                 same.chosen_streams.clear()
@@ -170,8 +176,8 @@ class Clock:
         number = self._places.get(lines)
         if number is None:
             with self.lock:
-                number = self._places[lines] = len(self._lines)
-                self._lines.append(tuple(self.rows.names[line] for line in lines))
+                number = self._places[lines] = len(self.rows.lines)
+                self.rows.lines.append(tuple(self.rows.names[line] for line in lines))
         return number
 
     # what encloses the program's calls
@@ -603,7 +609,6 @@ class Clock:
             hosts = [*self.threads.values(), *self._ended_threads.values()]
             for host in hosts:
                 host.work_modelled_time()
-            self.rows.marks = self.steps()
             known = {
                 "device": self.device.name,
                 "pinned_bandwidth": float(self.device.copies.pinned),
@@ -612,23 +617,6 @@ class Clock:
                 "groups": dict(sorted(self._groups.items())),
             }
             return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
-
-    @property
-    def announced(self) -> bool:
-        """Whether the program says itself where its steps end."""
-        return any(len(self._mark_rows[mark]) > 1 for mark in (OWN_STEP, PROFILER_STEP))
-
-    def steps(self) -> list[int]:
-        """The rows that begin the run's steps.
-
-        Of the first kind of mark that there is, unless it was only a warm-up: another kind came after
-        it, at least as often. So are steps marked that a graph replays whole.
-        """
-        known = [rows for rows in self._mark_rows.values() if len(rows) > 1]
-        for rows in known:
-            if not any(other[0] > rows[-1] and len(other) >= len(rows) for other in known):
-                return rows
-        return []
 
     # the rules of the queue, with the lock held: enqueue, start, end, wait
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from keepbusy.timeline.model import Ints
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.host_threads import HostThread
-from keepbusy.virtual.clock.streams import Moment
+from keepbusy.virtual.clock.lanes import HostThread, Moment
 
 BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
 """Sizes are rounded up to these."""

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from keepbusy.virtual.clock.streams import Graph
+from keepbusy.virtual.clock.lanes import Graph
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall
 from keepbusy.virtual.memory.allocator import PoolId

@@ -27,7 +27,7 @@ from keepbusy.instrument import ENDED
 from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
-from keepbusy.virtual.clock.host_threads import BACKWARD_PASS
+from keepbusy.virtual.clock.lanes import BACKWARD_PASS
 from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.current_device import CURRENT

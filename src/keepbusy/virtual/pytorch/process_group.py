@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from keepbusy.virtual.clock.streams import Moment
+from keepbusy.virtual.clock.lanes import Moment
 from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.current_device import CURRENT
 from keepbusy.virtual.machine import MACHINE, DeviceCall

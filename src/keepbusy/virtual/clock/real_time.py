@@ -1,0 +1,291 @@
+"""What real time has to do with the virtual clock: what the program took, what it did meanwhile, what it reads.
+
+The clock runs by the real time that a thread would have on a machine of its own (`HostTime`). Onlookers see where the
+program is between two calls of ours: an `Onlooker` where that time is measured, and where it is modelled one that says
+what is left out (`UncountedWork`). And the program's own clocks follow the virtual one (`ScriptClocks`): what a script
+times by itself agrees with the report.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice, zip_longest
+from threading import get_ident
+from time import perf_counter_ns
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from keepbusy.instrument.lines import LIBRARY, PROGRAM_CODE, PYTHON, USER, kind_of, program_lines, shown
+from keepbusy.instrument.processes import UnseenThread
+from keepbusy.virtual.clock.lanes import HostThread
+
+if TYPE_CHECKING:
+    from keepbusy.virtual.machine import Machine
+
+
+class HostTime:
+    """Real time as a thread would have it on a machine of its own: without waiting for a core that others use.
+
+    Nanoseconds of a steady clock of the thread that made it; of two looks the difference counts. Ranks
+    that share few cores, or a busy machine, preempt each other for milliseconds. Linux tells each thread
+    how long it stood ready and did not run.
+    """
+
+    _SHORTEST_WAIT = 100_000
+    """No stretch between two looks can hide a longer wait for a core without being longer itself."""
+
+    def __init__(self) -> None:
+        self._last_look = perf_counter_ns()
+        self._lost = self._lost_before = 0  # now, and at the look before
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # another kernel: real time is all there is
+            self._file = -1
+        self._waited = self._time_without_core()
+
+    def __call__(self) -> int:
+        now, self._lost_before = perf_counter_ns(), self._lost
+        if now - self._last_look > self._SHORTEST_WAIT:
+            waited = self._time_without_core()
+            self._lost += waited - self._waited
+            self._waited = waited
+        self._last_look = now
+        return now - self._lost
+
+    def at(self, moment: int) -> int:
+        """What it said at a moment between the last two looks. Time lost in between is taken as lost after it."""
+        return min(moment - self._lost_before, self._last_look - self._lost)
+
+    def _time_without_core(self) -> int:
+        """How long this thread has stood ready without running: the second number."""
+        if self._file < 0:
+            return 0
+        try:
+            return int(os.pread(self._file, 64, 0).split()[1])
+        except ProcessLookupError:  # it has ended, and another thread goes on where it stood
+            return self._waited
+
+
+# Where the program is while it does nothing that we see: what it does between two calls of the device stands at lines
+# that call nothing of PyTorch, so a thread looks at its stack now and then.
+
+INTERVAL = 0.001
+"""Seconds between two looks: cheap enough to go unnoticed, and a wait that is shorter is hardly worth a line."""
+
+THREAD_SWITCH = 20_000
+"""Nanoseconds from one Python thread to another and back."""
+
+
+class Onlooker:
+    """`looks` holds what was seen since it was last emptied: when, on the steady clock, and at which place."""
+
+    def __init__(self, place: Callable[[FrameType], int]) -> None:
+        self.looks: list[tuple[int, int]] = []
+        self._cost = 0
+        self._place = place
+        self._watched = threading.main_thread().ident
+        # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
+        sys.setswitchinterval(INTERVAL / 4)
+        UnseenThread(self._look)
+
+    def _look(self) -> None:
+        clock, ran, never = time.pthread_getcpuclockid(self._watched or 0), 0, threading.Event()
+        while not never.wait(INTERVAL):
+            begun, ran_before, ran = perf_counter_ns(), ran, time.clock_gettime_ns(clock)
+            frame = sys._current_frames().get(self._watched or 0)
+            if frame is not None:
+                self.looks.append((begun, self._place(frame)))
+            del frame  # it would keep the program's variables alive
+            if ran - ran_before > THREAD_SWITCH:  # a program that sleeps is not held up
+                self._cost += perf_counter_ns() - begun + THREAD_SWITCH
+
+    def watches_caller(self) -> bool:
+        return get_ident() == self._watched
+
+    def take(self) -> tuple[int, list[tuple[int, int]]]:
+        """What the looks since the last time took, while Python stood still for the program, and what was seen.
+
+        Of looks in a row at the same place the last one.
+        """
+        looks, cost, self.looks, self._cost = tuple(self.looks), self._cost, [], 0
+        return cost, [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
+
+
+SLOW_INTERVAL = 0.005
+"""Seconds between two looks that only ask whether anything is left out."""
+SAID_FROM, SAID_SHARE = 200_000_000, 0.1
+"""Nanoseconds, and a share of the run: from both on what is left out is worth a sentence."""
+
+
+class UncountedWork:
+    """Where the program is at work while a modelled clock stands still: in Python, NumPy or files, without an operator.
+
+    It is measured, so none of it goes into the timeline, which is the same in every run.
+    """
+
+    def __init__(self, host: HostThread) -> None:
+        """`host`: of the thread that calls this."""
+        self.times = Counter[str]()  # nanoseconds of a processor, by the program's own line
+        self._host, self._reached, self._watched = host, (0, 0), get_ident()
+
+    def begin(self) -> None:
+        UnseenThread(self._look)
+
+    def _look(self) -> None:
+        clock, never = time.pthread_getcpuclockid(self._watched), threading.Event()
+        ran = time.clock_gettime_ns(clock)
+        while not never.wait(SLOW_INTERVAL):
+            before, ran = ran, time.clock_gettime_ns(clock)
+            self.see(sys._current_frames().get(self._watched), ran - before)
+
+    def see(self, frame: FrameType | None, ran: int) -> None:
+        """The thread is at this frame, and had a processor for so long since the look before."""
+        before, self._reached = self._reached, (self._host.now, self._host.modelled_time)
+        if frame is None or self._host.pauses or before != self._reached or before == (0, 0):
+            return
+        if kind_of(frame.f_code.co_filename) in (USER, LIBRARY, PYTHON) and not _imports(frame):
+            own = (one for one in program_lines(frame) if kind_of(one[0].co_filename) == USER)
+            for code, line in islice(own, 1):
+                self.times[f"{shown(code.co_filename)}:{line}"] += ran
+
+    def add_batches(self, durations: Sequence[int], workers: int) -> None:
+        """What so many workers of a loader, side by side, spent on batches."""
+        self.times["the loader's workers"] += sum(durations) // max(1, workers)
+
+    def sentence(self) -> str:
+        """What the report leaves out, where that is much of the run; else nothing."""
+        spent = self.times.total()
+        if spent < max(SAID_FROM, SAID_SHARE * self._host.now):
+            return ""
+        most = [one for one in self.times.most_common(2) if one[1] > 0.1 * spent]
+        lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in most)
+        return (
+            f"the CPU's time is modelled, so the report leaves out at least {spent / 1e9:.1f} s that Python, NumPy and "
+            f"files took on this machine, chiefly {lines}; --clock measured counts them."
+        )
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+# The program's own clocks. With real ones a launch, whose values we compute, seems to take long, and the synchronize
+# after it nothing. Who asks decides: the program and its libraries see virtual time; Python's own modules, PyTorch and
+# we go on with the real one, so timeouts, schedulers and loader workers keep working. What is not a function of `time`
+# (`datetime`, clocks of native code) and what measures a processor's time stays real, too.
+
+CLOCKS = ("time", "perf_counter", "monotonic")
+"""Functions of `time`, each with a sister that ends in `_ns`."""
+LOOK = 100
+"""Nanoseconds that a look at a clock takes where host time is modelled: no two looks see the same time."""
+NOTE = "The program's own clocks (time, timeit) showed the time of this report; datetime and native code the real one."
+STANDSTILL = 1_000_000_000
+"""For so long a program may look at a clock that stands still. From then on it goes with the real one.
+
+Where host time is modelled, somebody who polls until a deadline would otherwise never get there.
+"""
+_TIMERS = (f"{sysconfig.get_path('stdlib')}/timeit.py", "/torch/utils/benchmark/", "/keepbusy/fix/")
+"""Modules of Python, PyTorch and ours that time things on the program's behalf."""
+
+
+class _Reading(threading.local):
+    """What the calling thread read last, in nanoseconds since the run began."""
+
+    def __init__(self) -> None:
+        self.reading = 0
+        self.time = -1  # what the virtual clock said then
+        self.real = self.moved = perf_counter_ns()  # when that was, and when the virtual clock had moved before that
+
+
+class ScriptClocks:
+    """The clocks of one process, and who sees them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.looks = 0
+        self._machine, self._last = machine, _Reading()
+        self._ahead = 0  # how far readings are ahead of the virtual clock, where that stood still
+        self._followers: dict[CodeType, bool] = {}
+        real = {name: getattr(time, f"{name}_ns")() for name in CLOCKS}
+        start = self.read()
+        for name in CLOCKS:
+            for function in (getattr(time, name), getattr(time, f"{name}_ns")):
+                setattr(time, function.__name__, ScriptClock(function, self, real[name] - start))
+        _hand_to_timeit()
+        os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
+
+    def follow(self, code: CodeType) -> bool:
+        """Whether a caller sees virtual time."""
+        known = self._followers.get(code)
+        if known is None:
+            file = code.co_filename
+            program = kind_of(file) in PROGRAM_CODE or file.startswith("<")  # what it compiled itself
+            known = self._followers[code] = program or any(timer in file for timer in _TIMERS)
+        return known
+
+    def read(self) -> int:
+        """Nanoseconds since the run began, as the calling thread has them.
+
+        A thread that has nothing to do with the device goes with the real clock, and is never behind the program.
+        """
+        moment, is_known = self._machine.look_at_clock()
+        last, real = self._last, perf_counter_ns()
+        if not is_known:
+            last.reading = max(last.reading + real - last.real, moment + self._ahead)
+        else:
+            if moment != last.time:
+                last.time, last.moved = moment, real
+            else:
+                self._ahead += LOOK if real - last.moved < STANDSTILL else real - last.real
+            last.reading = max(last.reading, moment + self._ahead)
+        last.real = real
+        return last.reading
+
+    def _before_fork(self) -> None:
+        self._at_fork = self.read()
+
+    def _after_fork(self) -> None:
+        """The child's virtual clock begins anew, and what it reads goes on."""
+        self._last = _Reading()
+        self._ahead = self._at_fork
+
+
+def _hand_to_timeit() -> None:
+    """It keeps a timer of its own, where it was imported before."""
+    module = sys.modules.get("timeit")
+    if module is None:
+        return
+    before = vars(module)["default_timer"]
+    vars(module)["default_timer"] = time.perf_counter
+    for function in (module.Timer.__init__, module.timeit, module.repeat):
+        function.__defaults__ = tuple(time.perf_counter if one is before else one for one in function.__defaults__)
+
+
+class ScriptClock:
+    """Stands for a function of `time`. No function itself: as an attribute of a class it must not become a method."""
+
+    def __init__(self, native: Any, clocks: ScriptClocks, base: int) -> None:
+        self._native, self._clocks, self._base = native, clocks, base
+        self.__name__ = self.__qualname__ = native.__name__
+        self.__module__, self.__doc__ = "time", native.__doc__
+        self._in_seconds = not native.__name__.endswith("_ns")
+
+    def __call__(self) -> Any:
+        if not self._clocks.follow(sys._getframe(1).f_code):
+            return self._native()
+        self._clocks.looks += 1
+        moment = self._base + self._clocks.read()
+        return moment / 1e9 if self._in_seconds else moment
+
+    def __repr__(self) -> str:
+        return repr(self._native)
+
+    def __reduce__(self) -> str:
+        return self.__name__
