@@ -21,8 +21,8 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, FrameKind, LinkKind, Timeline
 from keepbusy.traces import read
+from keepbusy.virtual.costs.device import Operand
 from keepbusy.virtual.costs.device import read as read_device
-from keepbusy.virtual.costs.operator_call import Operand
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 
 Call = tuple[str, tuple[Operand, ...], tuple[Operand, ...], dict[str, Any]]

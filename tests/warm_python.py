@@ -43,7 +43,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 """Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
     *("keepbusy.cli.run", "keepbusy.explain", "keepbusy.recording.recorder", "keepbusy.report.terminal"),
-    *("keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run", "sympy", "torch._dynamo", "torch.profiler"),
+    *("keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side", "keepbusy.virtual.pytorch.operators"),
+    *("keepbusy.virtual.pytorch.process_group", "sympy", "torch._dynamo", "torch.profiler"),
 )
 """What most commands would import. PyTorch imports sympy and dynamo once the shape of a result is computed."""
 

@@ -42,7 +42,10 @@ many GPUs and ranks a program wants stands in itself."""
 REPORT = "\nkeepbusy · "
 OURS = re.compile(r"(?m)^keepbusy: .*\n")
 """Said on standard error, of a program that has nothing to report: that is not the program's."""
-NEEDED = ("keepbusy.cli.run", "keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run", "sympy", "torch._dynamo")
+NEEDED = (
+    *("keepbusy.cli.run", "keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side"),
+    *("keepbusy.virtual.pytorch.operators", "keepbusy.virtual.pytorch.process_group", "sympy", "torch._dynamo"),
+)
 """What every fork would import."""
 MEASURED = COURSE / "h200.json"
 

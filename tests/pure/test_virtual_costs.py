@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepbusy.virtual.costs.device import names, read
+from keepbusy.virtual.costs.device import Operand, names, read
 from keepbusy.virtual.costs.laws import nothing
-from keepbusy.virtual.costs.operator_call import Operand
 from keepbusy.virtual.costs.operator_costs import _TABLE, LAWS, OperatorCosts
 
 US = 1_000

@@ -12,7 +12,7 @@ from keepbusy.timeline.model import Direction, FrameKind, Kind
 from keepbusy.timeline.replay import replay
 from keepbusy.virtual.clock.engine import CaptureError, Clock, Graph
 from keepbusy.virtual.clock.lanes import Moment
-from keepbusy.virtual.memory.allocator import SMALL_SEGMENT, Block, Memory
+from keepbusy.virtual.device_memory import SMALL_SEGMENT, Block, Memory
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 MB = 1 << 20

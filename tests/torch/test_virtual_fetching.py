@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.loader_workers import Worker
+from keepbusy.virtual.pytorch.host_side import Worker
 
 
 def test_a_worker_is_done_its_work_after_it_was_asked() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from virtual_programs import clock, operator, rows
 
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.memory.allocator import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
-from keepbusy.virtual.memory.host_memory import native_is_pinned, native_pins
+from keepbusy.virtual.device_memory import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
+from keepbusy.virtual.pytorch.tensors import native_is_pinned, native_pins
 
 MB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepbusy.virtual.memory.host_memory import Pages
+from keepbusy.virtual.pytorch.tensors import Pages
 
 
 class Result:

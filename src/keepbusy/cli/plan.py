@@ -37,7 +37,8 @@ LAYOUT, FOUND = "KEEPBUSY_LAYOUT", "KEEPBUSY_LAYOUT_FOUND"
 ENDLESS = "4096 GiB"
 """Memory in which every layout runs, so that it is known how much it needs."""
 IMPORTED = (
-    *("keepbusy.cli.run", "keepbusy.virtual.bring_up", "keepbusy.virtual.virtual_run"),
+    *("keepbusy.cli.run", "keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side"),
+    *("keepbusy.virtual.pytorch.operators", "keepbusy.virtual.pytorch.process_group"),
     *("sympy", "torch._dynamo", "torch.profiler"),
 )
 """What every trial would import, in seconds of the processor each."""

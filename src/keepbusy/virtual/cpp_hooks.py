@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from keepbusy.virtual.current_device import CURRENT
+from keepbusy.virtual.machine import CURRENT
 
 DEVICE_TYPE, _META_TYPE = 1, 14
 """c10::DeviceType of CUDA, and of what has no memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,11 +25,8 @@ from keepbusy.virtual.clock.lanes import NOISE_LIMIT, HostThread
 from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
-from keepbusy.virtual.current_device import ACCELERATOR_ERROR, Current
-from keepbusy.virtual.memory.allocator import Block, Memory, OutOfMemory
-from keepbusy.virtual.memory.host_memory import Pages
-from keepbusy.virtual.pytorch.outlines import VALUES
-from keepbusy.virtual.pytorch.tensors import to_device, to_host
+from keepbusy.virtual.device_memory import Block, Memory, OutOfMemory
+from keepbusy.virtual.pytorch.tensors import VALUES, Pages, to_device, to_host
 from keepbusy.virtual.run_loops import RunLoops
 
 if TYPE_CHECKING:
@@ -43,10 +41,37 @@ _BATCHES, _CALLS, _PASSES = 6, 50, 4
 _FOREVER = 1 << 62
 
 
+class Current(threading.local):
+    """The current device of the calling thread."""
+
+    count = 1  # of all devices; the same in every thread
+    device = 0
+
+    def change(self, device: int) -> int:
+        """Make `device` current and return the one before; a negative one changes nothing."""
+        before = self.device
+        if device >= 0:
+            self.device = self._known(device)
+        return before
+
+    def index(self, device: torch.device | int | str | None) -> int:
+        """The number that PyTorch means by `device`: none, or one without a number, is the current one."""
+        number = device if device is None or isinstance(device, int) else torch.device(device).index
+        return self.device if number is None or number < 0 else self._known(number)
+
+    def _known(self, device: int) -> int:
+        if device >= self.count:
+            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        return device
+
+
+CURRENT = Current()
+
+
 def _accelerator_error(text: str, code: int) -> Exception:
     """As PyTorch raises what CUDA returns."""
-    error = ACCELERATOR_ERROR(text)
-    error.error_code = code
+    error: Exception = torch.AcceleratorError(text)
+    error.error_code = code  # type: ignore[attr-defined]
     return error
 
 

@@ -165,10 +165,10 @@ def _layout(_torch: Any) -> None:
 
 
 def _bring_up(_torch: Any) -> None:
-    from keepbusy.virtual.bring_up import bring_up
     from keepbusy.virtual.costs.device import read
+    from keepbusy.virtual.virtual_run import Options, bring_up
 
-    bring_up(read("h200"), devices=8, measured=False)
+    bring_up(read("h200"), devices=8, rank=0, options=Options(measured=False, one_generator=False))
 
 
 def _values(torch: Any) -> None:

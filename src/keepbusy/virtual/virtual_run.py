@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keepbusy.instrument.patches import Patches
 from keepbusy.instrument.processes import RunFolder, follow
 from keepbusy.timeline.busy_file import load, save
 from keepbusy.timeline.model import Ints, Kind, Timeline
@@ -18,7 +21,7 @@ from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.steps import commands_between, from_mark
 from keepbusy.virtual import selftest
 from keepbusy.virtual.clock.real_time import NOTE, ScriptClocks
-from keepbusy.virtual.costs.device import read
+from keepbusy.virtual.costs.device import Device, read
 from keepbusy.virtual.machine import MACHINE
 
 SETTLING = 0.5
@@ -74,24 +77,63 @@ def _leave(timeline: Callable[[], Timeline], folder: Path) -> None:
 def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     device = read(options.on)
     selftest.check()
-    from keepbusy.virtual.bring_up import bring_up
-
     devices = options.devices
     if options.alike > 1:
         devices = max(devices, min(options.alike, device.wire.devices))
         os.environ |= first_of(options.alike, devices)
-    machine = bring_up(device, devices, rank, options.measured, options.values, options.one_generator)
-    machine.alike = options.alike
-    clocks = ScriptClocks(machine) if options.script_clocks else None
+    bring_up(device, devices, rank, options)
+    MACHINE.alike = options.alike
+    clocks = ScriptClocks(MACHINE) if options.script_clocks else None
 
     def timeline(**facts: Any) -> Timeline:
-        machine.look_at_clock()  # what the program did since its last operator is a part of the run
-        notes = machine.facts()["notes"]
+        MACHINE.look_at_clock()  # what the program did since its last operator is a part of the run
+        notes = MACHINE.facts()["notes"]
         if clocks is not None and clocks.looks:
             notes += (NOTE,)
-        return machine.timeline(notes=notes, values=options.values, **facts)
+        return MACHINE.timeline(notes=notes, values=options.values, **facts)
 
     return timeline
+
+
+_PATCHES = Patches()
+_started: list[bool] = []
+
+
+def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
+    """From now on this process has `devices` GPUs. There is no way back: who starts it wants it until the end."""
+    if _started:
+        return
+    # only now, since `selftest.check` said that this PyTorch can carry it
+    from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
+    from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensors
+
+    _started.append(True)
+    if options.values:
+        _keep_freed_memory()
+    MACHINE.start(device, devices, rank, options.measured)
+    tensors.VALUES.real, randomness.DEFAULTS.shared = options.values, options.one_generator
+    for undo in (replace_guard(), replace_hooks(tensors.native_is_pinned, tensors.native_pins)):
+        atexit.register(undo)
+    cuda_api.patch()
+    host_side.patch(_PATCHES, options.measured)
+    operators.register()
+    operators.refuse_triton(_PATCHES)
+    process_group.patch()
+    if not options.measured:
+        host_side.patch_modelled(_PATCHES)
+    MACHINE.calibrate()
+    cuda_api.Initialization.requested = False
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what is freed: giving it back takes time that no GPU would have taken."""
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, -1)):
+            tune(parameter, value)
 
 
 def first_of(ranks: int, of_host: int) -> dict[str, str]:

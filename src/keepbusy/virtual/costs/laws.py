@@ -11,8 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from keepbusy.virtual.costs import figures
-from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.operator_call import SHORTEST, Array, Call, Kernel, NoLaw, largest, lasts, total
+from keepbusy.virtual.costs.device import SHORTEST, Array, Call, Device, Kernel, NoLaw, largest, lasts, total
 
 PRODUCTS, ATTENTION = figures("products"), figures("attention")
 CONVOLUTIONS, RECURRENT = figures("convolutions"), figures("recurrent")

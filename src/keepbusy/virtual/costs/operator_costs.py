@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepbusy.virtual.costs import laws
-from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.costs.operator_call import Array, Call, Kernel, NoLaw, Operand
+from keepbusy.virtual.costs.device import Array, Call, Device, Kernel, NoLaw, Operand
 
 
 class Law(NamedTuple):

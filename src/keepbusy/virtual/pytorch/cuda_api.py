@@ -22,12 +22,11 @@ from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tens
 
 from keepbusy.virtual.clock.lanes import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
-from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE, DeviceCall
-from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import refusal
 from keepbusy.virtual.pytorch.cuda_graphs import AcceleratorGraph, CUDAGraph, graph_pool_handle
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, GeneratorOfAnyDevice
+from keepbusy.virtual.pytorch.tensors import host_register, host_unregister
 
 _ANSWERS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cuda_answers.toml").read_text(encoding="utf-8"))
 
@@ -302,11 +301,65 @@ def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buff
     return results
 
 
+# Storages: moving, resizing and loading them, which this build of PyTorch can do for host memory only.
+
+_Storage = torch.UntypedStorage
+_resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
+_logical_sizes: dict[int, int] = {}
+"""Of a shrunken storage its size as the program sees it. Its bytes stay, for FSDP will have them back."""
+
+
+def _patch_storages() -> None:
+    _Storage.cuda = _storage_to_device
+    _Storage.resize_ = _resize_storage
+    _Storage.size = _Storage.nbytes = _logical_size_of
+    _Storage.clone = _clone_storage
+    torch.serialization.register_package(5, lambda _storage: None, _load_storage)
+
+
+def _storage_to_device(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    if storage.device.type == "cuda":
+        return storage
+    flat = Tensor().to(torch.uint8).set_(storage)
+    return flat.to(torch.device("cuda", CURRENT.index(device)), non_blocking=non_blocking).untyped_storage()
+
+
+def _clone_storage(storage: Any) -> Any:
+    """Also what `copy.deepcopy` of a tensor comes down to."""
+    if storage.device.type != "cuda":
+        return _clone(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+
+def _logical_size_of(storage: Any) -> int:
+    return _logical_sizes[storage._cdata] if storage._cdata in _logical_sizes else _size(storage)
+
+
+def _resize_storage(storage: Any, size: int) -> Any:
+    if storage.device.type != "cuda":
+        return _resize(storage, size)
+    whole = _size(storage)
+    if size > whole:
+        raise NotImplementedError("keepbusy's virtual GPU cannot grow a storage past its first size.")
+    if size != _logical_size_of(storage):
+        MACHINE.resize(storage, size)
+    if size == whole:
+        _logical_sizes.pop(storage._cdata, None)
+    else:
+        _logical_sizes[storage._cdata] = size
+    return storage
+
+
+def _load_storage(storage: Any, location: str) -> Any:
+    """For `torch.load`: what was saved from a device, or is mapped to one."""
+    return _storage_to_device(storage, torch.device(location)) if location.startswith("cuda") else None
+
+
 # Whether the program has touched a device yet: device meshes choose a process's device by its rank, unless it has.
 
 
 class Initialization:
-    """`bring_up` forgets it: what came before was ours."""
+    """`virtual_run` forgets it: what came before was ours."""
 
     requested = False
 
@@ -469,9 +522,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "_exchange_device": CURRENT.change,
     "_maybe_exchange_device": CURRENT.change,
     "device_count": lambda: CURRENT.count,
-    "cudart": _constant(
-        types.SimpleNamespace(cudaHostRegister=host_memory.register, cudaHostUnregister=host_memory.unregister)
-    ),
+    "cudart": _constant(types.SimpleNamespace(cudaHostRegister=host_register, cudaHostUnregister=host_unregister)),
     "get_device_properties": _properties,
     "_get_device_properties": _properties,
     "set_device": lambda device: _set_device(CURRENT.index(device)),
@@ -521,6 +572,7 @@ def patch() -> None:
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
     if hasattr(torch.accelerator, "Graph"):
         torch.accelerator.Graph = AcceleratorGraph
+    _patch_storages()
 
 
 def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from keepbusy.virtual.clock.lanes import Graph
-from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE, DeviceCall
-from keepbusy.virtual.memory.allocator import PoolId
+from keepbusy.virtual.device_memory import PoolId
+from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import refusal
-from keepbusy.virtual.pytorch.outlines import VALUES
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
-from keepbusy.virtual.pytorch.tensors import tensors_in, to_host
+from keepbusy.virtual.pytorch.tensors import VALUES, tensors_in, to_host
 
 # What a CUDA graph computes: recorded during its capture, computed again at each replay.
 #

@@ -1,4 +1,4 @@
-"""What the program does on the host: tensors made there, pinned memory, annotations, the backward pass, compiling.
+"""What the program does on the host: tensors made there, annotations, the backward pass, compiling, loaders' workers.
 
 On a clock that measures, operators on the host's own tensors take what they take here. A modelled one is told, by what
 they do with how many bytes or elements. Large sums and products are not told from small ones, Python between the
@@ -7,9 +7,13 @@ operators takes no time, and nor does what other threads and processes do.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,34 +26,33 @@ import torch.utils._device
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import _utils, dataloader
 
 from keepbusy.instrument import ENDED
 from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.lanes import BACKWARD_PASS
+from keepbusy.virtual.clock.real_time import HostTime
 from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
-from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.memory import host_memory
+from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import OPERATORS
-from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
-from keepbusy.virtual.pytorch.tensors import tensors_in
+from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in
 
 _LOADER = "enumerate(DataLoader)#"
 _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
 _KEEPBUSY = str(Path(__file__).parents[2])
 
 
-def patch(patches: Patches) -> None:
+def patch(patches: Patches, measured: bool) -> None:
     torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
     for name in OPERATORS["factories"]:
         patches.wrap(torch, name, partial(_make, f"aten::{name}"))
     for name in OPERATORS["fills"]:
         patches.wrap(Tensor, name, partial(_fill, f"aten::{name}"))
     patches.wrap(Tensor, "pin_memory", _pin_memory)
-    patches.wrap(Tensor, "is_pinned", lambda _native, tensor, device=None: host_memory.is_pinned(tensor))
+    patches.wrap(Tensor, "is_pinned", lambda _native, tensor, device=None: is_pinned(tensor))
     for name in ("new", "new_tensor"):
         patches.wrap(Tensor, name, _make_on_its_device)
     patches.wrap(Tensor, "record_stream", lambda _native, tensor, s: MACHINE.record_stream(tensor, s.lane))
@@ -61,6 +64,7 @@ def patch(patches: Patches) -> None:
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.nn.Module, "compile", _compile_module)
     ENDED.append(_mark_step)
+    _patch_workers(patches, measured)
 
 
 def in_training_thread() -> bool:
@@ -93,7 +97,7 @@ def _make(name: str, native: Callable[..., Any], *args: Any, pin_memory: bool = 
     """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
     with HostOperator(name):
         made = native(*args, **kwargs)
-    return host_memory.pin(made) if pin_memory else made
+    return pin(made) if pin_memory else made
 
 
 def _fill(name: str, native: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +118,7 @@ def _make_on_its_device(native: Callable[..., Any], tensor: Tensor, *args: Any, 
 
 def _pin_memory(_native: Callable[..., Any], tensor: Tensor, device: Any = None) -> Tensor:
     with HostOperator("aten::pin_memory"):
-        return host_memory.pinned_copy(tensor)
+        return pinned_copy(tensor)
 
 
 # Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these.
@@ -181,6 +185,128 @@ def _compile(_native: Callable[..., Any], model: Any = None, *_args: Any, **_opt
 
 def _compile_module(*given: Any, **options: Any) -> None:
     _compile(*given, **options)
+
+
+# A loader's worker processes: each says how long it was at work on a batch, whatever it had to wait for.
+#
+# They run on while our clock stands still: how long the program really waits for a batch says nothing. But a worker
+# knows how long it was at work on one, and the rest follows: it begins with a batch when it was asked for it and is
+# done with the one before. It writes that into a pipe that all workers inherit. Where it does not, because it was not
+# forked or the pipe is full, a batch is there when it really is. A modelled clock takes none of it, and says what it
+# leaves out.
+
+
+class Worker:
+    """One worker, in nanoseconds of the program's clock. Batches bear the loader's numbers."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, int] = {}
+        self._durations: dict[int, int] = {}
+        self._idle_from = 0
+
+    def ask(self, batch: int, now: int) -> None:
+        self._asked[batch] = now
+
+    def note_duration(self, batch: int, duration: int) -> None:
+        """What it says itself."""
+        self._durations[batch] = duration
+
+    def done(self, batch: int) -> int | None:
+        """When the next batch of its own is there; None where it did not say how long it took."""
+        duration, asked = self._durations.pop(batch, None), self._asked.pop(batch, self._idle_from)
+        if duration is None:
+            return None
+        self._idle_from = max(asked, self._idle_from) + duration
+        return self._idle_from
+
+
+_NEXT_BATCH = f"{_LOADER_WITH_WORKERS}DataLoaderIter.__next__"
+_DURATION = struct.Struct("qqq")
+"""A process, a batch, and nanoseconds."""
+_PIPE: list[int] = []
+_WORKERS: defaultdict[int, Worker] = defaultdict(Worker)
+"""By process."""
+_native_loop: Callable[..., None] = _utils.worker._worker_loop
+
+
+def _patch_workers(patches: Patches, measured: bool) -> None:
+    _PIPE[:] = os.pipe()
+    for end in _PIPE:
+        os.set_blocking(end, False)
+    _utils.worker._worker_loop = run_worker  # no wrapper: workers that are spawned find it by its name
+    loader = dataloader._MultiProcessingDataLoaderIter
+    patches.wrap(loader, "_process_data", _give if measured else _leave_out)
+    if measured:
+        patches.wrap(loader, "_try_put_index", _ask)
+
+
+def _ask(native: Callable[..., Any], loader: Any) -> None:
+    batch = loader._send_idx
+    native(loader)
+    if loader._send_idx > batch:
+        _worker(loader, loader._task_info[batch][0]).ask(batch, MACHINE.clock.now())
+
+
+def _give(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
+    for process, batch, duration in _durations():
+        _WORKERS[process].note_duration(batch, duration)
+    done = _worker(loader, number).done(loader._rcvd_idx - 1) if loader._in_order else None
+    MACHINE.clock.take_batch(_NEXT_BATCH, done)
+    return native(loader, data, number)
+
+
+def _leave_out(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
+    if MACHINE.uncounted is not None:
+        MACHINE.uncounted.add_batches([duration for _, _, duration in _durations()], loader._num_workers)
+    return native(loader, data, number)
+
+
+def _durations() -> Iterator[tuple[int, int, int]]:
+    """What workers have said since the last time: a process, a batch, and how long it was at work on it."""
+    with contextlib.suppress(BlockingIOError):
+        while rows := os.read(_PIPE[0], 1024 * _DURATION.size):
+            yield from _DURATION.iter_unpack(rows)
+
+
+def _worker(loader: Any, number: int) -> Worker:
+    return _WORKERS[loader._workers[number].pid]
+
+
+def run_worker(kind: Any, dataset: Any, asks: Any, gives: Any, *rest: Any) -> None:
+    """What runs in a worker's process: PyTorch's own loop, between queues that look at the clock."""
+    if _PIPE:
+        asks = _Requests(asks)
+        gives = _Results(gives, asks)
+    _native_loop(kind, dataset, asks, gives, *rest)
+
+
+class _Requests:
+    """The queue from which a worker takes what it is asked for."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue, self.clock, self.taken = queue, HostTime(), 0
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        asked = self._queue.get(*args, **kwargs)
+        self.taken = self.clock()
+        return asked
+
+
+class _Results:
+    """The queue into which it puts its batches."""
+
+    def __init__(self, queue: Any, asks: _Requests) -> None:
+        self._queue, self._asks = queue, asks
+
+    def put(self, given: tuple[Any, Any]) -> None:
+        if isinstance(given[0], int):
+            spent = self._asks.clock() - self._asks.taken
+            with contextlib.suppress(BlockingIOError):
+                os.write(_PIPE[1], _DURATION.pack(os.getpid(), given[0], spent))
+        self._queue.put(given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
 
 
 # With a modelled clock: how long operators on the host's own tensors take, and sleeping.

@@ -15,12 +15,21 @@ from torch import Tensor
 
 from keepbusy.timeline.model import NONE, Direction
 from keepbusy.virtual.costs.operator_costs import law_of
-from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE, DeviceCall
+from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import NAMES, OPERATORS, cuda_api, randomness
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
-from keepbusy.virtual.pytorch.outlines import META, VALUES, computed
-from keepbusy.virtual.pytorch.tensors import CPU, map_tensors, pieces, sparse_like, sparse_to_host, tensors_in, to_host
+from keepbusy.virtual.pytorch.tensors import (
+    CPU,
+    META,
+    VALUES,
+    computed,
+    map_tensors,
+    pieces,
+    sparse_like,
+    sparse_to_host,
+    tensors_in,
+    to_host,
+)
 
 _WAITING, _INDEXING = frozenset(OPERATORS["waiting"]), frozenset(OPERATORS["indexing"])
 _NUMBERS = (bool, int, float, complex)
@@ -39,16 +48,7 @@ def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def overload_named(name: str) -> torch._ops.OpOverload | None:
-    """By its full name, `aten::add.Tensor`; None where this version lacks it."""
-    base, _, variant = name.removeprefix("aten::").partition(".")
-    try:
-        return getattr(getattr(torch.ops.aten, base), variant or "default")
-    except (AttributeError, RuntimeError):
-        return None
-
-
-class Operands:
+class _Operands:
     """One call's arguments on their way to the host."""
 
     __slots__ = ("device", "inputs", "kernel", "recorded", "with_host_tensor", "with_sparse_tensor")
@@ -152,7 +152,7 @@ _ONE_NEW, _OTHER_RESULT = -1, -2
 """What a call returns: one new tensor, or something else than that or an argument."""
 
 
-class KnownCall(NamedTuple):
+class _KnownCall(NamedTuple):
     """What is known of calls that differ in nothing but values."""
 
     call: Callable[..., Any]  # what the host computes
@@ -258,7 +258,7 @@ class Kernel:
             key += (name, option if self.named_shapes[name] else type(option))
         return True
 
-    def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> KnownCall:
+    def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> _KnownCall:
         """What to do when such a call comes again."""
         returned = _OTHER_RESULT
         if len(self.returned) == 1 and isinstance(out, Tensor) and out.layout is torch.strided:
@@ -267,11 +267,11 @@ class Kernel:
                 returned = _ONE_NEW
             elif source[0] < len(args) and args[source[0]].shape == out.shape:
                 returned = source[0]
-        return KnownCall(self.on_host or self._chosen(args), kernels, returned)
+        return _KnownCall(self.on_host or self._chosen(args), kernels, returned)
 
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Any:
         """Any call. `key`: by which it is known from now on; None where it is not like any other."""
-        operands = Operands(self)
+        operands = _Operands(self)
         host_args = [operands.take(one) for one in args]
         host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
         device = operands.check()
@@ -357,7 +357,7 @@ class Kernel:
         if VALUES.kept and self.written:
             map_tensors(VALUES.forget, self.written_by(args, kwargs))
         if returned == (None,) and isinstance(out, Tensor):
-            return place(out, device)
+            return _place(out, device)
         if len(returned) == 1:
             return self._result(device, returned[0], out, args, kwargs)
         if not returned:
@@ -368,11 +368,11 @@ class Kernel:
         self, device: int, source: tuple[int, str] | None, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if source is None:
-            return map_tensors(lambda one: place(one, device), out)
+            return map_tensors(lambda one: _place(one, device), out)
         given = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
         if isinstance(given, Tensor):
             if given.layout is torch.sparse_coo:
-                given.data = place(out, device)
+                given.data = _place(out, device)
             elif given.shape != out.shape:
                 adopt(given, MACHINE.place_on(out, device))
         return given
@@ -413,7 +413,7 @@ def _new_tensors(returned: tuple[Any, ...], out: Any) -> list[Tensor]:
     return [piece for one in tensors_in(found) for piece in pieces(one)]
 
 
-def place(out: Tensor, device: int) -> Tensor:
+def _place(out: Tensor, device: int) -> Tensor:
     """A new result, on the device."""
     if out.layout is not torch.sparse_coo:
         return MACHINE.place_on(out, device)
@@ -467,3 +467,151 @@ _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
 _OF_FLOATS_ALONE = {name: refusing for refusing, names in NAMES["of_floats_alone"].items() for name in names.split()}
 """Of operators, the kernel that CUDA names when it refuses."""
 _INTEGERS = {getattr(torch, name): scalar for name, scalar in NAMES["integers"].items()}
+
+
+# What PyTorch has for CUDA alone: how the host computes it. All tensors here are the host's, and the functions those of
+# PyTorch's library, not of `torch`: what the program calls there stands in the timeline. What has no kernel for the
+# host and is not in these tables is refused by name, see `operators.py`.
+
+_aten = torch.ops.aten
+
+# `nn.GRUCell` and `nn.LSTMCell`: everything behind the two products is one kernel, and one in the backward pass.
+
+
+def _gru_cell(
+    input_gates: Tensor, hidden_gates: Tensor, hidden: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if input_bias is not None and hidden_bias is not None:
+        input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
+    (reset_in, update_in, new_in), (reset_h, update_h, new_h) = input_gates.chunk(3, 1), hidden_gates.chunk(3, 1)
+    reset, update = (reset_in + reset_h).sigmoid(), (update_in + update_h).sigmoid()
+    new = (new_in + reset * new_h).tanh()
+    return new + update * (hidden - new), _aten.cat.default([reset, update, new, hidden, new_h], 1)
+
+
+def _lstm_cell(
+    input_gates: Tensor, hidden_gates: Tensor, cell: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gates = input_gates + hidden_gates
+    if input_bias is not None and hidden_bias is not None:
+        gates = gates + input_bias + hidden_bias
+    take, forget, new, give = gates.chunk(4, 1)
+    take, forget, new, give = take.sigmoid(), forget.sigmoid(), new.tanh(), give.sigmoid()
+    after = forget * cell + take * new
+    return give * after.tanh(), after, _aten.cat.default([take, forget, new, give], 1)
+
+
+# `nn.SyncBatchNorm`: its halves, between which ranks exchange their means.
+
+
+def _over_channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 2))
+
+
+def _all_but_channels(tensor: Tensor) -> list[int]:
+    return [at for at in range(tensor.dim()) if at != 1]
+
+
+def _batch_norm_stats(tensor: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    variance, mean = _aten.var_mean.correction(tensor.float(), _all_but_channels(tensor), correction=0)
+    return mean, (variance + epsilon).rsqrt()
+
+
+def _batch_norm_elemt(
+    tensor: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor, _epsilon: float
+) -> Tensor:
+    normal = (tensor - _over_channels(mean, tensor)) * _over_channels(scale, tensor)
+    normal = normal if weight is None else normal * _over_channels(weight, tensor)
+    return (normal if bias is None else normal + _over_channels(bias, tensor)).to(tensor.dtype)
+
+
+def _batch_norm_gather_stats(tensor: Tensor, means: Tensor, scales: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
+    """Of all ranks: a row of `means` and `scales` for each, made of so many values."""
+    running_mean, running_var, momentum, epsilon, counts = about
+    each = counts.to(means.dtype).view(-1, 1) if isinstance(counts, Tensor) else _aten.full_like.default(means, counts)
+    total = each.expand_as(means).sum(0)
+    mean = (means * each).sum(0) / total
+    variance = ((scales.pow(-2) - epsilon + (means - mean).square()) * each).sum(0) / total
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        running_var.lerp_((variance * total / (total - 1)).to(running_var.dtype), momentum)
+    return mean, (variance + epsilon).rsqrt()
+
+
+def _batch_norm_backward_reduce(
+    gradient: Tensor, tensor: Tensor, mean: Tensor, scale: Tensor, _weight: Tensor | None, *needs: bool
+) -> tuple[Tensor | None, ...]:
+    needs_input, needs_weight, needs_bias = needs
+    total = gradient.float().sum(_all_but_channels(tensor))
+    with_input = (gradient * (tensor - _over_channels(mean, tensor))).float().sum(_all_but_channels(tensor))
+    sums = (total, with_input) if needs_input else (None, None)
+    return *sums, with_input * scale if needs_weight else None, total if needs_bias else None
+
+
+def _batch_norm_backward_elemt(
+    gradient: Tensor, tensor: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, *sums: Tensor
+) -> Tensor:
+    total, with_input, counts = sums
+    count = counts.sum()
+    centred = tensor - _over_channels(mean, tensor)
+    slope = _over_channels(with_input / count * scale * scale, tensor)
+    factor = scale if weight is None else scale * weight
+    inner = gradient - _over_channels(total / count, tensor) - centred * slope
+    return (inner * _over_channels(factor, tensor)).to(tensor.dtype)
+
+
+# Dropout: the host's own way draws the same numbers and scales them before it multiplies.
+
+
+def _dropout(tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
+    if train is False or p in (0, 1):
+        return _aten.native_dropout.default._op(tensor, p, train)
+    noise = _aten.bernoulli_.float(_aten.empty_like.default(tensor), 1 - p, generator=generator).div_(1 - p)
+    return tensor * noise, noise != 0
+
+
+def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
+    if not scale:
+        return _aten.native_dropout_backward.default._op(gradient, mask, scale)
+    return gradient * mask.to(gradient.dtype).div_(1 / scale)
+
+
+# A softmax that takes sixteen bits and gives thirty-two, as autocast has it.
+
+
+def _widening(softmax: Any) -> Callable[..., Tensor]:
+    return lambda tensor, dim, half_to_float: softmax(tensor.float() if half_to_float else tensor, dim, False)
+
+
+def _narrowing(backward: Any) -> Callable[..., Tensor]:
+    return lambda gradient, output, dim, dtype: backward(gradient, output, dim, gradient.dtype).to(dtype)
+
+
+# Products in sixteen bits whose result has thirty-two.
+
+
+def _wide(product: Any) -> Callable[..., Tensor]:
+    """Its last argument is the type."""
+    return lambda *given, **factors: product(*[one.to(given[-1]) for one in given[:-1]], **factors)
+
+
+CELLS: dict[str, Callable[..., Any]] = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_lstm_cell": _lstm_cell}
+ON_HOST: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _batch_norm_stats,
+    "batch_norm_elemt": _batch_norm_elemt,
+    "batch_norm_gather_stats": _batch_norm_gather_stats,
+    "batch_norm_gather_stats_with_counts": _batch_norm_gather_stats,
+    "batch_norm_backward_reduce": _batch_norm_backward_reduce,
+    "batch_norm_backward_elemt": _batch_norm_backward_elemt,
+    "native_dropout": _dropout,
+    "native_dropout_backward": _dropout_backward,
+    "_softmax": _widening(_aten._softmax.default),
+    "_log_softmax": _widening(_aten._log_softmax.default),
+    "_softmax_backward_data": _narrowing(_aten._softmax_backward_data.default),
+    "_log_softmax_backward_data": _narrowing(_aten._log_softmax_backward_data.default),
+    "mm.dtype": _wide(_aten.mm.default),
+    "bmm.dtype": _wide(_aten.bmm.default),
+    "addmm.dtype": _wide(_aten.addmm.default),
+    "baddbmm.dtype": _wide(_aten.baddbmm.default),
+}

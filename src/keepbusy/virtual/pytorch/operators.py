@@ -1,23 +1,42 @@
-"""Which kernel runs for which operator of the CUDA device, and which operators are refused by name."""
+"""Which kernel runs for which operator of the CUDA device, and which operators are refused by name.
+
+Most are a `Kernel` by what PyTorch says of them. Here stand the others: what moves tensors between host and device, and
+what a GPU runs whole.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from keepbusy.instrument.patches import Patches, when_imported
-from keepbusy.virtual.machine import MACHINE
-from keepbusy.virtual.pytorch import OPERATORS, refusal
-from keepbusy.virtual.pytorch.cuda_only import ON_HOST
-from keepbusy.virtual.pytorch.kernels import HOST_KEYS, Kernel, overload_named
-from keepbusy.virtual.pytorch.tensors import SPARSE_KEYS
-from keepbusy.virtual.pytorch.transfers import SPECIAL
-from keepbusy.virtual.pytorch.whole_operators import whole_operators
+from keepbusy.timeline.model import Direction
+from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
+from keepbusy.virtual.pytorch import OPERATORS, cuda_api, randomness, refusal
+from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
+from keepbusy.virtual.pytorch.kernels import CELLS, HOST_KEYS, ON_HOST, Kernel, adopt
+from keepbusy.virtual.pytorch.tensors import (
+    CPU,
+    SPARSE_KEYS,
+    VALUES,
+    as_seen,
+    computed,
+    is_pinned,
+    map_tensors,
+    outline,
+    pin,
+    reserved,
+    tensors_in,
+    to_host,
+    zeroed,
+)
 
 _LAYOUTS = {"SparseCsrCUDA": "compressed sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
 """By dispatch key, what is refused altogether."""
@@ -33,8 +52,8 @@ _LIBRARIES: list[Any] = []
 
 def prepare() -> None:
     """Make what is registered, which takes most of the time: forks of this process then have it."""
-    dense_kernels()
-    sparse_kernels()
+    _dense_kernels()
+    _sparse_kernels()
 
 
 def register() -> None:
@@ -43,15 +62,15 @@ def register() -> None:
     _LIBRARIES.extend([aten, everything])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a CUDA build every kernel stands in for another
-        for name, kernel in dense_kernels().items():
+        for name, kernel in _dense_kernels().items():
             aten.impl(name, kernel, "CUDA")
-        for name, kernel in whole_operators().items():
+        for name, kernel in _whole_operators().items():
             aten.impl(name, kernel, "AutogradCUDA")
             aten.impl(name, kernel, "CUDA")
         on_demand = cache(_kernel)  # of operators that other packages register
         everything.fallback(lambda overload, *args, **kwargs: on_demand(overload)(*args, **kwargs), "CUDA")
         # on a CUDA build other layouts have native kernels, which must never be reached
-        sparse = sparse_kernels()
+        sparse = _sparse_kernels()
         for name in {*_registered("SparseCUDA"), *sparse}:
             aten.impl(name, sparse.get(name) or _refusal_of_layout("sparse", name), "SparseCUDA")
         everything.fallback(_refuse_any("sparse"), "SparseCUDA")
@@ -82,20 +101,29 @@ def _registered(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
+def _overload_named(name: str) -> torch._ops.OpOverload | None:
+    """By its full name, `aten::add.Tensor`; None where this version lacks it."""
+    base, _, variant = name.removeprefix("aten::").partition(".")
+    try:
+        return getattr(getattr(torch.ops.aten, base), variant or "default")
+    except (AttributeError, RuntimeError):
+        return None
+
+
 @cache
-def dense_kernels() -> dict[str, Callable[..., Any]]:
+def _dense_kernels() -> dict[str, Callable[..., Any]]:
     every = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     computed = {*_registered("CPU"), *_registered("CUDA"), *OPERATORS["kept_together"], *ON_HOST}
     computed |= {name for name in every if name.startswith(("_foreach_", "_fused_"))}
     found: dict[str, Callable[..., Any]] = {}
     for name in every:
-        overload, layout = overload_named(name), _layout_named(name)
+        overload, layout = _overload_named(name), _layout_named(name)
         if overload is None:
             continue
         if layout:
             found[name] = _refusal_of_layout(layout, name)
-        elif name in SPECIAL:
-            found[name] = SPECIAL[name]  # type: ignore[assignment]
+        elif name in _SPECIAL:
+            found[name] = _SPECIAL[name]  # type: ignore[assignment]
         elif name in OPERATORS["views"]:
             found[name] = _native(overload, HOST_KEYS)
         elif name in computed and not _returns_view(overload):
@@ -114,10 +142,10 @@ def _layout_named(name: str) -> str | None:
 
 
 @cache
-def sparse_kernels() -> dict[str, Callable[..., Any]]:
+def _sparse_kernels() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for name in _registered("SparseCPU"):
-        overload = overload_named(name)
+        overload = _overload_named(name)
         if overload is not None and _layout_named(name) is None:
             found[name] = (
                 _native(overload, SPARSE_KEYS)
@@ -159,3 +187,359 @@ def _refusal_of_layout(layout: str, name: str) -> Callable[..., Any]:
 
 def _refuse_any(layout: str) -> Callable[..., Any]:
     return lambda overload, *_args, **_kwargs: _refusal_of_layout(layout, overload._schema.name)()
+
+
+# Copies between host and device, the reads that hide in `.item()`, `bool`, `float` and `print`, and memory alone.
+
+_aten = torch.ops.aten
+_cast = _aten._to_copy.default
+_TO_DEVICE, _TO_HOST = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
+
+
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
+    with DeviceCall("aten::copy_"):
+        size = target.numel() * source.element_size()  # casts happen on the device: the smaller type never grows before
+        if not source.is_cuda:
+            _ask(target.get_device(), source, non_blocking)
+        elif not target.is_cuda:
+            _ask(source.get_device(), target, non_blocking)
+        _write(target, source)
+        if not target.is_cuda:
+            pinned = is_pinned(target)
+            MACHINE.copy(source.get_device(), size, _TO_HOST, pinned=pinned, non_blocking=pinned and non_blocking)
+        else:
+            _send(target, source, size, non_blocking)
+        return target
+
+
+def _ask(device: int, host: Tensor, non_blocking: bool) -> None:
+    """Before anything is written: whether the program may copy so between host and device."""
+    MACHINE.needs_pinned(device, is_pinned(host))
+    if not non_blocking:
+        cuda_api.announce_sync()
+
+
+def _write(target: Tensor, source: Tensor) -> None:
+    if not VALUES.worth_keeping(source, target):
+        VALUES.forget(target) if target.is_cuda else target.zero_()
+        return
+    recording = MACHINE.records((source if source.is_cuda else target).get_device())
+    into, values = _seen(target, recording), _seen(source, recording)
+    if recording is None:
+        into.copy_(values)
+    else:
+        recording.run(partial(into.copy_, values), into)
+    if target.is_cuda:
+        VALUES.keep(target)
+
+
+def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
+    """As a host tensor, and as one that lasts where a graph will use it again."""
+    if not tensor.is_cuda:
+        return tensor
+    return as_seen(to_host(tensor) if recording is None else lasting(tensor), tensor)
+
+
+def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool) -> None:
+    """To a device, from wherever."""
+    device = target.get_device()
+    if not source.is_cuda:
+        MACHINE.copy(device, size, _TO_DEVICE, pinned=is_pinned(source), non_blocking=non_blocking)
+    elif source.get_device() == device:
+        MACHINE.launch(device, "copy_", [source], [target], {})
+    else:
+        MACHINE.clock.copy_to_peer(MACHINE.stream(source.get_device()), MACHINE.stream(device), target.nbytes)
+
+
+_copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
+
+
+def _copy_lists(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """`torch._foreach_copy_`: a kernel copies lists laid out the same on one device; others go tensor by tensor."""
+    pairs = list(zip(targets, sources, strict=True))
+    if (
+        len({one.device for one in (*targets, *sources)}) == 1
+        and len({one.dtype for one in targets}) == len({one.dtype for one in sources}) == 1
+        and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
+    ):
+        _copy_lists_as_one(targets, sources, non_blocking)
+        return
+    for target, source in pairs:
+        _aten.copy_.default(target, source, non_blocking)
+
+
+def _to_copy(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """`aten::_to_copy`: `.to`, `.cuda`, `.cpu`, `.float` and all their kin."""
+    with DeviceCall("aten::_to_copy"):
+        if layout not in (None, torch.strided):
+            raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
+        where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
+        if not tensor.is_cuda:
+            _ask(where, tensor, non_blocking)
+        # what makes the values in new host memory, in the type and layout asked for
+        options = {"dtype": dtype, "memory_format": memory_format}
+        if VALUES.carried(tensor):
+            cast = partial(_cast, _seen(tensor, MACHINE.records(where)), **options)
+        else:
+            cast = partial(computed, _cast, "_to_copy", (tensor,), options)
+        if tensor.is_cuda and device is not None and device.type != "cuda":
+            return _taken_home(tensor, cast, device, non_blocking)
+        target, host = where if device is None or device.index is None else device.index, cast()
+        result = MACHINE.place_on(host, target)
+        if VALUES.carried(tensor):
+            VALUES.keep(result)
+        _send(result, tensor, host.numel() * tensor.element_size(), non_blocking)
+        _repeat(where if tensor.is_cuda else target, cast, host)
+        return result
+
+
+def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
+    """At each replay of a graph, compute it again."""
+    recording = MACHINE.records(device)
+    if recording is not None:
+        recording.repeat(compute, host)
+
+
+def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool) -> Tensor:
+    host = cast()
+    if device.type not in ("cpu", "meta"):
+        raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
+    if device.type == "meta":
+        return host.to("meta")
+    if not VALUES.known(tensor):
+        host = zeroed(host)
+    MACHINE.needs_pinned(tensor.get_device(), non_blocking)
+    # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
+    if non_blocking:
+        pin(host)
+    else:
+        cuda_api.announce_sync()
+    device_index = tensor.get_device()
+    fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
+    MACHINE.copy(device_index, tensor.nbytes, _TO_HOST, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
+    _repeat(device_index, lambda: host.copy_(cast()), host)
+    return host
+
+
+def _read_scalar(tensor: Tensor) -> Any:
+    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
+    with DeviceCall("aten::item"):
+        cuda_api.announce_sync()
+        MACHINE.copy(tensor.get_device(), tensor.element_size(), _TO_HOST, pinned=True, non_blocking=False)
+        return _aten._local_scalar_dense.default(
+            to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
+        )
+
+
+def _empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    """Memory alone: no kernel runs."""
+    MACHINE.clock.spend_on_view(MACHINE.clock.host())
+    return _blank(_aten.empty.memory_format, (size,), options, CURRENT.index(device))
+
+
+def _empty_strided(size: Any, stride: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    return _blank(_aten.empty_strided.default, (size, stride), options, CURRENT.index(device))
+
+
+def _blank(make: Callable[..., Tensor], sizes: tuple[Any, ...], options: dict[str, Any], device: int) -> Tensor:
+    options.update(pin_memory=False, layout=None)
+    try:
+        host = make(*sizes, device=CPU, **options)
+    except RuntimeError as error:
+        raise MACHINE.lacks_memory(error, device) or error from None
+    if MACHINE.recording is not None:
+        host.zero_()  # what lies in a graph's memory must not stop the host's operators, which look at indices
+    return MACHINE.place_on(host, device)
+
+
+def _efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
+    """Autograd's tensors of zeros, which nobody reads."""
+    make = partial(_aten.zeros.default if VALUES.real else _aten.empty.memory_format, size, dtype=options.get("dtype"))
+    host = make()
+    result = MACHINE.place_on(host, CURRENT.index(device))
+    _repeat(CURRENT.index(device), make, host)
+    return result
+
+
+def _resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """Within its storage where there is room, else in a new one that begins with the old values."""
+    shape = _aten.empty.memory_format(size, dtype=tensor.dtype, device="meta")
+    room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if shape.nbytes <= room:
+        _aten.set_.source_Storage_storage_offset(
+            tensor, tensor.untyped_storage(), tensor.storage_offset(), list(size), list(shape.stride())
+        )
+        return tensor
+    device, dtype = tensor.get_device(), tensor.dtype
+    old = _seen(tensor, MACHINE.records(device)) if VALUES.real else None
+
+    def grow() -> Tensor:
+        grown = _aten.empty.memory_format(size, dtype=dtype, device="cpu")
+        if old is not None:
+            grown.view(-1)[: old.numel()] = old.reshape(-1)
+        return grown
+
+    grown = grow()
+    adopt(tensor, MACHINE.place_on(grown, device))
+    _repeat(device, grow, grown)
+    return tensor
+
+
+_SPECIAL = {
+    "copy_": _copy_,
+    "_to_copy": _to_copy,
+    "_local_scalar_dense": _read_scalar,
+    "_foreach_copy_": _copy_lists,
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "_efficientzerotensor": _efficient_zeros,
+    "resize_": _resize_,
+    **dict.fromkeys(
+        ("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"),
+        lambda *_args, **_kwargs: False,
+    ),
+}
+
+
+# Operators that PyTorch takes apart on the host, and that a GPU runs whole: attention, recurrent networks.
+#
+# The parts are recorded by autograd on the host, and their gradient is computed there. To the program and to the clock
+# it is one operator forward and one backward.
+
+_NO_HOOKS = (lambda tensor: tensor,) * 2
+
+
+class _Run:
+    """One call: what it computed on the host, and from what. A graph that is replayed computes it anew."""
+
+    def __init__(self, kernel: Kernel, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        self.kernel, self.device = kernel, tensors[0].get_device()
+        self.leaves = [self.seen(one).requires_grad_(one.requires_grad) for one in tensors]
+        waiting = iter(self.leaves)
+        self.args, self.kwargs = _placed(args, waiting), {name: _placed(one, waiting) for name, one in kwargs.items()}
+        self.parts: list[Tensor] = []
+        given = dict(zip(kernel.arguments, self.args, strict=False)) | self.kwargs
+        self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
+
+    def forward(self) -> list[Tensor]:
+        compute = self.kernel.on_host or self.kernel.native
+        # a checkpoint would throw away what the parts save, and compute the operator anew for each of them
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*_NO_HOOKS):
+            if self.draws:
+                out = randomness.draw(compute, self.device, list(self.args), self.kwargs, False)
+            else:
+                out = compute(*self.args, **self.kwargs)
+        self.parts = list(out) if isinstance(out, list | tuple) else [out]
+        return [one.detach() for one in self.parts]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        needed = [one for one in self.leaves if one.requires_grad]
+        known = self.reached(gradients)
+        ends, given = [part for part, _ in known], [one for _, one in known]
+        return list(torch.autograd.grad(ends, needed, given, allow_unused=True, retain_graph=True))
+
+    def reached(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """The parts that a gradient has come for, and that pass it on."""
+        both = zip(self.parts, gradients, strict=True)
+        return [(part, one) for part, one in both if one is not None and part.requires_grad]
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        if not VALUES.real:
+            return outline(tensor)
+        return to_host(tensor.detach()) if MACHINE.recording is None else lasting(tensor.detach())
+
+    def launch(self, suffix: str, inputs: Any, outputs: Sequence[Tensor | None]) -> None:
+        known = [one for one in outputs if one is not None]
+        MACHINE.launch(
+            self.device, self.kernel.short + suffix, inputs, known, self.kernel.asked(self.args, self.kwargs)
+        )
+
+    def results(self, compute: Callable[[], Any], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What was found, on the device, and computed again by each replay of a graph that is captured now."""
+        hosts = [one if one is None or VALUES.real else reserved(one) for one in found]
+        made = [None if one is None else MACHINE.place_on(one, self.device) for one in hosts]
+        if (recording := MACHINE.records(self.device)) is not None:
+            recording.repeat(compute, found)
+        return made
+
+
+class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
+        with DeviceCall(kernel.name):
+            ctx.run = run = _Run(kernel, args, kwargs, tensors)
+            found = run.forward()
+            run.launch("", run.leaves, run.parts)
+            ctx.save_for_backward(*tensors)
+            results = tuple(run.results(run.forward, found))
+            return results if len(kernel.returned) > 1 else results[0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.saved_tensors  # noqa: B018  # says so if they are freed already
+        run = ctx.run
+        with DeviceCall(f"{run.kernel.name}_backward"):
+            seen = [None if one is None else run.seen(one) for one in gradients]
+            found = run.backward(seen)
+            run.launch("_backward", [*run.leaves, *(one for _, one in run.reached(seen))], found)
+            results = iter(run.results(partial(run.backward, seen), found))
+            return None, None, None, *[next(results) if one.requires_grad else None for one in run.leaves]
+
+
+def _placed(value: Any, waiting: Iterator[Tensor]) -> Any:
+    return map_tensors(lambda one: next(waiting) if one.is_cuda else one, value)
+
+
+def _as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    kernel = Kernel(overload, on_host)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        of_device = [one for one in tensors_in([*args, *kwargs.values()]) if one.is_cuda]
+        return _Whole.apply(kernel, args, kwargs, *of_device)
+
+    return call
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention`: by the host's flash kernel where the host would take it, else as one."""
+    seen = [to_host(one.detach()).requires_grad_(one.requires_grad) for one in (query, key, value)]
+    mask = None if attn_mask is None else to_host(attn_mask.detach()).requires_grad_(attn_mask.requires_grad)
+    flash = 1
+    if torch._fused_sdp_choice(*seen, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa) != flash:
+        return _attention_as_one(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+
+
+_attention_as_one = _as_one(_aten.scaled_dot_product_attention.default)
+
+
+def _whole_operators() -> dict[str, Callable[..., Any]]:
+    """By name, what to run above autograd."""
+    found = {name: _overload_named(f"aten::{name}") for name in (*OPERATORS["whole"], *CELLS)}
+    kernels = {name: _as_one(overload, CELLS.get(name)) for name, overload in found.items() if overload is not None}
+    return {"scaled_dot_product_attention": _attention, **kernels}

@@ -20,13 +20,11 @@ from torch._C._distributed_c10d import Work
 
 from keepbusy.virtual.clock.lanes import Moment
 from keepbusy.virtual.cpp_hooks import hide_native_timer
-from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE, DeviceCall
+from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import NAMES
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.cuda_graphs import lasting
-from keepbusy.virtual.pytorch.outlines import CARRIED_SIZE, VALUES
-from keepbusy.virtual.pytorch.tensors import map_tensors, tensors_in, to_host
+from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, map_tensors, tensors_in, to_host
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch._C import Generator as HostGenerator
 
-from keepbusy.virtual.current_device import CURRENT
-from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import refusal
 
 # Random states as a GPU has them: a seed and an offset in sixteen bytes, and each draw a function of both.

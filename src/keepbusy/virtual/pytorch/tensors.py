@@ -1,16 +1,20 @@
-"""Storages: moving, resizing and loading them, which this build of PyTorch can do for host memory only."""
+"""Tensors of the device: over memory of the host, which may be pinned, or over none where nothing is computed."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
+import sys
+import weakref
 from collections.abc import Callable
-from functools import partialmethod
-from typing import Any
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-
-from keepbusy.virtual.current_device import CURRENT
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # Tensors that carry the CUDA device over host memory.
 #
@@ -18,7 +22,7 @@ from keepbusy.virtual.current_device import CURRENT
 # over the same memory, without a copy: `to_device` lets a host tensor be seen as one of the device,
 # `to_host` back again. Dispatch, autograd and autocast then see a CUDA tensor, not an imitation.
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 _HOST_WORD, _CUDA_WORD = 1, 2  # DLDevice: {int32 type, int32 number}
 _DEVICE_AT = 8  # its place in DLManagedTensor, after the data pointer
@@ -108,54 +112,282 @@ def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     )
 
 
-_Storage = torch.UntypedStorage
-_resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
-_logical_sizes: dict[int, int] = {}
-"""Of a shrunken storage its size as the program sees it. Its bytes stay, for FSDP will have them back."""
+# Memory of the host: what of it was never touched, which addresses are pinned, and how tensors come to be there.
 
 
-def patch(resize: Callable[[Any, int], None]) -> None:
-    """`resize`: told of a storage whose size the program changes."""
-    _Storage.cuda = _to_device
-    _Storage.resize_ = partialmethod(_resize_storage, resize)
-    _Storage.size = _Storage.nbytes = _logical_size_of
-    _Storage.clone = _clone_storage
-    torch.serialization.register_package(5, lambda _storage: None, _load)
+class Pages:
+    """Bytes that results hold in memory of the host, and how many of them were touched at once so far.
+
+    The C library hands out again what was freed, which is fast. What was never touched the kernel maps first, page by
+    page, and that takes several times as long as the copy itself. Large blocks it maps anew each time.
+    """
+
+    def __init__(self, mapped: int) -> None:
+        """`mapped`: so large blocks are never handed out again."""
+        self.mapped = mapped
+        self._held = self._touched = 0
+
+    def take(self, size: int, holder: Any) -> int:
+        """Memory that lasts as long as `holder`; returns how much of it is touched for the first time."""
+        if size >= self.mapped:
+            return size
+        self._held += size
+        weakref.finalize(holder, self._free, size)
+        new = max(0, self._held - self._touched)
+        self._touched += new
+        return min(size, new)
+
+    def _free(self, size: int) -> None:
+        self._held -= size
 
 
-def _to_device(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    if storage.device.type == "cuda":
-        return storage
-    flat = Tensor().to(torch.uint8).set_(storage)
-    return flat.to(torch.device("cuda", CURRENT.index(device)), non_blocking=non_blocking).untyped_storage()
+_NativeCall: TypeAlias = tuple[tuple[CodeType, int], ...]
+"""Each function on the stack, and the instruction that it is at."""
+_HOOKS = (__name__, "keepbusy.virtual.cpp_hooks")
+"""Modules whose functions native code calls back."""
 
 
-def _clone_storage(storage: Any) -> Any:
-    """Also what `copy.deepcopy` of a tensor comes down to."""
-    if storage.device.type != "cuda":
-        return _clone(storage)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+class _Registered:
+    """Memory that is pinned until it is said not to be."""
+
+    def expired(self) -> bool:
+        return False
 
 
-def _logical_size_of(storage: Any) -> int:
-    return _logical_sizes[storage._cdata] if storage._cdata in _logical_sizes else _size(storage)
+_PINNED: dict[int, StorageWeakRef | _Registered] = {}
+_SWEEP_AT = 4096
+_pins_within: dict[int, _NativeCall] = {}
+"""Of each thread, the call in which native code was given an allocator of pinned memory and has not yet looked at what
+came of it."""
 
 
-def _resize_storage(storage: Any, resize: Callable[[Any, int], None], size: int) -> Any:
-    if storage.device.type != "cuda":
-        return _resize(storage, size)
-    whole = _size(storage)
-    if size > whole:
-        raise NotImplementedError("keepbusy's virtual GPU cannot grow a storage past its first size.")
-    if size != _logical_size_of(storage):
-        resize(storage, size)
-    if size == whole:
-        _logical_sizes.pop(storage._cdata, None)
-    else:
-        _logical_sizes[storage._cdata] = size
-    return storage
+def is_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and _is_pinned_address(_address(tensor))
 
 
-def _load(storage: Any, location: str) -> Any:
-    """For `torch.load`: what was saved from a device, or is mapped to one."""
-    return _to_device(storage, torch.device(location)) if location.startswith("cuda") else None
+def _is_pinned_address(address: int) -> bool:
+    """Of the begin of a storage."""
+    storage = _PINNED.get(address)
+    return storage is not None and not storage.expired()
+
+
+def native_pins() -> None:
+    """Native code takes memory that shall be pinned; where it lies, nobody tells us."""
+    _pins_within[get_ident()] = _native_call()
+
+
+def native_is_pinned(address: int) -> bool:
+    """What native code hears of an address: DDP looks whether the memory that it has just taken is pinned.
+
+    An address that we do not know is that memory only within the call that took it.
+    """
+    if _is_pinned_address(address):
+        return True
+    thread = get_ident()
+    return thread in _pins_within and _pins_within.pop(thread) == _native_call()
+
+
+def _native_call() -> _NativeCall:
+    """Where the program, and PyTorch's Python, called into native code; nowhere in a thread of its own."""
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if found or not frame.f_globals.get("__name__", "").startswith(_HOOKS):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Say of a host tensor's memory that it is pinned; returns the tensor."""
+    if len(_PINNED) > _SWEEP_AT:
+        for address in [address for address, storage in _PINNED.items() if storage.expired()]:
+            del _PINNED[address]
+    _PINNED[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+    return tensor
+
+
+def host_register(address: int, _size: int, _flags: int) -> int:
+    """cudaHostRegister, of a storage from its begin."""
+    _PINNED[address] = _Registered()
+    return 0
+
+
+def host_unregister(address: int) -> int:
+    """cudaHostUnregister."""
+    _PINNED.pop(address, None)
+    return 0
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """What `Tensor.pin_memory` returns."""
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    return tensor if is_pinned(tensor) else pin(tensor.detach().clone(memory_format=torch.preserve_format))
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+# Runs without values: shapes come from PyTorch's meta kernels, and memory is reserved but never touched.
+#
+# Whatever the device is asked for reads as zero, but for the little that came from the host and was not changed: sizes,
+# indices and objects that ranks tell each other. Where a shape depends on values, half of what is possible is taken:
+# half of a mask is true.
+
+_OUTLINES: dict[Any, Any] = {}
+_MAX_OUTLINES = 20_000
+CARRIED_SIZE = 1 << 20
+"""What comes from the host and is no larger comes back as it was."""
+
+
+class Values:
+    """Whether this process computes at all, and if it does not, which memory of the device has values yet."""
+
+    def __init__(self) -> None:
+        self.real = True
+        self.kept: set[int] = set()  # addresses of storages
+
+    def known(self, tensor: Tensor) -> bool:
+        """Whether there are values to read."""
+        if self.real or not tensor.is_cuda:
+            return True
+        return bool(self.kept) and tensor.untyped_storage().data_ptr() in self.kept
+
+    def keep(self, tensor: Tensor) -> None:
+        """It was given values, all of it."""
+        if not self.real:
+            self.kept.add(tensor.untyped_storage().data_ptr())
+
+    def forget(self, tensor: Tensor) -> None:
+        """It was written to by what computes nothing."""
+        if self.kept:
+            self.kept.discard(tensor.untyped_storage().data_ptr())
+
+    def carried(self, source: Tensor) -> bool:
+        """Whether values go along with a tensor that moves."""
+        return self.real or (source.nbytes <= CARRIED_SIZE and self.known(source))
+
+    def worth_keeping(self, source: Tensor, target: Tensor) -> bool:
+        """Whether what is copied shall be there afterwards."""
+        if self.real or not target.is_cuda:
+            return self.known(source)
+        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        return target.nbytes <= CARRIED_SIZE and self.known(source) and (whole or self.known(target))
+
+
+VALUES = Values()
+
+
+def outline(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides and type, with nothing in it."""
+    return _aten.empty_strided.default(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def reserved(outlined: Tensor) -> Tensor:
+    """Host memory for such a shape, which nobody touches."""
+    return _aten.empty_strided.default(outlined.shape, outlined.stride(), dtype=outlined.dtype)
+
+
+def zeroed(host: Tensor) -> Tensor:
+    """The same in zeros. Large memory is taken as pages that read as zero, and have no room until they are written."""
+    size = host.untyped_storage().nbytes()
+    if size <= CARRIED_SIZE:
+        return host.zero_()
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=host.dtype).as_strided(host.shape, host.stride())
+
+
+def computed(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, with memory that nobody touches. Shapes seen before are not worked out again."""
+    key = (call, _shape_key(args), _shape_key(kwargs))
+    found = _OUTLINES.get(key, _OUTLINES)
+    if found is _OUTLINES:
+        if len(_OUTLINES) > _MAX_OUTLINES:
+            _OUTLINES.clear()
+        found = _OUTLINES[key] = _outlines(call, short, *map(_outlined, (args, kwargs)))
+    return map_tensors(reserved, found)
+
+
+def _outlines(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As outlines or plain values."""
+    guess = _BY_VALUES.get(short)
+    if guess is not None:
+        return guess(*args, **kwargs)
+    found = call(*[_without_masks(one) if short in _INDEXING else one for one in args], **kwargs)
+    return _with_layout(found, args[:2]) if short == "convolution" else found
+
+
+def _with_layout(result: Tensor, given: Any) -> Tensor:
+    """Convolutions keep the layout of their images or filters; meta kernels forget it."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
+    if last is None or not any(one.is_contiguous(memory_format=last) and not one.is_contiguous() for one in given):
+        return result
+    return result.contiguous(memory_format=last)
+
+
+def _outlined(given: Any) -> Any:
+    """A number in a tensor of the host may stand beside outlines of any device."""
+    if isinstance(given, dict):
+        return {name: _outlined(one) for name, one in given.items()}
+    return map_tensors(lambda one: outline(one) if one.is_cuda or one.dim() else one, given)
+
+
+def _shape_key(value: Any) -> Any:
+    """Of arguments, what the shapes of results depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_cuda
+    if isinstance(value, list | tuple):
+        return tuple([_shape_key(one) for one in value])
+    if isinstance(value, dict):
+        return tuple([(name, _shape_key(one)) for name, one in value.items()])
+    return type(value), value
+
+
+def _without_masks(value: Any) -> Any:
+    """Indices with a mask among them: as many places as half of the mask."""
+    if not isinstance(value, list):
+        return value
+    found: list[Any] = []
+    for one in value:
+        is_mask = isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
+        found += [_outline((_half(one.numel()),)) for _ in range(one.dim())] if is_mask else [one]
+    return found
+
+
+def _half(count: int) -> int:
+    return max(1, count // 2)
+
+
+def _outline(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+    return _aten.empty.memory_format(shape, dtype=dtype, device=META)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    count = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
+    return _outline((_half(count),), tensor.dtype)
+
+
+def _unique(tensor: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    count = _half(tensor.numel())
+    return _outline((count,), tensor.dtype), _outline(tuple(tensor.shape)), _outline((count,))
+
+
+def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return _outline((max(1, minlength),), torch.int64 if weights is None else torch.float64)
+
+
+_INDEXING = ("index", "_unsafe_index")
+_BY_VALUES: dict[str, Callable[..., Any]] = {
+    "nonzero": lambda one: _outline((_half(one.numel()), one.dim())),
+    "masked_select": _masked_select,
+    "_unique2": _unique,
+    "repeat_interleave": lambda one, *, output_size=None: _outline(
+        (one.numel() if output_size is None else output_size,)
+    ),
+    "bincount": _bincount,
+    "equal": lambda *_args: False,
+}
