@@ -161,11 +161,11 @@ LINES = {
     "traces": 2404,
     "instrument": 2329,
     "recording": 4082,
-    "virtual": 8754,
+    "virtual": 8655,
     "explain": 4602,
     "report": 3246,
     "runtime": 6245,
-    "cli": 3551,
+    "cli": 3552,
     "fix": 6403,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
