@@ -29,10 +29,9 @@ from isal import igzip
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
-from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.rank_timeline import timeline_of
 from keepbusy.traces.rank_trace import RankTrace
-from keepbusy.traces.trace_file import read_trace
+from keepbusy.traces.trace_file import Trace, read_trace
 
 STALLBENCH = Path(os.environ.get("STALLBENCH", Path(__file__).resolve().parents[2] / "shared" / "stallbench"))
 RECORDED, LATE = "with_stack/late_rank.stalled.rank{}.trace.json.gz", 1

@@ -11,7 +11,7 @@ from traces import event, trace_of
 
 from keepbusy.timeline.model import Kind, LinkKind, Timeline
 from keepbusy.timeline.replay import replay
-from keepbusy.traces.kineto import timeline_of
+from keepbusy.traces.rank_timeline import timeline_of
 from keepbusy.traces.trace_file import read_trace
 
 US = 1_000

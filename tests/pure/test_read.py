@@ -18,10 +18,9 @@ from traces import NCCL, Read, event, reader, real, small, trace_of
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE
 from keepbusy.traces import trace_file
-from keepbusy.traces.event_columns import Collective, Thread, Trace
 from keepbusy.traces.json_events import scan
 from keepbusy.traces.kineto_names import Category
-from keepbusy.traces.trace_file import deal, read_trace, read_traces
+from keepbusy.traces.trace_file import Collective, Thread, Trace, deal, read_trace, read_traces
 
 
 @pytest.fixture

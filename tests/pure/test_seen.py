@@ -24,8 +24,8 @@ from keepbusy.recording.recorded_run import placed, trace_offset
 from keepbusy.recording.window import Tick
 from keepbusy.timeline.frame_roles import OWN_STEP, Owner, described
 from keepbusy.timeline.model import Frames
-from keepbusy.traces.event_columns import Events, Thread, Trace
 from keepbusy.traces.kineto_names import Category
+from keepbusy.traces.trace_file import Events, Thread, Trace
 
 MAIN, HELPER, LIBRARY = 0, 1, 2
 CODES = (("train.py", "main", 0), ("train.py", "helper", 0), ("torch/nn/utils/clip_grad.py", "clip", 35))

@@ -12,10 +12,8 @@ from traces import trace_of
 from keepbusy.explain import explain
 from keepbusy.timeline.files import BadInput
 from keepbusy.traces import read
-from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.kineto import timeline_of
-from keepbusy.traces.trace_facts import ranks_of
-from keepbusy.traces.trace_file import read_trace
+from keepbusy.traces.rank_timeline import timeline_of
+from keepbusy.traces.trace_file import Trace, ranks_of, read_trace
 
 
 def trace(folder: Path, name: str, about: Any = None, begin: float = 0) -> Trace:

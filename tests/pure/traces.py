@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from keepbusy.traces.event_columns import Trace
-from keepbusy.traces.trace_file import read_trace
+from keepbusy.traces.trace_file import Trace, read_trace
 
 Read: TypeAlias = Callable[..., Trace]
 

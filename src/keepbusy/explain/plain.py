@@ -22,7 +22,7 @@ from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, Part, RunFacts
 
 USUAL_COST = 1.0
-"""The costs in traces/rank_spans.py were measured, so one is the factor of a host like that one."""
+"""The costs in traces/rank_timeline.py were measured, so one is the factor of a host like that one."""
 LARGEST_COST = 8.0
 """No recorder was seen to cost more than this; what is missing then is a host that ran slower altogether."""
 SLOWEST_HOST = 0.4

@@ -19,10 +19,9 @@ from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, LoaderUse, Part, PlainRun, WindowReason
-from keepbusy.traces.event_columns import Events, Trace
-from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import Category
-from keepbusy.traces.trace_file import read_trace
+from keepbusy.traces.rank_timeline import timeline_of
+from keepbusy.traces.trace_file import Events, Trace, read_trace
 
 
 def facts_in(folder: Path) -> dict[str, Any]:

@@ -29,9 +29,8 @@ def read(
     """
     from keepbusy.timeline.files import BadInput
     from keepbusy.timeline.ranks import merge
-    from keepbusy.traces.kineto import timeline_of
-    from keepbusy.traces.trace_facts import ranks_of
-    from keepbusy.traces.trace_file import read_traces
+    from keepbusy.traces.rank_timeline import timeline_of
+    from keepbusy.traces.trace_file import ranks_of, read_traces
 
     if isinstance(paths, str | bytes | PathLike):
         raise BadInput(f"{paths!r} is one path; read takes a list of them: read([path]).")

@@ -22,11 +22,16 @@ from keepbusy.timeline.ranks import met
 from keepbusy.timeline.replay import last_arrival, pace
 from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
 from keepbusy.timeline.steps import sample, whole_steps
-from keepbusy.traces.event_columns import DeviceEvents, Trace
-from keepbusy.traces.kineto import timeline_of
 from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
-from keepbusy.traces.trace_facts import devices_of_host, ranks_of, world_size
-from keepbusy.traces.trace_file import EachOf, each_of, read_trace
+from keepbusy.traces.rank_timeline import timeline_of
+from keepbusy.traces.trace_file import (
+    DeviceEvents,
+    EachOf,
+    Trace,
+    each_of,
+    ranks_of,
+    read_trace,
+)
 
 Floats = npt.NDArray[np.float64]
 KEPT = 8
@@ -51,7 +56,7 @@ def chosen(
     ranks = ranks_of([one.file for one in digests])
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
     digests, ranks = [digests[index] for index in order], [ranks[index] for index in order]
-    world = max(len(ranks), world_size(digests[0].file) or 0)
+    world = max(len(ranks), digests[0].file.world or 0)
     times = tuple(_times(digests, ranks))
     step, typical = (int(np.median(of)) for of in ([one.step for one in digests], [one.own for one in times]))
     late = tuple(_stragglers(times, step))
@@ -83,7 +88,7 @@ def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[Rank
     count = np.maximum(1, np.bincount(place, minlength=len(ranks)))
     waited, late, last = (np.bincount(place, one, len(ranks)) for one in (waits, behind, waits == 0))
     for index, (one, number) in enumerate(zip(digests, ranks, strict=True)):
-        devices = devices_of_host(one.file)
+        devices = len(one.file.devices)
         yield RankTimes(
             rank=number,
             host=one.host or (f"host {number // devices}" if devices > 1 else ""),

@@ -14,7 +14,6 @@ import numpy as np
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, described
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, FrameKind, Frames, Ints, Kind, Lane, Mask
-from keepbusy.traces.event_columns import Trace
 from keepbusy.traces.kineto_names import (
     ALLOCATION,
     ALLOCATION_SYNC,
@@ -26,6 +25,7 @@ from keepbusy.traces.kineto_names import (
     SYNC_CALL,
     Category,
 )
+from keepbusy.traces.trace_file import Trace
 
 BLOCKS_UNTIL_ITS_END = 10_000
 """A blocking copy returns up to 10 µs before its command ends (measured), or a little of a long copy."""

@@ -1,0 +1,481 @@
+"""One rank's trace -> its `Timeline`: what occupied each lane, and who released whom.
+
+The host lanes are tiled: every call that matters to the device is a span, and the time between two of them is work,
+cut where something begins or ends that a fix may want to take out. Links are launches and their commands, stream
+waits, and handoffs between host threads.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import zlib
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.model import (
+    NONE,
+    UNRECORDED,
+    Ints,
+    Kind,
+    LinkKind,
+    Links,
+    Mask,
+    MemoryUse,
+    Spans,
+    Timeline,
+    check_times,
+)
+from keepbusy.timeline.replay import NEVER, settle
+from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.traces.kineto_names import CAPABILITY, ELEMENT_SIZES, NCCL_KERNEL, QUEUE_FULL, STREAM_WAIT, Category
+from keepbusy.traces.rank_trace import RankTrace, sorted_once
+from keepbusy.traces.trace_file import Collective, Trace
+
+_BANDWIDTHS = ((9, 52.0), (8, 24.0), (1, 12.0))
+"""From which compute capability on a link carries so many bytes a nanosecond: PCIe 5 as measured on an H200, 4 and 3
+by their share."""
+_ENQUEUE = 5_000
+"""What a blocking call spends before it waits: about one launch."""
+_LONG_FRAME = 100_000
+"""A frame that launches nothing is told apart from its surroundings when it lasts this long."""
+_LONG_WORK = 1_000_000
+"""Of what is so long a reader wants to know whose work it is."""
+_COST = {
+    Category.OPERATOR: 1_200,
+    Category.PYTHON: 800,
+    Category.RUNTIME: 2_200,
+    Category.DRIVER: 2_200,
+    Category.LINE: 800,
+}
+"""Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter, since the explanation
+scales them: docs/explanation/distortion.md."""
+_LARGEST_MESSAGE = 1 << 50
+"""No collective moves so many bytes; larger numbers are damaged, and their sums would leave 64 bits."""
+_AFTER_COMMANDS = 1 << 40
+_BITS = re.compile(r"(\d{1,4})")
+_CLOCK_JITTER = 1_000
+"""Commands of two streams may seem to overlap by this much although one waited for the other."""
+_RELEASE_GAP = 8_000
+"""A command that begins so soon after another stream's command ended has waited for it."""
+_Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
+_NamedWaits: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
+"""By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
+
+
+def timeline_of(file: Trace, rank: int = 0) -> Timeline:
+    timeline = settle(_as_traced(file, rank))
+    try:
+        check_times(timeline)
+    except ValueError as error:
+        raise BadInput(f"{file.path} is damaged: it holds {error}; record it again.") from None
+    return timeline
+
+
+def _as_traced(file: Trace, rank: int) -> Timeline:
+    """With the times of the trace. What was looked up for it goes before work and lags are derived from them."""
+    trace = RankTrace(file, rank)
+    groups = np.array([_group_of(one, rank) for one in file.collectives] + [0], np.int64)  # one more stands for none
+    members = [2 if one.peer >= 0 else one.group_size for one in file.collectives]
+    spans, place = _spans(trace, groups)
+    timeline = Timeline(
+        lanes=trace.lanes,
+        names=(*file.names, UNRECORDED),
+        spans=spans,
+        frames=trace.frames,
+        memory=_memory(trace),
+        facts=_facts(file, dict(zip(groups.tolist(), members, strict=False))),
+    )
+    timeline = timeline.change(links=_links(trace, timeline, place))
+    rows = timeline.rows_of(trace.main_lane)
+    marks = np.searchsorted(spans.start[rows], trace.marks)
+    return timeline.change(marks=np.unique(rows[marks[marks < len(rows)]]))
+
+
+def _facts(file: Trace, groups: dict[int, int]) -> RunFacts:
+    """What it tells of the run that it is of. `groups`: how many ranks belong to each."""
+    device = file.devices[0] if file.devices and isinstance(file.devices[0], dict) else {}
+    capability = device.get(CAPABILITY)
+    known = capability if isinstance(capability, int) else 0
+    return RunFacts(
+        device=str(device.get("name", "")),
+        pinned_bandwidth=next((bandwidth for since, bandwidth in _BANDWIDTHS if known >= since), None),
+        stacks=bool(file.facts.get("with_stack")),
+        source=file.path,
+        skipped=file.skipped,
+        world=file.world,
+        groups=groups,
+    )
+
+
+def _memory(trace: RankTrace) -> MemoryUse:
+    """What the program's own threads took and gave back."""
+    memory, lanes = trace.file.memory, trace.lane_of_thread
+    begun, over = trace.events.start.min(), trace.events.end.max()
+    memory = memory.take(np.isin(memory.lane, list(lanes)) & (memory.time >= begun) & (memory.time <= over))
+    return memory.change(lane=np.array([lanes[thread] for thread in memory.lane.tolist()], np.int64))
+
+
+def _group_of(one: Collective, rank: int) -> int:
+    """A number that all members of its group agree on.
+
+    A send and its receive meet between two ranks; everything else between all of the group.
+    """
+    members = f"{one.group}|{one.ranks}"
+    if one.peer >= 0:
+        mine = one.ranks.index(rank) if rank in one.ranks else rank
+        members = f"{members}|{min(mine, one.peer)}-{max(mine, one.peer)}"
+    return zlib.crc32(members.encode()) & 0x7FFFFFFF
+
+
+class _IssuedSpans(NamedTuple):
+    """Spans before they stand in issue order."""
+
+    spans: Spans
+    key: Ints  # when each was issued
+    turn: Ints | int = 0  # settles ties: a wait for room, the call, its commands, its wait
+
+
+def _spans(trace: RankTrace, groups: Ints) -> tuple[Spans, Ints]:
+    """All spans in issue order, and where each went: first the calls, next the waits for room in a queue, then other
+    spans of the host, last the commands, each in their own order. `groups`: the number of each collective's group.
+    """
+    work = [_work_of(trace, thread) for thread in trace.hosts.alive]
+    host = [*_calls(trace), *_loader(trace), *(_IssuedSpans(one, one.start) for one in work)]
+    parts = [*host, _commands(trace, groups)]
+    turn = np.concatenate([np.broadcast_to(one.turn, len(one.spans)) for one in parts])
+    order = np.lexsort([turn, np.concatenate([one.key for one in parts])])
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    # column by column: spans are the most of what a trace takes of memory
+    tables = [part.spans.columns() for part in parts]
+    spans = Spans(**{name: np.concatenate([one[name] for one in tables])[order] for name in tables[0]})
+    return spans.change(frame=_frame_of(trace, spans), recording=_cost_of_recording(trace, spans)), place
+
+
+def _commands(trace: RankTrace, groups: Ints) -> _IssuedSpans:
+    events, commands, launch = trace.events, trace.commands, trace.launch
+    collective = trace.of_command.collective
+    moved = np.array([_bytes_of(one) for one in trace.file.collectives] + [0], np.int64)
+    kind = np.array([Kind.KERNEL, Kind.COPY, Kind.FILL])[events.category[commands]]
+    meets = (collective != NONE) | trace.file.begins(NCCL_KERNEL)[commands]
+    spans = Spans.of(
+        len(commands),
+        lane=trace.lane_of_command,
+        kind=np.where((kind == Kind.KERNEL) & meets, Kind.COLLECTIVE, kind),
+        name=events.name[commands],
+        start=events.start[commands],
+        end=events.end[commands],
+        group=np.where(collective == NONE, NONE, groups[collective]),
+        size=np.where(collective == NONE, np.maximum(trace.of_command.size, 0), moved[collective]),
+        blocks=trace.of_command.blocks,
+        direction=trace.direction,
+        pinned=trace.pinned,
+    )
+    issued = np.where(launch == NONE, spans.start, trace.calls.start[launch])
+    issued = np.where(trace.backlog, events.start.min() - 1, issued)
+    # a command follows its launch at once; several of one launch keep the order in which they ran
+    return _IssuedSpans(spans, issued, turn=1 + np.arange(len(commands)))
+
+
+def _bytes_of(one: Collective) -> int:
+    dtype = one.dtype.lower()
+    bits = _BITS.search(dtype)
+    each = ELEMENT_SIZES.get(dtype) or (max(1, int(bits[1]) // 8) if bits else 1)
+    return min(_LARGEST_MESSAGE, max(one.elements_in, one.elements_out) * each)
+
+
+def _calls(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans, _IssuedSpans]:
+    """The calls themselves, how long some of them waited for room in a queue, and some for their own copy.
+
+    A call that finds the queue full waits first, and only then launches. A blocking copy enqueues first.
+    """
+    calls, held, blocking = trace.calls, np.flatnonzero(trace.held != NONE), np.flatnonzero(trace.blocking)
+    lane_of = np.full(len(trace.file.threads), trace.main_lane, np.int64)
+    lane_of[list(trace.lane_of_thread)] = list(trace.lane_of_thread.values())
+    lane, name = lane_of[calls.thread], trace.events.name[calls.event]
+    begin, end = calls.start.copy(), calls.end.copy()
+    begin[held] = np.clip(trace.events.end[trace.commands[trace.held[held]]], begin[held], end[held])
+    whole = (calls.end - calls.start)[blocking]
+    end[blocking] = np.minimum(end[blocking], calls.start[blocking] + np.minimum(_ENQUEUE, whole // 2))
+    by_event = trace.by_event & (calls.end - calls.start > _ENQUEUE)
+    waits = ((calls.kind == Kind.SYNC) & ~by_event) | ((calls.kind == Kind.ALLOCATE) & calls.waits)
+    awaits = np.where(waits, trace.awaited, NONE)
+    themselves = Spans.of(len(lane), lane=lane, kind=calls.kind, name=name, start=begin, end=end, awaits=awaits)
+    for_room = Spans.of(
+        len(held), lane=lane[held], kind=Kind.SYNC, name=name[held], start=calls.start[held], end=begin[held]
+    )
+    for_copies = Spans.of(
+        len(blocking),
+        lane=lane[blocking],
+        kind=Kind.SYNC,
+        name=name[blocking],
+        start=end[blocking],
+        end=calls.end[blocking],
+        awaits=trace.launched[blocking],
+    )
+    return (
+        _IssuedSpans(themselves, calls.start),
+        _IssuedSpans(for_room, for_room.start, turn=-1),
+        _IssuedSpans(for_copies, calls.start[blocking], turn=_AFTER_COMMANDS),
+    )
+
+
+def _loader(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans]:
+    """The batches of the loader's workers, and the waits of the loop for them."""
+    begin, end = trace.starved.T
+    nest, main = trace.nests[trace.hosts.main], trace.hosts.main
+    name = nest.name[nest.innermost(begin)] if len(begin) else begin
+    made_from = np.append(trace.hosts.alive[main][0, 0], end[:-1])[: len(end)]
+    made = Spans.of(len(end), lane=trace.workers_lane, kind=Kind.WORK, name=name, start=made_from, end=end)
+    waited = Spans.of(
+        len(end),
+        lane=trace.main_lane,
+        kind=Kind.SYNC,
+        name=name,
+        start=begin,
+        end=end,
+        awaits=trace.workers_lane,
+    )
+    return _IssuedSpans(made, begin, turn=-1), _IssuedSpans(waited, begin)
+
+
+def _work_of(trace: RankTrace, thread: int) -> Spans:
+    """What a thread does between its calls, cut at every border that a fix or a reader may ask for."""
+    nest = trace.nests[thread]
+    alive, recorder = trace.hosts.alive[thread], _recorder(trace, thread)
+    mine = trace.calls.thread == thread
+    elsewhere = [np.stack([trace.calls.start[mine], trace.calls.end[mine]], axis=1)]
+    if thread == trace.hosts.main:  # while another thread works for it, or it waits for a batch
+        elsewhere += [trace.hosts.handoffs[:, 1:], trace.starved, trace.marks]
+    borders = [alive, recorder, *elsewhere, *_borders(trace, thread)]
+    cuts = sorted_once(np.concatenate([border.ravel() for border in borders]))
+    middle = (cuts[:-1] + cuts[1:]) // 2
+    free = _inside(middle, alive)
+    for intervals in elsewhere[:3]:
+        free &= ~_inside(middle, intervals)
+    start, end, middle = cuts[:-1][free], cuts[1:][free], middle[free]
+    inner = nest.innermost(middle)
+    unrecorded = len(trace.file.names)  # UNRECORDED stands behind the trace's own names
+    names = np.append(nest.name, unrecorded)
+    kind = np.where(_inside(middle, recorder), Kind.RECORDING, Kind.WORK)
+    return Spans.of(len(start), lane=trace.lane_of_thread[thread], kind=kind, name=names[inner], start=start, end=end)
+
+
+def _borders(trace: RankTrace, thread: int) -> tuple[Ints, Ints, Ints]:
+    """Where frames cut host work: long ones that launch nothing, operators that wait, and loaders, at both ends.
+
+    And any frame where it parts long work from long work: what a function did after its last launch is not what the
+    next one does before its first.
+    """
+    nest, calls = trace.nests[thread], trace.calls.thread == thread
+    start, end = trace.calls.start[calls], trace.calls.end[calls]
+    idle = np.searchsorted(start, nest.end) == np.searchsorted(start, nest.start)
+    telling = idle & (nest.end - nest.start >= _LONG_FRAME)
+    telling |= nest.role & (Role.READS | Role.MOVES | Role.LOADER) != 0
+    parting = np.concatenate([nest.start[~idle], nest.end[~idle]])
+    after = parting - np.append(NEVER, end)[np.searchsorted(end, parting, side="right")]
+    before = np.append(start, -NEVER)[np.searchsorted(start, parting)] - parting
+    return nest.start[telling], nest.end[telling], parting[np.minimum(after, before) >= _LONG_WORK]
+
+
+def _recorder(trace: RankTrace, thread: int) -> Ints:
+    """When the recorder worked for itself, as it says, and this thread did nothing. A full queue is no such thing."""
+    events = trace.events
+    rows = np.flatnonzero((events.category == Category.OVERHEAD) & ~trace.file.named(QUEUE_FULL.__eq__))
+    rows = rows[np.argsort(events.start[rows])]
+    mine = np.sort(np.concatenate([column[events.thread == thread] for column in (events.start, events.end)]))
+    quiet = np.searchsorted(mine, events.end[rows]) == np.searchsorted(mine, events.start[rows])
+    spans = np.stack([events.start[rows], events.end[rows]], axis=1)[quiet]
+    if len(spans) > 1:  # they may overlap each other
+        spans = spans[np.append(True, spans[1:, 0] >= np.maximum.accumulate(spans[:-1, 1]))]
+    return spans
+
+
+def _inside(times: Ints, intervals: Ints) -> Mask:
+    """Which times lie within one of the sorted, disjoint intervals."""
+    if not len(intervals):
+        return np.zeros(len(times), bool)
+    place = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    return (place >= 0) & (times < intervals[np.maximum(place, 0), 1])
+
+
+def _frame_of(trace: RankTrace, spans: Spans) -> Ints:
+    """Of each span of the host the innermost frame that it stands in."""
+    frame: Ints = np.full(len(spans), NONE, np.int32)
+    for thread, nest in trace.nests.items():
+        mine = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
+        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
+        frame[mine] = np.where(inner == NONE, NONE, inner + nest.first)
+    return frame
+
+
+def _cost_of_recording(trace: RankTrace, spans: Spans) -> Ints:
+    """Of each span: half for every event recorded that begins within it, and half for every one that ends there."""
+    events = trace.events
+    cost = np.zeros(len(spans), np.float64)
+    for thread, lane in trace.lane_of_thread.items():
+        mine = np.flatnonzero(spans.lane == lane)
+        for category, each in _COST.items():
+            rows = (events.thread == thread) & (events.category == category)
+            for times in (np.sort(events.start[rows]), np.sort(events.end[rows])):
+                count = np.searchsorted(times, spans.end[mine]) - np.searchsorted(times, spans.start[mine])
+                cost[mine] += count * each / 2
+    return np.where(spans.kind == Kind.RECORDING, spans.end - spans.start, cost).astype(np.int64)
+
+
+def _links(trace: RankTrace, timeline: Timeline, place: Ints) -> Links:
+    """`place`: where the spans went, as `_spans` tells."""
+    known, held = np.flatnonzero(trace.launch != NONE), trace.held[trace.held != NONE]
+    call_rows, queue_rows = np.split(place, [len(trace.calls.event)])
+    command_rows = place[-len(trace.commands) :]
+    launches = Links.of(
+        len(known), source=call_rows[trace.launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH
+    )
+    # a host that found a queue full goes on when a command has made room
+    room = Links.of(len(held), source=command_rows[held], target=queue_rows[: len(held)], kind=LinkKind.ORDER)
+    orders = _orders(trace, timeline, launches, call_rows)
+    return Links.concatenate([launches, _handoffs(trace, timeline), orders, room])
+
+
+def _handoffs(trace: RankTrace, timeline: Timeline) -> Links:
+    """The main thread -> a burst of another, and back."""
+    source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    main, handoffs = timeline.rows_of(trace.main_lane), trace.hosts.handoffs
+    ends, starts = timeline.spans.end[main], timeline.spans.start[main]
+    for thread in np.unique(handoffs[:, 0]).tolist():
+        bursts = handoffs[handoffs[:, 0] == thread]
+        rows = timeline.rows_of(trace.lane_of_thread[thread])
+        first = np.searchsorted(timeline.spans.start[rows], bursts[:, 1])
+        last = np.searchsorted(timeline.spans.start[rows], bursts[:, 2]) - 1
+        before = np.searchsorted(ends, bursts[:, 1], side="right") - 1
+        after = np.searchsorted(starts, bursts[:, 2])
+        into, back = (before >= 0) & (first < len(rows)), (after < len(main)) & (last >= 0)
+        source += [main[before[into]], rows[last[back]]]
+        target += [rows[first[into]], main[after[back]]]
+    sources, targets = np.concatenate(source), np.concatenate(target)
+    forward = sources < targets
+    return Links.of(int(forward.sum()), source=sources[forward], target=targets[forward], kind=LinkKind.HANDOFF)
+
+
+def _orders(trace: RankTrace, timeline: Timeline, launches: Links, call_rows: Ints) -> Links:
+    """Waits of one stream for another, and of the host for an event."""
+    streams = {
+        (lane.device, lane.number): _Stream(timeline.spans, launches, index)
+        for index, lane in enumerate(timeline.lanes)
+        if lane.device is not None
+    }
+    said = _named_waits(trace, streams)
+    pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, call_rows, said)]
+    table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
+    return Links.of(len(table), source=table[:, 0], target=table[:, 1], kind=LinkKind.ORDER)
+
+
+def _stream_waits(trace: RankTrace, streams: _Streams, said: _NamedWaits) -> list[tuple[int, int]]:
+    """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
+    events = trace.events
+    waits = np.flatnonzero(trace.file.is_call & trace.file.named(STREAM_WAIT.match))
+    waits = waits[np.argsort(events.start[waits], kind="stable")]
+    if len(streams) < 2:
+        return []
+    known, pairs = list(streams.values()), list[tuple[int, int]]()
+    for when, correlation in zip(events.start[waits].tolist(), events.correlation[waits].tolist(), strict=True):
+        if correlation in said:
+            stream, source = said[correlation]
+            pairs += stream.bound_to(source, when) if stream and source != NONE else []
+        else:
+            pairs += _bound_by(known, when)
+    return pairs
+
+
+def _named_waits(trace: RankTrace, streams: _Streams) -> _NamedWaits:
+    """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
+    events, syncs = trace.events, trace.syncs.take(trace.syncs.awaited_stream >= 0)
+    calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(syncs) else syncs.event
+    called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
+    said: _NamedWaits = {}
+    columns = (events.correlation[syncs.event], syncs.device, syncs.stream, syncs.awaited_stream, syncs.awaited_record)
+    for correlation, device, stream, awaited, record in zip(*[one.tolist() for one in columns], strict=True):
+        recorded = called.get(record, called.get(correlation))
+        if recorded is not None:
+            source = streams.get((device, awaited))
+            said[correlation] = (streams.get((device, stream)), source.last_before(recorded) if source else NONE)
+    return said
+
+
+class _Stream:
+    """One device lane as a wait sees it: when each of its commands was issued, began and ended."""
+
+    def __init__(self, spans: Spans, launches: Links, lane: int) -> None:
+        launches = launches.take(spans.lane[launches.target] == lane)
+        order = np.argsort(launches.target)
+        self.row = launches.target[order].tolist()
+        self.issued = spans.start[launches.source[order]].tolist()
+        self.start, self.end = spans.start[self.row].tolist(), spans.end[self.row].tolist()
+
+    def next_after(self, when: int) -> int:
+        return bisect.bisect_left(self.issued, when)
+
+    def last_before(self, when: int) -> int:
+        """The row of the command that was issued last."""
+        place = self.next_after(when)
+        return self.row[place - 1] if place else NONE
+
+    def bound_to(self, source: int, when: int) -> list[tuple[int, int]]:
+        """What is issued next waits for this command."""
+        place = self.next_after(when)
+        return [(source, self.row[place])] if place < len(self.row) and source < self.row[place] else []
+
+    def ended_by(self, start: int, last: int) -> tuple[int, int]:
+        """The end and the row of the latest of the first `last` commands that had ended at `start`."""
+        place = bisect.bisect_right(self.end, start + _CLOCK_JITTER, 0, last) - 1
+        return (self.end[place], self.row[place]) if place >= 0 else (NEVER, NONE)
+
+    def held_up(self, place: int, until: int) -> bool:
+        """Neither its launch nor its own stream explains that the command began only then."""
+        before = self.end[place - 1] if place else NEVER
+        return max(before, self.issued[place]) < until
+
+
+def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
+    """Who waited for whom: of each stream, what it issued after that moment may have waited for the others."""
+    places = [(stream, stream.next_after(when)) for stream in streams]
+    waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda one: one[0].issued[one[1]])
+    found = (_tight_release(*pair, places) for pair in waiting)
+    assumed = (_assumed_releases(*pair, places) for pair in waiting)
+    return next(filter(None, found), []) or next(filter(None, assumed), [])
+
+
+def _tight_release(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
+    """A command that begins just as another stream's command ends has waited for it."""
+    begin = stream.start[place]
+    ended = [other.ended_by(begin, last) for other, last in places if other is not stream]
+    tight = [one for one in ended if begin - one[0] < _RELEASE_GAP and stream.held_up(place, one[0])]
+    return [(max(tight)[1], stream.row[place])] if tight else []
+
+
+def _assumed_releases(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
+    """Where none does, the stream that launches next is taken to wait for the last commands of the others, if its
+    times allow that; a release that did not bind costs nothing to assume."""
+    latest = [(other.end[last - 1], other.row[last - 1]) for other, last in places if other is not stream and last]
+    return [(row, stream.row[place]) for end, row in latest if end <= stream.start[place] + _CLOCK_JITTER]
+
+
+def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: _NamedWaits) -> list[tuple[int, int]]:
+    """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
+    rows = call_rows[trace.by_event]
+    correlations = trace.events.correlation[trace.calls.event[trace.by_event]]
+    spans = timeline.spans
+    waited = (spans.awaits[rows] == NONE) & (spans.end[rows] - spans.start[rows] > 5_000)
+    commands = np.flatnonzero(timeline.on_device)
+    commands = commands[np.argsort(spans.end[commands], kind="stable")]
+    pairs = []
+    for row, correlation in zip(rows[waited].tolist(), correlations[waited].tolist(), strict=True):
+        place = int(np.searchsorted(spans.end[commands], spans.end[row] + 2_000, side="right")) - 1
+        source = said[correlation][1] if correlation in said else int(commands[place]) if place >= 0 else NONE
+        if source != NONE and spans.end[source] > spans.start[row] and source < row:
+            pairs.append((source, row))
+    return pairs
