@@ -158,9 +158,9 @@ MOST_FILES = 12
 LINES = {
     "hang": 646,
     "timeline": 2501,
-    "traces": 2404,
+    "traces": 2373,
     "instrument": 2329,
-    "recording": 4082,
+    "recording": 4081,
     "virtual": 8655,
     "explain": 4602,
     "report": 3246,
