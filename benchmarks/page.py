@@ -20,7 +20,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from keepbusy.explain.diagnosis import Diagnosis, Prediction
 from keepbusy.explain.turns import turns_of
-from keepbusy.report.page.page_file import render
+from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load, to_bytes
 from keepbusy.timeline.model import NONE, Frames, Links, Spans, Timeline
 from keepbusy.timeline.steps import whole_steps

@@ -15,7 +15,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from keepbusy.explain import explain
-from keepbusy.report.page.page_file import render
+from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import keepbusy
 import numpy as np
-from keepbusy.report.page import memory
+from keepbusy.report.page.contents import memory_peaks
 
 PROGRAM = """\
 import torch
@@ -52,7 +52,7 @@ def main() -> None:
             )
             print(f"{name:9}", told(folder / f"{name}.busy", int(done.stdout)), flush=True)
     run = keepbusy.explain(keepbusy.load(folder / "memory2.busy"), turns=True)
-    for peak in memory.peaks(run.turns):
+    for peak in memory_peaks(run.turns):
         for place, size in peak["lines"]:
             print(f"{size / 1e6:9.1f} MB  {run.turns.places[place]}")
         print(f"{peak['rest'] / 1e6:9.1f} MB  before these steps, or by no known line")
@@ -63,7 +63,7 @@ def told(path: Path, counted: int) -> str:
     found = keepbusy.explain(timeline, turns=True)
     recorded = np.diff(timeline.spans.start[timeline.marks]).mean()
     first = found.plan[0].predicted.step if found.plan else found.plain_step
-    peaks = [peak["allocated"] / 1e6 for peak in memory.peaks(found.turns)]
+    peaks = [peak["allocated"] / 1e6 for peak in memory_peaks(found.turns)]
     times = "".join(f"{one / 1e6:8.2f} ms" for one in (recorded, found.plain_step, first))
     return f"{times}{len(timeline.memory):10d}    {peaks} {counted / 1e6:.1f}"
 

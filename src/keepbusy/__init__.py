@@ -61,7 +61,7 @@ def in_a_notebook(shown: Timeline | Diagnosis) -> str | None:
     """A run, and what was explained, as a notebook shows them: the page, or nothing of what cannot be explained."""
     from keepbusy.explain import explain as explained
     from keepbusy.explain.diagnosis import Diagnosis
-    from keepbusy.report.page.page_file import render as page
+    from keepbusy.report.page import render as page
     from keepbusy.timeline.files import BadInput
 
     try:

@@ -18,7 +18,7 @@ from test_page import COPY, HEALTHY, ITEM, LATE, drawing, html, told, with_memor
 
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES
-from keepbusy.report.page.page_file import render, render_both
+from keepbusy.report.page import render, render_both
 
 Image = pytest.importorskip("PIL.Image", reason="there is no Pillow: pip install pillow")
 PICTURES = Path(__file__).parent / "pictures"

@@ -15,7 +15,7 @@ import pytest
 from keepbusy.explain import explain
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import Diagnosis, LoopDiagnosis
-from keepbusy.report.page.page_file import render, render_both
+from keepbusy.report.page import render, render_both
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import MemoryUse
 from keepbusy.timeline.run_facts import IMPORTS, LOOP, RUN, Part

@@ -15,7 +15,7 @@ from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.ledger import busy
 from keepbusy.explain.scene import Scene
 from keepbusy.explain.turns import Turns
-from keepbusy.report.page.page_file import render
+from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Timeline

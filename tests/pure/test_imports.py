@@ -31,7 +31,7 @@ ROOMS = {
         {"numpy", "rich"},
     ),
     "fix": (
-        {"instrument", "runtime", "timeline", "explain", "report.words", "report.source", "report.exports.sarif"},
+        {"instrument", "runtime", "timeline", "explain", "report.words", "report.source", "report.exports"},
         {"torch", "libcst", "numpy"},
     ),
     "runtime": (set(), {"torch"}),

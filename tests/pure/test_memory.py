@@ -14,7 +14,7 @@ from traces import event
 
 from keepbusy.explain import explain
 from keepbusy.report.exports import perfetto
-from keepbusy.report.page import memory
+from keepbusy.report.page.contents import memory_peaks, memory_table
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
 from keepbusy.timeline.model import MemoryUse, Timeline
 from keepbusy.timeline.ranks import merge
@@ -69,11 +69,11 @@ def test_a_file_keeps_it_and_older_files_have_none(run: Timeline) -> None:
 def test_most_is_held_in_the_backward_pass_by_two_lines(run: Timeline) -> None:
     told = explain(run, turns=True)
     assert told.turns is not None
-    (peak,) = memory.peaks(told.turns)
+    (peak,) = memory_peaks(told.turns)
     places = [(told.turns.places[place].line, size) for place, size in peak["lines"]]
     assert (peak["allocated"], peak["reserved"], peak["rest"]) == (128, 256, 32)
     assert places == [(7, 64), (9, 32)]
-    table = memory.table(told.turns, 0)
+    table = memory_table(told.turns, 0)
     assert len(set(map(len, table.values()))) == 1
     assert set(table["allocated"].tolist()) == {96, 128, 64, 32}
 
@@ -108,7 +108,7 @@ def test_ranks_keep_their_own_by_one_clock() -> None:
 
 
 def test_perfetto_gets_it_as_a_counter(run: Timeline) -> None:
-    events = json.loads("".join(perfetto.parts(run, explain(run, turns=True))))["traceEvents"]
+    events = json.loads("".join(perfetto(run, explain(run, turns=True))))["traceEvents"]
     counted = [one["args"]["allocated"] for one in events if one["ph"] == "C"]
     assert counted[:4] == [96, 128, 64, 32]
 
@@ -117,6 +117,6 @@ def test_a_real_gpu_tells_it_while_it_is_recorded() -> None:
     """By `keepbusy run --memory` on an H200: what the forward pass left is held by its line at the peak."""
     told = explain(load(Path(__file__).parents[1] / "gpu" / "truth" / "prefetched.busy"), turns=True)
     assert told.turns is not None
-    (peak,) = memory.peaks(told.turns)
+    (peak,) = memory_peaks(told.turns)
     assert [(told.turns.places[place].line, size) for place, size in peak["lines"]] == [(22, 409231872)]
     assert (peak["allocated"], peak["reserved"]) == (1318956544, 1830813696)

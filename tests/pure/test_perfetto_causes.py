@@ -21,7 +21,7 @@ RECORDING = Path(__file__).parents[1] / "gpu" / "truth" / "live" / "item_every_s
 @functools.cache
 def events() -> list[dict[str, Any]]:
     timeline = load(RECORDING)
-    written: list[dict[str, Any]] = json.loads("".join(perfetto.parts(timeline, explain(timeline, turns=True))))[
+    written: list[dict[str, Any]] = json.loads("".join(perfetto(timeline, explain(timeline, turns=True))))[
         "traceEvents"
     ]
     return written
@@ -70,7 +70,7 @@ def test_each_fix_has_a_thread_with_what_it_changes() -> None:
 def test_perfettos_own_rules_drop_nothing(name: str) -> None:
     """Each slice is kept; each arrow leads from within the slice that it leaves to the start of its target."""
     timeline = load(RECORDING.parents[1] / f"{name}.busy")
-    written = json.loads("".join(perfetto.parts(timeline, explain(timeline, turns=True))))["traceEvents"]
+    written = json.loads("".join(perfetto(timeline, explain(timeline, turns=True))))["traceEvents"]
     read = imported(written)
     assert not read.faults
     assert len(read.slices) == sum(one["ph"] == "X" for one in written)

@@ -16,9 +16,9 @@ from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_t
 
 from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
 from keepbusy.report import terminal, words
-from keepbusy.report.exports import csv_table, perfetto
-from keepbusy.report.paper import LOOKS
+from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
 from keepbusy.report.source import fix_line, source_of
+from keepbusy.report.words import LOOKS
 
 WIDTHS = (40, 60, 80, 100, 140)
 
@@ -420,7 +420,7 @@ def test_without_the_program_a_remedy_stays_as_it_is() -> None:
 
 
 def test_perfetto_gets_processes_threads_slices_and_flows() -> None:
-    events = json.loads("".join(perfetto.parts(small_timeline())))["traceEvents"]
+    events = json.loads("".join(perfetto(small_timeline())))["traceEvents"]
     named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert named == {"steps", "main", "main: calls", "main: annotations", "stream 7"}
     slices = [event for event in events if event["ph"] == "X"]
@@ -437,7 +437,7 @@ def test_perfetto_gets_processes_threads_slices_and_flows() -> None:
 
 def test_perfetto_slices_of_a_thread_nest_or_stand_apart() -> None:
     slices = defaultdict(list)
-    for event in json.loads("".join(perfetto.parts(small_timeline())))["traceEvents"]:
+    for event in json.loads("".join(perfetto(small_timeline())))["traceEvents"]:
         if event["ph"] == "X":
             slices[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for mine in slices.values():
@@ -446,8 +446,8 @@ def test_perfetto_slices_of_a_thread_nest_or_stand_apart() -> None:
 
 
 def test_csv_has_a_line_a_span() -> None:
-    rows = list(csv.DictReader(io.StringIO("".join(csv_table.parts(small_timeline())))))
-    assert list(rows[0]) == list(csv_table.COLUMNS)
+    rows = list(csv.DictReader(io.StringIO("".join(csv_table(small_timeline())))))
+    assert list(rows[0]) == list(CSV_COLUMNS)
     assert [row["kind"] for row in rows] == ["launch", "kernel", "launch", "kernel", "sync"]
     times = {"start": "21000", "end": "35000", "work": "1000"}
     assert rows[4] == times | {
@@ -466,7 +466,7 @@ def test_csv_has_a_line_a_span() -> None:
 def test_no_cell_is_a_formula() -> None:
     timeline = small_timeline()
     evil = timeline.change(names=("=1+1", "+a", "-b", "@c"))
-    rows = list(csv.DictReader(io.StringIO("".join(csv_table.parts(evil)))))
+    rows = list(csv.DictReader(io.StringIO("".join(csv_table(evil)))))
     assert {row["name"] for row in rows} | {row["inside"] for row in rows} == {"'=1+1", "'+a", "'-b", "'@c", ""}
 
 
@@ -476,8 +476,8 @@ def test_a_timeline_of_nothing_exports_to_nothing() -> None:
         .keep(small_timeline().spans.lane < 0)
         .change(marks=np.zeros(0, np.int64), frames=small_timeline().frames)
     )
-    assert json.loads("".join(perfetto.parts(nothing)))["traceEvents"]
-    assert "".join(csv_table.parts(nothing)) == ",".join(csv_table.COLUMNS) + "\n"
+    assert json.loads("".join(perfetto(nothing)))["traceEvents"]
+    assert "".join(csv_table(nothing)) == ",".join(CSV_COLUMNS) + "\n"
 
 
 def test_predictions_keep_their_range() -> None:

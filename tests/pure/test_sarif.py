@@ -29,11 +29,11 @@ def results(text: str) -> list[dict[str, Any]]:
 
 
 def test_it_is_valid_by_the_schema(diagnosis: Diagnosis) -> None:
-    assert list(validator_for(SCHEMA)(SCHEMA).iter_errors(json.loads(sarif.render(diagnosis)))) == []
+    assert list(validator_for(SCHEMA)(SCHEMA).iter_errors(json.loads(sarif(diagnosis)))) == []
 
 
 def test_every_line_of_a_cause_is_a_result_with_its_cost(diagnosis: Diagnosis) -> None:
-    told = [one for one in results(sarif.render(diagnosis)) if one["level"] == "warning"]
+    told = [one for one in results(sarif(diagnosis)) if one["level"] == "warning"]
     sites = [(cause, site) for cause in diagnosis.causes for site in cause.sites if site.where.line]
     assert len(told) == len(sites) > 0
     for one, (cause, site) in zip(told, sites, strict=True):
@@ -46,8 +46,8 @@ def test_every_line_of_a_cause_is_a_result_with_its_cost(diagnosis: Diagnosis) -
 
 
 def test_rules_are_those_of_the_results(diagnosis: Diagnosis) -> None:
-    driver = json.loads(sarif.render(diagnosis))["runs"][0]["tool"]["driver"]
-    assert {rule["id"] for rule in driver["rules"]} == {one["ruleId"] for one in results(sarif.render(diagnosis))}
+    driver = json.loads(sarif(diagnosis))["runs"][0]["tool"]["driver"]
+    assert {rule["id"] for rule in driver["rules"]} == {one["ruleId"] for one in results(sarif(diagnosis))}
     assert driver["version"] == keepbusy.__version__
 
 
@@ -58,8 +58,8 @@ def test_places_below_this_folder_are_relative_to_it(tmp_path: Path, monkeypatch
     where = replace(cause.where, file=str(tmp_path / "my code" / "train.py"), line=3, exact=True)
     moved = replace(found, causes=(replace(cause, sites=(replace(cause.sites[0], where=where),)),), harmless=())
     monkeypatch.chdir(tmp_path)
-    (one,) = results(sarif.render(moved))
+    (one,) = results(sarif(moved))
     assert one["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "my%20code/train.py"
     monkeypatch.chdir("/")
-    (one,) = results(sarif.render(moved))
+    (one,) = results(sarif(moved))
     assert one["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith("/my%20code/train.py")

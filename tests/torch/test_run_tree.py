@@ -10,7 +10,7 @@ import pytest
 from warm_python import WarmPython
 
 from keepbusy.explain import explain
-from keepbusy.report.page import contents
+from keepbusy.report.page.contents import words_of
 from keepbusy.timeline.busy_file import load
 
 TRAIN = """\
@@ -121,7 +121,7 @@ def test_a_training_run(warm_python: WarmPython, folder: Path) -> None:
 
     assert told(warm_python, folder, *command, "train.py")["run"] == run
     assert told(warm_python, folder, "explain", "train.busy", "--json")["run"] == run
-    shown = contents.of(explain(load(folder / "train.busy"), turns=True), "")["run"]
+    shown = words_of(explain(load(folder / "train.busy"), turns=True), "")["run"]
     assert [(part["place"], part["turns"]) for part in shown["parts"][-1]["parts"]] == [("train.py:9", 60)]
 
 

@@ -60,15 +60,14 @@ def run(options: argparse.Namespace) -> Iterable[str]:
 
 
 def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
-    from keepbusy.report import as_json
-    from keepbusy.report.exports import csv_table, perfetto, sarif
+    from keepbusy.report import as_json, exports
 
     if kind == "perfetto":
-        return perfetto.parts(timeline, _explained_if_possible(timeline))
+        return exports.perfetto(timeline, _explained_if_possible(timeline))
     if kind == "csv":
-        return csv_table.parts(timeline)
+        return exports.csv_table(timeline)
     if kind == "sarif":
-        return (sarif.render(keepbusy.explain(timeline)),)
+        return (exports.sarif(keepbusy.explain(timeline)),)
     return (as_json.render(keepbusy.explain(timeline)), "\n")
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import CAUSES, RESIDUAL, Where
+from keepbusy.explain.diagnosis import CAUSES, RESIDUAL, PlannedFix, Where
 from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.timeline.frame_roles import Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
@@ -67,6 +67,13 @@ class Turns:
         culprit, cause = int(self.culprit[row]), int(self.cause[row])
         place = int(self.place[culprit]) if culprit != NONE else NONE
         return CAUSES[cause] if cause != NONE else "unknown", self.places[place] if place != NONE else None
+
+    def edit_of(self, fix: PlannedFix) -> Edit | None:
+        """What the fix changes in these turns: nothing, where it is a fix of others."""
+        edit = fix.edit
+        if edit is None or fix.loop or fix.every or len(edit.drop) != len(self.timeline):
+            return None
+        return edit
 
 
 def turns_of(timeline: Timeline, ratio: float, found: Sequence[Finding], gaining: int) -> Turns:

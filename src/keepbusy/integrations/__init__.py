@@ -13,8 +13,7 @@ from typing import Any
 
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.instrument import ENDED
-from keepbusy.report import terminal
-from keepbusy.report.page import page_file
+from keepbusy.report import page, terminal
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 
@@ -82,7 +81,7 @@ def figures(diagnosis: Diagnosis) -> dict[str, float]:
 
 
 def _page_of(diagnosis: Diagnosis) -> str:
-    return str(page_file.render(diagnosis.with_turns()))
+    return str(page.render(diagnosis.with_turns()))
 
 
 class WatchedTraining:

@@ -11,9 +11,9 @@ from rich.text import Text
 from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
 from keepbusy.explain.diagnosis import COMPUTING
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, laid_out, line, look
+from keepbusy.report.paper import FAINT, STRONG, WITHOUT_END, laid_out, line
 from keepbusy.report.terminal import bar, rows_of
-from keepbusy.report.words import duration, tame
+from keepbusy.report.words import duration, look, tame
 
 BETTER, WORSE = "bold green", "bold red"
 _STYLES = {GONE: BETTER, SMALLER: "green", LARGER: "red", NEW: WORSE}

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, laid_out, look
-from keepbusy.report.words import duration, share
+from keepbusy.report.paper import FAINT, STRONG, laid_out
+from keepbusy.report.words import duration, look, share
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import LOOP, Figures, Part
 

@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -14,48 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from keepbusy.explain.diagnosis import Where
-
-
-class Look(NamedTuple):
-    """How reports show one place of the ledger: its short name, a sentence, its colour, and a letter in its place."""
-
-    name: str
-    sentence: str
-    colour: str
-    letter: str = "·"
-
-
-LOOKS = {
-    "computing": Look("computing", "The GPU computes", "#4fa870", "█"),
-    "copying": Look("copying", "The GPU copies, and computes nothing meanwhile", "#45a0a8", "▓"),
-    "collective": Look("collective", "Ranks exchange data, and nothing is computed meanwhile", "#5b8fd4", "▒"),
-    "host_sync": Look("host sync", "Python waits for the GPU, and then the GPU waits for Python", "#e06c62"),
-    "blocking_copy": Look(
-        "blocking copy", "Python waits for a copy, and the GPU does nothing but copy meanwhile", "#e69a4c"
-    ),
-    "copy_not_overlapped": Look(
-        "copy in line", "The GPU copies first and computes afterwards, instead of doing both at once", "#d8bb55"
-    ),
-    "input_late": Look("late input", "The GPU waits for the next batch", "#c07fd0"),
-    "made_on_host": Look("made on host", "Tensors are made on the CPU and copied to the GPU", "#e288b0"),
-    "launch_bound": Look(
-        "launch-bound", "The GPU finishes its kernels sooner than Python can launch new ones", "#cf8064"
-    ),
-    "allocator": Look("allocator", "PyTorch asks the driver for memory again and again", "#b0a06a"),
-    "host_work": Look("host work", "Python does other work in the training loop, and the GPU waits for it", "#b58b70"),
-    "peer_late": Look("late peer", "A rank is late and the others wait for it", "#9d90dc"),
-    "exposed_collective": Look(
-        "exposed collective", "Ranks exchange data, and nothing is computed meanwhile", "#7aa5e2"
-    ),
-    "pipeline_bubble": Look("bubble", "Stages of a pipeline wait for each other", "#b7c7dd", "o"),
-    "unknown": Look("unknown", "Not explained", "#8b9099", "?"),
-}
-
-
-def look(place: str) -> Look:
-    """Also of a place that a later version may know."""
-    return LOOKS.get(place) or Look(place, place, "#8b9099")
-
 
 _ASCII = str.maketrans(
     {"→": "->", "–": "-", "µ": "u", "·": "-", "…": "...", "█": "#", "▓": "=", "▒": "~", "×": "x", "�": "?", "−": "-"}

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Cause, ChangedSteps, Diagnosis, LateRank, PlannedFix, RareStep, Where
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line, link_to, look
+from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line, link_to
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import duration, share, tame
+from keepbusy.report.words import duration, look, share, tame
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, RareStall, SlowTurns

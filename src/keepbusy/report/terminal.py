@@ -34,11 +34,10 @@ from keepbusy.report.paper import (
     laid_out,
     line,
     link_to,
-    look,
     unbroken,
 )
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import duration, share, tame
+from keepbusy.report.words import duration, look, share, tame
 
 _WORK_OF_THE_DEVICE = {"copying", "computing", "collective"}
 _FOLDED = 0.01

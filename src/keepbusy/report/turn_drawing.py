@@ -11,8 +11,8 @@ from rich.text import Text
 from keepbusy.explain.diagnosis import Diagnosis, Where
 from keepbusy.explain.turns import Turns, at_work_from
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, STRONG, laid_out, line, look, unbroken
-from keepbusy.report.words import duration
+from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
+from keepbusy.report.words import duration, look
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Mask
 from keepbusy.timeline.replay import run, steady
 

@@ -1,6 +1,8 @@
-"""How times, shares, counts and foreign names are written. Nothing else in the project formats a time."""
+"""How times, shares, counts, causes and foreign names are written. Nothing else in the project formats a time."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from keepbusy.explain.diagnosis import Where
 
@@ -107,6 +109,50 @@ def leading(place: str) -> str:
 def cut(text: str, limit: int) -> str:
     """What is too long loses its end."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+# What causes and fixes are called
+
+
+class Look(NamedTuple):
+    """How reports show one place of the ledger: its short name, a sentence, its colour, and a letter in its place."""
+
+    name: str
+    sentence: str
+    colour: str
+    letter: str = "·"
+
+
+LOOKS = {
+    "computing": Look("computing", "The GPU computes", "#4fa870", "█"),
+    "copying": Look("copying", "The GPU copies, and computes nothing meanwhile", "#45a0a8", "▓"),
+    "collective": Look("collective", "Ranks exchange data, and nothing is computed meanwhile", "#5b8fd4", "▒"),
+    "host_sync": Look("host sync", "Python waits for the GPU, and then the GPU waits for Python", "#e06c62"),
+    "blocking_copy": Look(
+        "blocking copy", "Python waits for a copy, and the GPU does nothing but copy meanwhile", "#e69a4c"
+    ),
+    "copy_not_overlapped": Look(
+        "copy in line", "The GPU copies first and computes afterwards, instead of doing both at once", "#d8bb55"
+    ),
+    "input_late": Look("late input", "The GPU waits for the next batch", "#c07fd0"),
+    "made_on_host": Look("made on host", "Tensors are made on the CPU and copied to the GPU", "#e288b0"),
+    "launch_bound": Look(
+        "launch-bound", "The GPU finishes its kernels sooner than Python can launch new ones", "#cf8064"
+    ),
+    "allocator": Look("allocator", "PyTorch asks the driver for memory again and again", "#b0a06a"),
+    "host_work": Look("host work", "Python does other work in the training loop, and the GPU waits for it", "#b58b70"),
+    "peer_late": Look("late peer", "A rank is late and the others wait for it", "#9d90dc"),
+    "exposed_collective": Look(
+        "exposed collective", "Ranks exchange data, and nothing is computed meanwhile", "#7aa5e2"
+    ),
+    "pipeline_bubble": Look("bubble", "Stages of a pipeline wait for each other", "#b7c7dd", "o"),
+    "unknown": Look("unknown", "Not explained", "#8b9099", "?"),
+}
+
+
+def look(place: str) -> Look:
+    """Also of a place that a later version may know."""
+    return LOOKS.get(place) or Look(place, place, "#8b9099")
 
 
 _FIXES = {

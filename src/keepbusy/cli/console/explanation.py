@@ -39,18 +39,18 @@ def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = Non
 
 def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
     """Whole or not at all. `source`: what the reader knows the run by."""
-    from keepbusy.report.page import page_file
+    from keepbusy.report import page
 
     with replacing(path) as part:
-        part.write_text(page_file.render(diagnosis, source), encoding="utf-8")
+        part.write_text(page.render(diagnosis, source), encoding="utf-8")
 
 
 def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
     """The same of two runs, as the user named them."""
-    from keepbusy.report.page import page_file
+    from keepbusy.report import page
 
     with replacing(path) as part:
-        part.write_text(page_file.render_both(done, Path(before).name, Path(after).name), encoding="utf-8")
+        part.write_text(page.render_both(done, Path(before).name, Path(after).name), encoding="utf-8")
 
 
 def check_name(path: Path) -> None:

@@ -19,7 +19,7 @@ from keepbusy.explain.ledger import covered
 from keepbusy.explain.places import by_place
 from keepbusy.explain.scene import Scene
 from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, SYNC, AllowList, several
-from keepbusy.report.exports.sarif import document, lines_of
+from keepbusy.report.exports import lines_of, sarif_document
 from keepbusy.report.source import source_of
 from keepbusy.report.words import duration
 from keepbusy.timeline.files import BadInput
@@ -285,4 +285,4 @@ def sarif(verdict: GateVerdict) -> str:
             result = {"ruleId": one.kind.replace(" ", "_"), "level": level, "message": {"text": text}, **lines}
             allowed = {"suppressions": [{"kind": "external", "justification": one.reason}]} if one.reason else {}
             results.append(result | allowed)
-    return document(results)
+    return sarif_document(results)

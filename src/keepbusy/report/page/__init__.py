@@ -1,1 +1,86 @@
-"""The page: a run explained in one file that opens in a browser, from a mail attachment as well as from a disk."""
+"""The page: a run explained in one file that opens in a browser, from a mail attachment as well as from a disk.
+
+It is HTML: the program and the styles that were bundled, and behind them the run as a block of text.
+
+Names come from other people's programs. They are never part of the markup: all of them lie in the block, which is
+base64 and so cannot end its element, and the program puts them on the page as text. The policy in the head lets run
+and look only what was bundled, by its hash, and lets nothing be fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from importlib.resources import files
+
+from keepbusy.explain.comparison import Comparison
+from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy.report.page.contents import block_of, compared
+
+_PAGE_TEMPLATE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{script_hash}'; \
+style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="color-scheme" content="light dark">
+<title>keepbusy</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws a run with JavaScript, which is switched off. keepbusy explain shows it as text.</noscript>
+<main id="page" aria-busy="true"></main>
+{blocks}
+<script>{script}</script>
+</body>
+</html>
+"""
+_BLOCK_ELEMENT = '<script type="application/octet-stream">{}</script>'
+
+
+class Page(str):
+    """A page as text, which a notebook shows: in a frame of its own that may run scripts and nothing else."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        look = "width: 100%; height: 620px; border: 0"
+        return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self)}" style="{look}"></iframe>'
+
+
+def render(diagnosis: Diagnosis, source: str = "") -> Page:
+    """The page of what was explained, with its turns where the diagnosis holds them. `source` names the run."""
+    return _page(block_of(diagnosis, source))
+
+
+def render_both(comparison: Comparison, before: str = "", after: str = "") -> Page:
+    """The page of two runs, the turns of one beneath those of the other. `before` and `after` name them."""
+    changed = {"compared": compared(comparison)}
+    return _page(block_of(comparison.before, before, changed), block_of(comparison.after, after))
+
+
+def _page(*blocks: bytes) -> Page:
+    script, style = _bundled("page.js"), _bundled("page.css")
+    return Page(
+        _PAGE_TEMPLATE.format(
+            script_hash=_hash(script),
+            style_hash=_hash(style),
+            style=style,
+            script=script,
+            blocks="\n".join(_BLOCK_ELEMENT.format(base64.b64encode(one).decode("ascii")) for one in blocks),
+        )
+    )
+
+
+def _bundled(name: str) -> str:
+    """As page/ builds it; the test of the bundle says how."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

@@ -1,37 +1,89 @@
-"""The words of a page: what was explained, as JSON. Times are nanoseconds; the page formats them as reports do."""
+"""What a page holds of a run: its words as JSON, its spans as columns, packed as in a `.busy` file.
+
+8 bytes   how long the header is
+header    JSON, compressed: `words_of`, and how the columns are to be read
+columns   one after another, each compressed, as the header's `tables` name them
+
+Times are nanoseconds; the page formats them as reports do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from keepbusy import __version__
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, PlannedFix, Where
-from keepbusy.explain.edit import Edit
+from keepbusy.explain.diagnosis import CAUSES, PLACES, Cause, Diagnosis, Where
+from keepbusy.explain.edit import UNLIMITED, Edit
 from keepbusy.explain.turns import Turns
 from keepbusy.report import run_report, words
-from keepbusy.report.paper import look
 from keepbusy.report.source import fix_line, source_of, text_of
-from keepbusy.report.words import tame
-from keepbusy.timeline.model import NONE
+from keepbusy.report.words import look, tame
+from keepbusy.timeline.busy_file import pack
+from keepbusy.timeline.model import NONE, Ints, Kind, MemoryUse
 from keepbusy.timeline.run_facts import Part, PlainRun
 
-LONGEST_TEXT = 2_000
-LINES_AROUND = 14
+_Columns: TypeAlias = Mapping[str, Ints]
+
+_LONGEST_TEXT = 2_000
+_LINES_AROUND = 14
 """So many lines of the program stand above and below each line that is spoken of."""
-LONGEST_LINE, MOST_LINES = 240, 6_000
+_LONGEST_LINE, _MOST_LINES = 240, 6_000
+_LONGEST_NAME = 600
+"""Letters of a name; what is longer loses its middle. C++ names its kernels at length."""
+_LENGTH = struct.Struct("<Q")
+_SPANS = ("lane", "start", "end", "kind", "name", "work", "lag", "awaits", "meeting", "size", "direction", "pinned")
 
 
-def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
+def block_of(diagnosis: Diagnosis, source: str, more: Mapping[str, Any] | None = None) -> bytes:
+    """The same bytes for the same diagnosis. `more` stands in the header as well."""
+    tables: dict[str, _Columns] = {}
+    moments = {}
+    for number, one in enumerate([diagnosis, *(loop.diagnosis for loop in diagnosis.loops)]):
+        if one.turns is not None:
+            moments[str(number)] = _moment(one.turns)
+            tables |= {f"{number}.{name}": table for name, table in _tables(one, one.turns).items()}
+    packed, described = [], {}
+    for name, table in tables.items():
+        columns = list(pack(dict(table)))
+        described[name] = {"rows": len(next(iter(table.values()))), "columns": [column for column, _ in columns]}
+        packed += [content for _, content in columns]
+    header = words_of(diagnosis, source) | {
+        "causes": CAUSES,
+        "moments": moments,
+        "tables": described,
+        **(more or {}),
+    }
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False, default=_plain)
+    head = zlib.compress(text.encode("ascii"), 9)
+    return b"".join([_LENGTH.pack(len(head)), head, *packed])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a page cannot hold {type(value).__name__}")
+
+
+# Its words
+
+
+def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
     """The run, and what is said of it as a whole."""
     run, turns = diagnosis.run, diagnosis.turns
     return {
         "version": __version__,
-        "source": text(source or words.files(diagnosis.sources)),
-        "device": text(diagnosis.device),
+        "source": _text(source or words.files(diagnosis.sources)),
+        "device": _text(diagnosis.device),
         "ranks": list(diagnosis.ranks),
         "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
         "run": None if run is None else _part(run),
@@ -39,27 +91,27 @@ def of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
         "shares": run.shares if run is not None else (),
         "recorded": (turns.timeline.facts.recorded or ()) if turns is not None else (),
         "told": [
-            turn(diagnosis) | {"place": "", "turns": 0},
-            *(turn(one.diagnosis) | {"place": text(one.place), "turns": one.turns} for one in diagnosis.loops),
+            _turn(diagnosis) | {"place": "", "turns": 0},
+            *(_turn(one.diagnosis) | {"place": _text(one.place), "turns": one.turns} for one in diagnosis.loops),
         ],
         "plain_runs": [
             {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one, run)}
             for rank, one in sorted(diagnosis.plain_runs.items())
         ],
-        "asides": [[label, text(said)] for label, said in run_report.asides(diagnosis.plain_runs, diagnosis.rare)],
+        "asides": [[label, _text(said)] for label, said in run_report.asides(diagnosis.plain_runs, diagnosis.rare)],
         "rare": [
             {"step": one.step, "time": one.plain_step, "ledger": [*map(list, one.ledger.items())]}
             for one in diagnosis.rare
         ],
-        "sources": sources(diagnosis),
+        "sources": _sources(diagnosis),
     }
 
 
-def text(value: str) -> str:
-    return tame(value, LONGEST_TEXT)
+def _text(value: str) -> str:
+    return tame(value, _LONGEST_TEXT)
 
 
-def turn(diagnosis: Diagnosis) -> dict[str, Any]:
+def _turn(diagnosis: Diagnosis) -> dict[str, Any]:
     """What is said of a turn: where it goes, why the GPU waits, what to do."""
     return {
         "step": diagnosis.plain_step,
@@ -72,27 +124,27 @@ def turn(diagnosis: Diagnosis) -> dict[str, Any]:
         "all": [diagnosis.predicted.step, diagnosis.predicted.low, diagnosis.predicted.high],
         "plan": list(_plan(diagnosis)),
         "harmless": [
-            {"cause": one.cause, "where": place(one.where), "count": one.count, "why": text(one.why)}
+            {"cause": one.cause, "where": _place(one.where), "count": one.count, "why": _text(one.why)}
             for one in diagnosis.harmless
         ],
         "late": [
-            {"rank": one.rank, "late": one.late, "cause": one.cause, "where": place(one.where)}
+            {"rank": one.rank, "late": one.late, "cause": one.cause, "where": _place(one.where)}
             for one in diagnosis.late
         ],
-        "notes": [text(note) for note in diagnosis.notes],
+        "notes": [_text(note) for note in diagnosis.notes],
     }
 
 
-def place(where: Where) -> dict[str, Any]:
+def _place(where: Where) -> dict[str, Any]:
     """`file` and `line` only where the recording knows them exactly enough to show the line."""
     source = source_of(where) if where.file else None
     return {
         "text": words.spot(where, 80),
-        "file": text(where.file),
+        "file": _text(where.file),
         "line": source.line if source else where.line,
         "function": tame(where.function, 120),
         "exact": where.exact,
-        "source": source.text[:LONGEST_LINE] if source else "",
+        "source": source.text[:_LONGEST_LINE] if source else "",
     }
 
 
@@ -101,10 +153,10 @@ def _cause(one: Cause) -> dict[str, Any]:
         "cause": one.cause,
         "wait": one.wait,
         "count": one.count,
-        "sites": [{"where": place(site.where), "wait": site.wait} for site in one.sites],
-        "what": text(one.what),
-        "advice": text(one.advice),
-        "code": text(fix_line(one)),
+        "sites": [{"where": _place(site.where), "wait": site.wait} for site in one.sites],
+        "what": _text(one.what),
+        "advice": _text(one.advice),
+        "code": _text(fix_line(one)),
         "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
         "same": one.same_wait_as,
     }
@@ -118,29 +170,21 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         others = {other.named: str(place) for place, other in enumerate(diagnosis.plan, 1) if other is not one}
         yield {
             "number": number,
-            "fix": text(words.fix(one.fix)),
-            "where": [place(where) for where in one.where[:6]],
+            "fix": _text(words.fix(one.fix)),
+            "where": [_place(where) for where in one.where[:6]],
             "causes": list(one.causes),
             "before": one.predicted.step + one.gain,
             "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
-            "turns": text(run_report.turns_meant(one)),
+            "turns": _text(run_report.turns_meant(one)),
             "run": [before, saved] if diagnosis.run is not None and saved else None,
             "alone": one.alone,
-            "needs": [others.get(name) or text(words.fix(name)) for name in dict.fromkeys(one.needs)],
-            "instead": [text(words.fix(other)) for other in one.instead],
-            "says": [text(said) for said in (one.reason, *late, one.advice) if said],
-            "code": text(one.code),
-            "loop": text(one.loop),
-            "replayed": edit_in(diagnosis.turns, one) is not None,
+            "needs": [others.get(name) or _text(words.fix(name)) for name in dict.fromkeys(one.needs)],
+            "instead": [_text(words.fix(other)) for other in one.instead],
+            "says": [_text(said) for said in (one.reason, *late, one.advice) if said],
+            "code": _text(one.code),
+            "loop": _text(one.loop),
+            "replayed": diagnosis.turns is not None and diagnosis.turns.edit_of(one) is not None,
         }
-
-
-def edit_in(turns: Turns | None, fix: PlannedFix) -> Edit | None:
-    """What the fix changes in these turns: nothing, where it is a fix of others."""
-    edit = fix.edit
-    if turns is None or edit is None or fix.loop or fix.every or len(edit.drop) != len(turns.timeline):
-        return None
-    return edit
 
 
 def compared(done: Comparison) -> dict[str, Any]:
@@ -151,7 +195,7 @@ def compared(done: Comparison) -> dict[str, Any]:
         "ledger": [[name, *_change(change)] for name, change in done.ledger.items()],
         "plan": [
             {
-                "fix": text(words.fix(one.fix.fix)),
+                "fix": _text(words.fix(one.fix.fix)),
                 "where": words.spot(one.fix.where[0], 80) if one.fix.where else "",
                 "made": one.made,
                 "gain": one.fix.gain,
@@ -160,7 +204,7 @@ def compared(done: Comparison) -> dict[str, Any]:
         ],
         "foretold": None if foretold is None else [foretold.step, foretold.low, foretold.high],
         "run": None if run is None else [run.before, run.after, done.run_foretold],
-        "notes": [text(note) for note in done.notes],
+        "notes": [_text(note) for note in done.notes],
     }
 
 
@@ -187,8 +231,8 @@ def _part(part: Part) -> dict[str, Any]:
     slow = next(iter(part.kinds), None)
     return {
         "kind": part.kind,
-        "place": text(part.place),
-        "source": tame(part.source, LONGEST_LINE),
+        "place": _text(part.place),
+        "source": tame(part.source, _LONGEST_LINE),
         "function": tame(part.function, 120),
         "began": part.began,
         "time": part.time,
@@ -196,23 +240,23 @@ def _part(part: Part) -> dict[str, Any]:
         "turns": part.turns,
         "least": part.at_least,
         "turn": None if part.turn == NONE else [part.turn, part.low, part.high],
-        "slow": None if slow is None else [slow.count, slow.every, slow.regular, slow.longer, text(slow.place)],
-        "lines": [[text(one.place), one.time, one.idle, tame(one.call, 80)] for one in part.lines[:8]],
+        "slow": None if slow is None else [slow.count, slow.every, slow.regular, slow.longer, _text(slow.place)],
+        "lines": [[_text(one.place), one.time, one.idle, tame(one.call, 80)] for one in part.lines[:8]],
         "parts": [_part(one) for one in part.parts],
     }
 
 
-def sources(diagnosis: Diagnosis) -> dict[str, list[list[Any]]]:
+def _sources(diagnosis: Diagnosis) -> dict[str, list[list[Any]]]:
     """Of each file that lies where the recording says, the lines around those that are spoken of: `[number, text]`."""
     wanted: dict[str, set[int]] = {}
     for where in _spoken_of(diagnosis):
         wanted.setdefault(where.file, set()).add(where.line)
-    shown, room = {}, MOST_LINES
+    shown, room = {}, _MOST_LINES
     for file, lines in wanted.items():
         kept = _around(text_of(Where(file)).splitlines(), lines)[:room]
         room -= len(kept)
         if kept:
-            shown[text(file)] = kept
+            shown[_text(file)] = kept
     return shown
 
 
@@ -228,7 +272,154 @@ def _spoken_of(diagnosis: Diagnosis) -> Iterator[Where]:
 
 
 def _around(lines: list[str], wanted: Iterable[int]) -> list[list[Any]]:
-    near = {line + step for line in wanted for step in range(-LINES_AROUND, LINES_AROUND + 1)}
+    near = {line + step for line in wanted for step in range(-_LINES_AROUND, _LINES_AROUND + 1)}
     return [
-        [line, tame(lines[line - 1].expandtabs(4)[:LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)
+        [line, tame(lines[line - 1].expandtabs(4)[:_LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)
     ]
+
+
+# Its spans
+
+
+def _moment(turns: Turns) -> dict[str, Any]:
+    """Turns without their columns; the header holds them under the number of what is told of them."""
+    timeline = turns.timeline
+    used = np.unique(np.concatenate([timeline.spans.name, turns.call[turns.call != NONE], timeline.meetings.name]))
+    names = ["" if index not in used else one for index, one in enumerate(timeline.names)] if len(used) else []
+    return {
+        "lanes": [[lane.rank, lane.device, lane.number, tame(lane.name, 80)] for lane in timeline.lanes],
+        "names": [tame(name, _LONGEST_NAME) for name in names],
+        "places": [_place(one) for one in turns.places],
+        "pending": timeline.facts.pending_limit,
+        "once": timeline.facts.one_turn,
+        "ratio": turns.ratio,
+        "link": timeline.facts.pinned_bandwidth,
+        "peaks": memory_peaks(turns),
+        "ranks": timeline.ranks,
+    }
+
+
+def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, _Columns]:
+    timeline = turns.timeline
+    spans, origin = timeline.spans.columns(), int(timeline.spans.start.min(initial=1 << 62)) if len(timeline) else 0
+    rows = {name: spans[name].astype(np.int64) for name in _SPANS}
+    rows |= {"start": rows["start"] - origin, "end": rows["end"] - origin}
+    rows |= {
+        name: getattr(turns, name).astype(np.int64) for name in ("place", "call", "cause", "rest", "culprit", "aside")
+    }
+    tables: dict[str, _Columns] = {"spans": rows, "marks": {"marks": np.asarray(timeline.marks, np.int64)}}
+    for part, table in {"links": timeline.links, "meetings": timeline.meetings}.items():
+        tables[part] = {name: column.astype(np.int64) for name, column in table.columns().items()}
+    if len(timeline.memory):
+        tables["memory"] = memory_table(turns, origin)
+    for number, fix in enumerate(diagnosis.plan):
+        edit = turns.edit_of(fix)
+        if edit is not None:
+            tables[f"fix{number}"] = _flags(edit)
+            tables[f"fix{number}.scale"] = _scales(edit)
+    return tables
+
+
+def _flags(edit: Edit) -> _Columns:
+    """Bits of what becomes of a row with its side lane above them, and the work that it keeps, or -1 for all of it."""
+    flags = edit.drop_wait * 1 + edit.drop * 2 + edit.capture * 4 + edit.lane * 8
+    return {"flags": flags.astype(np.int64), "limit": np.where(edit.work < UNLIMITED, edit.work, -1).astype(np.int64)}
+
+
+def _scales(edit: Edit) -> _Columns:
+    """The few rows that take another share of their time; each share as the two halves of a double's bits."""
+    rows = np.flatnonzero(edit.scale != 1.0)
+    low, high = edit.scale[rows].astype("<f8").view("<u4").reshape(-1, 2).astype(np.int64).T
+    return {"row": rows.astype(np.int64), "low": low, "high": high}
+
+
+# What the device's memory held over the turns, where the recording knows
+
+_PEAK_LINES = 8
+"""That hold most of the peak; the others together."""
+
+
+def memory_table(turns: Turns, origin: int) -> Mapping[str, Ints]:
+    """All that was taken and given back while the turns ran; times count from `origin`."""
+    memory = turns.timeline.memory.take(_within(turns))
+    return {
+        "rank": _ranks(turns, memory),
+        "device": memory.device.astype(np.int64),
+        "time": memory.time - origin,
+        "row": _rows(turns, memory),
+        "allocated": memory.allocated,
+        "reserved": memory.reserved,
+    }
+
+
+def memory_peaks(turns: Turns) -> list[dict[str, Any]]:
+    """Of each rank's devices the moment at which most was allocated, and the lines that had taken it.
+
+    Of several such moments it is the last: of what it holds most was seen being taken.
+    """
+    memory, found = turns.timeline.memory, []
+    ranks, places, within = _ranks(turns, memory), _places(turns, memory), _within(turns)
+    for rank, device in sorted(set(zip(ranks[within].tolist(), memory.device[within].tolist(), strict=True))):
+        mine = np.flatnonzero((ranks == rank) & (memory.device == device))
+        seen = mine[np.isin(mine, within)]
+        peak = int(seen[np.flatnonzero(memory.allocated[seen] == memory.allocated[seen].max())[-1]])
+        held: Counter[int] = Counter()
+        for row in _alive(memory, mine[mine <= peak]):
+            held[int(places[row])] += int(memory.size[row])
+        allocated = int(memory.allocated[peak])
+        lines = [(place, size) for place, size in held.most_common() if place != NONE][:_PEAK_LINES]
+        found.append(
+            {
+                "rank": rank,
+                "device": device,
+                "time": int(memory.time[peak]),
+                "allocated": allocated,
+                "reserved": int(memory.reserved[peak]),
+                "lines": [[place, size] for place, size in lines],
+                "rest": allocated - sum(size for _, size in lines),
+            }
+        )
+    return found
+
+
+def _within(turns: Turns) -> Ints:
+    """Rows of the memory from the first row of the host to the last."""
+    host, time = turns.timeline.spans.take(~turns.timeline.on_device), turns.timeline.memory.time
+    return np.flatnonzero((time >= host.start.min(initial=1 << 62)) & (time <= host.end.max(initial=0)))
+
+
+def _ranks(turns: Turns, memory: MemoryUse) -> Ints:
+    return turns.timeline.rank_of_lanes[memory.lane]
+
+
+def _rows(turns: Turns, memory: MemoryUse) -> Ints:
+    """The row of its thread that ran then, or before; NONE before the first."""
+    timeline, found = turns.timeline, np.full(len(memory), NONE, np.int64)
+    for lane in np.unique(memory.lane).tolist():
+        mine, rows = np.flatnonzero(memory.lane == lane), timeline.rows_of(lane)
+        at = np.searchsorted(timeline.spans.start[rows], memory.time[mine], side="right") - 1
+        found[mine] = np.where(at >= 0, rows[np.maximum(at, 0)], NONE) if len(rows) else NONE
+    return found
+
+
+def _places(turns: Turns, memory: MemoryUse) -> Ints:
+    """Whose it is: memory is taken just before the command that is to fill it is launched."""
+    spans, found = turns.timeline.spans, _rows(turns, memory)
+    for lane in np.unique(memory.lane).tolist():
+        launches = np.flatnonzero((spans.lane == lane) & (spans.kind == Kind.LAUNCH))
+        mine = np.flatnonzero((memory.lane == lane) & (memory.time >= spans.start.min(initial=1 << 62)))
+        at = np.searchsorted(spans.start[launches], memory.time[mine])
+        known = at < len(launches)
+        found[mine[known]] = launches[at[known]]
+    return np.where(found == NONE, NONE, turns.place[found])
+
+
+def _alive(memory: MemoryUse, rows: Ints) -> list[int]:
+    """Which of these rows took what none of them has given back."""
+    taken: dict[int, int] = {}
+    for row, block, size in zip(rows.tolist(), memory.block[rows].tolist(), memory.size[rows].tolist(), strict=True):
+        if size > 0:
+            taken[block] = row
+        else:
+            taken.pop(block, None)
+    return list(taken.values())

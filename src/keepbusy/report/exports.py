@@ -1,38 +1,46 @@
-"""A timeline as a trace for ui.perfetto.dev and chrome://tracing: ranks are processes, lanes threads, links flows.
-
-Three rules of that format matter: slices of one thread nest or stand apart, a flow's ends lie inside slices,
-and times are microseconds. Frames get a thread of their own beside their lane, for work may reach across them,
-and annotations another, for they end inside the call that ends them.
-"""
+"""A run for other programs: Perfetto, a spreadsheet, an editor."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import inf, nextafter
+from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import Diagnosis
+from keepbusy import __version__
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Where
 from keepbusy.explain.turns import Turns
 from keepbusy.report import words
-from keepbusy.report.page.contents import edit_in
-from keepbusy.report.paper import look
-from keepbusy.report.words import tame
-from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Timeline
+from keepbusy.report.source import source_of
+from keepbusy.report.words import change, count, duration, look, share, tame, transition
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, LinkKind, Timeline
 
-Event: TypeAlias = dict[str, Any]
 _CHUNK = 4096
+"""Rows that are written at a time."""
+
+# Perfetto
+
+_Event: TypeAlias = dict[str, Any]
 _OF_GAPS = 1 << 40
 """Flows from causes are numbered from here on."""
 _STEPS = 0  # thread numbers: steps first, then for each lane its spans, its frames and its annotations
 _SPANS, _FRAMES, _ANNOTATIONS = 1, 2, 3
 
 
-def parts(timeline: Timeline, told: Diagnosis | None = None) -> Iterator[str]:
-    """The file, piece by piece: a trace of millions of spans is never held as text.
+def perfetto(timeline: Timeline, told: Diagnosis | None = None) -> Iterator[str]:
+    """For ui.perfetto.dev and chrome://tracing, piece by piece: a trace of millions of spans is never held as text.
+
+    Ranks are processes, lanes threads, links flows. Three rules of that format matter: slices of one thread nest or
+    stand apart, a flow's ends lie inside slices, and times are microseconds. Frames get a thread of their own beside
+    their lane, for work may reach across them, and annotations another, for they end inside the call that ends them.
 
     With what was explained: beside each GPU's lanes its gaps by their causes, what is to blame, and the plan. A viewer
     opens on all that a file holds, so then it holds the turns that were explained.
@@ -47,7 +55,7 @@ def parts(timeline: Timeline, told: Diagnosis | None = None) -> Iterator[str]:
     yield "\n]}\n"
 
 
-def _events(timeline: Timeline, told: Diagnosis | None) -> Iterator[Event]:
+def _events(timeline: Timeline, told: Diagnosis | None) -> Iterator[_Event]:
     origin = int(timeline.spans.start.min()) if len(timeline) else 0
     names = [tame(name) for name in timeline.names]
     yield from _headings(timeline)
@@ -61,7 +69,7 @@ def _events(timeline: Timeline, told: Diagnosis | None) -> Iterator[Event]:
         yield from _plan(told, told.turns, 3 * len(timeline.lanes) + 2, origin)
 
 
-def _headings(timeline: Timeline) -> Iterator[Event]:
+def _headings(timeline: Timeline) -> Iterator[_Event]:
     for rank in timeline.ranks:
         yield _heading(rank, _STEPS, "process_name", name=f"rank {rank}")
         yield _heading(rank, _STEPS, "thread_name", name="steps")
@@ -74,7 +82,7 @@ def _headings(timeline: Timeline) -> Iterator[Event]:
             yield _heading(lane.rank, _thread(index, part), "thread_sort_index", sort_index=_thread(index, part))
 
 
-def _heading(rank: int, thread: int, what: str, **values: Any) -> Event:
+def _heading(rank: int, thread: int, what: str, **values: Any) -> _Event:
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": values}
 
 
@@ -82,7 +90,7 @@ def _thread(lane: int, part: int = _SPANS) -> int:
     return 3 * lane + part
 
 
-def _steps(timeline: Timeline, origin: int, whole: bool) -> Iterator[Event]:
+def _steps(timeline: Timeline, origin: int, whole: bool) -> Iterator[_Event]:
     """`whole`: the last step ends with the last row; else a mark ends it."""
     host = ~timeline.on_device
     for rank in timeline.ranks:
@@ -92,7 +100,7 @@ def _steps(timeline: Timeline, origin: int, whole: bool) -> Iterator[Event]:
             yield _slice(rank, _STEPS, f"step {number}", start - origin, end - origin)
 
 
-def _frames(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event]:
+def _frames(timeline: Timeline, names: list[str], origin: int) -> Iterator[_Event]:
     frames = timeline.frames.take(timeline.frames.end > origin)
     columns = (frames.lane, frames.kind, frames.name, np.maximum(frames.start - origin, 0), frames.end - origin)
     for lane, kind, name, start, end in _rows(*columns):
@@ -100,7 +108,7 @@ def _frames(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event
         yield _slice(timeline.lanes[lane].rank, thread, names[name], start, end, cat=FrameKind(kind).name.lower())
 
 
-def _spans(timeline: Timeline, names: list[str], origin: int) -> Iterator[Event]:
+def _spans(timeline: Timeline, names: list[str], origin: int) -> Iterator[_Event]:
     spans = timeline.spans
     columns = (
         spans.lane,
@@ -135,12 +143,12 @@ def _micro(time: int) -> float:
     return told if int(told * 1e3) == time else nextafter(told, inf)
 
 
-def _slice(rank: int, thread: int, name: str, start: int, end: int, **more: Any) -> Event:
+def _slice(rank: int, thread: int, name: str, start: int, end: int, **more: Any) -> _Event:
     times = {"ts": _micro(start), "dur": _micro(end - start)}
     return {"ph": "X", "pid": rank, "tid": thread, "name": name, **times, **more}
 
 
-def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
+def _flows(timeline: Timeline, origin: int) -> Iterator[_Event]:
     """From inside the source, which is its last nanosecond where its end releases, to the start of the target."""
     spans, links = timeline.spans, timeline.links
     start, end = spans.start - origin, np.maximum(_ends(timeline) - origin - 1, spans.start - origin)
@@ -153,7 +161,7 @@ def _flows(timeline: Timeline, origin: int) -> Iterator[Event]:
         yield _end_of_flow("f", timeline.lanes[target].rank, _thread(target), reached, bp="e", **flow)
 
 
-def _memory(timeline: Timeline, origin: int) -> Iterator[Event]:
+def _memory(timeline: Timeline, origin: int) -> Iterator[_Event]:
     memory, last = timeline.memory, int(timeline.spans.end.max(initial=0))
     memory = memory.take((memory.time >= origin) & (memory.time <= last))
     for lane, device, time, allocated, reserved in _rows(
@@ -164,7 +172,7 @@ def _memory(timeline: Timeline, origin: int) -> Iterator[Event]:
         yield {"ph": "C", "pid": rank, "name": name, "ts": _micro(time), "args": held}
 
 
-def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[Event]:
+def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[_Event]:
     """A thread of each rank: a slice a gap, and a flow from the call that is to blame for it."""
     timeline, spans, number = turns.timeline, turns.timeline.spans, _OF_GAPS
     for rank in timeline.ranks:
@@ -184,15 +192,15 @@ def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[Event]:
                 yield _end_of_flow("f", rank, thread, start, bp="e", **flow)
 
 
-def _end_of_flow(phase: str, rank: int, thread: int, time: int, **more: Any) -> Event:
+def _end_of_flow(phase: str, rank: int, thread: int, time: int, **more: Any) -> _Event:
     return {"ph": phase, "pid": rank, "tid": thread, "ts": _micro(time), **more}
 
 
-def _plan(told: Diagnosis, turns: Turns, thread: int, origin: int) -> Iterator[Event]:
+def _plan(told: Diagnosis, turns: Turns, thread: int, origin: int) -> Iterator[_Event]:
     """A thread of each rank for each fix: the calls that it changes."""
     spans, rank = turns.timeline.spans, turns.timeline.rank_of_rows
     for number, fix in enumerate(told.plan, 1):
-        edit = edit_in(turns, fix)
+        edit = turns.edit_of(fix)
         if edit is None:
             continue
         for one in turns.timeline.ranks:
@@ -211,3 +219,113 @@ def _rows(*columns: Ints) -> Iterable[tuple[int, ...]]:
     """Rows as plain numbers, without a list of them all."""
     for first in range(0, len(columns[0]), _CHUNK):
         yield from zip(*(column[first : first + _CHUNK].tolist() for column in columns), strict=True)
+
+
+# CSV
+
+CSV_COLUMNS = ("row", "rank", "device", "lane", "kind", "name", "inside", "start", "end", "work", "size", "direction")
+
+
+def csv_table(timeline: Timeline) -> Iterator[str]:
+    """The spans for a spreadsheet or a data frame, one a line, piece by piece. Times are nanoseconds."""
+    names = [_no_formula(tame(name)) for name in timeline.names]
+    yield _lines([CSV_COLUMNS])
+    for first in range(0, len(timeline), _CHUNK):
+        yield _lines(_records(timeline, names, first))
+
+
+def _no_formula(name: str) -> str:
+    """A spreadsheet would compute what begins like a formula."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+
+
+def _lines(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _records(timeline: Timeline, names: list[str], first: int) -> list[tuple[object, ...]]:
+    spans = timeline.spans
+    columns = (
+        spans.lane,
+        spans.kind,
+        spans.name,
+        spans.frame,
+        spans.start,
+        spans.end,
+        spans.work,
+        spans.size,
+        spans.direction,
+    )
+    cut = [column[first : first + _CHUNK].tolist() for column in columns]
+    around = timeline.frames.name.tolist()
+    rows: list[tuple[object, ...]] = []
+    for row, (lane, kind, name, frame, *times, size, direction) in enumerate(zip(*cut, strict=True), first):
+        rank, device, number, _ = timeline.lanes[lane]
+        inside = names[around[frame]] if frame != NONE else ""
+        where = "" if device is None else device
+        way = Direction(direction).name.lower() if direction else ""
+        rows.append((row, rank, where, number, Kind(kind).name.lower(), names[name], inside, *times, size, way))
+    return rows
+
+
+# SARIF
+
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
+
+
+def sarif(diagnosis: Diagnosis) -> str:
+    """For editors and code scanners, SARIF 2.1.0: each line with what it costs a step.
+
+    Places without a line of the program are left out: nobody could show them.
+    """
+    return sarif_document([*_blamed(diagnosis), *_harmless(diagnosis)])
+
+
+def sarif_document(results: Sequence[dict[str, Any]]) -> str:
+    """The whole file; its rules are those of the results."""
+    rules = [
+        {"id": rule, "shortDescription": {"text": rule.replace("_", " ")}}
+        for rule in dict.fromkeys(one["ruleId"] for one in results)
+    ]
+    tool = {"driver": {"name": "keepbusy", "version": __version__, "rules": rules}}
+    run = {"tool": tool, "columnKind": "unicodeCodePoints", "results": results}
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _blamed(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
+    step = diagnosis.plain_step
+    for cause in diagnosis.causes:
+        for site in cause.sites:
+            if lines := lines_of(site.where):
+                rank = round(100 * min(1.0, site.wait / step), 1) if step else 0.0
+                text = _cost_of(cause, site, step)
+                yield {"ruleId": cause.cause, "level": "warning", "message": {"text": text}, "rank": rank, **lines}
+
+
+def _cost_of(cause: Cause, site: Site, step: int) -> str:
+    waits = f"The GPU waits {duration(site.wait)} of a step for this line ({share(site.wait, step)})"
+    often = f", {count(site.count)} times" if site.count > 1 else ""
+    fixed = f"Fixed, a step takes {transition(step, cause.predicted.step)}, {change(step, cause.predicted.step)}."
+    return f"{waits}{often}. {cause.what} {fixed} {cause.advice}".strip()
+
+
+def _harmless(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
+    for one in diagnosis.harmless:
+        if lines := lines_of(one.where):
+            text = f"Costs nothing here: {one.why}."
+            yield {"ruleId": one.cause, "level": "note", "message": {"text": text}, **lines}
+
+
+def lines_of(where: Where) -> dict[str, Any]:
+    """Where the recording knows no more than the function, the line that calls it, if there is only one. Code scanning
+    wants paths below the folder that was checked out."""
+    source = source_of(where)
+    line = source.line if source else where.line
+    if not where.file or line < 1:
+        return {}
+    path, root = Path(where.file).absolute(), Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
+    uri = quote(path.relative_to(root).as_posix()) if path.is_relative_to(root) else path.as_uri()
+    region = {"startLine": line, **({"snippet": {"text": source.text}} if source else {})}
+    return {"locations": [{"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}]}

@@ -1,1 +1,0 @@
-"""A run for other programs."""
