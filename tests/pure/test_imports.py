@@ -162,10 +162,10 @@ LINES = {
     "instrument": 2329,
     "recording": 4081,
     "virtual": 8655,
-    "explain": 4602,
-    "report": 3246,
+    "explain": 4609,
+    "report": 3215,
     "runtime": 6245,
-    "cli": 3552,
+    "cli": 3551,
     "fix": 6403,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
