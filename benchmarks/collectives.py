@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepbusy.recording.probes.link_figures import collective_calls
+from keepbusy.recording.machine_figures import collective_calls
 from keepbusy.virtual.costs.device import Wire, read
 
 CUDA = torch.cuda.is_available()

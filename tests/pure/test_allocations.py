@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from marked_runs import MS, steps
 
-from keepbusy.recording.interruptions import BETWEEN_READINGS, KEPT_READINGS, Allocations, AllocatorReading
+from keepbusy.recording.run_counters import BETWEEN_READINGS, KEPT_READINGS, Allocations, AllocatorReading
 from keepbusy.recording.turn_times import plain_run
 
 

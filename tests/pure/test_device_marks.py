@@ -8,7 +8,6 @@ from clocks import LAUNCH, PaperDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.recording.interruptions import Pauses
 from keepbusy.recording.marks import (
     CLOCK_DRIFT,
     EVENT_EVERY,
@@ -21,6 +20,7 @@ from keepbusy.recording.marks import (
     steps_of,
     where_it_keeps_up,
 )
+from keepbusy.recording.run_counters import Pauses
 from keepbusy.recording.step_detector import ENDS, StepSource
 from keepbusy.timeline.model import NONE
 

@@ -17,8 +17,8 @@ from keepbusy.instrument.loop_tree import beside, innermost_loops, jumps_of, rea
 from keepbusy.instrument.loops import Line
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.gpu_share import GpuShare, is_used
 from keepbusy.recording.marks import Marks
+from keepbusy.recording.run_counters import GpuShare, uses_gpu
 from keepbusy.recording.step_detector import ENDS
 from keepbusy.recording.window_plan import whole_step
 from keepbusy.timeline.model import NONE, Ints
@@ -603,7 +603,7 @@ def test_a_program_that_is_about_to_import_pytorch_uses_no_gpu_yet(monkeypatch: 
     monkeypatch.setitem(sys.modules, "torch.cuda", ModuleType("torch.cuda"))
     share = GpuShare(lambda: 0)
     share.read()
-    assert (is_used(), share.fault, bool(share)) == (False, "", False)
+    assert (uses_gpu(), share.fault, bool(share)) == (False, "", False)
 
 
 def test_looks_of_which_none_met_a_turn_say_of_no_turn_where_it_was_slow() -> None:

@@ -14,7 +14,7 @@ import pytest
 from warm_python import SOURCES, WarmPython
 
 from keepbusy.cli.checkup.device_file import law, written
-from keepbusy.recording.probes.link_figures import LinkFigures, _meetings
+from keepbusy.recording.machine_figures import LinkFigures, _meetings
 from keepbusy.timeline.files import typed
 from keepbusy.virtual.costs.device import read as read_device
 
@@ -58,9 +58,9 @@ def test_within_a_job_of_two_hosts_the_first_rank_tells(tmp_path: Path, warm_pyt
 
 MEASURING = """\
 import dataclasses, json
-from keepbusy.recording.probes import link_figures
+from keepbusy.recording.machine_figures import measure_as_rank
 
-found = link_figures.attend(100)
+found = measure_as_rank(100)
 if found:
     with open("found.json", "w") as file:
         json.dump(dataclasses.asdict(found), file)
@@ -95,9 +95,9 @@ import sys
 from functools import partial
 
 from keepbusy.cli import main
-from keepbusy.recording.probes import link_figures
+from keepbusy.recording import machine_figures
 
-link_figures.launch = partial(link_figures.launch, patience=2.0)
+machine_figures.measure_links = partial(machine_figures.measure_links, patience=2.0)
 sys.exit(main(["doctor", "--ranks", "2", "--save", "mine.toml"]))
 """
 STRUCK = """\

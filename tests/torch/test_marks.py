@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_python import SOURCES, warm
 
 import keepbusy
-from keepbusy.recording.interruptions import KEPT_TURNS, Loaders, Pauses, without_processor
 from keepbusy.recording.marks import SETTLING_MARKS, Cuda, Marks
+from keepbusy.recording.run_counters import KEPT_TURNS, Loaders, Pauses, without_processor
 from keepbusy.recording.step_detector import SILENT_AFTER
 from keepbusy.timeline.run_facts import FiguresFile, PlainRun
 

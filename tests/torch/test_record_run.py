@@ -183,7 +183,7 @@ def test_of_a_program_that_uses_no_gpu_that_is_said(record) -> None:
 
 def test_a_program_without_steps_is_told_what_to_call(record, tmp_path: Path) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as site:
-        site.write("import keepbusy.recording.recorder as recorder\nrecorder.is_used = lambda: True\n")
+        site.write("import keepbusy.recording.recorder as recorder\nrecorder.uses_gpu = lambda: True\n")
     done = record("import torch\nprint(torch.ones(2).sum().item())\n")
     assert "note    train.py took no step: none of its optimizers stepped; call keepbusy.step()" in done.stdout
 

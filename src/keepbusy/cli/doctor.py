@@ -25,8 +25,7 @@ from keepbusy.report.words import duration
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
-    from keepbusy.recording.probes.link_figures import LinkFigures
-    from keepbusy.recording.probes.machine_figures import MachineFigures
+    from keepbusy.recording.machine_figures import LinkFigures, MachineFigures
 
 
 EXAMPLES = """\
@@ -113,9 +112,9 @@ def _head(machine: MachineFigures | None, links: LinkFigures | None) -> str:
 
 
 def _measured() -> MachineFigures:
-    from keepbusy.recording.probes import machine_figures
+    from keepbusy.recording.machine_figures import measure
 
-    return machine_figures.measure()
+    return measure()
 
 
 def _check(ranks: int, gpus: int) -> None:
@@ -130,9 +129,9 @@ def _check(ranks: int, gpus: int) -> None:
 
 def _linked(ranks: int) -> LinkFigures | None:
     """None in a rank of a job that is not its first."""
-    from keepbusy.recording.probes import link_figures
+    from keepbusy.recording.machine_figures import measure_as_rank, measure_links
 
-    return link_figures.attend() if "RANK" in os.environ else link_figures.launch(ranks)
+    return measure_as_rank() if "RANK" in os.environ else measure_links(ranks)
 
 
 def _software() -> str:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from keepbusy.instrument.slow_turns import quantile, slow_from
-from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
+from keepbusy.recording.run_counters import CHECKPOINT, COLLECTOR, INPUT, Allocations, Pauses, without_processor
 from keepbusy.recording.step_detector import BEGINS, ENDS, StepEnds, StepSource
 from keepbusy.recording.turn_times import NO_LEAD, StepLooks, Steps, plain_run, plain_step
 from keepbusy.timeline.model import NONE, Ints, Mask

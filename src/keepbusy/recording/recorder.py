@@ -35,9 +35,8 @@ from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatc
 from keepbusy.instrument.patches import when_imported
 from keepbusy.instrument.processes import follow, make_folder
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.gpu_share import GpuShare, is_used
-from keepbusy.recording.interruptions import Loaders
 from keepbusy.recording.marks import Marks
+from keepbusy.recording.run_counters import GpuShare, Loaders, uses_gpu
 from keepbusy.recording.turn_times import mean, step_looks, trimmed
 from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
 from keepbusy.recording.window_plan import TURNS_KNOWN, Occasion, SharedWindows, WindowPlan, is_granted, whole_step
@@ -215,7 +214,7 @@ class Run:
 
     def _is_script(self, now: int) -> bool:
         """It has worked on its GPU for a while, and where it stands now it is in no loop and none is to come."""
-        if not is_used():
+        if not uses_gpu():
             return False
         self._first_use = self._first_use or now
         if now - self._first_use < _AT_WORK_FOR or self.marks.replays_graphs:
@@ -499,7 +498,7 @@ class Run:
             "held_up": self._spent(),
             "loop": self._loop,
             "marks": self._marks_facts,
-            "uses_gpu": is_used(),
+            "uses_gpu": uses_gpu(),
             "after": self._after,
             "notes": [*self.notes, *self._notes_of_looks()],
         }

@@ -12,7 +12,7 @@ from keepbusy.instrument.lines import LIBRARY, PYTHON, TORCH
 from keepbusy.instrument.loop_tree import agreed
 from keepbusy.instrument.loops import Line, Looks
 from keepbusy.instrument.slow_turns import LookTable, SlowKind, beat_of, quantile, slow_kinds, slow_turns, warm_up
-from keepbusy.recording.interruptions import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
+from keepbusy.recording.run_counters import CHECKPOINT, COLLECTOR, INPUT, AllocatorReading
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.run_facts import Course, PlainRun, RareStall

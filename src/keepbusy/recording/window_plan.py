@@ -22,8 +22,8 @@ import numpy as np
 
 from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop, LoopSite
 from keepbusy.instrument.slow_turns import quantile, slow_from, warm_up
-from keepbusy.recording.interruptions import COLLECTOR
 from keepbusy.recording.marks import Marks
+from keepbusy.recording.run_counters import COLLECTOR
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at, differs, mean, rare_stalls, trimmed
 from keepbusy.recording.window import LONGEST_OPEN, RECORDED_TURNS, SETTLING_TURNS, WHOLE_TURNS_AFTER
 from keepbusy.timeline.files import replacing

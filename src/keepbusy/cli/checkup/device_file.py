@@ -13,8 +13,7 @@ from keepbusy.virtual.costs import device
 from keepbusy.virtual.costs.device import CollectiveLaw, crossings
 
 if TYPE_CHECKING:
-    from keepbusy.recording.probes.link_figures import CollectiveTimes, LinkFigures
-    from keepbusy.recording.probes.machine_figures import MachineFigures
+    from keepbusy.recording.machine_figures import CollectiveTimes, LinkFigures, MachineFigures
 
 _MEASURED = device.read("h200")
 _REACHED = _MEASURED.efficiency

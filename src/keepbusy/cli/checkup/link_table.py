@@ -14,7 +14,7 @@ from keepbusy.cli.checkup.settings import Harm, flags
 from keepbusy.report.words import duration, listing
 
 if TYPE_CHECKING:
-    from keepbusy.recording.probes.link_figures import LinkFigures
+    from keepbusy.recording.machine_figures import LinkFigures
 
 LARGEST = 16
 """Of more ranks the table is one of hosts."""
