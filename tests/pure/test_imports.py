@@ -160,12 +160,12 @@ LINES = {
     "timeline": 2501,
     "traces": 2373,
     "instrument": 2329,
-    "recording": 4081,
+    "recording": 4061,
     "virtual": 8655,
     "explain": 4609,
     "report": 3215,
     "runtime": 6245,
-    "cli": 3551,
+    "cli": 3549,
     "fix": 6403,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
