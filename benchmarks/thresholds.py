@@ -39,6 +39,7 @@ EXPLAINED = {
     "keepbusy.explain.fix_plan": (
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
+        Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),
     "keepbusy.explain.run_plan": (
         Threshold(
@@ -48,14 +49,9 @@ EXPLAINED = {
         ),
         Threshold("_shared_evenly", _unchanged, "Ranks that meet only after a loop wait for the one it takes longest."),
     ),
-    "keepbusy.explain.causes.rounds": (
-        Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
-    ),
-    "keepbusy.explain.causes.peers": (
-        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
+    "keepbusy.explain.causes": (
+        Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
-    ),
-    "keepbusy.explain.causes.host": (
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
         Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
@@ -68,8 +64,8 @@ EXPLAINED = {
     "keepbusy.explain.edit": (
         Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
-    "keepbusy.explain.scene": (Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),),
     "keepbusy.explain.plain": (
+        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LARGEST_STRETCH", 0.0, "A line stands for no more than twenty times what was recorded of it."),
@@ -190,15 +186,13 @@ BOUNDS = {
     "keepbusy.explain.edit": ("UNLIMITED",),
     "keepbusy.explain.ledger": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
+        "HALF_OF_A_GAP",
     ),
-    "keepbusy.explain.places": ("ROWS_NEARBY", "WORTH_NAMING"),
+    "keepbusy.explain.remedies": ("ROWS_NEARBY", "WORTH_NAMING"),
     "keepbusy.explain.plain": (
         *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LARGEST_COST", "LUCKIEST_RECORDING", "UNREACHABLE"),
     ),
-    "keepbusy.explain.causes.host": ("USUAL_BANDWIDTH", "SETUP"),
-    "keepbusy.explain.causes.peers": (),
-    "keepbusy.explain.causes.rounds": (),
-    "keepbusy.explain.scene": (),
+    "keepbusy.explain.causes": ("USUAL_BANDWIDTH", "SETUP"),
     "keepbusy.timeline.replay": (
         *("PENDING_LIMIT", "STEPS", "MOST_ROWS", "NEVER", "CONTINUED", "TYPICAL_GAP", "TYPICAL_LATENCY"),
         *("MEASURED_LAGS", "EARLY_RETURN"),

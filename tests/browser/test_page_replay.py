@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keepbusy.explain.causes import findings
-from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction
+from keepbusy.explain.causes import Scene, findings
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction, Turns
 from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.ledger import busy
-from keepbusy.explain.scene import Scene
-from keepbusy.explain.turns import Turns
 from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.files import BadInput

@@ -12,11 +12,10 @@ from strategies import loops
 from told import assert_sound, cause, explained, harmless, names, near, told
 
 from keepbusy.explain import CAUSES, explain
-from keepbusy.explain.causes import FINDERS, findings
+from keepbusy.explain.causes import FINDERS, Scene, findings
 from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis
 from keepbusy.explain.edit import Edit, apply
 from keepbusy.explain.remedies import times
-from keepbusy.explain.scene import Scene
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.replay import pace, settle

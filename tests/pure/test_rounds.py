@@ -9,9 +9,9 @@ import pytest
 from build import US, WIRE, Run, inside, loop
 from told import TRAIN, explained, near, told
 
-from keepbusy.explain.causes.rounds import as_one, rounds_of
+from keepbusy.explain.causes import Scene
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
-from keepbusy.explain.scene import Scene
+from keepbusy.explain.fix_plan import as_one, rounds_of
 
 ADAM = ["Optimizer.step#Adam.step", "torch/optim/adam.py(347): _single_tensor_adam"]
 FORWARD = "model.py(20): forward"

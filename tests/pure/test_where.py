@@ -7,7 +7,7 @@ import pytest
 from build import Run
 
 from keepbusy.explain.diagnosis import Where
-from keepbusy.explain.places import where
+from keepbusy.explain.remedies import place_of
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
 from keepbusy.timeline.model import Kind, Timeline
 
@@ -19,7 +19,7 @@ ITEM = "aten::item"
 def place(run: Run, kind: Kind = Kind.SYNC) -> Where:
     """Of the last span of a kind."""
     timeline = run.timeline()
-    return where(timeline, int(np.flatnonzero(timeline.spans.kind == kind)[-1]))
+    return place_of(timeline, int(np.flatnonzero(timeline.spans.kind == kind)[-1]))
 
 
 def begun() -> Run:
@@ -215,4 +215,4 @@ def frameless(timeline: Timeline) -> Timeline:
 def test_a_place_nobody_knows_is_said_to_be_unknown() -> None:
     assert str(Where()) == "unknown place"
     timeline = frameless(begun().sync(at=[TRAIN]).timeline())
-    assert where(timeline, len(timeline) - 1).file == ""
+    assert place_of(timeline, len(timeline) - 1).file == ""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import (
     CAUSES,
@@ -28,7 +30,7 @@ from keepbusy.explain.remedies import PARTICULAR, times
 from keepbusy.explain.run_plan import plan_of_run
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, Part, PlainRun, RareStall, WindowReason
 from keepbusy.timeline.steps import (
     marked_beside,
@@ -146,12 +148,89 @@ def _explained(
         draw=story.turns,
         rare=rare,
         later=later_of(timeline, workers),
-        notes=(*told.notes, *left_unexplained(timeline, rare), *_behind_others(story, plan)),
+        notes=(
+            *_notes(whole, story, told.plain_given),
+            *told.notes,
+            *left_unexplained(timeline, rare),
+            *_behind_others(story, plan),
+        ),
     )
     if run is not None or told.plain_runs:  # of a trace only its steps are known: their plan is all there is
         plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
     causes = tuple(_as_planned(one, plan) for one in told.causes)
     return replace(told, plan=plan, causes=causes, harmless=without_planned(told.harmless, (*told.plan, *plan)))
+
+
+def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:
+    """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
+    plain, replayed = story.plain, story.scene.steps
+    facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
+    met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
+    some, all_known = given > 1 and (facts.world or 0) > given, facts.cluster is not None
+    left_out = f"step{'s' if len(facts.left_out_steps) > 1 else ''} {' and '.join(map(str, facts.left_out_steps))}"
+    # plain step and recording of one live run are of the same program: only that moment can have been another
+    why = (
+        "were they of the same program and machine?"
+        if facts.recorded is None
+        else "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
+    )
+    said: list[tuple[object, str]] = [
+        (
+            not plain_given and facts.recorded is None,
+            "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
+            "Time a step without the profiler and give it with --plain-step.",
+        ),
+        (not facts.values, "With --values none nothing is computed: whatever the program reads is 0."),
+        (
+            facts.modelled,
+            "The CPU's time is modelled: operators take time; Python, files and loader workers take none.",
+        ),
+        (
+            not facts.stacks,
+            "The trace holds no stacks, so places are operators, not lines; for lines, record with with_stack=True.",
+        ),
+        (facts.skipped, f"{facts.skipped} events of the trace could not be read, and are missing here."),
+        (
+            facts.marks_a_step,
+            f"{facts.marks_a_step} marked steps count as one: the plain step given is that long.",
+        ),
+        (
+            facts.left_out_steps,
+            f"Recorded {left_out} stalled, as happens now and then: this is left out here, and told beside `rarely`.",
+        ),
+        (
+            replayed < steps,
+            f"{replayed} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest.",
+        ),
+        (
+            all_known,
+            f"{given} ranks were kept whole, the latest among them: the step, its causes and the plan are of these.",
+        ),
+        (
+            some and not all_known,
+            f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
+            "waiting for it counts as communication.",
+        ),
+        (
+            not some and not all_known and any(facts.groups.get(group, 2) > given for group in met),
+            "Other ranks are not in the recording, so waiting for them counts as communication.",
+        ),
+        (
+            plain.alike < 1 and facts.one_turn,
+            "Gains are those of the recorded part, laid on the plain step: what was not seen may gain nothing, or go "
+            "altogether, so the ranges are wide.",
+        ),
+        (
+            plain.alike < 1 and not facts.one_turn,
+            f"What was recorded takes {1 / plain.ratio:.1f} times the plain step, more than recording explains: gains "
+            "are laid on the plain step, and their ranges are wider for it.",
+        ),
+        (
+            plain_given and plain.alike == 1 and not 0.85 < plain.ratio < 1.15,
+            f"The plain step and the recording differ by more than recording explains; {why}",
+        ),
+    ]
+    return (*facts.notes, *(sentence for holds, sentence in said if holds))
 
 
 def _behind_others(story: Story, plan: Sequence[PlannedFix]) -> Iterator[str]:
@@ -326,8 +405,9 @@ def later_of(timeline: Timeline, workers: int) -> ChangedSteps | None:
         if reason and reason.why == DRIFT and reason.began is not None and (plain := window.facts.plain_step):
             with suppress(BadInput):
                 whole = whole_steps(window, plain)
-                now = Story.of(sample(whole), plain, workers).diagnosis(whole, plain_given=True)
-                return ChangedSteps(reason.began, now)
+                story = Story.of(sample(whole), plain, workers)
+                now = story.diagnosis(whole, plain_given=True)
+                return ChangedSteps(reason.began, replace(now, notes=_notes(whole, story, plain_given=True)))
     return None
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from keepbusy.timeline.model import NONE
+import numpy as np
+
+from keepbusy.timeline.model import NONE, Ints, Timeline
+from keepbusy.timeline.replay import at_work_from
 from keepbusy.timeline.run_facts import Cluster, Part, PlainRun, RareStall
 
 if TYPE_CHECKING:
     from keepbusy.explain.edit import Edit
-    from keepbusy.explain.turns import Turns
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -194,6 +196,57 @@ class ChangedSteps:
 
     since: int  # the step
     diagnosis: Diagnosis
+
+
+class Gaps(NamedTuple):
+    """When a GPU has nothing to do, and the command that ends each gap."""
+
+    start: Ints
+    end: Ints
+    row: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Whole turns without their recorder, for who draws them: where each span belongs in the program, why each gap is.
+
+    Columns have a place for each row of the timeline. A gap has the cause whose fix takes most of it away. That is a
+    picture's truth: the sums are in the ledger, where waits that two causes share are counted once.
+    """
+
+    timeline: Timeline
+    ratio: float  # of the plain step to what the unchanged timeline replays to
+    places: tuple[Where, ...]  # lines of the program
+    place: Ints  # which of them each row belongs to, or NONE
+    call: Ints  # the name of what the program called there, or NONE
+    cause: Ints  # of the command that ends a gap: which of CAUSES the gap has
+    rest: Ints  # which of them what is left of it has once that one is fixed
+    culprit: Ints  # of the same command: the row to blame, or NONE
+    aside: Ints  # of a copy or a collective that should run beside the compute: which of CAUSES says so
+
+    def gaps(self, rank: int, row: Ints, start: Ints, end: Ints) -> Gaps:
+        """Where a rank's GPU has nothing to do, if these rows run at these times."""
+        spans = self.timeline.spans
+        mine = (self.timeline.on_device & (self.timeline.rank_of_rows == rank))[row]
+        row, end = row[mine], end[mine]
+        start = at_work_from(spans.kind[row], start[mine], end, spans.work[row])
+        order = np.argsort(start, kind="stable")
+        row, start, reached = row[order], start[order], np.maximum.accumulate(end[order])
+        found = start[1:] > reached[:-1]
+        return Gaps(reached[:-1][found], start[1:][found], row[1:][found])
+
+    def blame(self, row: int) -> tuple[str, Where | None]:
+        """Of the gap that a command ends: its cause, and the line to blame where that is known."""
+        culprit, cause = int(self.culprit[row]), int(self.cause[row])
+        place = int(self.place[culprit]) if culprit != NONE else NONE
+        return CAUSES[cause] if cause != NONE else "unknown", self.places[place] if place != NONE else None
+
+    def edit_of(self, fix: PlannedFix) -> Edit | None:
+        """What the fix changes in these turns: nothing, where it is a fix of others."""
+        edit = fix.edit
+        if edit is None or fix.loop or fix.every or len(edit.drop) != len(self.timeline):
+            return None
+        return edit
 
 
 @dataclass(frozen=True)

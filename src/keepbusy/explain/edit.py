@@ -105,11 +105,6 @@ class Finding:
         mine = np.isin(self.culprit, rows)
         return int((timeline.spans.end[mine] - timeline.spans.start[mine]).sum())
 
-    def without(self, rows: Mask) -> Finding:
-        """The same finding, but for what another one already tells."""
-        culprit = np.where(rows, NONE, self.culprit)
-        return Finding(self.cause, self.edit.only(~rows), culprit, len(np.unique(culprit[culprit != NONE])))
-
 
 class Draft:
     """An edit being written down."""
@@ -117,11 +112,11 @@ class Draft:
     def __init__(self, cause: str, timeline: Timeline) -> None:
         self.cause, self.edit = cause, Edit.nothing(timeline)
         self.culprit = np.full(len(timeline), NONE, np.int64)
+        self.count: int | None = None  # where it is not the number of rows to blame
 
-    def finding(self, count: int | None = None) -> Finding:
-        """`count` where it is not the number of rows to blame."""
+    def finding(self) -> Finding:
         culprit = np.where(self.edit.touched, self.culprit, NONE)
-        met = len(np.unique(culprit[culprit != NONE])) if count is None else count
+        met = len(np.unique(culprit[culprit != NONE])) if self.count is None else self.count
         return Finding(self.cause, self.edit, culprit, met)
 
 

@@ -2,6 +2,11 @@
 
 What is predicted is a fix at a place, not a cause. Two waits behind one another gain nothing alone and everything
 together, so sets of fixes are replayed, not only single ones; and only what gains nothing in any set costs nothing.
+
+Besides the fixes of causes there are those of a loop that, within one turn, does the same to one small thing after
+another, a launch for each. Where no round needs what another one computed, one call does all of them. Of an
+optimizer's parameters, of tables and of what only travels that is certain; of others only who wrote them knows. Layers
+of a network, which do need each other, multiply matrices.
 """
 
 from __future__ import annotations
@@ -11,20 +16,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, combinations
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keepbusy.explain.causes.peers import Pipeline, is_message, without_messages
-from keepbusy.explain.causes.rounds import CallRounds, as_one, rounds_of
+from keepbusy.explain.causes import USUAL_BANDWIDTH, Scene, without_messages
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where, named
-from keepbusy.explain.edit import Edit, Finding
+from keepbusy.explain.edit import Draft, Edit, Finding
 from keepbusy.explain.ledger import Forecast
-from keepbusy.explain.places import by_place
-from keepbusy.explain.remedies import PARTICULAR, Remedy, remedy_for
-from keepbusy.explain.scene import Scene
+from keepbusy.explain.remedies import PARTICULAR, Remedy, by_place, remedy_for
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, Ints, Kind
+from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
 
 Plan = tuple[PlannedFix, ...]
@@ -45,6 +47,8 @@ two, a fifth, and three fifths. What calls no module, the backward pass and the 
 MERGED_WORK = 0.5
 """Of what the GPU does in rounds that become one, the middle of what could stay: nobody knows how full each of them
 keeps it. The range goes from none of it to all."""
+FEWEST_ROUNDS = 8
+"""Of less nobody makes one call."""
 SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
 BOTH_WAYS = (
     "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
@@ -117,143 +121,31 @@ class Candidate:
         )
 
 
-def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
-    """Every remedy that something seen here asks for."""
-    named = defaultdict[str, list[Candidate]](list)
-    facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
-    as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
-    of_causes = (
-        one for cause in found if cause not in as_it_is for one in _of_cause(scene, cause, found[cause], found)
-    )
-    for one in chain(of_causes, () if as_it_is else _of_rounds(scene)):
-        same = named[one.remedy.fix]
-        whole = one.remedy.fix in ONE_FIX or (not one.bounds and one.causes[0] in WHOLE_LOOP)
-        # the same fix at the same place is one, however it was found
-        alike = same[:1] if whole else [other for other in same if other.named == one.named]
-        named[one.remedy.fix] = [
-            *(other for other in same if other not in alike),
-            reduce(Candidate.joined, [*alike, one]),
-        ]
-    found_here = list[Candidate]()
-    for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
-        rest = same[PLACES_APART:]
-        found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
-    return [*found_here, *(_of_pipeline(scene) if scene.among_ranks else ())]
-
-
-def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
-    groups = finding.places
-    remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
-    for remedy in dict.fromkeys(remedies.values()):
-        mine = [place for place in groups if remedies[place] == remedy]
-        mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
-        for places, beside in _changed_together(mine, cause in WHOLE_LOOP or remedy.fix in ONE_FIX):
-            rows = np.concatenate([groups[place] for place in (*places, *beside)])
-            edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
-            if cause == "made_on_host" and "blocking_copy" in found:
-                edit = edit | _copied_there(scene, found["blocking_copy"], places)
-            middle = cause == "host_sync" and _in_the_middle(scene, rows)
-            share = COMPILED_AWAY if remedy.fix == "compile" else 1.0
-            bounds = tuple[Edit, ...]()
-            if remedy.fix in ("compute_on_gpu", "decide_on_gpu"):  # nobody knows how much of it a GPU can do
-                bounds = (edit, Edit.nothing(scene.timeline))
-            reason = BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
-            yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
-
-
-def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:
-    """Of one remedy, the costliest first: the places of each change, and what was seen at no line of the program, which
-    goes with the costliest line."""
-    lines = [place for place in places if place.is_known] if any(place.file for place in places) else places
-    beside = [place for place in places if place not in lines]
-    changes = [lines] if is_one else [*([place] for place in lines[:PLACES_APART]), lines[PLACES_APART:]]
-    for number, change in enumerate(filter(None, changes)):
-        yield change, [] if number else beside
-
-
-def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
-    """Stages that wait for each other's micro-batches: replayed is what they would take if they never did."""
-    pipeline = Pipeline.of(scene)
-    if pipeline is None:
-        return
-    remedy = PARTICULAR["pieces_together" if pipeline.pieces_after == pipeline.pieces else "more_pieces"]
-    remedy = remedy._replace(code=remedy.code.format(pieces=pipeline.pieces_after))
-    messages = scene.launch[is_message(scene)]
-    receives = messages[scene.within(Role.RECEIVES)[messages]]
-    places = by_place(scene, receives if len(receives) else messages)
-    edit, share = without_messages(scene), 1.0 - pipeline.stays
-    reason = SMALLER_PIECES if remedy.fix == "cut_into_micro_batches" else ""
-    yield Candidate(remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
-
-
-def _of_rounds(scene: Scene) -> Iterator[Candidate]:
-    """What a loop does to one small thing after another, as one call. All tables are one change."""
-    rounds = list(rounds_of(scene))
-    expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
-    places = by_place(scene, expected.rows)
-    there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
-    asked = {place: _asked_of_rounds(scene, place, there[place]) for place in places}
-    of_tables = [place for place in places if asked[place].fix == "one_table"]
-    for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
-        mine.sort(key=lambda place: -expected.held_at(scene.timeline, places[place]))
-        rows = np.concatenate([places[place] for place in mine])
-        edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
-        said, remedy = _told_of(scene, [one for place in mine for one in there[place]]), asked[mine[0]]
-        if remedy.fix == "do_at_once":
-            # parameters and tables do not need each other; of others only their author knows, so nothing is expected
-            # beyond what launching them takes
-            edit = limits[1]
-            said += " Where a round needs what the one before it computed, torch.compile is what is left."
-        cause = "exposed_collective" if remedy.fix == "send_together" else "launch_bound"
-        yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
-
-
-def _asked_of_rounds(scene: Scene, place: Where, rounds: Sequence[CallRounds]) -> Remedy:
-    if any(scene.within(Role.TABLE)[one.first].any() for one in rounds):
-        return PARTICULAR["one_table"]
-    if all(one.sends(scene) for one in rounds):
-        return PARTICULAR["sent_together"]
-    return PARTICULAR["fused" if place.library.startswith("torch/optim/") else "all_at_once"]
-
-
-def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
-    launches = sum((scene.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
-    of_all, of_a_rank = (scene.command != NONE).sum(), scene.steps * len(scene.timeline.ranks)
-    return (
-        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches a step are there, in "
-        f"{max(one.times for one in rounds)} rounds that do the same."
-    )
-
-
-def _in_the_middle(scene: Scene, rows: Ints) -> bool:
-    """Whether most of these waits stand between the launches of a step: nothing may wait while CUDA captures them."""
-    timeline = scene.timeline
-    spans, marks = timeline.spans, timeline.marks_of(timeline.ranks[0])
-    rank = timeline.rank_of_rows
-    launches = np.flatnonzero((spans.kind == Kind.LAUNCH) & (rank == timeline.ranks[0]))
-    mine = rows[rank[rows] == timeline.ranks[0]]
-    edges = np.append(np.searchsorted(launches, marks), len(launches))
-    step = np.searchsorted(marks, mine, side="right") - 1
-    mine, step = mine[step >= 0], step[step >= 0]
-    before = np.searchsorted(launches, mine) - edges[step]
-    return bool(len(mine)) and bool(((before > 0) & (before < edges[step + 1] - edges[step])).mean() > 0.5)
-
-
-def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edit:
-    """What is made on the device in the first place is not copied to it."""
-    lines = {(place.file, place.line) for place in places if place.line}
-    rows = [rows for place, rows in copies.places.items() if place.line and (place.file, place.line) in lines]
-    return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
-
-
-def planned_fix(
-    remedy: Remedy, where: Sequence[Where], causes: tuple[str, ...], gain: int, predicted: Prediction, **more: Any
-) -> PlannedFix:
-    told: dict[str, Any] = {"alone": gain, "advice": remedy.advice, "code": remedy.code, "api": remedy.api}
-    return PlannedFix(remedy.fix, tuple(where), causes, gain, predicted, **(told | more))
-
-
 Fixes: TypeAlias = frozenset[Candidate]
+
+
+def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
+    """Fixes in the order in which to do them."""
+    search = Search.of(forecast, candidates(scene, found))
+    done, plan = Fixes(), list[PlannedFix]()
+    while len(plan) < CANDIDATES:
+        chosen = search.best_set(done)
+        if not chosen and search.uncertain:
+            break
+        search.uncertain = search.uncertain or not chosen
+        order = search.in_order(chosen)
+        order.sort(key=lambda one: (_waits_for_others(one, chosen), -search.gain(done | {one})))
+        for one in order:
+            before, done = search.gain(done), done | {one}
+            gained = search.gain(done) - before
+            if gained > forecast.noise or not any(_waits_for_others(other, chosen) for other in chosen):
+                plan.append(search.planned(one, done, gained, chosen))
+    return tuple(plan)
+
+
+def _waits_for_others(one: Candidate, fixes: Fixes) -> bool:
+    """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
+    return one.captures and any(other.in_the_middle for other in fixes)
 
 
 @dataclass(eq=False)
@@ -399,25 +291,359 @@ def _generality(some: Fixes) -> int:
     return max((one.generality for one in some), default=0)
 
 
-def _waits_for_others(one: Candidate, fixes: Fixes) -> bool:
-    """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
-    return one.captures and any(other.in_the_middle for other in fixes)
+def planned_fix(
+    remedy: Remedy, where: Sequence[Where], causes: tuple[str, ...], gain: int, predicted: Prediction, **more: Any
+) -> PlannedFix:
+    told: dict[str, Any] = {"alone": gain, "advice": remedy.advice, "code": remedy.code, "api": remedy.api}
+    return PlannedFix(remedy.fix, tuple(where), causes, gain, predicted, **(told | more))
 
 
-def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
-    """Fixes in the order in which to do them."""
-    search = Search.of(forecast, candidates(scene, found))
-    done, plan = Fixes(), list[PlannedFix]()
-    while len(plan) < CANDIDATES:
-        chosen = search.best_set(done)
-        if not chosen and search.uncertain:
-            break
-        search.uncertain = search.uncertain or not chosen
-        order = search.in_order(chosen)
-        order.sort(key=lambda one: (_waits_for_others(one, chosen), -search.gain(done | {one})))
-        for one in order:
-            before, done = search.gain(done), done | {one}
-            gained = search.gain(done) - before
-            if gained > forecast.noise or not any(_waits_for_others(other, chosen) for other in chosen):
-                plan.append(search.planned(one, done, gained, chosen))
-    return tuple(plan)
+def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
+    """Every remedy that something seen here asks for."""
+    named = defaultdict[str, list[Candidate]](list)
+    facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
+    as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
+    of_causes = (
+        one for cause in found if cause not in as_it_is for one in _of_cause(scene, cause, found[cause], found)
+    )
+    for one in chain(of_causes, () if as_it_is else _of_rounds(scene)):
+        same = named[one.remedy.fix]
+        whole = one.remedy.fix in ONE_FIX or (not one.bounds and one.causes[0] in WHOLE_LOOP)
+        # the same fix at the same place is one, however it was found
+        alike = same[:1] if whole else [other for other in same if other.named == one.named]
+        named[one.remedy.fix] = [
+            *(other for other in same if other not in alike),
+            reduce(Candidate.joined, [*alike, one]),
+        ]
+    found_here = list[Candidate]()
+    for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
+        rest = same[PLACES_APART:]
+        found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
+    return [*found_here, *(_of_pipeline(scene) if scene.among_ranks else ())]
+
+
+def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
+    groups = finding.places
+    remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
+    for remedy in dict.fromkeys(remedies.values()):
+        mine = [place for place in groups if remedies[place] == remedy]
+        mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
+        for places, beside in _changed_together(mine, cause in WHOLE_LOOP or remedy.fix in ONE_FIX):
+            rows = np.concatenate([groups[place] for place in (*places, *beside)])
+            edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
+            if cause == "made_on_host" and "blocking_copy" in found:
+                edit = edit | _copied_there(scene, found["blocking_copy"], places)
+            middle = cause == "host_sync" and _in_the_middle(scene, rows)
+            share = COMPILED_AWAY if remedy.fix == "compile" else 1.0
+            bounds = tuple[Edit, ...]()
+            if remedy.fix in ("compute_on_gpu", "decide_on_gpu"):  # nobody knows how much of it a GPU can do
+                bounds = (edit, Edit.nothing(scene.timeline))
+            reason = BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
+            yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
+
+
+def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:
+    """Of one remedy, the costliest first: the places of each change, and what was seen at no line of the program, which
+    goes with the costliest line."""
+    lines = [place for place in places if place.is_known] if any(place.file for place in places) else places
+    beside = [place for place in places if place not in lines]
+    changes = [lines] if is_one else [*([place] for place in lines[:PLACES_APART]), lines[PLACES_APART:]]
+    for number, change in enumerate(filter(None, changes)):
+        yield change, [] if number else beside
+
+
+def _in_the_middle(scene: Scene, rows: Ints) -> bool:
+    """Whether most of these waits stand between the launches of a step: nothing may wait while CUDA captures them."""
+    timeline = scene.timeline
+    spans, marks = timeline.spans, timeline.marks_of(timeline.ranks[0])
+    rank = timeline.rank_of_rows
+    launches = np.flatnonzero((spans.kind == Kind.LAUNCH) & (rank == timeline.ranks[0]))
+    mine = rows[rank[rows] == timeline.ranks[0]]
+    edges = np.append(np.searchsorted(launches, marks), len(launches))
+    step = np.searchsorted(marks, mine, side="right") - 1
+    mine, step = mine[step >= 0], step[step >= 0]
+    before = np.searchsorted(launches, mine) - edges[step]
+    return bool(len(mine)) and bool(((before > 0) & (before < edges[step + 1] - edges[step])).mean() > 0.5)
+
+
+def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edit:
+    """What is made on the device in the first place is not copied to it."""
+    lines = {(place.file, place.line) for place in places if place.line}
+    rows = [rows for place, rows in copies.places.items() if place.line and (place.file, place.line) in lines]
+    return copies.only(np.concatenate(rows)) if rows else Edit.nothing(scene.timeline)
+
+
+def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
+    """Stages that wait for each other's micro-batches: replayed is what they would take if they never did."""
+    pipeline = Pipeline.of(scene)
+    if pipeline is None:
+        return
+    remedy = PARTICULAR["pieces_together" if pipeline.pieces_after == pipeline.pieces else "more_pieces"]
+    remedy = remedy._replace(code=remedy.code.format(pieces=pipeline.pieces_after))
+    messages = scene.launch[scene.is_message]
+    receives = messages[scene.within(Role.RECEIVES)[messages]]
+    places = by_place(scene, receives if len(receives) else messages)
+    edit, share = without_messages(scene), 1.0 - pipeline.stays
+    reason = SMALLER_PIECES if remedy.fix == "cut_into_micro_batches" else ""
+    yield Candidate(remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
+
+
+class Pipeline(NamedTuple):
+    """The micro-batches of a step, as the first stage sends them: how many there are, how many at once under way."""
+
+    pieces: int
+    together: int
+
+    @staticmethod
+    def of(scene: Scene) -> Pipeline | None:
+        """None where ranks exchange messages, and none of them begins its steps with waiting for one.
+
+        Which way those of PyTorch's own schedules go is not told: half of them forward, all of these first.
+        """
+        role, rank = np.append(scene.timeline.frames.role, 0)[scene.timeline.spans.frame], scene.timeline.rank_of_rows
+        rows = scene.launch[scene.is_message]
+        sent = np.where(role[rows] & Role.RECEIVES, -1, 1)
+        of_rank = [sent[rank[rows] == one] for one in scene.timeline.ranks]
+        if scene.frames_with(Role.PIECE).any():
+            pieces = max(1, min(map(len, of_rank)) // scene.steps // 2)
+            return Pipeline(pieces, pieces)
+        first = next((one for one in of_rank if len(one) and one[0] > 0), None)
+        if first is None or not any(len(one) and one[0] < 0 for one in of_rank):
+            return None
+        return Pipeline(max(1, round((first > 0).sum() / scene.steps)), int(np.cumsum(first).max()))
+
+    @property
+    def pieces_after(self) -> int:
+        """By the remedy: as many as there are, where they only have to follow each other; else twice as many."""
+        return self.pieces if self.together == 1 < self.pieces else 2 * max(self.pieces, 2)
+
+    @property
+    def stays(self) -> float:
+        """The share of the wait that is left: what the stages wait while the pipeline fills and drains."""
+        return self.together / self.pieces_after
+
+
+def _of_rounds(scene: Scene) -> Iterator[Candidate]:
+    """What a loop does to one small thing after another, as one call. All tables are one change."""
+    rounds = list(rounds_of(scene))
+    expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
+    places = by_place(scene, expected.rows)
+    there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
+    asked = {place: _asked_of_rounds(scene, place, there[place]) for place in places}
+    of_tables = [place for place in places if asked[place].fix == "one_table"]
+    for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
+        mine.sort(key=lambda place: -expected.held_at(scene.timeline, places[place]))
+        rows = np.concatenate([places[place] for place in mine])
+        edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
+        said, remedy = _told_of(scene, [one for place in mine for one in there[place]]), asked[mine[0]]
+        if remedy.fix == "do_at_once":
+            # parameters and tables do not need each other; of others only their author knows, so nothing is expected
+            # beyond what launching them takes
+            edit = limits[1]
+            said += " Where a round needs what the one before it computed, torch.compile is what is left."
+        cause = "exposed_collective" if remedy.fix == "send_together" else "launch_bound"
+        yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
+
+
+def _asked_of_rounds(scene: Scene, place: Where, rounds: Sequence[CallRounds]) -> Remedy:
+    if any(scene.within(Role.TABLE)[one.first].any() for one in rounds):
+        return PARTICULAR["one_table"]
+    if all(one.sends(scene) for one in rounds):
+        return PARTICULAR["sent_together"]
+    return PARTICULAR["fused" if place.library.startswith("torch/optim/") else "all_at_once"]
+
+
+def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
+    launches = sum((scene.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
+    of_all, of_a_rank = (scene.command != NONE).sum(), scene.steps * len(scene.timeline.ranks)
+    return (
+        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches a step are there, in "
+        f"{max(one.times for one in rounds)} rounds that do the same."
+    )
+
+
+class CallRounds(NamedTuple):
+    """What one call does over and over, along a few paths, each as often as there are rounds, or so many times."""
+
+    times: int
+    first: Ints  # the host's rows of the first round
+    others: Ints
+    between: Ints  # rows of the call itself
+
+    def sends(self, scene: Scene) -> bool:
+        """Whether nothing is done in it but to let values travel, and to scale or move them."""
+        launches = self.first[scene.command[self.first] != NONE]
+        travels = scene.timeline.spans.kind[scene.command[launches]] == Kind.COLLECTIVE
+        beside = scene.within(Role.SCALES | Role.MOVES)[launches]
+        return bool(travels.any() and (travels | beside).all())
+
+
+def as_one(scene: Scene, rounds: Sequence[CallRounds], stays: float) -> Finding:
+    """All rounds in one call: of what the GPU does in all but the first, this share stays.
+
+    What travels together takes the time of its bytes, and what a collective takes besides only once; at worst, where
+    all else stays, no less than it took.
+    """
+    draft, spans = Draft("launch_bound", scene.timeline), scene.timeline.spans
+    travels = spans.kind == Kind.COLLECTIVE
+    rate = _fastest_link(scene)
+    for one in rounds:
+        leaves = np.union1d(one.others, one.between)
+        commands, leaving = _commands(scene, one.first), _commands(scene, leaves)
+        draft.edit.drop[leaves] = draft.edit.drop[leaving] = True
+        computes, more = commands[~travels[commands]], leaving[~travels[leaving]]
+        draft.edit.scale[computes] = 1.0 + stays * spans.work[more].sum() / max(1, spans.work[computes].sum())
+        sent = commands[travels[commands]]
+        if len(sent):
+            all_sent = np.concatenate([sent, leaving[travels[leaving]]])
+            took = np.maximum(spans.work[all_sent], 0)
+            together = len(sent) * took.min() + spans.size[all_sent].sum() / rate
+            together = took.sum() if stays == 1.0 else min(together, took.sum())
+            draft.edit.scale[sent] = together / max(1, took[: len(sent)].sum())
+        launch = one.first[scene.command[one.first] != NONE][0]
+        draft.culprit[np.concatenate([leaves, leaving, commands])] = int(launch)
+    return draft.finding()
+
+
+def _fastest_link(scene: Scene) -> float:
+    """Bytes a nanosecond, as any collective has shown them to travel; small ones show little but their own price."""
+    spans = scene.timeline.spans
+    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.work > 0))
+    return max(USUAL_BANDWIDTH, float((spans.size[rows] / spans.work[rows]).max(initial=0.0)))
+
+
+def _commands(scene: Scene, rows: Ints) -> Ints:
+    launched = np.append(np.zeros(len(scene.timeline), bool), False)
+    launched[rows] = True
+    return np.flatnonzero(launched[scene.launch])
+
+
+def rounds_of(scene: Scene) -> list[CallRounds]:
+    """The outermost ones of each call."""
+    found = list(_frames_of_rounds(scene))
+    first, others = _rows_in(scene, [one.first for one in found]), _rows_in(scene, [one.others for one in found])
+    outer = list(dict.fromkeys(one.call for one in found))  # a call may go on for several turns
+    around = dict(zip(outer, _rows_in(scene, [np.array([call]) for call in outer]), strict=True))
+    launches = scene.command != NONE
+    rounds = []
+    for one, begins, goes_on in zip(found, first, others, strict=True):
+        inside = around[one.call]
+        inside = inside[(inside > begins[-1]) & (inside < goes_on[-1])]
+        rounds.append(CallRounds(one.times, begins, goes_on, inside[~launches[inside]]))
+    return rounds
+
+
+def _rows_in(scene: Scene, of_frames: Sequence[Ints]) -> list[Ints]:
+    """Of each of these groups of frames, none of which stands in another, the rows of the host, at any depth."""
+    which = np.full(len(scene.timeline.frames) + 1, NONE, np.int64)
+    for index, frames in enumerate(of_frames):
+        which[frames] = index
+    of_row = which[scene.outermost(which[:-1] != NONE)]
+    return _grouped(of_row, len(of_frames))
+
+
+def _grouped(which: Ints, count: int) -> list[Ints]:
+    """Where each of these numbers stands; NONE is left out."""
+    order = np.argsort(which, kind="stable")
+    return np.split(order, np.searchsorted(which[order], np.arange(count + 1)))[1:-1]
+
+
+class _Frames(NamedTuple):
+    call: int
+    times: int
+    first: Ints
+    others: Ints
+
+
+def _frames_of_rounds(scene: Scene) -> Iterator[_Frames]:
+    frames, launching = scene.timeline.frames, _launching(scene)
+    written = np.append(np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)), False)  # no operator's own loop
+    known = np.flatnonzero((launching > 0) & written[frames.parent] & ~_dependent(scene))
+    taken = np.zeros(len(frames), bool)
+    for mine in _together(scene, known):
+        call = int(frames.parent[mine[0]])
+        if len(mine) >= FEWEST_ROUNDS and not any(taken[one] for one in frames.around(call)):
+            found = _of_call(scene, call, mine, launching)
+            if found is not None:
+                taken[mine] = True
+                yield found
+
+
+def _together(scene: Scene, known: Ints) -> list[Ints]:
+    """These frames by the call and the turn that they stand in, the call first that began first. Where ranks meet in a
+    call, what is multiplied between two of its frames parts them: as in a network that is laid out over ranks, the
+    second needs what the first one brought."""
+    frames, timeline = scene.timeline.frames, scene.timeline
+    rank = timeline.rank_of_lanes[frames.lane]
+    products, starts = np.flatnonzero(scene.frames_with(Role.LAYER)), timeline.spans.start
+    turn, before = np.zeros(len(frames), np.int64), np.zeros(len(frames), np.int64)
+    for one in timeline.ranks:
+        turn[rank == one] = np.searchsorted(np.sort(starts[timeline.marks_of(one)]), frames.start[rank == one], "right")
+    for one in np.unique(frames.lane[products]).tolist():
+        begun = np.sort(frames.start[products[frames.lane[products] == one]])
+        before[frames.lane == one] = np.searchsorted(begun, frames.start[frames.lane == one])
+    meets = np.zeros(len(frames) + 1, bool)
+    meets[frames.parent[known[_in_which_ranks_meet(scene)[known]]]] = True
+    call = frames.parent[known]
+    where = np.stack([frames.start[call], call, turn[known], np.where(meets[call], before[known], 0)])
+    places, which = np.unique(where, axis=1, return_inverse=True)
+    return [known[mine] for mine in _grouped(which.ravel(), places.shape[1])]
+
+
+def _of_call(scene: Scene, call: int, mine: Ints, launching: Ints) -> _Frames | None:
+    """The number of rounds is the one that explains most of what is launched there."""
+    _, which, entered = np.unique(scene.path[mine], return_inverse=True, return_counts=True)
+    often = [count for count in sorted(set(entered.tolist())) if count >= FEWEST_ROUNDS]
+    if not often:
+        return None
+    weight = np.bincount(which, launching[mine])
+    times = max(often, key=lambda one: (weight[entered % one == 0].sum(), one))
+    order = np.concatenate([np.arange(count) for count in entered])[np.argsort(np.argsort(which, kind="stable"))]
+    whole = entered[which] % times == 0
+    begins = whole & (order < entered[which] // times)
+    return _Frames(call, times, mine[begins], mine[whole & ~begins])
+
+
+def _launching(scene: Scene) -> Ints:
+    """Of each frame, how many commands are launched within it, at any depth."""
+    frames = scene.timeline.frames
+    count = np.zeros(len(frames) + 1, np.int64)
+    for frame in _outwards(frames, scene.timeline.spans.frame[scene.command != NONE]):
+        np.add.at(count, frame, 1)
+    return count[:-1]
+
+
+def _outwards(frames: Frames, frame: Ints) -> Iterator[Ints]:
+    """These frames, then the ones around each, as long as any has one."""
+    parent = np.append(frames.parent, NONE)
+    while (frame != NONE).any():
+        yield frame
+        frame = parent[frame]
+
+
+def _dependent(scene: Scene) -> Mask:
+    """Frames in backward passes, and those within which matrices are multiplied, or what comes is needed at once:
+    messages, and parameters that FSDP gathers."""
+    frames, launch = scene.timeline.frames, scene.launch
+    inner = [np.flatnonzero(scene.frames_with(Role.LAYER))]
+    if scene.among_ranks:
+        needed = scene.is_message | np.append(scene.within(Role.SHARDS), False)[launch]
+        needed &= (scene.timeline.spans.kind == Kind.COLLECTIVE) & (launch != NONE)
+        inner.append(scene.timeline.spans.frame[launch[needed]])
+    backward = np.append(scene.frames_with(Role.BACKWARD), False)
+    for mine in scene.frames_by_depth:
+        backward[mine] |= backward[frames.parent[mine]]
+    return _around(frames, np.concatenate(inner)) | backward[:-1]
+
+
+def _in_which_ranks_meet(scene: Scene) -> Mask:
+    launch = scene.launch[scene.timeline.spans.kind == Kind.COLLECTIVE]
+    return _around(scene.timeline.frames, scene.timeline.spans.frame[launch[launch != NONE]])
+
+
+def _around(frames: Frames, inner: Ints) -> Mask:
+    """These frames, and those around them."""
+    result = np.zeros(len(frames) + 1, bool)
+    for frame in _outwards(frames, inner):
+        result[frame] = True
+    return result[:-1]

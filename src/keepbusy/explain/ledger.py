@@ -15,8 +15,7 @@ from random import Random
 
 import numpy as np
 
-from keepbusy.explain.causes import findings
-from keepbusy.explain.causes.peers import without_messages
+from keepbusy.explain.causes import Scene, findings, without_messages
 from keepbusy.explain.diagnosis import (
     CAUSES,
     COMPUTING,
@@ -29,16 +28,14 @@ from keepbusy.explain.diagnosis import (
     Harmless,
     Prediction,
     Site,
+    Turns,
     Where,
 )
 from keepbusy.explain.edit import Edit, Finding, SideLane, apply
-from keepbusy.explain.places import late_ranks
 from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
-from keepbusy.explain.remedies import lesson, remedy_for, what_happened
-from keepbusy.explain.scene import Scene
-from keepbusy.explain.turns import Turns, at_work_from, turns_of
-from keepbusy.timeline.model import WORKERS, Ints, Kind, Lane, Mask, Timeline
-from keepbusy.timeline.replay import Replayed, pace, steady
+from keepbusy.explain.remedies import by_place, late_ranks, lesson, places_of_rows, remedy_for, what_happened
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Mask, Timeline
+from keepbusy.timeline.replay import Replayed, at_work_from, pace, steady
 
 
 @dataclass(frozen=True)
@@ -209,6 +206,8 @@ SHARE_IN_LEDGER = 0.005
 """Of the step: causes that change less of it, fixed alone or last, take what the others leave in the ledger."""
 SITES_REPLAYED, SITES_SHOWN = 3, 8
 """So many of a cause's places are fixed alone to see what each gains, and so many are named."""
+HALF_OF_A_GAP = 0.5
+"""What a particular cause's fix takes of a gap that bears its name and not that of a residual one."""
 
 
 @dataclass(eq=False)
@@ -225,7 +224,8 @@ class Story:
         window = fed_as_usual(window, plain_step)
         plain = plain_run(window, plain_step)
         forecast, scene = Forecast(plain, other_view(window, plain)), Scene(plain.timeline, workers)
-        return Story(scene, forecast, findings(scene))
+        found = {cause: replace(one, places=by_place(scene, one.rows, cause)) for cause, one in findings(scene).items()}
+        return Story(scene, forecast, found)
 
     @property
     def plain(self) -> PlainTimeline:
@@ -267,7 +267,7 @@ class Story:
             fixed=tuple(what_if),
             device=timeline.facts.device,
             sources=sources_of(timeline),
-            notes=(*notes_of(whole, self.scene, self.plain, plain_given), *unseen),
+            notes=tuple(unseen),
             plain_runs=timeline.facts.plain_runs,
             cluster=timeline.facts.cluster,
         )
@@ -446,76 +446,69 @@ def _traced_step(whole: Timeline) -> int:
     return int((ends - spans.start[marks]).mean())
 
 
+def turns_of(timeline: Timeline, ratio: float, found: Sequence[Finding], gaining: int) -> Turns:
+    """`found`: of each cause that was found; the first so many of them gain something."""
+    places, place, call = places_of_rows(timeline)
+    cause, rest, culprit = _causes_of_gaps(timeline, found)
+    aside = np.full(len(timeline), NONE, np.int64)
+    moved_to = (SideLane.FETCH, SideLane.RETURN, SideLane.WIRE)
+    for one in reversed(found[:gaining]):
+        aside[np.isin(one.edit.lane, moved_to) & timeline.on_device] = CAUSES.index(one.cause)
+    return Turns(timeline, ratio, places, place, call, cause, rest, culprit, aside)
+
+
+def _causes_of_gaps(timeline: Timeline, found: Sequence[Finding]) -> tuple[Ints, Ints, Ints]:
+    gaps = idle_before(timeline, steady(timeline))
+    cause, rest, culprit = (np.full(len(timeline), NONE, np.int64) for _ in range(3))
+    ends = np.flatnonzero(gaps > 0)
+    if not len(ends):
+        return cause, rest, culprit
+    taken = np.array([_taken(timeline, one.edit, gaps)[ends] for one in found], np.int64).reshape(len(found), len(ends))
+    numbers = np.array([CAUSES.index(one.cause) for one in found] + [CAUSES.index("unknown")], np.int64)
+    first, second = _two_best(found, taken, gaps[ends])
+    cause[ends], rest[ends] = numbers[first], numbers[second]
+    for index, one in enumerate(found):
+        mine = ends[first == index]
+        if len(mine) and len(rows := one.rows):
+            # the last of its rows before the command was issued; before the first of them, the last of the turn before
+            culprit[mine] = rows[np.searchsorted(rows, mine) - 1]
+    return cause, rest, culprit
+
+
+def _taken(timeline: Timeline, edit: Edit, gaps: Ints) -> Ints:
+    """How much of each gap the edit takes away."""
+    changed = apply(timeline, edit)
+    left = np.zeros(len(timeline), np.int64)
+    left[~edit.drop] = idle_before(changed, steady(changed))
+    return np.clip(gaps - left, 0, gaps)
+
+
+def _two_best(found: Sequence[Finding], taken: Ints, gaps: Ints) -> tuple[Ints, Ints]:
+    """The first of the particular causes that takes half of a gap, else the one that takes most; and the next one."""
+    none = len(found)
+    general = np.array([one.cause in RESIDUAL for one in found], bool)[:, None]
+    weight = np.where(taken >= HALF_OF_A_GAP * gaps, taken + np.where(general, 0, gaps), taken).astype(np.float64)
+    weight = np.concatenate([np.where(taken > 0, weight, 0.0), np.full((1, len(gaps)), 0.5)])
+    order = np.argsort(-weight, axis=0, kind="stable")
+    second = order[1] if none else order[0]
+    return order[0], np.where(order[0] == none, none, second)
+
+
+def idle_before(timeline: Timeline, replayed: Replayed) -> Ints:
+    """Of each command, how long its GPU had nothing to do before it; of a collective, before it was on the wire."""
+    gaps = np.zeros(len(timeline), np.int64)
+    spans, rank = timeline.spans, timeline.rank_of_rows
+    start = at_work_from(spans.kind, replayed.start, replayed.end, spans.work)
+    for one in timeline.ranks:
+        rows = np.flatnonzero(timeline.on_device & (rank == one))
+        rows = rows[np.argsort(start[rows], kind="stable")]
+        reached = np.maximum.accumulate(replayed.end[rows])
+        gaps[rows[1:]] = np.maximum(start[rows[1:]] - reached[:-1], 0)
+        if len(rows) and len(timeline.marks):  # a turn begins where the one before it ended
+            around = round(replayed.pace * len(timeline.marks_of(timeline.ranks[0])))
+            gaps[rows[0]] = 0 if timeline.facts.one_turn else max(0, int(start[rows[0]]) + around - int(reached[-1]))
+    return gaps
+
+
 def sources_of(timeline: Timeline) -> tuple[str, ...]:
     return timeline.facts.sources or tuple(filter(None, [timeline.facts.source]))
-
-
-def notes_of(whole: Timeline, scene: Scene, plain: PlainTimeline, plain_given: bool) -> tuple[str, ...]:
-    """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
-    facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
-    met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
-    some, all_known = given > 1 and (facts.world or 0) > given, facts.cluster is not None
-    left_out = f"step{'s' if len(facts.left_out_steps) > 1 else ''} {' and '.join(map(str, facts.left_out_steps))}"
-    # plain step and recording of one live run are of the same program: only that moment can have been another
-    why = (
-        "were they of the same program and machine?"
-        if facts.recorded is None
-        else "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
-    )
-    said: list[tuple[object, str]] = [
-        (
-            not plain_given and facts.recorded is None,
-            "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
-            "Time a step without the profiler and give it with --plain-step.",
-        ),
-        (not facts.values, "With --values none nothing is computed: whatever the program reads is 0."),
-        (
-            facts.modelled,
-            "The CPU's time is modelled: operators take time; Python, files and loader workers take none.",
-        ),
-        (
-            not facts.stacks,
-            "The trace holds no stacks, so places are operators, not lines; for lines, record with with_stack=True.",
-        ),
-        (facts.skipped, f"{facts.skipped} events of the trace could not be read, and are missing here."),
-        (
-            facts.marks_a_step,
-            f"{facts.marks_a_step} marked steps count as one: the plain step given is that long.",
-        ),
-        (
-            facts.left_out_steps,
-            f"Recorded {left_out} stalled, as happens now and then: this is left out here, and told beside `rarely`.",
-        ),
-        (
-            scene.steps < steps,
-            f"{scene.steps} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest.",
-        ),
-        (
-            all_known,
-            f"{given} ranks were kept whole, the latest among them: the step, its causes and the plan are of these.",
-        ),
-        (
-            some and not all_known,
-            f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
-            "waiting for it counts as communication.",
-        ),
-        (
-            not some and not all_known and any(facts.groups.get(group, 2) > given for group in met),
-            "Other ranks are not in the recording, so waiting for them counts as communication.",
-        ),
-        (
-            plain.alike < 1 and facts.one_turn,
-            "Gains are those of the recorded part, laid on the plain step: what was not seen may gain nothing, or go "
-            "altogether, so the ranges are wide.",
-        ),
-        (
-            plain.alike < 1 and not facts.one_turn,
-            f"What was recorded takes {1 / plain.ratio:.1f} times the plain step, more than recording explains: gains "
-            "are laid on the plain step, and their ranges are wider for it.",
-        ),
-        (
-            plain_given and plain.alike == 1 and not 0.85 < plain.ratio < 1.15,
-            f"The plain step and the recording differ by more than recording explains; {why}",
-        ),
-    ]
-    return (*facts.notes, *(sentence for holds, sentence in said if holds))

@@ -1,23 +1,23 @@
-"""For each cause what happened, in a sentence, and what to do about it: a fix's name, a sentence and a line of code."""
+"""What is said of a cause: where in the program it is, no more exactly than the recording knows it; what happened
+there, in a sentence; and what to do about it, as a fix's name, a sentence and a line of code.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes.host import loader_frame, of_large_copy
-from keepbusy.explain.diagnosis import Where
+from keepbusy.explain.causes import STAGED_BYTES, Scene
+from keepbusy.explain.diagnosis import LateRank, Where
 from keepbusy.explain.edit import Finding, SideLane
-from keepbusy.explain.places import by_place, late_ranks, where
-from keepbusy.explain.scene import STAGED_BYTES, Scene
-from keepbusy.timeline.frame_roles import DDP_FORWARD, Role
-from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind
+from keepbusy.timeline.frame_roles import DDP_FORWARD, INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask, Timeline
 
 
 class Remedy(NamedTuple):
@@ -69,7 +69,7 @@ def _of_a_late_rank(seen: PlacedCause) -> Remedy | None:
     """What only one rank does can be shared, or written later; what all do can be dealt out evenly."""
     if _writes(seen):
         return PARTICULAR["checkpoint"]
-    if (loader_frame(seen.scene)[seen.rows] != NONE).all():
+    if (seen.scene.loader_frame[seen.rows] != NONE).all():
         return PARTICULAR["late_loader"]
     return PARTICULAR["one_for_all"] if (seen.scene.frame_of_one_rank[seen.rows] != NONE).all() else None
 
@@ -88,7 +88,7 @@ def _of_launches(seen: PlacedCause) -> Remedy | None:
 def _no_graph_because(scene: Scene) -> str:
     """Why no graph can hold the whole step. One place of waiting a step may be its end: that one is no obstacle. Nor is
     what few steps launch beyond all others, as a loss that is printed now and then: it stays outside."""
-    if len(np.unique(scene.last_launch[scene.is_sync & ~of_large_copy(scene)])) > scene.steps:
+    if len(np.unique(scene.last_launch[scene.is_sync & ~scene.waits_for_large_copy])) > scene.steps:
         return "it reads values of the GPU in its middle"
     timeline, spans = scene.timeline, scene.timeline.spans
     # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
@@ -280,8 +280,8 @@ def _copied(scene: Scene, finding: Finding) -> str:
 
 def _waited_for_input(scene: Scene, finding: Finding) -> str:
     if not scene.by_workers.any():
-        work, known = scene.timeline.spans.work, where(scene.timeline, int(finding.rows[0]))
-        places = by_place(scene, np.flatnonzero((loader_frame(scene) != NONE) & (work > 0)))
+        work, known = scene.timeline.spans.work, place_of(scene.timeline, int(finding.rows[0]))
+        places = by_place(scene, np.flatnonzero((scene.loader_frame != NONE) & (work > 0)))
         place = max(places, key=lambda place: work[places[place]].sum())
         there = f", most of it at {place}," if place.file and str(place) != str(known) else ","
         return f"The training process prepares its own batches{there} and the GPU waits for them."
@@ -339,3 +339,241 @@ def _bytes(size: float) -> str:
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} bytes"
+
+
+ROWS_NEARBY = 400
+"""So many rows before and after one what stands beside it is looked for."""
+
+
+def place_of(timeline: Timeline, row: int, frame: int = NONE) -> Where:
+    """The user's own frame, with the library's beside it; without stacks the operator and what stands around it.
+
+    Of a row within `frame`, the place of that frame.
+    """
+    chain = list(_frames_around(timeline, row) if frame == NONE else timeline.frames.around(frame))
+    operator = _operator(timeline, row, chain) if frame == NONE else ""
+    user, library = _user_frame(timeline, chain)
+    if user is not None:
+        return Where(*user, operator=operator, library=library)
+    return Where(operator=operator, around=_surroundings(timeline, row, chain), library=library)
+
+
+def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
+    """From the inside out. On the backward thread it goes on where the forward part was called, else at the caller."""
+    chain = list(timeline.frames.around(int(timeline.spans.frame[row])))
+    yield from chain
+    lane = timeline.spans.lane[row]
+    main = int(timeline.spans.lane[timeline.marks_of(timeline.lanes[lane].rank)[0]])
+    if lane != main and len(timeline.frames):
+        forward = next(filter(None, (_forward_of(timeline, frame, main) for frame in chain)), None)
+        frames, time = timeline.frames, timeline.spans.start[row]
+        is_open = (frames.lane == main) & (frames.start <= time) & (frames.end > time)
+        yield from forward or np.flatnonzero(is_open)[::-1].tolist()
+
+
+def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
+    """The frames around the forward operator that left this backward one to be done."""
+    frames = timeline.frames
+    if frames.sequence[frame] < 0:
+        return []
+    mine = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
+    return list(timeline.frames.around(int(np.flatnonzero(mine)[-1]))) if mine.any() else []
+
+
+def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """The outermost operator of the innermost run of operators: what the program called."""
+    frames, names = timeline.frames, timeline.names
+    found = ""
+    for frame in chain:
+        if frames.kind[frame] == FrameKind.OPERATOR and not frames.role[frame] & Role.BACKWARD:
+            found = names[frames.name[frame]]
+        elif found:
+            break
+    return found or (names[timeline.spans.name[row]] if timeline.spans.kind[row] != Kind.WORK else "")
+
+
+def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, str, bool] | None, str]:
+    frames, names, library = timeline.frames, timeline.names, ""
+    for frame in chain:
+        if frames.kind[frame] not in (FrameKind.PYTHON, FrameKind.LINE):
+            continue
+        line = source_line(names[frames.name[frame]])
+        if line and frames.owner[frame] == Owner.USER:
+            return (*line, bool(frames.kind[frame] == FrameKind.LINE)), library
+        if line and not library:
+            library = f"{line[0].removeprefix(INSTALLED)}:{line[1]} in {line[2]}"
+    return None, library
+
+
+def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """Without stacks: the annotation around the row, else the operators before and after it."""
+    frames, names = timeline.frames, timeline.names
+    for frame in chain:
+        annotates = frames.kind[frame] == FrameKind.ANNOTATION and not _counts_steps(timeline, frame)
+        if annotates and not frames.role[frame] & Role.INTERNAL:
+            return f"in {names[frames.name[frame]]}"
+    before, after = (_neighbour(timeline, row, step) for step in (-1, 1))
+    called = _operator(timeline, row, chain)
+    if before and after and not called:
+        return f"between {before} and {after}"
+    known = [f"after {before}" if before else "", f"before {after}" if after else ""]
+    return ", ".join(filter(None, [called, *known]))
+
+
+def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
+    """The nearest other operator on the lane that launched something."""
+    spans, own = timeline.spans, _outermost(timeline, row)
+    first = max(0, row - ROWS_NEARBY) if direction < 0 else row + 1
+    near = slice(first, row if direction < 0 else first + ROWS_NEARBY)
+    launches = np.flatnonzero((spans.lane[near] == spans.lane[row]) & (spans.kind[near] == Kind.LAUNCH)) + first
+    around = (_outermost(timeline, other) for other in launches[::direction].tolist())
+    frame = next((one for one in around if one not in (own, NONE)), NONE)
+    return timeline.names[timeline.frames.name[frame]] if frame != NONE else ""
+
+
+def _outermost(timeline: Timeline, row: int) -> int:
+    """The outermost operator or annotation around a row."""
+    chain = [*timeline.frames.around(int(timeline.spans.frame[row]))]
+    kind, python = timeline.frames.kind, int(FrameKind.PYTHON)
+    named = (frame for frame in reversed(chain) if kind[frame] != python and not _counts_steps(timeline, frame))
+    return next(named, NONE)
+
+
+def _counts_steps(timeline: Timeline, frame: int) -> bool:
+    """It is around all of a step, with the step's number in its name: no place of the program."""
+    return timeline.names[timeline.frames.name[frame]].startswith((OWN_STEP, PROFILER_STEP))
+
+
+def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
+    """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
+
+    What makes a rank late is where it leaves the path of the others, if it does; work that needs a value is where that
+    is read.
+    """
+    spans, within = scene.timeline.spans, np.full(len(rows), NONE)
+    if cause in ("peer_late", "host_work"):
+        within = (scene.frame_of_one_rank if cause == "peer_late" else scene.needs_read)[rows]
+    frame = np.where(within == NONE, spans.frame[rows], within)
+    path = np.where(frame == NONE, spans.name[rows], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
+    _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
+    groups = defaultdict[tuple[object, ...], list[Ints]](list)
+    places: dict[tuple[object, ...], Where] = {}
+    for index in np.argsort(-count, kind="stable").tolist():
+        place = place_of(scene.timeline, int(rows[first[index]]), int(within[first[index]]))
+        # one line of the program is one place, whichever operators it calls
+        key = (place.file, place.line, place.function) if place.file else (place.around or place.operator,)
+        places.setdefault(key, place)
+        groups[key].append(rows[which == index])
+    return {places[key]: np.concatenate(parts) for key, parts in groups.items()}
+
+
+WORTH_NAMING = 0.2
+"""Ranks that are late by less than this share of the latest one are not worth a line."""
+
+
+def late_ranks(scene: Scene, finding: Finding) -> tuple[LateRank, ...]:
+    """Which ranks come late, by how much, and what they do meanwhile; the latest first."""
+    excess = np.where(finding.culprit >= 0, finding.edit.saves(scene.timeline.spans.work), 0)
+    rank = scene.timeline.rank_of_rows
+    late = np.unique(rank[finding.rows]).tolist()
+    found = [_late(scene, finding, one, np.where(rank == one, excess, 0)) for one in late]
+    latest = max(one.late for one in found)
+    return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
+
+
+def _late(scene: Scene, finding: Finding, rank: int, excess: Ints) -> LateRank:
+    """The place that loses most, were its rank like the others."""
+    rows = np.flatnonzero(excess)
+    on_device = scene.timeline.on_device[rows]
+    computing = excess[rows[on_device]].sum() > excess[rows[~on_device]].sum()
+    rows = rows[on_device == computing]
+    hosts = finding.culprit[rows]
+    of_host = np.bincount(hosts, excess[rows], len(excess))
+    places = by_place(scene, np.unique(hosts), "peer_late")
+    worst = max(places, key=lambda place: of_host[places[place]].sum())
+    ranks, late = len(scene.timeline.ranks), excess[rows].sum() / scene.steps
+    if computing:  # it would keep its share of what it does beyond the others
+        return LateRank(rank, int(late * ranks / (ranks - 1)), "computing", worst)
+    return LateRank(rank, int(late), "host_work", worst)
+
+
+def places_of_rows(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
+    """Of each row the user's line around it and what was called there, each frame looked at once."""
+    frames, spans = timeline.frames, timeline.spans
+    needed = np.zeros(len(frames) + 1, bool)
+    up = np.unique(spans.frame)
+    while len(up := up[up != NONE]):
+        needed[up] = True
+        up = np.unique(frames.parent[up])
+    rows = np.flatnonzero(needed[:-1])
+    operator = (frames.kind == FrameKind.OPERATOR) & (frames.role & Role.BACKWARD == 0)
+    # which frames are lines or functions of the user's own; one more place for no frame
+    mine = np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)) & (frames.owner == Owner.USER)
+    line = np.append(mine, False)
+    user, called = np.full(len(frames) + 1, NONE, np.int64), np.full(len(frames) + 1, NONE, np.int64)
+    parents, names = frames.parent.tolist(), frames.name.tolist()
+    for frame in rows.tolist():
+        parent = parents[frame]
+        user[frame] = frame if line[frame] else user[parent]
+        # the outermost operator of the innermost run of operators is what the program called
+        begins = operator[frame] and (parent == NONE or not operator[parent])
+        called[frame] = names[frame] if begins else called[parent]
+    user[rows] = _lines_of_forward(timeline, rows, user[rows], line)
+    number: dict[Where, int] = {}
+    of_frame = np.full(len(frames) + 1, NONE, np.int64)
+    for frame in np.unique(user[user != NONE]).tolist():
+        of_frame[frame] = number.setdefault(_place_of_frame(timeline, frame), len(number))
+    place, call = of_frame[user[spans.frame]], called[spans.frame]
+    place = _at_the_same_time(timeline, place, line, of_frame, number)
+    return tuple(number), place, call
+
+
+def _lines_of_forward(timeline: Timeline, rows: Ints, user: Ints, line: Mask) -> Ints:
+    """Of frames of the backward pass without a line: that of the forward operator which left it to be done."""
+    frames = timeline.frames
+    numbered = np.flatnonzero(frames.sequence >= 0)
+    mains = _main_lanes(timeline)
+    forward = numbered[np.isin(frames.lane[numbered], list(mains.values()))]
+    forward = forward[np.argsort(frames.sequence[forward], kind="stable")]
+    known = dict(zip(frames.sequence[forward].tolist(), forward.tolist(), strict=True))  # of several, the last one
+    found = user.copy()
+    for place in np.flatnonzero(user == NONE).tolist():
+        numbers = (int(frames.sequence[one]) for one in frames.around(int(rows[place])))
+        operator = next((known[number] for number in numbers if number in known), NONE)
+        found[place] = next((one for one in frames.around(operator) if line[one]), NONE)
+    return found
+
+
+def _main_lanes(timeline: Timeline) -> Mapping[int, int]:
+    """Of each rank, the lane on which its turns begin."""
+    marks = timeline.marks
+    lanes = timeline.spans.lane[marks].tolist()
+    return {timeline.lanes[lane].rank: lane for lane in reversed(lanes)}
+
+
+def _at_the_same_time(timeline: Timeline, place: Ints, line: Mask, of_frame: Ints, number: dict[Where, int]) -> Ints:
+    """Rows of other host threads that have no line: what the main thread stood at when they began."""
+    spans, frames, found = timeline.spans, timeline.frames, place.copy()
+    host = ~timeline.on_device & (place == NONE)
+    for rank, main in _main_lanes(timeline).items():
+        rows = np.flatnonzero(host & (timeline.rank_of_rows == rank) & (spans.lane != main))
+        mine = np.flatnonzero(line[:-1] & (frames.lane == main))
+        mine = mine[np.argsort(frames.start[mine], kind="stable")]
+        if not len(rows) or not len(mine):
+            continue
+        at = np.searchsorted(frames.start[mine], spans.start[rows], side="right") - 1
+        frame = np.where(at >= 0, mine[np.maximum(at, 0)], NONE)
+        for _ in range(64):  # from the innermost that began before, out to one that is still open
+            closed = (frame != NONE) & ((frames.end[frame] <= spans.start[rows]) | ~line[frame])
+            if not closed.any():
+                break
+            frame = np.where(closed, frames.parent[frame], frame)
+        for one in np.unique(frame[frame != NONE]).tolist():
+            of_frame[one] = number.setdefault(_place_of_frame(timeline, one), len(number))
+        found[rows] = of_frame[frame]
+    return found
+
+
+def _place_of_frame(timeline: Timeline, frame: int) -> Where:
+    file, at, function = source_line(timeline.names[timeline.frames.name[frame]]) or ("", 0, "")
+    return Where(file, at, function, exact=bool(timeline.frames.kind[frame] == FrameKind.LINE))

@@ -12,8 +12,7 @@ from itertools import chain
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Prediction, RareStep, Where
 from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
-from keepbusy.explain.places import WORTH_NAMING
-from keepbusy.explain.remedies import PARTICULAR, REMEDIES, Remedy, setting_of
+from keepbusy.explain.remedies import PARTICULAR, REMEDIES, WORTH_NAMING, Remedy, setting_of
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import (

@@ -16,8 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from keepbusy import __version__
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Where
-from keepbusy.explain.turns import Turns
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Turns, Where
 from keepbusy.report import words
 from keepbusy.report.source import source_of
 from keepbusy.report.words import change, count, duration, look, share, tame, transition

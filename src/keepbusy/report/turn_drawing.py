@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import Diagnosis, Where
-from keepbusy.explain.turns import Turns, at_work_from
+from keepbusy.explain.diagnosis import Diagnosis, Turns, Where
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
 from keepbusy.report.words import duration, look
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Mask
-from keepbusy.timeline.replay import run, steady
+from keepbusy.timeline.replay import at_work_from, run, steady
 
 MARGIN = 16
 MOST_RANKS = 4

@@ -399,3 +399,8 @@ def last_arrival(timeline: Timeline) -> Ints:
     arrival = spans.start.copy()
     arrival[parts] = last[spans.meeting[parts]]
     return arrival
+
+
+def at_work_from(kind: Ints, start: Ints, end: Ints, work: Ints) -> Ints:
+    """Of a collective only its end is the wire: before that it waits for its peers, or, if it sends to all, is gone."""
+    return np.where(kind == Kind.COLLECTIVE, end - work, start)

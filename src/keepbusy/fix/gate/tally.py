@@ -13,11 +13,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from keepbusy.explain.causes.host import of_large_copy
+from keepbusy.explain.causes import Scene
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.ledger import covered
-from keepbusy.explain.places import by_place
-from keepbusy.explain.scene import Scene
+from keepbusy.explain.remedies import by_place
 from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, SYNC, AllowList, several
 from keepbusy.report.exports import lines_of, sarif_document
 from keepbusy.report.source import source_of
@@ -108,7 +107,7 @@ def hidden_share(timeline: Timeline, since: int) -> float | None:
 
 
 def _rows_of_kinds(scene: Scene) -> Iterator[tuple[str, Ints]]:
-    copies = of_large_copy(scene)
+    copies = scene.waits_for_large_copy
     counted = scene.is_sync & ~_reuses_memory(scene)
     yield SYNC, np.flatnonzero(counted & ~copies)
     yield BLOCKING_COPY, np.flatnonzero(counted & copies)
