@@ -9,7 +9,7 @@ from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 
 from keepbusy.explain.comparison import Change, Comparison, compare
 from keepbusy.explain.diagnosis import PlannedFix, Where
-from keepbusy.report import compared
+from keepbusy.report.terminal import render_comparison
 from keepbusy.timeline.run_facts import RUN as RUN_KIND
 from keepbusy.timeline.run_facts import Part
 
@@ -27,7 +27,7 @@ def test_a_run_is_the_same_as_itself() -> None:
     done = compare(STALLED, STALLED)
     assert not done.step.significant
     assert {change.verdict for change in done.causes} == {"unchanged"}
-    assert "The step is the same within noise" in compared.render(done)
+    assert "The step is the same within noise" in render_comparison(done)
 
 
 def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
@@ -38,7 +38,7 @@ def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
     ]
     assert done.predicted == COPY.predicted
     assert done.ledger["blocking_copy"].difference == -ms(20.1)
-    text = compared.render(done)
+    text = render_comparison(done)
     assert "A step takes 31.3 → 10.4 ms, 67% less (noise 1.3 ms)" in text
     assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
     assert "gone       blocking copy · fixing it gains 22.4 → 0 ms · train.py:3" in text
@@ -48,7 +48,7 @@ def test_what_is_new_is_said() -> None:
     done = compare(MENDED, STALLED)
     assert [change.verdict for change in done.causes] == ["new", "unchanged"]
     assert done.predicted is None
-    assert "3.0× as long" in compared.render(done)
+    assert "3.0× as long" in render_comparison(done)
 
 
 def test_growing_and_shrinking() -> None:
@@ -89,10 +89,10 @@ def test_other_devices_and_ranks_are_said() -> None:
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_text_fits_its_width(width: int) -> None:
-    for text in (compared.render(compare(STALLED, MENDED), width), compared.render(compare(HEALTHY, LATE), width)):
+    for text in (render_comparison(compare(STALLED, MENDED), width), render_comparison(compare(HEALTHY, LATE), width)):
         assert max(map(len, text.splitlines())) <= width
-    assert compared.render(compare(STALLED, MENDED), width, unicode=False).isascii()
-    assert "\x1b[" in compared.render(compare(STALLED, MENDED), width, colour=True)
+    assert render_comparison(compare(STALLED, MENDED), width, unicode=False).isascii()
+    assert "\x1b[" in render_comparison(compare(STALLED, MENDED), width, colour=True)
 
 
 # what was foretold, and what came
@@ -131,7 +131,7 @@ def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
     done = held(())
     assert done.foretold is not None
     assert done.foretold.step == STALLED.plain_step - READ_LATER.gain - FETCH.gain
-    text = compared.render(done)
+    text = render_comparison(done)
     assert "made     read the value later at" in text
     assert "as foretold" in text
     assert "the run" in text
@@ -139,8 +139,8 @@ def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
 
 @pytest.mark.parametrize(("step", "said"), [(4.0, "more gained than foretold"), (25.0, "less gained than foretold")])
 def test_what_did_not_come_as_foretold_is_said(step: float, said: str) -> None:
-    assert said in compared.render(held((), step))
+    assert said in render_comparison(held((), step))
 
 
 def test_without_a_plan_nothing_was_foretold() -> None:
-    assert "foretold" not in compared.render(compare(STALLED, MENDED))
+    assert "foretold" not in render_comparison(compare(STALLED, MENDED))

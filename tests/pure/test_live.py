@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from screens import PaperScreen
 
-from keepbusy.cli.program.live import latest, live
-from keepbusy.report.live_line import BottomLines, line, lines
+from keepbusy.cli.program.live import BottomLines, latest, live
+from keepbusy.report.run_report import live_line, live_lines
 from keepbusy.timeline.run_facts import Figures, FiguresFile, Part
 
 FIGURES = Figures(1240, ms(25), ms(24.1), ms(26.3), ms(3.2), ended=10**12, limit=ms(38))
@@ -22,7 +22,7 @@ NOW = 10**12 + ms(5)
 
 
 def shown(figures: Figures | None = FIGURES, diagnosis=None, now: int = NOW, width: int = 120) -> str:
-    return line(figures, diagnosis, now, width, colour=False)
+    return live_line(figures, diagnosis, now, width, colour=False)
 
 
 def test_it_tells_the_step_the_lead_and_later_the_worst_line() -> None:
@@ -68,7 +68,7 @@ GROWN = Part("run", time=ms(12_000), busy=ms(4_500), parts=(replace(EPOCHS, part
 
 
 def grown(width: int = 100, rows: int = 40) -> list[str]:
-    return lines(FIGURES, GROWN, STALLED, NOW, (width, rows), colour=False)
+    return live_lines(FIGURES, GROWN, STALLED, NOW, (width, rows), colour=False)
 
 
 def test_it_shows_the_tree_as_far_as_it_has_grown() -> None:
@@ -88,7 +88,7 @@ def test_a_small_terminal_has_one_line() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_it_never_wraps(width: int) -> None:
-    coloured = line(FIGURES, STALLED, NOW, width)
+    coloured = live_line(FIGURES, STALLED, NOW, width)
     plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
     assert "\n" not in coloured
     assert len(plain) < width

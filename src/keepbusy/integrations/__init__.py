@@ -13,7 +13,8 @@ from typing import Any
 
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.instrument import ENDED
-from keepbusy.report import page, terminal
+from keepbusy.report import terminal
+from keepbusy.report.page import render as render_page
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 
@@ -81,7 +82,7 @@ def figures(diagnosis: Diagnosis) -> dict[str, float]:
 
 
 def _page_of(diagnosis: Diagnosis) -> str:
-    return str(page.render(diagnosis.with_turns()))
+    return str(render_page(diagnosis.with_turns()))
 
 
 class WatchedTraining:

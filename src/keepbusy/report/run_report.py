@@ -1,9 +1,13 @@
-"""The whole run: what it took, its loops, the plan; its steps, the host's lead, rare stalls, and what changed."""
+"""The whole run: what it took, its loops, the plan; its steps, the host's lead, rare stalls, and what changed.
+
+Also in a few lines, while it is on: the tree as far as it has grown, the first row of the plan, and how its steps go.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,12 +15,12 @@ from rich.text import Text
 
 from keepbusy.explain.diagnosis import COMPUTING, Cause, ChangedSteps, Diagnosis, LateRank, PlannedFix, RareStep, Where
 from keepbusy.report import words
-from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, line, link_to
+from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
 from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import duration, look, share, tame
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, RareStall, SlowTurns
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Figures, Part, PlainRun, RareStall, SlowTurns
 
 WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
@@ -438,3 +442,121 @@ def _what_changed(place: str, first: Diagnosis, now: Diagnosis) -> str:
     cause = next((one for run in (now, first) for one in run.causes if one.cause == place), None)
     where = _cause(cause) if cause else look(place).name
     return f"{where}, {words.transition(was, is_now)} of it"
+
+
+# While the program runs
+
+_MOST_LINES, _ROWS_A_LINE, _ROOM_FOR_A_TREE = 8, 4, (60, 16)
+"""Lines that are ours, and rows of the terminal for each; a smaller terminal than this has one."""
+_LEAST_LEAD = 100_000
+"""Below this the host has no lead."""
+
+
+def live_lines(
+    figures: Figures | None,
+    run: Part | None,
+    diagnosis: Diagnosis | None,
+    now: int,
+    size: tuple[int, int],
+    colour: bool = True,
+) -> list[str]:
+    """The same as the report while it grows: the tree, the first row of the plan, and last how the steps go."""
+    width, rows = size
+    last = live_line(figures, diagnosis, now, width, colour)
+    if run is None or width < _ROOM_FOR_A_TREE[0] or rows < _ROOM_FOR_A_TREE[1]:
+        return [last]
+    plan = [_first_fix(diagnosis)] if diagnosis is not None and diagnosis.plan else []
+    said = [*_loops_so_far(run, min(_MOST_LINES, rows // _ROWS_A_LINE) - 1 - len(plan)), *plan]
+    for text in said:
+        text.truncate(width - 1, overflow="ellipsis")
+    return [*(laid_out([text], width, colour) for text in said), last]
+
+
+def _loops_so_far(run: Part, room: int) -> Iterator[Text]:
+    """The run and its longest loops, in its order."""
+    loops = [(depth, part) for depth, part in _with_depth(run, 0) if part.time >= WORTH_A_LINE * run.time]
+    shortest = sorted((part.time for _, part in loops), reverse=True)[: max(0, room - 1)]
+    at_work = f", GPU at work {share(run.busy, run.time)}" if run.busy != NONE else ""
+    yield Text.assemble((f"{duration(run.time)} so far{at_work}", FAINT))
+    for depth, part in loops:
+        if shortest and part.time >= shortest[-1]:
+            turns = f"  ×{part.turns:,}" if part.turns else ""
+            turn = f"  {duration(part.turn)} a turn" if part.turn != NONE else ""
+            busy = f"  GPU at work {share(part.busy, part.time)}" if part.busy != NONE else ""
+            place = words.tame(part.place.rpartition("/")[2], 30)
+            yield Text.assemble(f"{'  ' * depth}{place}{turns}  ", (duration(part.time, run.time), STRONG), turn, busy)
+
+
+def _with_depth(part: Part, depth: int) -> Iterator[tuple[int, Part]]:
+    for inner in part.parts:
+        if inner.kind == LOOP:
+            yield depth, inner
+            yield from _with_depth(inner, depth + 1)
+
+
+def _first_fix(diagnosis: Diagnosis) -> Text:
+    first = diagnosis.plan[0]
+    where = f" at {words.spot(first.where[0], 30)}" if first.where else ""
+    gain = words.transition(first.predicted.step + first.gain, first.predicted.step)
+    return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} a turn")
+
+
+def live_line(figures: Figures | None, diagnosis: Diagnosis | None, now: int, width: int, colour: bool = True) -> str:
+    """What there is to say: the step, the lead, and once the window has been explained, the rest.
+
+    On a narrow terminal it is said with less: the worst line is what it is all about, and goes last.
+    """
+    said = _step_so_far(figures, now) + _worst_line(diagnosis)
+    for dropped in _DROPPED:
+        text = _assembled([part for part in said if part.name not in dropped])
+        if text.cell_len < width:
+            break
+    text.truncate(width - 1, overflow="ellipsis")
+    return laid_out([text], width, colour)
+
+
+class _Said(NamedTuple):
+    name: str
+    text: str
+    style: str = ""
+
+
+_ORDER = ("spread", "computes", "lead", "step")
+_DROPPED = [set(_ORDER[:count]) for count in range(len(_ORDER) + 1)]
+"""What is left out where there is no room: nothing, then more and more."""
+
+
+def _assembled(parts: list[_Said]) -> Text:
+    text = Text.assemble(("keepbusy", STRONG))
+    for part in parts:
+        text.append(f"{' ' if part.name == 'spread' else ' · '}{part.text}", part.style)
+    return text
+
+
+def _step_so_far(figures: Figures | None, now: int) -> list[_Said]:
+    if figures is None or not figures.step:
+        return [_Said("none", "no steps yet")]
+    steps, passed = _Said("step", f"step {figures.steps}"), now - figures.ended
+    if figures.limit and passed > max(figures.limit, 10**9):
+        late = f"the next one takes {duration(passed)} so far, instead of {duration(figures.step)}"
+        return [steps, _Said("late", late)]
+    spread = words.span_of(figures.low, figures.high, figures.step)
+    return [steps, _Said("time", duration(figures.step)), _Said("spread", f"({spread})"), *_lead_now(figures.lead)]
+
+
+def _lead_now(lead: int) -> list[_Said]:
+    if lead == NONE:
+        return []
+    return [_Said("lead", f"lead {duration(lead)}" if lead >= _LEAST_LEAD else "no lead")]
+
+
+def _worst_line(diagnosis: Diagnosis | None) -> list[_Said]:
+    if diagnosis is None:
+        return []
+    computes = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
+    parts = [_Said("computes", f"GPU computes {computes}", FAINT)]
+    for cause in diagnosis.causes[:1]:
+        where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
+        wait = duration(cause.wait, diagnosis.plain_step)
+        parts.append(_Said("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} a step", STRONG))
+    return parts

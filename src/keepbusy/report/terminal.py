@@ -1,8 +1,12 @@
-"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what fixing that gives."""
+"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what fixing that gives.
+
+Also very many ranks on a few lines, and two runs held against each other.
+"""
 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -11,6 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
 from keepbusy.explain.diagnosis import (
     CAUSES,
     COMPUTING,
@@ -22,7 +27,7 @@ from keepbusy.explain.diagnosis import (
     Harmless,
     Prediction,
 )
-from keepbusy.report import cluster, run_report, words
+from keepbusy.report import run_report, words
 from keepbusy.report.paper import (
     FAINT,
     GAIN,
@@ -38,92 +43,7 @@ from keepbusy.report.paper import (
 )
 from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import duration, look, share, tame
-
-_WORK_OF_THE_DEVICE = {"copying", "computing", "collective"}
-_FOLDED = 0.01
-
-
-class Row(NamedTuple):
-    """One place of the ledger, as bar and rows show it."""
-
-    place: str
-    time: int
-    mark: str  # the number of its cause in the report, or the place's own letter
-
-
-def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
-    """What the device does first, then the causes as the report numbers them, then the rest."""
-    numbered = [cause for cause in causes if cause not in _WORK_OF_THE_DEVICE]
-    order = [place for place in PLACES if place in _WORK_OF_THE_DEVICE]
-    order += [*numbered, *(place for place in PLACES if place not in order and place not in numbered)]
-    return [Row(place, ledger[place], _mark(place, numbered)) for place in order if ledger.get(place, 0) > 0]
-
-
-def _mark(place: str, numbered: list[str]) -> str:
-    return str(numbered.index(place) + 1) if place in numbered[:9] else look(place).letter
-
-
-def bar(rows: Sequence[Row], width: int, colour: bool, whole: int = 0) -> Text:
-    """One line of `width` cells, or as much of it as the rows are of `whole`; a row that is there gets a cell."""
-    own = sum(row.time for row in rows)
-    whole = whole or own
-    drawn = Text(no_wrap=True)
-    for row, cells in zip(rows, _cells([row.time for row in rows], whole, width), strict=True):
-        if colour:
-            label = share(row.time, own)
-            drawn.append(
-                label.center(cells) if len(label) + 2 <= cells else " " * cells, f"#16181d on {look(row.place).colour}"
-            )
-        else:
-            drawn.append(row.mark * cells)
-    return drawn
-
-
-def _cells(times: Sequence[int], whole: int, width: int) -> list[int]:
-    """Cells that sum to the width that the times have of the whole; whoever has 1% keeps one."""
-    if not whole:
-        return [0] * len(times)
-    exact = [width * time / whole for time in times]
-    cells = [max(int(part), 1 if time >= _FOLDED * whole else 0) for part, time in zip(exact, times, strict=True)]
-    target = round(sum(exact))
-    while sum(cells) != target:
-        off = [part - cell for part, cell in zip(exact, cells, strict=True)]
-        short = sum(cells) < target
-        index = off.index(max(off)) if short else max(range(len(cells)), key=lambda one: (cells[one] > 1, -off[one]))
-        cells[index] += 1 if short else -1
-    return cells
-
-
-def legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> RenderableType:
-    """Name, time and share; what is under 1% stands in one row."""
-    shown = [row for row in rows if row.time >= _FOLDED * whole or row.place == COMPUTING]
-    small = [row for row in rows if row not in shown]
-    entries = [_entry(row, colour, whole) for row in shown]
-    if small:
-        time = sum(row.time for row in small)
-        names = look(small[0].place).name if len(small) == 1 else f"{len(small)} smaller ones"
-        entries.append(
-            [Text(" "), Text(names, FAINT), Text(duration(time, whole), FAINT), Text(share(time, whole), FAINT)]
-        )
-    return _table(entries, 2 if width >= 84 and len(entries) > 3 else 1)
-
-
-def _entry(row: Row, colour: bool, whole: int) -> list[Text]:
-    shown = look(row.place)
-    key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {shown.colour}") if colour else Text(row.mark)
-    return [key, Text(shown.name), Text(duration(row.time, whole)), Text(share(row.time, whole))]
-
-
-def _table(entries: list[list[Text]], columns: int) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(columns):
-        for justify in ("right", "left", "right", "right"):
-            table.add_column(justify=justify, no_wrap=True, min_width=20 if justify == "left" else None)
-    height = -(-len(entries) // columns)
-    for index in range(height):
-        table.add_row(*[cell for entry in entries[index::height] for cell in entry])
-    return table
-
+from keepbusy.timeline.run_facts import Cluster, Straggler
 
 HEIGHT = 39  # one screen, and the prompt below it
 _BLANK = line("")
@@ -134,7 +54,7 @@ _UNEXPLAINED = 0.1
 _AMONG_RANKS = {"peer_late", "exposed_collective"}
 
 
-class Detail(NamedTuple):
+class _Detail(NamedTuple):
     """How much is said, so that it fits the screen."""
 
     causes: int  # so many in full, the others in one line each
@@ -142,7 +62,7 @@ class Detail(NamedTuple):
     sites: bool = False
 
 
-_DETAILS = (Detail(9, True, True), Detail(9, True), Detail(9), Detail(3, True), Detail(3), Detail(2), Detail(1))
+_DETAILS = (_Detail(9, True, True), _Detail(9, True), _Detail(9), _Detail(3, True), _Detail(3), _Detail(2), _Detail(1))
 
 
 def render(
@@ -157,7 +77,7 @@ def render(
     """The report as text, with as much detail as one screen holds. Without `wrap` no line is broken."""
     text, sheet = "", width if wrap else WITHOUT_END
     tree = [_BLANK] * 3 + [*run_report.tree(diagnosis.run, width)] if diagnosis.run is not None else []
-    late = diagnosis.cluster.stragglers[: cluster.NAMED] if diagnosis.cluster is not None else ()
+    late = diagnosis.cluster.stragglers[:_STRAGGLERS_NAMED] if diagnosis.cluster is not None else ()
     height = HEIGHT + laid_out(tree, sheet, colour, unicode, links=wrap).count("\n") + len(late)
     for detail in _DETAILS:
         text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode, links=wrap)
@@ -190,13 +110,13 @@ def _of_a_script(text: str) -> str:
 
 
 def parts(
-    diagnosis: Diagnosis, width: int, detail: Detail = _DETAILS[0], colour: bool = False, again: str = ""
+    diagnosis: Diagnosis, width: int, detail: _Detail = _DETAILS[0], colour: bool = False, again: str = ""
 ) -> Iterator[RenderableType]:
     """The report's paragraphs, from top to bottom."""
     yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
     yield _BLANK
     if diagnosis.cluster is not None:
-        yield from cluster.told(diagnosis.cluster)
+        yield from _late_ranks(diagnosis.cluster)
         yield _BLANK
     if diagnosis.run is not None:
         yield line(run_report.headline(diagnosis.run))
@@ -241,7 +161,7 @@ def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[Renderable
     yield _BLANK
     yield bar(rows, width, colour)
     yield _BLANK
-    yield legend(rows, colour, whole, width)
+    yield _legend(rows, colour, whole, width)
 
 
 def _what_it_does(diagnosis: Diagnosis) -> str:
@@ -250,11 +170,11 @@ def _what_it_does(diagnosis: Diagnosis) -> str:
     done = [("computes", ledger.get(COMPUTING, 0)), ("copies", ledger.get(COPYING, 0))]
     done += [("exchanges data", ledger.get(WIRE, 0)), ("waits", diagnosis.waiting)]
     shown = [(verb, time) for verb, time in done if verb in ("computes", "waits") or time >= 0.01 * whole]
-    parts = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
-    return words.listing(parts).replace(" (", " of it (", 1)
+    told = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
+    return words.listing(told).replace(" (", " of it (", 1)
 
 
-def _causes(diagnosis: Diagnosis, width: int, detail: Detail) -> Iterator[RenderableType]:
+def _causes(diagnosis: Diagnosis, width: int, detail: _Detail) -> Iterator[RenderableType]:
     for number, cause in enumerate(diagnosis.causes, 1):
         if number <= detail.causes:
             yield from _in_full(diagnosis, number, cause, detail, width)
@@ -265,7 +185,7 @@ def _causes(diagnosis: Diagnosis, width: int, detail: Detail) -> Iterator[Render
         yield _BLANK
 
 
-def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: Detail, width: int) -> Iterator[RenderableType]:
+def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: _Detail, width: int) -> Iterator[RenderableType]:
     step, shown = diagnosis.plain_step, look(cause.cause)
     waits = f" · the GPU waits {duration(cause.wait, step)} a step for it, {share(cause.wait, step)}"
     explained = 2 * cause.wait >= step - cause.predicted.step  # else what is saved is not waiting but copying
@@ -436,3 +356,279 @@ def _cost(gain: int, step: int) -> str:
 def _again(diagnosis: Diagnosis) -> str:
     plain = ["--plain-step", f"{diagnosis.plain_step / 1e6:g}"] if diagnosis.plain_given else []
     return tame(shlex.join(["keepbusy", "explain", *diagnosis.sources, *plain]))
+
+
+# Where a step goes: a bar, and what its cells mean
+
+_WORK_OF_THE_DEVICE = {"copying", "computing", "collective"}
+_FOLDED = 0.01
+
+
+class Row(NamedTuple):
+    """One place of the ledger, as bar and rows show it."""
+
+    place: str
+    time: int
+    mark: str  # the number of its cause in the report, or the place's own letter
+
+
+def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
+    """What the device does first, then the causes as the report numbers them, then the rest."""
+    numbered = [cause for cause in causes if cause not in _WORK_OF_THE_DEVICE]
+    order = [place for place in PLACES if place in _WORK_OF_THE_DEVICE]
+    order += [*numbered, *(place for place in PLACES if place not in order and place not in numbered)]
+    return [Row(place, ledger[place], _mark(place, numbered)) for place in order if ledger.get(place, 0) > 0]
+
+
+def _mark(place: str, numbered: list[str]) -> str:
+    return str(numbered.index(place) + 1) if place in numbered[:9] else look(place).letter
+
+
+def bar(rows: Sequence[Row], width: int, colour: bool, whole: int = 0) -> Text:
+    """One line of `width` cells, or as much of it as the rows are of `whole`; a row that is there gets a cell."""
+    own = sum(row.time for row in rows)
+    whole = whole or own
+    drawn = Text(no_wrap=True)
+    for row, cells in zip(rows, _cells([row.time for row in rows], whole, width), strict=True):
+        if colour:
+            label = share(row.time, own)
+            drawn.append(
+                label.center(cells) if len(label) + 2 <= cells else " " * cells, f"#16181d on {look(row.place).colour}"
+            )
+        else:
+            drawn.append(row.mark * cells)
+    return drawn
+
+
+def _cells(times: Sequence[int], whole: int, width: int) -> list[int]:
+    """Cells that sum to the width that the times have of the whole; whoever has 1% keeps one."""
+    if not whole:
+        return [0] * len(times)
+    exact = [width * time / whole for time in times]
+    cells = [max(int(part), 1 if time >= _FOLDED * whole else 0) for part, time in zip(exact, times, strict=True)]
+    target = round(sum(exact))
+    while sum(cells) != target:
+        off = [part - cell for part, cell in zip(exact, cells, strict=True)]
+        short = sum(cells) < target
+        index = off.index(max(off)) if short else max(range(len(cells)), key=lambda one: (cells[one] > 1, -off[one]))
+        cells[index] += 1 if short else -1
+    return cells
+
+
+def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> RenderableType:
+    """Name, time and share; what is under 1% stands in one row."""
+    shown = [row for row in rows if row.time >= _FOLDED * whole or row.place == COMPUTING]
+    small = [row for row in rows if row not in shown]
+    entries = [_entry(row, colour, whole) for row in shown]
+    if small:
+        time = sum(row.time for row in small)
+        names = look(small[0].place).name if len(small) == 1 else f"{len(small)} smaller ones"
+        entries.append(
+            [Text(" "), Text(names, FAINT), Text(duration(time, whole), FAINT), Text(share(time, whole), FAINT)]
+        )
+    return _table(entries, 2 if width >= 84 and len(entries) > 3 else 1)
+
+
+def _entry(row: Row, colour: bool, whole: int) -> list[Text]:
+    shown = look(row.place)
+    key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {shown.colour}") if colour else Text(row.mark)
+    return [key, Text(shown.name), Text(duration(row.time, whole)), Text(share(row.time, whole))]
+
+
+def _table(entries: list[list[Text]], columns: int) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(columns):
+        for justify in ("right", "left", "right", "right"):
+            table.add_column(justify=justify, no_wrap=True, min_width=20 if justify == "left" else None)
+    height = -(-len(entries) // columns)
+    for index in range(height):
+        table.add_row(*[cell for entry in entries[index::height] for cell in entry])
+    return table
+
+
+# Very many ranks on a few lines: which of them, and which hosts, the others wait for, and what each of them costs
+
+_STRAGGLERS_NAMED = 8
+"""Stragglers that have a line of their own."""
+_NEGLIGIBLE = 0.02
+"""Of a step: what less of it goes beyond what the slowest rank needs is not worth a sentence."""
+
+
+def _late_ranks(cluster: Cluster) -> Iterator[RenderableType]:
+    """Who is late, then what the others are like."""
+    yield line(("Who is late", STRONG), (f"   a step of these recordings takes {duration(cluster.step)}", FAINT))
+    before = cluster.step
+    for number, one in enumerate(cluster.stragglers[:_STRAGGLERS_NAMED], 1):
+        where = "the GPU computes" if one.computing else "the host takes"
+        yield line(
+            f"{number}  ", (_who(one), PLACE), f": {where} {duration(one.late)} a step longer than elsewhere   ",
+            (f"{words.transition(before, one.left)} without", GAIN),
+        )  # fmt: skip
+        before = one.left
+    if more := cluster.stragglers[_STRAGGLERS_NAMED:]:
+        ranks = sum(len(one.ranks) for one in more)
+        yield line(f"   {len(more)} more, {ranks:,} ranks together: {words.transition(before, more[-1].left)}")
+    if not cluster.stragglers:
+        yield line("   No rank and no host takes much longer than the others of its kind.")
+    yield line((" ".join(_of_the_others(cluster)), FAINT), indent=3)
+
+
+def _who(one: Straggler) -> str:
+    host = tame(one.host, 40)
+    if len(one.ranks) == 1:
+        return f"rank {one.ranks[0]}{f' on {host}' if host else ''}"
+    return f"{host}, {len(one.ranks)} ranks ({_ranks(one.ranks)})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    whole = ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{ranks[0]}–{ranks[-1]}" if whole else words.listing([str(rank) for rank in ranks])
+
+
+def _of_the_others(cluster: Cluster) -> Iterator[str]:
+    late = {rank for one in cluster.stragglers for rank in one.ranks}
+    others = [one for one in cluster.ranks if one.rank not in late]
+    hosts = len({one.host for one in others if one.host})
+    on_hosts = f" on {hosts:,} hosts" if hosts > 1 else ""
+    if others:
+        own = sorted(one.own for one in others)
+        name = f"The other {len(others):,}" if late else f"All {len(others):,}"
+        yield (
+            f"{name} ranks{on_hosts} take {words.span_of(own[0], own[-1], own[-1])} {duration(own[-1]).split()[-1]} "
+            f"a step by themselves, and half of all ranks {duration(cluster.typical)} or less."
+        )
+    beyond = cluster.step - max(one.own for one in cluster.ranks)
+    if beyond > _NEGLIGIBLE * cluster.step:
+        part = f"{duration(beyond)} of the step ({share(beyond, cluster.step)})"
+        yield f"{part} is more than the slowest needs: data travels, or now one comes last and now another."
+    yield from _different_work(cluster)
+
+
+def _different_work(cluster: Cluster) -> Iterator[str]:
+    kinds = Counter(one.kind for one in cluster.ranks)
+    if len(kinds) > 1:
+        first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}
+        each = [f"{count:,} like rank {first[kind]}" for kind, count in kinds.most_common(4)]
+        yield f"By their collectives they do {len(kinds)} different things: {words.listing(each)}."
+
+
+# Two runs held against each other
+
+_BETTER, _WORSE = "bold green", "bold red"
+_VERDICT_STYLES = {GONE: _BETTER, SMALLER: "green", LARGER: "red", NEW: _WORSE}
+_WORTH_COMPARING = 0.005
+"""Of the longer step: a place with less in both runs is not shown."""
+
+
+def render_comparison(
+    comparison: Comparison, width: int = 100, *, colour: bool = False, unicode: bool = True, wrap: bool = True
+) -> str:
+    """What changed, as text."""
+    return laid_out(_changes(comparison, width, colour), width if wrap else WITHOUT_END, colour, unicode)
+
+
+def _changes(comparison: Comparison, width: int, colour: bool = False) -> Iterator[RenderableType]:
+    """The report's paragraphs, from top to bottom."""
+    sides = " → ".join(words.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
+    yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
+    yield _BLANK
+    yield _step_changed(comparison.step)
+    yield from _predicted(comparison) if not comparison.foretold else ()
+    yield from _fixes_made(comparison)
+    yield _BLANK
+    yield from _bars(comparison, width, colour)
+    yield _BLANK
+    yield _places_changed(comparison.ledger, max(comparison.step.before, comparison.step.after))
+    yield from _causes_changed(comparison)
+    if comparison.notes:
+        yield _BLANK
+    for note in comparison.notes:
+        yield line(("note    ", FAINT), tame(note))
+
+
+def _step_changed(step: Change) -> RenderableType:
+    if not step.significant:
+        same = f"The step is the same within noise: {words.transition(step.before, step.after)}"
+        return line((same, STRONG), (f" (noise {duration(step.noise)})", FAINT))
+    style = _BETTER if step.difference < 0 else _WORSE
+    gain = f"{words.transition(step.before, step.after)}, {words.change(step.before, step.after)}"
+    return line("A step takes ", (gain, style), (f" (noise {duration(step.noise)})", FAINT))
+
+
+def _predicted(comparison: Comparison) -> Iterator[RenderableType]:
+    predicted, step = comparison.predicted, comparison.step
+    if predicted is not None:
+        span = words.span_of(predicted.low, predicted.high, step.before)
+        yield line(f"Predicted was {words.transition(step.before, predicted.step)} ({span}).")
+
+
+def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
+    """Each fix that was foretold, whether it was made, and what came of those that were."""
+    if not comparison.plan:
+        return
+    yield _BLANK
+    for one in comparison.plan:
+        fix, verdict = one.fix, "made" if one.made else "not made"
+        where = f" at {words.spot(fix.where[0], 48)}" if fix.where else ""
+        turn = words.transition(fix.predicted.step + fix.gain, fix.predicted.step)
+        yield line((f"{verdict:9}", _BETTER if one.made else FAINT), (words.fix(fix.fix), STRONG), f"{where}   ", turn)
+    if comparison.foretold is not None:
+        step, foretold = comparison.step, comparison.foretold
+        span = words.span_of(foretold.low, foretold.high, step.before)
+        said = f"{words.transition(step.before, foretold.step)} a step ({span}); it takes "
+        came = f"{duration(step.after, step.before)}: {_how_it_came(foretold.low, foretold.high, step)}"
+        yield line(("foretold ", FAINT), said, came)
+    if comparison.run is not None and comparison.made:
+        run, foretold_run = comparison.run, comparison.run_foretold
+        said = f"the run {words.transition(run.before, foretold_run)}; it took {duration(run.after, run.before)}"
+        yield line(("foretold ", FAINT), said)
+
+
+def _how_it_came(low: int, high: int, step: Change) -> str:
+    """Whether it came as foretold, as far as two runs can be told apart."""
+    if low - step.noise <= step.after <= high + step.noise:
+        return "as foretold"
+    return "more gained than foretold" if step.after < low else "less gained than foretold"
+
+
+def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
+    whole = max(comparison.step.before, comparison.step.after)
+    causes = [change.cause for change in comparison.causes]
+    for name, side in (("before", comparison.before), ("after", comparison.after)):
+        drawn = bar(rows_of(side.ledger, causes), width - 8, colour, whole)
+        yield Text.assemble((f"{name:8}", FAINT), drawn)
+
+
+def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name, change in ledger.items():
+        if max(change.before, change.after) < _WORTH_COMPARING * whole and name != COMPUTING:
+            continue
+        said = words.change(change.before, change.after) if change.significant and change.before else ""
+        style = (
+            _VERDICT_STYLES[SMALLER if change.difference < 0 else LARGER]
+            if change.significant and name != COMPUTING
+            else FAINT
+        )
+        table.add_row(
+            look(name).name,
+            *(duration(time, whole) for time in (change.before, change.after)),
+            Text(said or ("new" if change.significant else "within noise"), style),
+        )
+    return table
+
+
+def _causes_changed(comparison: Comparison) -> Iterator[RenderableType]:
+    if comparison.causes:
+        yield _BLANK
+    for change in comparison.causes:
+        yield line((f"{change.verdict:11}", _VERDICT_STYLES.get(change.verdict, FAINT)), *_cause_changed(change))
+
+
+def _cause_changed(change: CauseChange) -> Iterator[tuple[str, str]]:
+    yield look(change.cause).name, STRONG
+    gain = change.predicted_gain
+    yield f" · fixing it gains {words.transition(gain.before, gain.after)} · ", ""
+    yield words.spot(change.where), "cyan"

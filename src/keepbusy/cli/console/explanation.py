@@ -29,12 +29,14 @@ def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None 
 
 
 def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:
-    from keepbusy.report import as_json, compared
+    from keepbusy.report import as_json, terminal
 
     if json:
         return as_json.render_comparison(done)
     shape = shape or screen()
-    return compared.render(done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal)
+    return terminal.render_comparison(
+        done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal
+    )
 
 
 def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:

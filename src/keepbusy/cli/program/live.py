@@ -1,4 +1,8 @@
-"""`keepbusy run --live`: how the program is doing, drawn at the bottom of the terminal by the process around it."""
+"""`keepbusy run --live`: how the program is doing, drawn at the bottom of the terminal by the process around it.
+
+The terminal is told to scroll all rows but the last ones. Whatever the program prints, native code and progress bars
+included, goes on as ever above.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +35,7 @@ class Terminal:
     """Standard error, where it is one and somebody looks at it."""
 
     def size(self) -> tuple[int, int]:
+        """Columns and rows."""
         try:
             return os.get_terminal_size(2)
         except OSError:
@@ -70,7 +75,7 @@ def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) 
 
 
 def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
-    from keepbusy.report.live_line import BottomLines, lines
+    from keepbusy.report.run_report import live_lines
 
     terminal = Terminal()
     bottom = BottomLines(terminal)
@@ -79,7 +84,7 @@ def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
             if terminal.is_seen():
                 process, figures = latest(folder)
                 diagnosis, now = window.diagnosis(process), time.perf_counter_ns()
-                bottom.show(lines(figures, tree_in(process), diagnosis, now, terminal.size()))
+                bottom.show(live_lines(figures, tree_in(process), diagnosis, now, terminal.size()))
     finally:
         bottom.end()
 
@@ -138,3 +143,41 @@ def _has_closed(process: Path) -> bool:
     from keepbusy.recording.window import TRACE
 
     return (process / TRACE).exists() and bool(facts_in(process).get("closed"))
+
+
+# How it leaves alone what the program prints
+
+_SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
+
+
+class BottomLines:
+    """The last rows of a terminal. Each change is one write, so that nothing of the program's gets between."""
+
+    def __init__(self, screen: Terminal) -> None:
+        self._screen = screen
+        self._rows = self._count = 0
+
+    def show(self, texts: Sequence[str]) -> None:
+        """Put these lines there; also after the terminal has changed its size."""
+        _, rows = self._screen.size()
+        room = "" if (rows, len(texts)) == (self._rows, self._count) else self._room(rows, len(texts))
+        self._rows, self._count = rows, len(texts)
+        self._screen.write(f"{room}{_SAVE}{self._written(texts)}{_RESTORE}")
+
+    def end(self) -> None:
+        """Give the rows back."""
+        if self._rows:
+            self._screen.write(f"{_SAVE}\x1b[r{self._written([''] * self._count)}{_RESTORE}")
+            self._rows = self._count = 0
+
+    def _written(self, texts: Sequence[str]) -> str:
+        first = self._rows - len(texts) + 1
+        return "".join(f"\x1b[{first + number};1H{_CLEAR}{text}" for number, text in enumerate(texts))
+
+    def _room(self, rows: int, count: int) -> str:
+        """Should the program stand where our lines are to be, all goes up; then all rows but those scroll. What is no
+        longer ours is empty."""
+        more = count - self._count if rows == self._rows or not self._rows else 0
+        up = "\x1bD" * more + f"\x1b[{more}A" if more > 0 else ""
+        freed = self._written([""] * self._count) if more < 0 else ""
+        return f"{up}{_SAVE}{freed}\x1b[1;{rows - count}r{_RESTORE}"
