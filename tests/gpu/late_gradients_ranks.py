@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from keepbusy.fix.live.late_gradients import LateGradients
-from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
+from keepbusy.fix.syntax.loop_turns import MARK, mark_last_turns
 from keepbusy.instrument.patches import Patches
 
 HEAD = """

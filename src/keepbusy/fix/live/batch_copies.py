@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from keepbusy.fix.live.switch import FixSwitch, is_ours, ours
-from keepbusy.fix.syntax.joint_loops import moved_singly
+from keepbusy.fix.syntax.loop_turns import moved_singly
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 
 _SMALL = 1 << 16

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from keepbusy.fix.live.batch_copies import is_watched
 from keepbusy.fix.live.switch import CHECKED, FixSwitch, Place, ours, place_of
-from keepbusy.fix.syntax.joint_loops import METHODS
+from keepbusy.fix.syntax.loop_turns import METHODS
 from keepbusy.instrument.lines import shown
 from keepbusy.instrument.patches import Patches
 

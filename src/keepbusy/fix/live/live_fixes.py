@@ -15,8 +15,7 @@ from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.fix.syntax.joint_loops import FOREACH, MOVED, join_loops, join_moves, moved_singly
-from keepbusy.fix.syntax.last_turns import MARK, mark_last_turns
+from keepbusy.fix.syntax.loop_turns import FOREACH, MARK, MOVED, join_loops, join_moves, mark_last_turns, moved_singly
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.lines import USER, kind_of
@@ -161,9 +160,9 @@ class LiveFixes:
         from keepbusy.fix.live.foreach import ForeachLoops
         from keepbusy.fix.live.late_gradients import LateGradients
         from keepbusy.fix.live.late_numbers import LateNumbers
+        from keepbusy.fix.live.more_workers import MoreWorkers
         from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial, InferenceTurns
-        from keepbusy.fix.loaders.more_workers import MoreWorkers
 
         trial = self.trial = FixTrial()
         self._inference = InferenceTurns(trial.turn)

@@ -7,19 +7,25 @@ and comments stay as they are, and what has been changed once is not changed aga
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+from libcst.metadata import (
+    ExpressionContext,
+    ExpressionContextProvider,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+)
 
-from keepbusy.fix.source.late_reads import write_late_reads
-from keepbusy.fix.source.lifted_steps import write_lifted_step
-from keepbusy.fix.syntax.last_turns import last_turn
+from keepbusy.fix.syntax.loop_turns import last_turn
+from keepbusy.fix.syntax.rewriting import rewritten
 
 _WRAPPERS = {"enumerate", "tqdm", "track"}
 _SAME_ANYWHERE = {f"torch.{name}" for name in ("zeros", "ones", "full", "arange", "eye", "empty")}
@@ -33,6 +39,16 @@ _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 _DDP = m.OneOf(*(m.Name(name) for name in ("DDP", "DistributedDataParallel")))
 _WRAPS = m.Call(func=m.OneOf(_DDP, m.Attribute(attr=_DDP)))
 _SYNC_SETTINGS = m.OneOf(m.Name("require_backward_grad_sync"), m.Name("no_sync"))
+_COMPARING = {"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"}
+_LIFTED_NAME = "train_step"
+_HOST = {
+    *("item", "cpu", "numpy", "tolist", "to", "cuda", "print", "next", "float", "int", "bool", "open", "append", "log"),
+}
+"""What a graph cannot hold, or need not."""
+_CLEARS, _GOES_BACK = (m.Call(func=m.Attribute(attr=m.Name(one))) for one in ("zero_grad", "backward"))
+_STEPS = m.Call(
+    func=m.Attribute(value=m.MatchIfTrue(lambda one: "opt" in _text(one).lower()), attr=m.Name("step")), args=[]
+)
 
 
 @dataclass(frozen=True)
@@ -81,21 +97,21 @@ def ways_of(fix: str) -> tuple[str, ...]:
     return WAYS.get(fix, (fix,))
 
 
-def dotted(node: cst.BaseExpression) -> str:
+def _dotted(node: cst.BaseExpression) -> str:
     """`torch.cuda.empty_cache` of an expression that is names and dots."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute):
-        before = dotted(node.value)
+        before = _dotted(node.value)
         return f"{before}.{node.attr.value}" if before else ""
     return ""
 
 
-def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+def _keyword(call: cst.Call, name: str) -> cst.Arg | None:
     return next((one for one in call.args if one.keyword is not None and one.keyword.value == name), None)
 
 
-def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
+def _with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
     """One more argument, written as the others are."""
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     made = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
@@ -154,7 +170,7 @@ class _Prefetch(_AtLines):
 def _wrapped(iterated: cst.BaseExpression) -> cst.BaseExpression | None:
     if isinstance(iterated, cst.Name | cst.Attribute):
         return cst.Call(cst.parse_expression("keepbusy.prefetch"), [cst.Arg(iterated)])
-    if isinstance(iterated, cst.Call) and iterated.args and dotted(iterated.func).rpartition(".")[2] in _WRAPPERS:
+    if isinstance(iterated, cst.Call) and iterated.args and _dotted(iterated.func).rpartition(".")[2] in _WRAPPERS:
         inner = _wrapped(iterated.args[0].value)
         if inner is not None:
             return iterated.with_changes(args=[iterated.args[0].with_changes(value=inner), *iterated.args[1:]])
@@ -188,29 +204,29 @@ class _Loaders(_AtLines):
         parent = self.get_metadata(ParentNodeProvider, original_node)
         name = ""
         if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
-            name = dotted(parent.targets[0].target)
+            name = _dotted(parent.targets[0].target)
         if not self._is_only_one and name not in self._iterated:
             return updated_node
-        workers = keyword(updated_node, "num_workers")
+        workers = _keyword(updated_node, "num_workers")
         if "num_workers" in self._arguments and (workers is not None or len(updated_node.args) > 5):
-            if workers is None or cst.Module([]).code_for_node(workers.value) != "0":
+            if workers is None or _text(workers.value) != "0":
                 return updated_node  # somebody has thought about it
             count = cst.parse_expression(self._arguments["num_workers"])
             updated_node = updated_node.with_deep_changes(workers, value=count)
         for argument, value in self._arguments.items():
-            if keyword(updated_node, argument) is None:
-                updated_node = with_keyword(updated_node, argument, value)
+            if _keyword(updated_node, argument) is None:
+                updated_node = _with_keyword(updated_node, argument, value)
         return updated_node
 
 
 def _names_in(node: cst.BaseExpression) -> list[str]:
     if isinstance(node, cst.Call):
         return [name for one in node.args for name in _names_in(one.value)]
-    return [dotted(node)] if dotted(node) else []
+    return [_dotted(node)] if _dotted(node) else []
 
 
 def _is_loader(node: cst.CSTNode) -> bool:
-    return dotted(cst.ensure_type(node, cst.Call).func).rpartition(".")[2] == "DataLoader"
+    return _dotted(cst.ensure_type(node, cst.Call).func).rpartition(".")[2] == "DataLoader"
 
 
 class _WithoutCall(_AtLines):
@@ -227,7 +243,7 @@ class _WithoutCall(_AtLines):
             return updated_node
         statement = original_node.body[0]
         match statement:
-            case cst.Expr(value=cst.Call(func=func)) if dotted(func) == self._name:
+            case cst.Expr(value=cst.Call(func=func)) if _dotted(func) == self._name:
                 return cst.RemoveFromParent()
         return updated_node
 
@@ -248,10 +264,10 @@ def _made_on(value: cst.BaseExpression, device: str) -> cst.BaseExpression | Non
     """`torch.arange(n).unsqueeze(0)`, made on the device."""
     if not isinstance(value, cst.Call):
         return None
-    name = dotted(value.func)
+    name = _dotted(value.func)
     if name in _SAME_ANYWHERE:
-        chosen = any(keyword(value, one) is not None for one in ("device", "pin_memory", "out"))
-        return None if chosen else with_keyword(value, "device", device)
+        chosen = any(_keyword(value, one) is not None for one in ("device", "pin_memory", "out"))
+        return None if chosen else _with_keyword(value, "device", device)
     if name.rpartition(".")[0] == "torch" and name[6:] in _SAME_SHAPED and value.args:
         inner = _made_on(value.args[0].value, device)
         first = value.args[0].with_changes(value=inner)
@@ -268,7 +284,7 @@ def _device_of(method: str, call: cst.Call) -> str | None:
         return '"cuda"'
     if method != "to" or len(call.args) != 1 or call.args[0].keyword is not None:
         return None
-    given = cst.Module([]).code_for_node(call.args[0].value)
+    given = _text(call.args[0].value)
     return given if "dtype" not in given and not given.startswith("torch.float") else None
 
 
@@ -276,18 +292,18 @@ class _Fused(_AtLines):
     """`fused=True` for optimizers that chose no implementation."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802, ARG002
-        called = dotted(updated_node.func)
-        chosen = any(keyword(updated_node, one) is not None for one in ("fused", "foreach", "differentiable"))
+        called = _dotted(updated_node.func)
+        chosen = any(_keyword(updated_node, one) is not None for one in ("fused", "foreach", "differentiable"))
         if called.rpartition(".")[2] not in _FUSED or "optim" not in called or chosen or not updated_node.args:
             return updated_node
-        return with_keyword(updated_node, "fused", "True")
+        return _with_keyword(updated_node, "fused", "True")
 
 
 class _SavedLater(_AtLines):
     """`torch.save(state, path)` becomes `keepbusy.save_later(state, path)`."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
-        if dotted(updated_node.func) != "torch.save" or not self.stands(original_node) or len(updated_node.args) != 2:
+        if _dotted(updated_node.func) != "torch.save" or not self.stands(original_node) or len(updated_node.args) != 2:
             return updated_node
         return updated_node.with_changes(func=cst.parse_expression("keepbusy.save_later"))
 
@@ -312,9 +328,7 @@ class _MaskedSums(_AtLines):
                 count = f" / {mask}.sum()" if method == "mean" else ""
                 made = cst.parse_expression(f"torch.where({mask}, {of}, 0).sum(){count}")
                 is_whole = isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.Assign | cst.AugAssign)
-                return (
-                    made if is_whole or not count else cst.parse_expression(f"({cst.Module([]).code_for_node(made)})")
-                )
+                return made if is_whole or not count else cst.parse_expression(f"({_text(made)})")
         return updated_node
 
 
@@ -328,7 +342,7 @@ class _LastTravels(_AtLines):
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
         wraps = m.findall(node, m.Assign(targets=[m.AssignTarget(target=m.Name())], value=_WRAPS))
-        self._models = {dotted(cst.ensure_type(one, cst.Assign).targets[0].target) for one in wraps}
+        self._models = {_dotted(cst.ensure_type(one, cst.Assign).targets[0].target) for one in wraps}
         loops = [one for one in ast.walk(ast.parse(node.code)) if isinstance(one, ast.For)]
         self._last_turns = {one.lineno: ast.unparse(last) for one in loops if (last := last_turn(one))}
 
@@ -336,7 +350,7 @@ class _LastTravels(_AtLines):
         if not self._models or not self.stands(original_node) or m.findall(original_node, _SYNC_SETTINGS):
             return updated_node
         models = sorted(
-            {dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models
+            {_dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models
         )
         last = self._last_turns.get(self.line(original_node), "")
         if len(models) != 1 or not last or not isinstance(updated_node.body, cst.IndentedBlock):
@@ -350,6 +364,326 @@ def _visiting(change: type[_AtLines], **settings: str) -> Callable[[MetadataWrap
     return lambda wrapper, lines: wrapper.visit(change(lines, **settings))
 
 
+def _write_late_reads(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
+    """Reads of the device are put off: values are kept there while the loop runs, and read once it has ended.
+
+        total += loss.item() * len(x)      total += loss.detach().double() * len(x); float(total) after the loop
+        correct += (y == z).sum().item()   correct += (y == z).sum()
+        losses.append(loss.item())         losses.append(loss.detach().clone())
+        value = loss.item()                value = loss.detach().clone()
+
+    Sums are made in double precision, as Python makes them, so they stay the same to the last bit. Where the loop looks
+    at the name now and then, `float(...)` stands around it. Only what `run --fix` would put off, too.
+    """
+    _, safe = rewritten(ast.parse(wrapper.module.code), hands_on=False)
+    survey = _Survey(lines & frozenset(safe))
+    wrapper.visit(survey)
+    return wrapper.visit(_LateReads(survey.loops)) if survey.loops else None
+
+
+@dataclass(frozen=True)
+class _LateName:
+    """A name that holds a tensor while its loop runs, or a list of them, and what it is to hold afterwards."""
+
+    name: str
+    number: str  # float, or int of what is only counted
+    is_list: bool = False
+
+
+@dataclass
+class _LoopReads:
+    """What of one loop is put off."""
+
+    statements: dict[cst.CSTNode, _LateName] = field(default_factory=dict)
+    names: dict[str, _LateName] = field(default_factory=dict)
+    after: list[str] = field(default_factory=list)  # statements that follow it
+
+
+class _Survey(cst.CSTVisitor):
+    """Finds the statements at these lines, and which loop each stands in."""
+
+    METADATA_DEPENDENCIES = (PositionProvider, ParentNodeProvider, ExpressionContextProvider)
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__()
+        self._lines = lines
+        self.loops: dict[cst.CSTNode, _LoopReads] = {}
+        self._found: dict[cst.CSTNode, dict[cst.CSTNode, _LateName]] = {}
+        self._read: list[cst.Name] = []
+
+    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802
+        if self.get_metadata(ExpressionContextProvider, node, None) is ExpressionContext.LOAD:
+            self._read.append(node)
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:  # noqa: N802
+        if self.get_metadata(PositionProvider, node).start.line in self._lines and len(node.body) == 1:
+            late, loop = _late_name(node.body[0]), self._around(node, cst.For, cst.While)
+            if late is not None and loop is not None:
+                self._found.setdefault(loop, {})[node.body[0]] = late
+
+    def leave_Module(self, original_node: cst.Module) -> None:  # noqa: N802, ARG002
+        reads = {loop: self._reads_of(loop) for loop in self._found}
+        self.loops = {loop: one for loop, one in reads.items() if one.names}
+
+    def _reads_of(self, loop: cst.CSTNode) -> _LoopReads:
+        """A list is put off only where its loop does nothing else with it."""
+        place, function = self.get_metadata(PositionProvider, loop), self._around(loop, cst.FunctionDef)
+        reads = _LoopReads()
+        for statement, late in self._found[loop].items():
+            own = [one for one in self._read if one.value == late.name]
+            own = [one for one in own if self._around(one, cst.FunctionDef) is function]
+            at = [self.get_metadata(PositionProvider, one).start.line for one in own]
+            within = sum(place.start.line <= one <= place.end.line for one in at)
+            if late.is_list and within > sum(one.name == late.name for one in self._found[loop].values()):
+                continue
+            reads.statements[statement] = reads.names[late.name] = late
+            value = f"[{late.number}(one) for one in {late.name}]" if late.is_list else f"{late.number}({late.name})"
+            if any(one > place.end.line for one in at) and f"{late.name} = {value}" not in reads.after:
+                reads.after.append(f"{late.name} = {value}")
+        return reads
+
+    def _around(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> cst.CSTNode | None:
+        parent: cst.CSTNode | None = self.get_metadata(ParentNodeProvider, node, None)
+        while parent is not None and not isinstance(parent, kinds):
+            parent = self.get_metadata(ParentNodeProvider, parent, None)
+        return parent
+
+
+def _late_name(statement: cst.CSTNode) -> _LateName | None:
+    match statement:
+        case cst.AugAssign(target=cst.Name(value=name), operator=cst.AddAssign(), value=value):
+            return _LateName(name, _number(value))
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))], value=value) if _is_item(value):
+            return _LateName(name, _number(value))
+        case cst.Expr(
+            value=cst.Call(
+                func=cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value="append")),
+                args=[cst.Arg(value=value)],
+            )
+        ) if _is_item(value):
+            return _LateName(name, _number(value), is_list=True)
+    return None
+
+
+def _number(value: cst.BaseExpression) -> str:
+    return "int" if _counts(value) else "float"
+
+
+def _is_item(value: cst.BaseExpression) -> bool:
+    match value:
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value="item")), args=[]):
+            return True
+    return False
+
+
+def _counts(value: cst.BaseExpression) -> bool:
+    """Whether it is how often something is so: `(a == b).sum().item()`. That is a whole number."""
+    match value:
+        case cst.Call(
+            func=cst.Attribute(
+                value=cst.Call(func=cst.Attribute(value=compared, attr=cst.Name(value="sum")), args=[]),
+                attr=cst.Name(value="item"),
+            )
+        ):
+            return isinstance(compared, cst.Comparison) or (
+                isinstance(compared, cst.Call)
+                and isinstance(compared.func, cst.Attribute)
+                and compared.func.attr.value in _COMPARING
+            )
+    return False
+
+
+class _LateReads(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (ExpressionContextProvider,)
+
+    def __init__(self, loops: dict[cst.CSTNode, _LoopReads]) -> None:
+        super().__init__()
+        self._loops = loops
+        self._statements = {one: late for reads in loops.values() for one, late in reads.statements.items()}
+        self._open: list[dict[str, _LateName]] = []
+        self._within: list[cst.CSTNode] = []  # of these statements the one that is gone through
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if node in self._loops:
+            self._open.append(self._loops[node].names)
+        if node in self._statements:
+            self._within.append(node)
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        made = super().on_leave(original_node, updated_node)
+        if original_node in self._statements:
+            self._within.pop()
+        if original_node in self._loops:
+            self._open.pop()
+            after = [cst.parse_statement(one) for one in self._loops[original_node].after]
+            return cst.FlattenSentinel([made, *after]) if after else made
+        return made
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:  # noqa: N802
+        """Who looks at it meanwhile waits."""
+        late = next((names[original_node.value] for names in self._open if original_node.value in names), None)
+        reads = self.get_metadata(ExpressionContextProvider, original_node, None) is ExpressionContext.LOAD
+        if late is None or late.is_list or not reads or self._within:
+            return updated_node
+        return cst.Call(cst.Name(late.number), [cst.Arg(updated_node)])
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
+        if not self._within or not _is_item(original_node):
+            return updated_node
+        tensor = cst.ensure_type(updated_node.func, cst.Attribute).value
+        if _counts(original_node):
+            return tensor
+        is_sum = isinstance(self._within[-1], cst.AugAssign)
+        return _called(_called(tensor, "detach"), "double" if is_sum else "clone")
+
+
+def _called(value: cst.BaseExpression, method: str) -> cst.Call:
+    return cst.Call(cst.Attribute(value, cst.Name(method)))
+
+
+def _write_lifted_step(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
+    """The training turn becomes a function of its own, which `keepbusy.graph` captures and replays.
+
+        for x, y in loader:                        @keepbusy.graph
+            x, y = x.cuda(), y.cuda()              def train_step(x, y):
+            optimizer.zero_grad()                      optimizer.zero_grad()
+            loss = criterion(model(x), y)              loss = criterion(model(x), y)
+            loss.backward()                            loss.backward()
+            optimizer.step()                           optimizer.step()
+            total += loss                              return loss
+
+                                                   for x, y in loader:
+                                                       x, y = x.cuda(), y.cuda()
+                                                       loss = train_step(x, y)
+                                                       total += loss
+
+    What is lifted are plain statements one after the other, from the first of `zero_grad()` and what `backward()` needs
+    to the optimizer's `step()`. What changes from turn to turn comes in as arguments, what is read later comes out.
+    """
+    if m.findall(wrapper.module, m.Name(_LIFTED_NAME)):
+        return None
+    change = _Lifted(lines)
+    module = wrapper.visit(change)
+    return module if change.done else None
+
+
+class _Lifted(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (PositionProvider, ExpressionContextProvider)
+
+    def __init__(self, lines: frozenset[int]) -> None:
+        super().__init__()
+        self._lines, self.done = lines, False
+        self._scopes: list[cst.CSTNode] = []
+        self._loops: list[cst.CSTNode] = []
+        self._function: cst.FunctionDef | None = None  # which stands before the outermost loop of its scope
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.Module | cst.FunctionDef):
+            self._scopes.append(node)
+        if isinstance(node, cst.For | cst.While):
+            self._loops.append(self._scopes[-1])
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        made: Any = super().on_leave(original_node, updated_node)
+        if isinstance(original_node, cst.Module | cst.FunctionDef):
+            self._scopes.pop()
+        if isinstance(original_node, cst.For | cst.While):
+            self._loops.pop()
+            if self._function is not None and self._scopes[-1] not in self._loops:
+                apart = cst.EmptyLine(indent=False)
+                above = [*made.leading_lines] or [apart]
+                function, self._function = self._function.with_changes(leading_lines=above), None
+                return cst.FlattenSentinel([function, made.with_changes(leading_lines=[apart])])
+        return made
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
+        place = self.get_metadata(PositionProvider, original_node)
+        block = _block(original_node)
+        if self.done or not block or not any(place.start.line <= one <= place.end.line for one in self._lines):
+            return updated_node
+        body, lifted = updated_node.body.body, slice(block.start, block.stop)
+        given, made = self._names(original_node, original_node.body.body[lifted])
+        if given is None:
+            return updated_node
+        self.done = True
+        taken, results = ", ".join(given), ", ".join(made)
+        function = cst.parse_statement(f"@keepbusy.graph\ndef {_LIFTED_NAME}({taken}):\n    pass\n")
+        inner = [*body[lifted], *([cst.parse_statement(f"return {results}")] if made else [])]
+        self._function = cst.ensure_type(function, cst.FunctionDef).with_changes(body=cst.IndentedBlock(inner))
+        call = cst.parse_statement(f"{f'{results} = ' if made else ''}{_LIFTED_NAME}({taken})")
+        return updated_node.with_deep_changes(updated_node.body, body=[*body[: block.start], call, *body[block.stop :]])
+
+    def _names(self, loop: cst.For, block: Sequence[cst.CSTNode]) -> tuple[list[str] | None, list[str]]:
+        """What the block is given, and what of it is read elsewhere; None where its names do not allow it."""
+        inside = {id(one) for statement in block for one in m.findall(statement, m.Name())}
+        stored: list[str] = []
+        needed: list[str] = []  # before the block itself stores them
+        elsewhere = set[str]()
+        for one, name, context in self._uses(self._scopes[-1]):
+            if id(one) not in inside:
+                if context is ExpressionContext.LOAD:
+                    elsewhere.add(name)
+            elif context is ExpressionContext.STORE:
+                stored.append(name)
+            elif context is ExpressionContext.LOAD and name not in stored:
+                needed.append(name)
+        if set(needed) & set(stored):  # it reads what the turn before left
+            return None, []
+        of_the_turn = self._stored_beside(loop, block)
+        given = [name for name in dict.fromkeys(needed) if name in of_the_turn]
+        return given, [name for name in dict.fromkeys(stored) if name in elsewhere]
+
+    def _stored_beside(self, loop: cst.For, block: Sequence[cst.CSTNode]) -> set[str]:
+        """The names that a turn stores outside of the block, its own among them."""
+        lifted = {id(one) for one in block}
+        beside = (loop.target, *(one for one in loop.body.body if id(one) not in lifted))
+        return {name for part in beside for _, name, context in self._uses(part) if context is ExpressionContext.STORE}
+
+    def _uses(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, str, object]]:
+        """Names in it, and whether each is read or stored."""
+        for one in m.findall(node, m.Name()):
+            yield one, cst.ensure_type(one, cst.Name).value, self.get_metadata(ExpressionContextProvider, one, None)
+
+
+def _block(loop: cst.For) -> range:
+    """Of the body's statements those that are lifted; empty if there are none."""
+    body = loop.body.body if isinstance(loop.body, cst.IndentedBlock) else ()
+    ends = [at for at, one in enumerate(body) if m.findall(one, _STEPS)]
+    back = [at for at, one in enumerate(body) if m.findall(one, _GOES_BACK)]
+    if len(ends) != 1 or len(back) != 1 or not _may_be_lifted(body[ends[0]]):
+        return range(0)
+    first = end = ends[0]
+    while first > 0 and _may_be_lifted(body[first - 1]):
+        first -= 1
+    while first < back[0] and not _computes(body[first]):
+        first += 1
+    chosen = range(first, end + 1)
+    clears = any(m.findall(body[at], _CLEARS) for at in chosen)
+    return chosen if clears and first <= back[0] < end else range(0)
+
+
+def _may_be_lifted(statement: cst.BaseStatement) -> bool:
+    """A plain statement that calls nothing of the host's."""
+    if isinstance(statement, cst.With):
+        return all(map(_may_be_lifted, statement.body.body))  # type: ignore[arg-type]
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    allowed = all(isinstance(one, cst.Assign | cst.AugAssign | cst.AnnAssign | cst.Expr) for one in statement.body)
+    called = {_text(cst.ensure_type(one, cst.Call).func).rpartition(".")[2] for one in m.findall(statement, m.Call())}
+    return allowed and bool(called) and not called & _HOST
+
+
+def _computes(statement: cst.CSTNode) -> bool:
+    """Where the turn's own work begins: batches are taken and moved before."""
+    return bool(m.findall(statement, m.Call(func=m.Name()))) or bool(m.findall(statement, _CLEARS))
+
+
+def _text(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
 EDITS: dict[str, SourceEdit] = {
     "prefetch": SourceEdit(_write_prefetch),
     "pin_memory": SourceEdit(_visiting(_Loaders, pin_memory="True")),
@@ -360,13 +694,13 @@ EDITS: dict[str, SourceEdit] = {
     "drop_sync": SourceEdit(_visiting(_WithoutCall, name="torch.cuda.synchronize")),
     "make_on_device": SourceEdit(_visiting(_MadeThere)),
     "keep_on_device": SourceEdit(_visiting(_MadeThere)),
-    "readback": SourceEdit(write_late_reads),
+    "readback": SourceEdit(_write_late_reads),
     "fuse_optimizer": SourceEdit(_visiting(_Fused), 1e-4, "fused steps round differently"),
     "save_later": SourceEdit(_visiting(_SavedLater)),
     "accumulate": SourceEdit(
         _visiting(_LastTravels), 1e-4, "gradients of ranks and micro-batches are added in another order"
     ),
-    "graph": SourceEdit(write_lifted_step, 1e-4, "Adam and its kin round differently in a graph"),
+    "graph": SourceEdit(_write_lifted_step, 1e-4, "Adam and its kin round differently in a graph"),
     "keep_shapes": SourceEdit(_visiting(_MaskedSums), 1e-5, "sums are rounded in another order"),
 }
 """By the name of the plan's fix. What is not here is advice for a person."""

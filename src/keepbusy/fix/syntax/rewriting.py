@@ -13,6 +13,10 @@ Every other place that reads the name becomes a place that waits for it, so no c
 anything but a number. A name that other functions can see is left alone: one that is declared global or nonlocal, that
 an inner function uses, or a script's own name that any of its functions mentions. So is a list that was not made here,
 or that goes anywhere while the loop runs. Lines keep their numbers.
+
+What is worked out later is a formula: reads (`x.item()`, `x.cpu().numpy()`, `start.elapsed_time(end)`), numbers, and
+arithmetic; nothing that could have an effect, nothing that a later line could change, and nothing that fails only when
+it is worked out. It is worked out from copies of the values. A number in it may itself be known only later.
 """
 
 from __future__ import annotations
@@ -23,8 +27,6 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.fix.syntax.formulas import FormulaParts, is_formula, is_number, is_plain, is_read
-
 NAME = "__keepbusy_late__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
@@ -34,6 +36,15 @@ _ONLY_READ = {
     *("list", "tuple"),
 }
 """Functions that keep nothing of a list that they are given."""
+_READING = {"item", "cpu", "tolist"}
+"""Methods of a tensor that bring it home."""
+_HOST_METHODS = {
+    *("numpy", "astype", "float", "double", "half", "long", "int", "bool", "detach", "clone", "flatten"),
+    *("squeeze", "argmax", "sum", "mean", "item", "tolist", "copy"),
+}
+"""Methods of what came home that only compute."""
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
+_NONE = frozenset[str]()
 
 
 class ReadsAtOnce:
@@ -75,7 +86,7 @@ def scopes_of(tree: ast.Module, is_script: bool) -> list[Scope]:
 
 
 @dataclass(frozen=True)
-class LateStatement:
+class _LateStatement:
     """A statement that can be put off, and the name that it is about."""
 
     statement: ast.stmt
@@ -96,7 +107,7 @@ class Scope:
 
     def rewrite(self, hands_on: bool) -> list[int]:
         """Put off what can be; the lines at which that was done."""
-        if not any(map(is_read, self.own)) or self.is_looked_into():  # most of a large source reads nothing
+        if not any(map(_is_read, self.own)) or self.is_looked_into():  # most of a large source reads nothing
             return []
         self._parents = {id(child): node for node in ast.walk(self.node) for child in ast.iter_child_nodes(node)}
         chosen = self._chosen(hands_on)
@@ -107,7 +118,7 @@ class Scope:
             _Rewriter(self._deferred, set(chosen), self._numbers, settled).rewrite(self.node)
         return [one.statement.lineno for one in deferrals]
 
-    def _chosen(self, hands_on: bool) -> dict[str, list[LateStatement]]:
+    def _chosen(self, hands_on: bool) -> dict[str, list[_LateStatement]]:
         """By their names what may wait: a name that may not takes along what is made of it."""
         refused = self.shared_names()
         while True:
@@ -118,11 +129,11 @@ class Scope:
                 return chosen
             refused |= in_vain
 
-    def _deferrals(self, refused: Set[str], hands_on: bool) -> tuple[dict[str, list[LateStatement]], set[str]]:
+    def _deferrals(self, refused: Set[str], hands_on: bool) -> tuple[dict[str, list[_LateStatement]], set[str]]:
         """By their names, and those of these that are numbers: what is made of them can be put off as well."""
         numbers = set[str]()
         while True:
-            by_name: dict[str, list[LateStatement]] = {}
+            by_name: dict[str, list[_LateStatement]] = {}
             for statement in _statements_in_loops(self.node):
                 one = _deferral(statement, numbers)
                 if one is not None and one.name not in refused:
@@ -141,7 +152,7 @@ class Scope:
         inner = [one for one in ast.walk(self.node) if isinstance(one, _SCOPES) and one is not self.node]
         return {name for one in inner for name in _used_in(one)} | self._declared
 
-    def _may_wait(self, name: str, deferrals: list[LateStatement]) -> bool:
+    def _may_wait(self, name: str, deferrals: list[_LateStatement]) -> bool:
         if any(self._is_looked_at_each_turn(name, one.statement) for one in deferrals):
             return False
         if any(one.into_list for one in deferrals):
@@ -155,7 +166,7 @@ class Scope:
             loop = self._parents[id(loop)]
         return _looks(loop, name, self._deferred if name in self._numbers else {id(statement)})
 
-    def _is_private_list(self, name: str, deferrals: list[LateStatement]) -> bool:
+    def _is_private_list(self, name: str, deferrals: list[_LateStatement]) -> bool:
         """Made here, of numbers at most, and handed to nobody before the loops that fill it have ended."""
         filled = max(self._outermost_loop(one.statement).end_lineno or 0 for one in deferrals)
         targets = {id(one.statement.target) for one in deferrals if isinstance(one.statement, ast.AugAssign)}
@@ -212,29 +223,29 @@ class Scope:
         return None
 
 
-def _deferral(statement: ast.stmt, late: Set[str]) -> LateStatement | None:
+def _deferral(statement: ast.stmt, late: Set[str]) -> _LateStatement | None:
     match statement:
-        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if is_formula(value, late):
-            return LateStatement(statement, name)
+        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if _is_formula(value, late):
+            return _LateStatement(statement, name)
         case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name), slice=place), op=ast.Add(), value=value) if (
-            is_plain(place) and is_formula(value, late)
+            _is_plain(place) and _is_formula(value, late)
         ):
-            return LateStatement(statement, name, into_list=True)
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_formula(value, late):
-            return LateStatement(statement, name, is_number=is_number(value))
+            return _LateStatement(statement, name, into_list=True)
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_formula(value, late):
+            return _LateStatement(statement, name, is_number=_is_number(value))
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if _element(value) is not None:
-            return LateStatement(statement, name)
+            return _LateStatement(statement, name)
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value], keywords=[])
-        ) if is_formula(value, late):
-            return LateStatement(statement, name, into_list=True)
+        ) if _is_formula(value, late):
+            return _LateStatement(statement, name, into_list=True)
     return None
 
 
 def _element(value: ast.expr) -> ast.expr | None:
     """The formula of which a list or a dictionary is made at once."""
     match value:
-        case ast.ListComp(elt=element) | ast.DictComp(value=element) if is_formula(element):
+        case ast.ListComp(elt=element) | ast.DictComp(value=element) if _is_formula(element):
             return element
     return None
 
@@ -356,7 +367,7 @@ class _Rewriter(ast.NodeTransformer):
         return value
 
     def _formula(self, value: ast.expr) -> list[ast.expr]:
-        formula, *given = FormulaParts(copy.deepcopy(value), self._numbers).arguments()
+        formula, *given = _FormulaParts(copy.deepcopy(value), self._numbers).arguments()
         for part in given:
             part.elts = [one if self._is_handed_on(one) else self.visit(one) for one in part.elts]
         return [formula, *given]
@@ -368,3 +379,157 @@ class _Rewriter(ast.NodeTransformer):
 
 def _call(method: str, arguments: list[ast.expr]) -> ast.Call:
     return ast.Call(ast.Attribute(ast.Name(NAME, ast.Load()), method, ast.Load()), [*arguments], [])
+
+
+def _is_formula(value: ast.expr, late: Set[str] = _NONE) -> bool:
+    """`late`: names of numbers that are themselves worked out later."""
+    return _is_late(value, late) and _computes(value, late)
+
+
+def _is_late(value: ast.AST, late: Set[str]) -> bool:
+    """Whether anything in it is not known yet."""
+    return any(_is_read(one) or (isinstance(one, ast.Name) and one.id in late) for one in ast.walk(value))
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Whether a formula gives numbers, which nobody can change: all that it reads is by `item` or `elapsed_time`."""
+    reads = [one for one in ast.walk(value) if _is_read(one)]
+    within = {id(inner) for one in reads for inner in ast.walk(one) if inner is not one}
+    last = [getattr(getattr(one, "func", None), "attr", "") for one in reads if id(one) not in within]
+    return {*last} <= {"item", "elapsed_time"}
+
+
+def _is_read(node: ast.AST) -> bool:
+    """Whether it waits for the device: a read, and what is computed of it at home."""
+    return bool(_sources(node))
+
+
+def _sources(node: ast.AST) -> list[ast.expr]:
+    """What a read is of."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]) if name in _READING:
+            return _sources(value) or [value]
+        case ast.Call(func=ast.Attribute(value=start, attr="elapsed_time"), args=[end], keywords=[]):
+            return [start, end]
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=given, keywords=[]) if name in _HOST_METHODS:
+            return _sources(value) if all(map(_is_setting, given)) else []
+    return []
+
+
+def _is_setting(value: ast.expr) -> bool:
+    """A constant, or a name such as `torch.uint8`."""
+    match value:
+        case ast.Constant() | ast.UnaryOp(operand=ast.Constant()):
+            return True
+        case ast.Attribute(value=ast.Name(id="torch" | "np" | "numpy")):
+            return True
+    return False
+
+
+def _computes(value: ast.expr, late: Set[str]) -> bool:
+    parts = _sources(value)
+    if parts:
+        return not any(_is_late(one, late) or _binds(one) for one in parts)
+    match value:
+        case ast.Name():
+            return True
+        case ast.BinOp():
+            return _combines(value, late)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _computes(operand, late)
+        case ast.Tuple(elts=elements):
+            return all(_computes(one, late) for one in elements)
+    return _is_known(value, late)
+
+
+def _combines(value: ast.BinOp, late: Set[str]) -> bool:
+    """What may fail is left to the line itself: to divide by what is not known yet, or to raise to any power."""
+    match value.op, value.right:
+        case ast.Div(), right:
+            return _computes(value.left, late) and _is_known(right, late)
+        case ast.Pow(), ast.Constant(value=1 | 2 | 0.5):
+            return _computes(value.left, late)
+        case ((ast.Add() | ast.Sub() | ast.Mult()), right):
+            return _computes(value.left, late) and _computes(right, late)
+    return _is_known(value, late)
+
+
+def _is_known(value: ast.expr, late: Set[str]) -> bool:
+    return _is_plain(value) and not _is_late(value, late)
+
+
+def _binds(value: ast.expr) -> bool:
+    """Whether anything in it has an effect of its own."""
+    return any(isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for one in ast.walk(value))
+
+
+def _is_plain(value: ast.expr) -> bool:
+    """A number or a length: it may be worked out after what stands behind it. What is called might change it."""
+    match value:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.BinOp(left=left, right=right, op=operator):
+            return isinstance(operator, (*_ARITHMETIC, ast.Mod, ast.FloorDiv)) and _is_plain(left) and _is_plain(right)
+        case ast.Call(func=ast.Name(id="len"), args=[ast.Name()], keywords=[]):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(), attr="size"), args=[ast.Constant()], keywords=[]):
+            return True
+        case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr="shape"), slice=ast.Constant()):
+            return True
+    return False
+
+
+class _FormulaParts:
+    """A formula with a parameter in place of each value that it reads, and of each plain part."""
+
+    def __init__(self, value: ast.expr, late: Set[str]) -> None:
+        self._late = late
+        self._values: list[ast.expr] = []
+        self._others: list[ast.expr] = []
+        self._body = self._place(value)
+
+    def arguments(self) -> tuple[ast.Lambda, ast.Tuple, ast.Tuple]:
+        """The formula as a function, the values that it reads, and the rest: these are worked out at once."""
+        given = [*self._named("v", self._values), *self._named("o", self._others)]
+        parameters = ast.arguments([], given, None, [], [], None, [])
+        values, others = ast.Tuple(self._values, ast.Load()), ast.Tuple(self._others, ast.Load())
+        return ast.Lambda(parameters, self._body), values, others
+
+    @staticmethod
+    def _named(letter: str, parts: list[ast.expr]) -> Iterator[ast.arg]:
+        return (ast.arg(f"{letter}{at}") for at, _ in enumerate(parts))
+
+    def _place(self, value: ast.expr) -> ast.expr:
+        if _is_read(value):
+            return self._read(value)
+        match value:
+            case ast.Constant():
+                return value
+            case ast.BinOp() if _is_late(value, self._late):
+                if isinstance(value.op, ast.Div):  # what cannot be divided by is told at once
+                    self._others.append(ast.BinOp(ast.Constant(1.0), ast.Div(), copy.deepcopy(value.right)))
+                value.left, value.right = self._place(value.left), self._place(value.right)
+                return value
+            case ast.UnaryOp() if _is_late(value, self._late):
+                value.operand = self._place(value.operand)
+                return value
+            case ast.Tuple():
+                value.elts = [self._place(one) for one in value.elts]
+                return value
+        self._others.append(value)
+        return ast.Name(f"o{len(self._others) - 1}", ast.Load())
+
+    def _read(self, value: ast.expr) -> ast.expr:
+        """The calls stay, and get a copy of what they read."""
+        match value:
+            case ast.Call(func=ast.Attribute(attr="elapsed_time") as method, args=[end]):
+                value.args = [self._value(end)]
+                method.value = self._value(method.value)
+            case ast.Call(func=ast.Attribute() as method):
+                inner = _is_read(method.value)
+                method.value = self._read(method.value) if inner else self._value(method.value)
+        return value
+
+    def _value(self, value: ast.expr) -> ast.expr:
+        self._values.append(value)
+        return ast.Name(f"v{len(self._values) - 1}", ast.Load())

@@ -8,13 +8,20 @@ true, and all after it, are prepared as the program has it: nothing of it was ha
 
 from __future__ import annotations
 
+import dis
+import enum
 import math
 import multiprocessing
 import os
+import pathlib
+import random
+import re
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -25,7 +32,7 @@ from torch.utils.data import _utils as loading
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
 from keepbusy.fix.live.switch import FixSwitch, same_bits
-from keepbusy.fix.loaders.reach import Reach, Unshared, random_states
+from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.report.words import duration
 
@@ -39,6 +46,13 @@ _ROOM = 3
 """Batches in shared memory for each worker."""
 _WORTH_KEEPING = 0.02
 """Of a turn: workers that save less are let go."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, re.Pattern, pathlib.PurePath, range, slice)
+_TORCH = (torch.dtype, torch.device, torch.Size, torch.memory_format)
+_CODE = (types.BuiltinFunctionType, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_DEPTH, _PARTS, _NODES = 8, 64, 4000
+"""So deep, so many parts of one container, so many things in all are looked at."""
+_WHOLE = 4096
+"""Bytes of an array that are compared; of a larger one every so many-th."""
 
 
 class CheckedBatches(Dataset[Any]):  # type: ignore[misc]
@@ -46,7 +60,7 @@ class CheckedBatches(Dataset[Any]):  # type: ignore[misc]
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._fetcher = loading.fetch._MapDatasetFetcher(loader.dataset, True, loader.collate_fn, loader.drop_last)
-        self._reach = Reach(loader.dataset, loader.collate_fn)
+        self._roots = loader.dataset, loader.collate_fn
         self._alone = loader.num_workers == 0
 
     def begin(self, _worker: int) -> None:
@@ -54,9 +68,9 @@ class CheckedBatches(Dataset[Any]):  # type: ignore[misc]
         loading.worker._worker_info = None if self._alone else _Unknown()
 
     def __getitem__(self, indices: list[int]) -> tuple[Any, bool]:
-        before = random_states(), self._reach.state()
+        before = _random_states(), _reached(*self._roots)
         batch = self._fetcher.fetch(indices)
-        return batch, before == (random_states(), self._reach.state())
+        return batch, before == (_random_states(), _reached(*self._roots))
 
 
 class _Unknown:
@@ -140,9 +154,9 @@ class FedLoop:
         """And where the program has no workers, whether a sample leaves everything as it was."""
         if self._watch is None or self._loader.num_workers or not self._given:  # the first one asks for a seed
             return next(self._own)
-        before = random_states()
+        before = _random_states()
         batch = next(self._own)
-        self._clean = self._clean and before == random_states()
+        self._clean = self._clean and before == _random_states()
         return batch
 
     def _decide(self, watch: Watch, batch: Any) -> None:
@@ -164,9 +178,8 @@ class FedLoop:
         why = "" if self._clean else "its samples draw random numbers"
         room = _room_in_shared_memory() // (2 * _ROOM * max(1, _size(batch)))
         try:
-            self._reach = Reach(self._loader.dataset, self._loader.collate_fn)
-            self._seen = self._reach.state()
-        except Unshared as reason:
+            self._seen = self._reached()
+        except _Unshared as reason:
             why = str(reason)
         if count > room:
             why = "there is no room in shared memory"
@@ -192,8 +205,11 @@ class FedLoop:
             )
         )
 
+    def _reached(self) -> list[Any]:
+        return _reached(self._loader.dataset, self._loader.collate_fn)
+
     def _from_workers(self) -> Any:
-        if not self._loader.num_workers and self._reach.state() != self._seen:
+        if not self._loader.num_workers and self._reached() != self._seen:
             return self._give_back("the loop changes its data set")
         try:
             batch, clean = next(self._workers)
@@ -342,3 +358,140 @@ def _room_in_shared_memory() -> int:
     except OSError:
         return 0
     return room.f_bavail * room.f_frsize
+
+
+class _Unshared(Exception):  # noqa: N818 -- it is a finding, and always caught
+    """Why another process cannot stand in, as the end of a sentence."""
+
+
+def _reached(*roots: Any) -> list[Any]:
+    """The state of all that they can reach: equal as long as nothing of it changed. Raises _Unshared.
+
+    That is what hangs on a data set and on the functions that work on it: their attributes, what they close over, and
+    the names of their modules that they use. Numbers, texts, arrays, tensors of the host and containers of them can be
+    looked at and compared; an open file, a lock or a tensor of the GPU cannot be shared with another process.
+    """
+    walk = _Walk()
+    return [one for root in roots for one in walk.of(root, 0)]
+
+
+def _random_states() -> list[Any]:
+    """Of Python, NumPy and PyTorch."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = _comparable(numpy.random.get_state()) if numpy else ()
+    return [random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()]
+
+
+def _comparable(state: Any) -> tuple[Any, ...]:
+    return state[0], state[1].tobytes(), *state[2:]
+
+
+class _Walk:
+    """Meets each thing once."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, Any] = {}
+
+    def of(self, value: Any, depth: int) -> Iterator[Any]:
+        if isinstance(value, _PLAIN):
+            yield value
+            return
+        if isinstance(value, (*_TORCH, *_CODE)) or id(value) in self._met or depth > _DEPTH:
+            return
+        self._met[id(value)] = value
+        if len(self._met) > _NODES:
+            raise _Unshared("it holds too much to be looked at")
+        yield type(value)
+        yield from self._parts(value, depth + 1)
+
+    def _parts(self, value: Any, depth: int) -> Iterator[Any]:
+        generator = _generator_state(value)
+        if generator is not None:
+            yield generator
+        elif isinstance(value, torch.Tensor):
+            yield from _of_tensor(value)
+        elif hasattr(value, "__array_interface__"):
+            yield from _of_array(value)
+        elif isinstance(value, list | tuple | set | frozenset | dict):
+            yield from self._of_container(value, depth)
+        elif isinstance(value, types.FunctionType | types.MethodType):
+            yield from self._of_function(value, depth)
+        elif isinstance(value, type):
+            yield from self._of_class(value, depth)
+        else:
+            yield from self._of_object(value, depth)
+
+    def _of_container(self, value: Any, depth: int) -> Iterator[Any]:
+        yield len(value)
+        parts = iter(value.items()) if isinstance(value, dict) else iter(value)
+        for _, one in zip(range(_PARTS), parts, strict=False):
+            yield from self.of(one, depth)
+
+    def _of_function(self, value: Any, depth: int) -> Iterator[Any]:
+        if isinstance(value, types.MethodType):
+            yield from self.of(value.__self__, depth)
+            value = value.__func__
+        if not isinstance(value, types.FunctionType):
+            return
+        for cell in value.__closure__ or ():
+            yield from self.of(cell.cell_contents, depth)
+        yield from self.of(value.__defaults__, depth)
+        if kind_of(value.__code__.co_filename) == USER:
+            for name in _globals_of(value.__code__):
+                if name in value.__globals__:
+                    yield from self.of(value.__globals__[name], depth)
+
+    def _of_class(self, value: type, depth: int) -> Iterator[Any]:
+        if kind_of(getattr(sys.modules.get(value.__module__), "__file__", None) or "") == USER:
+            for name, one in vars(value).items():
+                if isinstance(one, types.FunctionType) or not name.startswith(("__", "_abc_")):
+                    yield from self.of(one, depth)
+
+    def _of_object(self, value: Any, depth: int) -> Iterator[Any]:
+        held = getattr(value, "__dict__", None)
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        if held is None and not slots and not isinstance(value, staticmethod | classmethod | property):
+            raise _Unshared(f"it holds a {type(value).__name__}, which another process may not share")
+        yield from self.of(type(value), depth)
+        yield from self.of(held or {}, depth)
+        for name in slots:
+            yield from self.of(getattr(value, name, None), depth)
+
+
+@cache
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names of its module that a function uses, and that the functions within it use."""
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _globals_of(one)]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return tuple(dict.fromkeys([*own, *inner]))
+
+
+def _generator_state(value: Any) -> Any:
+    """Of a generator of random numbers."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if type(value).__module__.startswith("numpy.random"):
+        source = getattr(value, "bit_generator", None)
+        return repr(source.state if source is not None else value.get_state())
+    return None
+
+
+def _of_tensor(value: torch.Tensor) -> Iterator[Any]:
+    if value.device.type != "cpu":
+        raise _Unshared("it holds a tensor of the GPU")
+    if value.is_inference():
+        raise _Unshared("it holds a tensor of inference mode, whose changes nobody counts")
+    yield value._version
+    yield value.shape
+    if value.layout is torch.strided:
+        yield value.data_ptr()
+
+
+def _of_array(value: Any) -> Iterator[Any]:
+    yield value.__array_interface__["data"][0]
+    yield value.shape
+    if value.dtype != object:
+        flat = value.reshape(-1) if value.flags.c_contiguous else value.ravel()[:_WHOLE]
+        yield flat[:: max(1, flat.nbytes // _WHOLE)].tobytes()
