@@ -23,7 +23,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     busy = staticmethod(lambda _: False)  # that a program this small waits for nothing is no reason to leave it alone
-    monkeypatch.setattr("keepbusy.fix.live.batch_copies.DeferredCopies._is_idle", busy)
+    monkeypatch.setattr("keepbusy.fix.live.host_waits.DeferredCopies._is_idle", busy)
 
 
 @pytest.mark.parametrize("name", fix_programs.PROGRAMS)

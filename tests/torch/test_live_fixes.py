@@ -33,7 +33,7 @@ from keepbusy.timeline.files import BadInput
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     busy = staticmethod(lambda _: False)  # that a program this small waits for nothing is no reason to leave it alone
-    monkeypatch.setattr("keepbusy.fix.live.batch_copies.DeferredCopies._is_idle", busy)
+    monkeypatch.setattr("keepbusy.fix.live.host_waits.DeferredCopies._is_idle", busy)
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
     )  # seconds for a worker to end by itself

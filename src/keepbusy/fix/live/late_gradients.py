@@ -1,7 +1,7 @@
 """Gradients of DistributedDataParallel that travel between ranks once a step, with those of the last micro-batch.
 
 What the ranks add up is the same, in another order, so it is asked for by name. The source shows which turn is the last
-(`last_turns`); in the first steps it is seen that this holds, and that all ranks see the same. Ranks must do the same
+(`loop_turns`); in the first steps it is seen that this holds, and that all ranks see the same. Ranks must do the same
 from then on, so this is not switched off and on to compare times. Whoever looks at gradients meanwhile gets what all
 ranks together have, and that ends it; so does an optimizer that steps in a turn that was not to be the last.
 """

@@ -154,14 +154,11 @@ class LiveFixes:
         if torch.version.cuda is None:  # the driver itself is not woken here: the program may yet choose its devices
             return
         from keepbusy.fix.graph.graphed_modules import GraphedModules
-        from keepbusy.fix.live.batch_copies import DeferredCopies
-        from keepbusy.fix.live.calls import KeptCache, QuickCollection, SkippedWaits
-        from keepbusy.fix.live.draws import DrawsAhead
-        from keepbusy.fix.live.foreach import ForeachLoops
+        from keepbusy.fix.live.host_numbers import DrawsAhead, LateNumbers
+        from keepbusy.fix.live.host_waits import DeferredCopies, KeptCache, QuickCollection, SkippedWaits
+        from keepbusy.fix.live.joint_launches import ForeachLoops, FusedOptimizers
         from keepbusy.fix.live.late_gradients import LateGradients
-        from keepbusy.fix.live.late_numbers import LateNumbers
         from keepbusy.fix.live.more_workers import MoreWorkers
-        from keepbusy.fix.live.optimizers import FusedOptimizers
         from keepbusy.fix.live.trial import FixTrial, InferenceTurns
 
         trial = self.trial = FixTrial()
