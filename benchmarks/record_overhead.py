@@ -302,7 +302,7 @@ def switched(make: Callable[[], Step], seconds: float, is_whole: bool) -> dict[s
 
 def calls_of_a_mark() -> dict[str, float]:
     """Microseconds of what a mark asks of the driver, each between two pieces of other work, as in a program."""
-    from keepbusy.recording.marks import Cuda
+    from keepbusy.recording.step_clock import Cuda
 
     work, device, took = small_batches(), Cuda(), dict[str, list[float]]()
 

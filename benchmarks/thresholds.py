@@ -112,12 +112,10 @@ RECORDED = {
         Threshold("LEAD_FROM", -INFINITE, "A host that is half a step ahead does not set the pace."),
         Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),
     ),
-    "keepbusy.recording.window": (
+    "keepbusy.recording.windows": (
         Threshold("SLOWED", INFINITE, "A turn recorded twice as long, and not ended, was slowed by its lines."),
         Threshold("FAR_LONGER", INFINITE, "Two turns four times as long as usual are not all that is wanted."),
         Threshold("WHOLE_TURNS_AFTER", INFINITE, "A window that was open for 0.1 s closes with its second turn."),
-    ),
-    "keepbusy.recording.window_plan": (
         Threshold("DELAYED_SHARE", INFINITE, "Where others had the processors for 5% of the run no change counts."),
     ),
     "keepbusy.recording.recorder": (
@@ -160,11 +158,9 @@ BOUNDS = {
     "keepbusy.recording.turn_times": (
         *("COURSE_ROWS", "STALL_MATTERS", "WHIM_MATTERS", "NO_LEAD", "CHANGE", "CERTAINTY", "LASTING_TIME"),
     ),
-    "keepbusy.recording.window": (
+    "keepbusy.recording.windows": (
         *("SETTLING_TURNS", "SETTLES_WITHIN", "RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST"),
         *("NEXT_ASK", "DEVICE_PATIENCE", "EVENTS_AT_ONCE", "EVENTS_A_TENSOR"),
-    ),
-    "keepbusy.recording.window_plan": (
         *("WINDOWS_SHARE", "WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "STEPS_KNOWN", "MARKS_CONSIDERED"),
         *(
             "THINKING_SHARE",

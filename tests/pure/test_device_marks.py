@@ -8,20 +8,21 @@ from clocks import LAUNCH, PaperDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.recording.marks import (
+from keepbusy.recording.run_counters import Pauses
+from keepbusy.recording.step_clock import (
     CLOCK_DRIFT,
+    ENDS,
     EVENT_EVERY,
     EVENTS_IN_FLIGHT,
     KEEPS_UP_FOR,
     DeviceMarks,
     Marks,
     MarkTable,
+    StepSource,
     leads,
     steps_of,
     where_it_keeps_up,
 )
-from keepbusy.recording.run_counters import Pauses
-from keepbusy.recording.step_detector import ENDS, StepSource
 from keepbusy.timeline.model import NONE
 
 MS = 1_000_000
@@ -191,7 +192,7 @@ def test_marks_never_decrease(work: list[int]) -> None:
 
 def test_of_a_long_run_the_older_half_of_the_marks_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of those that the device has still to pass."""
-    monkeypatch.setattr("keepbusy.recording.marks.KEPT_MARKS", 8)
+    monkeypatch.setattr("keepbusy.recording.step_clock.KEPT_MARKS", 8)
     device = PaperDevice()
     marks, table = loop(device, 21, host=1 * MS, work=100 * MS)
     device.now = device.done + LAUNCH
@@ -207,7 +208,7 @@ def test_of_a_long_run_the_older_half_of_the_marks_goes(monkeypatch: pytest.Monk
 def test_the_share_without_a_processor_is_of_the_time_until_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not until the last mark: what a program does after its steps is waited for, too."""
     device = PaperDevice()
-    monkeypatch.setattr("keepbusy.recording.marks.without_processor", lambda _: device.now // 4)
+    monkeypatch.setattr("keepbusy.recording.step_clock.without_processor", lambda _: device.now // 4)
     marks = Marks(clock=device.clock)
     marks._ends.source, marks._allocations.due = StepSource.STEP, 1 << 62
     for _ in range(3):

@@ -17,10 +17,9 @@ from keepbusy.instrument.loop_tree import beside, innermost_loops, jumps_of, rea
 from keepbusy.instrument.loops import Line
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.marks import Marks
 from keepbusy.recording.run_counters import GpuShare, uses_gpu
-from keepbusy.recording.step_detector import ENDS
-from keepbusy.recording.window_plan import whole_step
+from keepbusy.recording.step_clock import ENDS, Marks
+from keepbusy.recording.windows import whole_step
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
 

@@ -21,7 +21,7 @@ from keepbusy.recording.line_log import (
     follower,
 )
 from keepbusy.recording.recorded_run import placed, trace_offset
-from keepbusy.recording.window import Tick
+from keepbusy.recording.windows import Tick
 from keepbusy.timeline.frame_roles import OWN_STEP, Owner, described
 from keepbusy.timeline.model import Frames
 from keepbusy.traces.kineto_names import Category

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.recording.step_detector import BEGINS, ENDS, GOES_ON, PATIENCE, Rounds
+from keepbusy.recording.step_clock import BEGINS, ENDS, GOES_ON, PATIENCE, Rounds
 
 
 def ends(*who: int) -> list[int]:

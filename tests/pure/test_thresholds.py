@@ -44,8 +44,9 @@ def test_each_threshold_has_a_name_of_its_own_and_is_switched_off_everywhere() -
 
 
 def test_what_another_module_imported_by_name_is_switched_off_too() -> None:
-    from keepbusy.recording import window, window_plan
+    from keepbusy.instrument import loop_tree
+    from keepbusy.recording import step_clock
 
-    with thresholds.switched_off("whole_turns_after"):
-        assert window.WHOLE_TURNS_AFTER == window_plan.WHOLE_TURNS_AFTER == thresholds.INFINITE
-    assert window.WHOLE_TURNS_AFTER == window_plan.WHOLE_TURNS_AFTER == 100_000_000
+    with thresholds.switched_off("patience"):
+        assert loop_tree.PATIENCE == step_clock.PATIENCE == thresholds.INFINITE
+    assert loop_tree.PATIENCE == step_clock.PATIENCE == 8

@@ -16,9 +16,9 @@ from marked_runs import MAIN, MS, looks, steps
 
 from keepbusy.instrument.loop_tree import BusyLoop, LoopSite, worth_a_look
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at
-from keepbusy.recording.window import SETTLING_TURNS
-from keepbusy.recording.window_plan import (
+from keepbusy.recording.windows import (
     KEPT_WINDOWS,
+    SETTLING_TURNS,
     THINKING_ALLOWANCE,
     THINKING_SHARE,
     TOLD_AHEAD,

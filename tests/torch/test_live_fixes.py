@@ -25,7 +25,7 @@ from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
 from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
 from keepbusy.instrument.patches import Patches, left_alone
-from keepbusy.recording.marks import Cuda, Marks
+from keepbusy.recording.step_clock import Cuda, Marks
 from keepbusy.timeline.files import BadInput
 
 

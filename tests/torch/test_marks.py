@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_python import SOURCES, warm
 
 import keepbusy
-from keepbusy.recording.marks import SETTLING_MARKS, Cuda, Marks
 from keepbusy.recording.run_counters import KEPT_TURNS, Loaders, Pauses, without_processor
-from keepbusy.recording.step_detector import SILENT_AFTER
+from keepbusy.recording.step_clock import SETTLING_MARKS, SILENT_AFTER, Cuda, Marks
 from keepbusy.timeline.run_facts import FiguresFile, PlainRun
 
 MS = 1_000_000
@@ -407,7 +406,7 @@ def test_a_run_is_steady_or_it_is_not(program: Program) -> None:
 
 def test_a_processor_that_others_take_is_counted(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = iter([5 * MS, 5 * MS + 250 * MS])
-    monkeypatch.setattr("keepbusy.recording.marks.without_processor", lambda thread: next(waited))
+    monkeypatch.setattr("keepbusy.recording.step_clock.without_processor", lambda thread: next(waited))
     with Program(machine) as program:
         for _ in range(101):
             program.works(10 * MS)
@@ -481,7 +480,7 @@ def test_whoever_looks_on_finds_the_latest_figures(machine: object, tmp_path: Pa
 COMPILED = """\
 import torch
 from torch import nn
-from keepbusy.recording.marks import Marks
+from keepbusy.recording.step_clock import Marks
 
 marks = Marks()
 marks.begin()
@@ -535,7 +534,7 @@ def test_an_error_of_the_programs_shows_nothing_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
     code = (
         "import sys; from pathlib import Path; from keepbusy.instrument import script; "
-        "from keepbusy.recording.marks import Marks; "
+        "from keepbusy.recording.step_clock import Marks; "
         "Marks().begin(); sys.exit(script.run_file(Path(sys.argv[1]), []))"
     )
     done = warm().python("-c", code, str(tmp_path / "train.py"), cwd=tmp_path)

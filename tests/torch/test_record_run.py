@@ -189,7 +189,7 @@ def test_a_program_without_steps_is_told_what_to_call(record, tmp_path: Path) ->
 
 
 IS_IN_NO_HURRY = """\
-import keepbusy.recording.window as window
+import keepbusy.recording.windows as window
 window.WHOLE_TURNS_AFTER = window.LONGEST_OPEN = 10**11
 """
 """A window closes sooner where steps take long, as on a busy machine."""
@@ -308,8 +308,8 @@ def test_a_spawned_rank_that_fails_too_early_is_said_to_be_missing(record, tmp_p
 
 LOOKS_OFTEN = """\
 import keepbusy.recording.recorder as recorder
-import keepbusy.recording.window as window
-import keepbusy.recording.window_plan as plan
+import keepbusy.recording.windows as window
+import keepbusy.recording.windows as plan
 window.HELD_UP_AT_ONCE = 10**10
 plan.THINKING_SHARE, plan.WINDOWS_SHARE, recorder._THINKS_EVERY = 1.0, 1.0, 200_000_000
 """

@@ -22,16 +22,16 @@ from keepbusy.instrument.loops import Line
 from keepbusy.recording.line_log import LINES, NOTHING
 from keepbusy.recording.recorded_run import _notes, _with_a_window, facts_in, timeline_in
 from keepbusy.recording.recorder import STEPS_BEFORE_WINDOW, STEPS_TO_LET_GO, Run, RunOptions
-from keepbusy.recording.window import (
+from keepbusy.recording.windows import (
     LONGEST_OPEN,
     RECORDED_TURNS,
     SETTLES_WITHIN,
     SETTLING_TURNS,
     TRACE,
+    Occasion,
     Window,
     _tells_of_the_device,
 )
-from keepbusy.recording.window_plan import Occasion
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, STALL
 
@@ -77,7 +77,7 @@ def busy_turn(window: Window, milliseconds: int = 3_000) -> None:
 def test_a_window_within_a_long_turn_closes_where_a_line_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    monkeypatch.setattr("keepbusy.recording.window.LONGEST_OPEN", 10_000_000)
+    monkeypatch.setattr("keepbusy.recording.windows.LONGEST_OPEN", 10_000_000)
     told: list[int] = []
     window = Window(tmp_path, closed=lambda: told.append(1))
     window.usual, window.longest = 60_000_000, 10_000_000
@@ -379,14 +379,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("is_available", "is_initialized"):  # the profiler asks no device that there is not
         monkeypatch.setattr(torch.cuda, name, lambda: False)
     for name in ("LONGEST_OPEN", "WHOLE_TURNS_AFTER"):
-        monkeypatch.setattr(f"keepbusy.recording.window.{name}", 1 << 60)
+        monkeypatch.setattr(f"keepbusy.recording.windows.{name}", 1 << 60)
 
 
 @pytest.fixture
 def deaf(patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A process whose GPU makes tensors, of which its profiler tells nothing."""
     made = itertools.count(1)
-    monkeypatch.setattr("keepbusy.recording.window.allocations_so_far", lambda: next(made))
+    monkeypatch.setattr("keepbusy.recording.windows.allocations_so_far", lambda: next(made))
     return Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
 
 

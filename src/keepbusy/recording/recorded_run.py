@@ -13,7 +13,7 @@ import numpy as np
 
 from keepbusy.recording.line_log import LineRecord, Stretch
 from keepbusy.recording.recorder import FACTS
-from keepbusy.recording.window import LINES, TRACE, Tick
+from keepbusy.recording.windows import LINES, TRACE, Tick
 from keepbusy.timeline.files import BadInput, typed
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline

@@ -1,7 +1,7 @@
 """A program on a real GPU, from its first step on: the run is watched throughout, and a few turns are recorded closely.
 
 What is dear is done in a thread beside the program: it looks at the stack, reads what the driver knows, plans further
-windows (`window_plan.py`) and writes down what is known by now. `Session` does the same from within a program.
+windows (`windows.py`) and writes down what is known by now. `Session` does the same from within a program.
 """
 
 from __future__ import annotations
@@ -35,11 +35,21 @@ from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatc
 from keepbusy.instrument.patches import when_imported
 from keepbusy.instrument.processes import follow, make_folder
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.marks import Marks
 from keepbusy.recording.run_counters import GpuShare, Loaders, uses_gpu
+from keepbusy.recording.step_clock import Marks
 from keepbusy.recording.turn_times import mean, step_looks, trimmed
-from keepbusy.recording.window import LONGEST_OPEN, SETTLES_WITHIN, OtherProfilers, Window
-from keepbusy.recording.window_plan import TURNS_KNOWN, Occasion, SharedWindows, WindowPlan, is_granted, whole_step
+from keepbusy.recording.windows import (
+    LONGEST_OPEN,
+    SETTLES_WITHIN,
+    TURNS_KNOWN,
+    Occasion,
+    OtherProfilers,
+    SharedWindows,
+    Window,
+    WindowPlan,
+    is_granted,
+    whole_step,
+)
 from keepbusy.timeline.files import BadInput, replacing
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.run_facts import DRIFT, SCRIPT, Part

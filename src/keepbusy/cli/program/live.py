@@ -140,7 +140,7 @@ class _Window:
 
 def _has_closed(process: Path) -> bool:
     from keepbusy.recording.recorded_run import facts_in
-    from keepbusy.recording.window import TRACE
+    from keepbusy.recording.windows import TRACE
 
     return (process / TRACE).exists() and bool(facts_in(process).get("closed"))
 
