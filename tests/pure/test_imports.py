@@ -160,7 +160,7 @@ LINES = {
     "timeline": 2506,
     "traces": 2373,
     "instrument": 2329,
-    "recording": 4061,
+    "recording": 4056,
     "virtual": 8655,
     "explain": 4500,
     "report": 3139,
