@@ -47,7 +47,7 @@ __all__ = ["CAUSES", "explain"]
 
 Say = Callable[[str, float], Any]
 """Who wants to know how far it is: what is being done, and which share is done."""
-LONGEST_STEP = 1 << 62
+_LONGEST_STEP = 1 << 62
 
 
 def explain(
@@ -135,7 +135,7 @@ def _explained(
     told = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual, what_if)
     say("searching for the plan", 0.7)
     plan, run = plan_of(story.scene, story.forecast, story.found), timeline.facts.run
-    rare = rare_of(timeline, told, workers)
+    rare = _rare_steps(timeline, told, workers)
     told = replace(
         told,
         loop=timeline.facts.loop,
@@ -147,11 +147,11 @@ def _explained(
         turns=story.turns() if turns else None,
         draw=story.turns,
         rare=rare,
-        later=later_of(timeline, workers),
+        later=_changed_steps(timeline, workers),
         notes=(
             *_notes(whole, story, told.plain_given),
             *told.notes,
-            *left_unexplained(timeline, rare),
+            *_left_unexplained(timeline, rare),
             *_behind_others(story, plan),
         ),
     )
@@ -346,7 +346,7 @@ def _loop_of_marks(timeline: Timeline) -> Part | None:
 def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequence[str], workers: int) -> None:
     if not isinstance(timeline, Timeline):
         raise BadInput(f"explain was given {timeline!r:.80}; give what keepbusy.read or keepbusy.load returns.")
-    if plain_step is not None and not (isinstance(plain_step, Real) and 1 <= plain_step <= LONGEST_STEP):
+    if plain_step is not None and not (isinstance(plain_step, Real) and 1 <= plain_step <= _LONGEST_STEP):
         raise BadInput(f"plain_step={plain_step!r} is not the time of a step; give nanoseconds, 1 or more.")
     if not isinstance(workers, int) or workers < 1:
         raise BadInput(f"workers={workers!r} is no number of workers; give 1 or more.")
@@ -359,7 +359,7 @@ def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequen
 
 # further windows of the run
 
-REPLAYABLE = 150_000
+_REPLAYABLE = 150_000
 """Rows of a rare step: to replay more takes too long, since no part of it repeats itself."""
 _WRITES = ("host_work", "blocking_copy", "host_sync")
 
@@ -374,7 +374,7 @@ def ordinary_steps(timeline: Timeline) -> Timeline:
     return without_steps(timeline, {one for one in numbers if any(stall.comes_in(one) for stall in stalls)})
 
 
-def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[RareStep, ...]:
+def _rare_steps(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[RareStep, ...]:
     """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has.
 
     Of windows on the same stall the one counts in which fixing gains most: what the stall is was seen best there.
@@ -387,18 +387,18 @@ def rare_of(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[Rare
     return tuple(one for one in seen if best[one.stall] is one)
 
 
-def left_unexplained(timeline: Timeline, rare: Sequence[RareStep]) -> Iterator[str]:
+def _left_unexplained(timeline: Timeline, rare: Sequence[RareStep]) -> Iterator[str]:
     """A sentence for each further window that told nothing."""
     explained_steps = {one.step for one in rare}
     for window in timeline.further:
         step = window.facts.reason.step if window.facts.reason else None
         if step is not None and step not in explained_steps:
-            many = len(window) > REPLAYABLE
+            many = len(window) > _REPLAYABLE
             why = "it holds too many spans to be replayed" if many else "no stall came, or not as the marks show it"
             yield f"A stall was foreseen for step {step}, and a window was open then: {why}."
 
 
-def later_of(timeline: Timeline, workers: int) -> ChangedSteps | None:
+def _changed_steps(timeline: Timeline, workers: int) -> ChangedSteps | None:
     """What steps are like since they have changed."""
     for window in timeline.further:
         reason = window.facts.reason
@@ -418,7 +418,7 @@ def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> RareStep | No
     number = reason.step
     stall = _stall(ordinary.plain_runs, number) or reason.stall
     window = step_alone(further, range(number - 1, number + 2))
-    if stall is None or window is None or len(window) > REPLAYABLE:
+    if stall is None or window is None or len(window) > _REPLAYABLE:
         return None
     with suppress(BadInput):
         plain = usual + stall.time

@@ -51,7 +51,7 @@ TIMES_AS_MANY = 4
 """Nobody knows how many workers a loader has; the prediction is for so many times as many."""
 UNEQUAL_TIMES = 1.1
 """Device work is unequal where a rank has so many times as much of it as its peers."""
-WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
+_WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
 """What is around the calls that are made of gradients, and no part of them."""
 _ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
 """What differs in a frame's name from call to call: the address of an object, the number of a module."""
@@ -282,7 +282,7 @@ class Scene:
         return path[:-1]
 
 
-def find_reads(scene: Scene, draft: Draft) -> None:
+def _find_reads(scene: Scene, draft: Draft) -> None:
     syncs = np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
     frame = scene.outermost(scene.frames_with(Role.READS))
     draft.edit.drop_wait[syncs] = True
@@ -339,7 +339,7 @@ def _sync_of_frame(frame: Ints, syncs: Ints) -> Ints:
     return result
 
 
-def find_blocking(scene: Scene, draft: Draft) -> None:
+def _find_blocking(scene: Scene, draft: Draft) -> None:
     spans = scene.timeline.spans
     # all that come in, and large ones that go out: a small one is a read
     inbound = spans.direction == Direction.HOST_TO_DEVICE
@@ -357,7 +357,7 @@ def find_blocking(scene: Scene, draft: Draft) -> None:
     draft.culprit[syncs] = scene.sync_of_copy[scene.copy_of_sync[syncs]]
 
 
-def find_in_line(scene: Scene, draft: Draft) -> None:
+def _find_in_line(scene: Scene, draft: Draft) -> None:
     """Asynchronous, and yet the compute waits for it: on its own stream, or on one that it waits for at once."""
     spans = scene.timeline.spans
     inbound, outbound = (spans.direction == way for way in (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
@@ -367,7 +367,7 @@ def find_in_line(scene: Scene, draft: Draft) -> None:
     draft.culprit[copies] = scene.launch[copies]
 
 
-def find_input(scene: Scene, draft: Draft) -> None:
+def _find_input(scene: Scene, draft: Draft) -> None:
     """The loader prepares its batch in the training process, or its workers are too few."""
     spans = scene.timeline.spans
     batches = np.flatnonzero(scene.by_workers)
@@ -389,7 +389,7 @@ def find_input(scene: Scene, draft: Draft) -> None:
     draft.culprit[rows] = first_of_frame
 
 
-def find_made(scene: Scene, draft: Draft) -> None:
+def _find_made(scene: Scene, draft: Draft) -> None:
     """Drawn or filled on the host, at most transformed elementwise, and sent to the device at once."""
     spans = scene.timeline.spans
     copies = np.flatnonzero(scene.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES))
@@ -419,7 +419,7 @@ def _making(scene: Scene, launch: int) -> Ints:
     return np.array(heavy if makes else [], np.int64)
 
 
-def find_launches(scene: Scene, draft: Draft) -> None:
+def _find_launches(scene: Scene, draft: Draft) -> None:
     """Everything that a captured graph would not do again: launches, and the host work between them."""
     spans = scene.timeline.spans
     host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
@@ -435,21 +435,21 @@ def find_launches(scene: Scene, draft: Draft) -> None:
     draft.culprit[commands] = scene.launch[commands]
 
 
-def find_allocations(scene: Scene, draft: Draft) -> None:
+def _find_allocations(scene: Scene, draft: Draft) -> None:
     """cudaMalloc and cudaFree in the steady state: memory that the caching allocator should have kept."""
     rows = np.flatnonzero(scene.timeline.spans.kind == Kind.ALLOCATE)
     draft.edit.drop[rows] = True
     draft.culprit[rows] = rows
 
 
-def find_work(scene: Scene, draft: Draft) -> None:
+def _find_work(scene: Scene, draft: Draft) -> None:
     """Python or CPU operators that keep the training thread from launching."""
     rows = np.flatnonzero(scene.is_heavy)
     draft.edit.drop[rows] = True
     draft.culprit[rows] = rows
 
 
-def find_exposed(scene: Scene, draft: Draft) -> None:
+def _find_exposed(scene: Scene, draft: Draft) -> None:
     """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute.
 
     What comes through the memory of hosts holds Python up, and would not from GPU to GPU.
@@ -474,7 +474,7 @@ def _sent_early(scene: Scene, travels: Mask) -> tuple[dict[int, Ints], Mask]:
     """
     timeline, early = scene.timeline, dict[int, Ints]()
     of_gradients = np.zeros(len(timeline), bool)
-    for passes in accumulated(scene):
+    for passes in _accumulated(scene):
         collectives = np.concatenate([one.gradients_of(scene, travels) for one in passes])
         if not len(passes[-1].gradients_of(scene, travels)):
             continue
@@ -523,7 +523,7 @@ class BackwardPass:
         launch, spans, frames = int(scene.launch[row]), scene.timeline.spans, scene.timeline.frames
         begins = int(spans.end[self.last]) if launch > self.last else 0
         frame, call = int(spans.frame[launch]), NONE
-        while frame != NONE and frames.start[frame] >= begins and not frames.role[frame] & WHOLE_PASS:
+        while frame != NONE and frames.start[frame] >= begins and not frames.role[frame] & _WHOLE_PASS:
             frame, call = int(frames.parent[frame]), frame
         if call == NONE:
             return np.array([launch, row], np.int64)
@@ -535,7 +535,7 @@ class BackwardPass:
         return np.concatenate([inside, commands])
 
 
-def accumulated(scene: Scene) -> Iterator[list[BackwardPass]]:
+def _accumulated(scene: Scene) -> Iterator[list[BackwardPass]]:
     """Backward passes in a row, whose gradients the optimizer uses together; two or more.
 
     Of a rank that takes no step itself, but is sent the new weights, nobody knows which ones these are.
@@ -577,7 +577,7 @@ def without_messages(scene: Scene) -> Edit:
     return edit
 
 
-def find_late(scene: Scene, draft: Draft) -> None:
+def _find_late(scene: Scene, draft: Draft) -> None:
     """What a rank does beyond its peers in every step, on its host or on its device."""
     if len(scene.timeline.ranks) > 1:
         if stretches := host_stretches(scene.timeline):
@@ -610,7 +610,7 @@ def _cut_to_peers(scene: Scene, draft: Draft, stretches: Stretches) -> None:
 
 def _share_device_work(scene: Scene, draft: Draft) -> None:
     """Device work that is unequal is shared out, stretch by stretch: nobody has less to do altogether."""
-    spent, stretch = device_work(scene)
+    spent, stretch = _device_work(scene)
     mean = spent.sum(axis=1) / scene.steps
     peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
     late = mean > UNEQUAL_TIMES * peers
@@ -625,7 +625,7 @@ def _share_device_work(scene: Scene, draft: Draft) -> None:
     draft.culprit[rows[~is_late]] = int(culprit[is_late][0])  # they change along with the late one's
 
 
-def device_work(scene: Scene) -> tuple[Floats, Ints]:
+def _device_work(scene: Scene) -> tuple[Floats, Ints]:
     """For each rank, and each stretch between collectives (or step), what its device has to do, collectives aside.
 
     And of each row its index in that table, NONE where it does not count.
@@ -646,13 +646,13 @@ def device_work(scene: Scene) -> tuple[Floats, Ints]:
 
 
 OF_ONE_HOST: dict[str, Callable[[Scene, Draft], None]] = {
-    "host_sync": find_reads,
-    "blocking_copy": find_blocking,
-    "copy_not_overlapped": find_in_line,
-    "input_late": find_input,
-    "made_on_host": find_made,
-    "launch_bound": find_launches,
-    "allocator": find_allocations,
-    "host_work": find_work,
+    "host_sync": _find_reads,
+    "blocking_copy": _find_blocking,
+    "copy_not_overlapped": _find_in_line,
+    "input_late": _find_input,
+    "made_on_host": _find_made,
+    "launch_bound": _find_launches,
+    "allocator": _find_allocations,
+    "host_work": _find_work,
 }
-FINDERS = OF_ONE_HOST | {"peer_late": find_late, "exposed_collective": find_exposed}
+FINDERS = OF_ONE_HOST | {"peer_late": _find_late, "exposed_collective": _find_exposed}

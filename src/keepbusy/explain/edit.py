@@ -88,13 +88,9 @@ class Finding:
     cause: str
     edit: Edit
     culprit: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
+    rows: Ints  # the rows to blame
     count: int  # how often it was met
     places: Mapping[Where, Ints] = field(default_factory=dict)  # the rows to blame, by where they stand in the program
-
-    @property
-    def rows(self) -> Ints:
-        """The rows to blame."""
-        return np.unique(self.culprit[self.culprit != NONE])
 
     def only(self, rows: Ints) -> Edit:
         """The edit of these culprits alone."""
@@ -116,8 +112,8 @@ class Draft:
 
     def finding(self) -> Finding:
         culprit = np.where(self.edit.touched, self.culprit, NONE)
-        met = len(np.unique(culprit[culprit != NONE])) if self.count is None else self.count
-        return Finding(self.cause, self.edit, culprit, met)
+        rows = np.unique(culprit[culprit != NONE])
+        return Finding(self.cause, self.edit, culprit, rows, len(rows) if self.count is None else self.count)
 
 
 def apply(timeline: Timeline, edit: Edit) -> Timeline:

@@ -49,13 +49,13 @@ MERGED_WORK = 0.5
 keeps it. The range goes from none of it to all."""
 FEWEST_ROUNDS = 8
 """Of less nobody makes one call."""
-SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
-BOTH_WAYS = (
+_SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
+_BOTH_WAYS = (
     "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
 )
-ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu")
+_ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
-WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
+_WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 """Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""
 
 
@@ -308,7 +308,7 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     )
     for one in chain(of_causes, () if as_it_is else _of_rounds(scene)):
         same = named[one.remedy.fix]
-        whole = one.remedy.fix in ONE_FIX or (not one.bounds and one.causes[0] in WHOLE_LOOP)
+        whole = one.remedy.fix in _ONE_FIX or (not one.bounds and one.causes[0] in _WHOLE_LOOP)
         # the same fix at the same place is one, however it was found
         alike = same[:1] if whole else [other for other in same if other.named == one.named]
         named[one.remedy.fix] = [
@@ -328,7 +328,7 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
         mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
-        for places, beside in _changed_together(mine, cause in WHOLE_LOOP or remedy.fix in ONE_FIX):
+        for places, beside in _changed_together(mine, cause in _WHOLE_LOOP or remedy.fix in _ONE_FIX):
             rows = np.concatenate([groups[place] for place in (*places, *beside)])
             edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
             if cause == "made_on_host" and "blocking_copy" in found:
@@ -338,7 +338,7 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
             bounds = tuple[Edit, ...]()
             if remedy.fix in ("compute_on_gpu", "decide_on_gpu"):  # nobody knows how much of it a GPU can do
                 bounds = (edit, Edit.nothing(scene.timeline))
-            reason = BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
+            reason = _BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
 
 
@@ -384,7 +384,7 @@ def _of_pipeline(scene: Scene) -> Iterator[Candidate]:
     receives = messages[scene.within(Role.RECEIVES)[messages]]
     places = by_place(scene, receives if len(receives) else messages)
     edit, share = without_messages(scene), 1.0 - pipeline.stays
-    reason = SMALLER_PIECES if remedy.fix == "cut_into_micro_batches" else ""
+    reason = _SMALLER_PIECES if remedy.fix == "cut_into_micro_batches" else ""
     yield Candidate(remedy, tuple(places), ("pipeline_bubble",), edit, share=share, reason=reason)
 
 

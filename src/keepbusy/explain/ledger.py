@@ -34,7 +34,7 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
 from keepbusy.explain.remedies import by_place, late_ranks, lesson, places_of_rows, remedy_for, what_happened
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Mask, Timeline
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Timeline
 from keepbusy.timeline.replay import Replayed, at_work_from, pace, steady
 
 
@@ -65,12 +65,20 @@ class StepParts:
 
 def busy(timeline: Timeline, steady: Replayed) -> StepParts:
     """How a step of this steady replay is spent on the device."""
-    replayed = timeline.change_spans(start=steady.start, end=steady.end)
-    steps = len(timeline.marks_of(timeline.ranks[0]))
-    rank = replayed.rank_of_rows
-    shares = np.array([_shares(replayed, rank == one, steady.pace * steps) for one in timeline.ranks])
-    computing, copying, wire = (float(share) for share in shares.mean(axis=0) / steps)
-    return StepParts(steady.pace, computing, copying, wire, _side_lane(timeline.lanes[steady.slowest]))
+    spans, steps = timeline.spans, len(timeline.marks_of(timeline.ranks[0]))
+    start = at_work_from(spans.kind, steady.start, steady.end, np.maximum(spans.work, 0))
+    slowest = timeline.lanes[steady.slowest]
+    is_wire = spans.kind == Kind.COLLECTIVE
+    is_copy = (spans.kind == Kind.COPY) | (spans.kind == Kind.FILL)  # also within the device: nothing is computed
+    is_compute = timeline.on_device & ~is_copy & ~is_wire
+    reached = np.zeros((len(timeline.ranks), 3))
+    for place, rank in enumerate(timeline.ranks):
+        mine = timeline.rank_of_rows == rank
+        for layer, rows in enumerate((is_compute, is_compute | is_copy, is_compute | is_copy | is_wire)):
+            taken = rows & mine
+            reached[place, layer] = covered(start[taken], steady.end[taken], steady.pace * steps)
+    computing, copying, wire = (np.diff(reached, axis=1, prepend=0.0).mean(axis=0) / steps).tolist()
+    return StepParts(steady.pace, computing, copying, wire, _side_lane(slowest))
 
 
 def _side_lane(lane: Lane) -> SideLane:
@@ -78,20 +86,6 @@ def _side_lane(lane: Lane) -> SideLane:
     if lane.device is None and lane.name == WORKERS:
         return SideLane.WORKERS
     return SideLane(-lane.number) if -lane.number in set(SideLane) else SideLane.STAY
-
-
-def _shares(timeline: Timeline, mine: Mask, around: float) -> tuple[float, float, float]:
-    spans = timeline.spans
-    wire = spans.kind == Kind.COLLECTIVE
-    copying = (spans.kind == Kind.COPY) | (spans.kind == Kind.FILL)  # also within the device: nothing is computed
-    computing = timeline.on_device & ~copying & ~wire
-    start = at_work_from(spans.kind, spans.start, spans.end, np.maximum(spans.work, 0))
-    reached: list[float] = []
-    taken = np.zeros(len(timeline), bool)
-    for these in (computing, copying, wire):
-        taken |= these & mine
-        reached.append(covered(start[taken], spans.end[taken], around))
-    return reached[0], reached[1] - reached[0], reached[2] - reached[1]
 
 
 def covered(start: Ints, end: Ints, around: float) -> float:
@@ -169,7 +163,7 @@ EXACT_ORDERS = 5
 SAMPLED_ORDERS = 6
 
 
-def mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]], float]) -> dict[str, float]:
+def _mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]], float]) -> dict[str, float]:
     """What each cause takes away of what is left, whichever of the others were fixed before it (its Shapley value).
 
     `left_after` tells what is left once these are fixed. No fix gives back what another one took. A sample of orders
@@ -191,16 +185,16 @@ def mean_over_orders(causes: Sequence[str], left_after: Callable[[frozenset[str]
     return taken
 
 
-LESS_PARTICULAR = ("blocking_copy", "copy_not_overlapped", *RESIDUAL)
+_LESS_PARTICULAR = ("blocking_copy", "copy_not_overlapped", *RESIDUAL)
 """Causes that come after others of the same gain, which say more of what to do."""
-CAUSES_OF = {
+_CAUSES_OF = {
     SideLane.FETCH: ("blocking_copy", "copy_not_overlapped"),
     SideLane.RETURN: ("blocking_copy",),
     SideLane.WIRE: ("exposed_collective",),
     SideLane.WORKERS: ("input_late",),
 }
 """Whose work it is that moves to a side lane."""
-SILENT_CAUSES = (*RESIDUAL, "exposed_collective", "made_on_host")
+_SILENT_CAUSES = (*RESIDUAL, "exposed_collective", "made_on_host")
 """Causes that are not worth a line when they cost nothing."""
 SHARE_IN_LEDGER = 0.005
 """Of the step: causes that change less of it, fixed alone or last, take what the others leave in the ledger."""
@@ -276,7 +270,7 @@ class Story:
         """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
         known = set(self.found) - ({"launch_bound"} if self.scene.timeline.facts.compiled_eagerly else set())
         claimed = [cause for cause in self.found if cause in known and self.gain(cause) > self.forecast.noise]
-        return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in LESS_PARTICULAR))
+        return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in _LESS_PARTICULAR))
 
     def turns(self) -> Turns:
         """The turns that were replayed, for who draws them. The causes that gain something come first."""
@@ -306,7 +300,7 @@ class Story:
         wire = min(left - copying, last.wire)
         left -= copying + wire
         # where even the moved work is the slowest, what is left is its cause's, too: workers can only do so much
-        whose = [cause for cause in (*named, *self.found) if cause in CAUSES_OF.get(last.paced_by, ())]
+        whose = [cause for cause in (*named, *self.found) if cause in _CAUSES_OF.get(last.paced_by, ())]
         still = whose[0] if whose else "unknown"
         rest = {COPYING: copying, WIRE: wire, still: waits.get(still, 0.0) + left}
         return _rounded(self.plain.step, {COMPUTING: self.unchanged.computing, **waits, **rest})
@@ -338,7 +332,7 @@ class Story:
             alone = start - left_after(frozenset([cause]))
             last = left_after(frozenset(causes) - {cause}) - end if alone < least else alone
             large += [cause] if max(alone, last) >= least else []
-        waits = mean_over_orders(large, left_after)
+        waits = _mean_over_orders(large, left_after)
         rest = start - sum(waits.values())
         for place, cause in enumerate(small := [cause for cause in causes if cause not in large], 1):
             after = min(rest, left_after(frozenset([*large, *small[:place]])))
@@ -397,7 +391,7 @@ class Story:
         found, noise = frozenset(self.found), self.forecast.noise
         if self.scene.timeline.facts.runs_once:
             return {}
-        seen = [cause for cause in found.difference(SILENT_CAUSES) if self.gain(cause) <= noise]
+        seen = [cause for cause in found.difference(_SILENT_CAUSES) if self.gain(cause) <= noise]
         everything = self.forecast.gain(self.edit_of(found))
         last = {cause: everything - self.forecast.gain(self.edit_of(found - {cause})) for cause in sorted(seen)}
         return {cause: gain for cause, gain in last.items() if gain > noise}
@@ -411,7 +405,7 @@ class Story:
         else:
             why = "something else holds the step up at the same time"
         rows, spans = [], self.scene.timeline.spans
-        told = {*named, *SILENT_CAUSES, *self.behind_others()}
+        told = {*named, *_SILENT_CAUSES, *self.behind_others()}
         for cause, finding in self.found.items():
             if cause not in told:
                 for place, mine in self._seen_in_vain(finding).items():

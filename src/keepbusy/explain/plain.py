@@ -64,14 +64,14 @@ def deflate(timeline: Timeline, factor: float, speed: float = 1.0) -> Timeline:
     result = np.where(host & (factor > 0), own / (1.0 + factor * spans.recording / own), work)
     result = np.where((spans.kind == Kind.RECORDING) & (factor > 0), 0, result)
     result = np.where(host & (speed < 1.0), result * speed, result)
-    waits = waits_for_absent_peers(timeline)
+    waits = _waits_for_absent_peers(timeline)
     if waits.any():
         slower = 1.0 + factor * spans.recording[host].sum() / own[host].sum() if host.any() else 1.0
         result -= waits * (1.0 - min(speed, 1.0) / slower)
     return timeline.change_spans(work=result.astype(np.int64))
 
 
-def waits_for_absent_peers(timeline: Timeline) -> Floats:
+def _waits_for_absent_peers(timeline: Timeline) -> Floats:
     """Of each collective whose ranks are not all here, what it takes beyond what its bytes need; of other rows 0.
 
     Those ranks were recorded, too, so what is waited for them is longer than in the plain run, as our own host work is.

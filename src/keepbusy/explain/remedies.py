@@ -238,7 +238,7 @@ CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
 """Of causes with more than one remedy, who chooses by what was seen; none where the usual one fits."""
 
 
-LESSONS = (
+_LESSONS = (
     ("nonzero|index|masked_select|unique|where", "how many there are is known only to the GPU, so Python waits for it"),
     ("Synchronize", "Python waits until all that was launched is done"),
     ("item|_local_scalar_dense|is_nonzero|equal", "Python needs a value, so it waits until the GPU has computed it"),
@@ -249,7 +249,7 @@ LESSONS = (
 def lesson(cause: str, where: Where) -> str:
     """Of a line in a script without steps, where a wait costs nothing now and would in a loop."""
     if cause == "host_sync":
-        told = (sentence for pattern, sentence in LESSONS if re.search(pattern, where.operator))
+        told = (sentence for pattern, sentence in _LESSONS if re.search(pattern, where.operator))
         return next(told, "Python needs what the GPU computes, so it waits until that is done")
     return {
         "blocking_copy": "Python waits until all of it is copied",

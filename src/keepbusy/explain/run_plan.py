@@ -29,7 +29,7 @@ from keepbusy.timeline.run_facts import (
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
-OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTICULAR["collect_between"]}
+_OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTICULAR["collect_between"]}
 """Remedies of stalls whose reason was seen."""
 
 
@@ -361,7 +361,7 @@ def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
         total, count = sum(one.total for one in stalls), sum(one.count for one in stalls)
         time, every = total // count, told.steps_of_run / count
         return (_timed(PARTICULAR["in_turn"], places, time, time - time // ranks, total, every, told),)
-    remedy, idle = OF_STALLS.get(first.what), _idle_at(places[0], first, told)
+    remedy, idle = _OF_STALLS.get(first.what), _idle_at(places[0], first, told)
     if remedy is None:
         remedy = PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"]
         if within := _loops_called(places[0], told):
@@ -436,14 +436,14 @@ def _as_far_as_loops_took(fixes: Iterable[PlannedFix], told: Diagnosis) -> Itera
             left[place] -= max(0, saved)
 
 
-ALL_LOOPS = ""
+_ALL_LOOPS = ""
 """What stands for all of them together, where others stand by their line."""
 
 
 def _around(place: str, loops: Sequence[Part]) -> list[str]:
     """The loop there and those around it, and all loops together."""
     around = [part.place for part in loops if any(inner.place == place for inner in part.within())]
-    return [ALL_LOOPS, *dict.fromkeys(around)] if loops else []
+    return [_ALL_LOOPS, *dict.fromkeys(around)] if loops else []
 
 
 def _left_to_save(told: Diagnosis, loops: Sequence[Part]) -> dict[str, int]:
@@ -453,7 +453,7 @@ def _left_to_save(told: Diagnosis, loops: Sequence[Part]) -> dict[str, int]:
     parts = () if told.run is None else (told.run,) if told.run.kind == LOOP else told.run.parts  # a loop alone
     outermost = [part for part in parts if part.kind == LOOP]
     left: Counter[str] = Counter()
-    for place, part in [*((part.place, part) for part in loops), *((ALL_LOOPS, part) for part in outermost)]:
+    for place, part in [*((part.place, part) for part in loops), *((_ALL_LOOPS, part) for part in outermost)]:
         left[place] += part.time - _computed_in(part, stays)
     behind = _done_behind_the_loops(told, loops)
     for place in _around(told.loop, loops):
