@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2329,
     "recording": 4056,
     "virtual": 8655,
-    "explain": 4500,
+    "explain": 4490,
     "report": 3139,
     "runtime": 6245,
     "cli": 3594,
