@@ -30,7 +30,6 @@ class Role(IntFlag):
     """What a frame does; several may hold."""
 
     NONE = 0
-    STEP = 1  # a step of the program, or of its optimizer, begins with it
     OPTIMIZER = 2
     LOADER = 4  # the next batch is taken
     LOADER_WORKERS = 8  # from a loader whose workers are processes
@@ -50,8 +49,8 @@ class Role(IntFlag):
     RECEIVES = 131072  # of messages, the one that comes
     PIECE = 262144  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
     LAYER = 524288  # an operator that multiplies matrices: what comes next needs it
-    THROUGH_HOST = 2097152  # a message to other ranks, from memory of the host
     TABLE = 1048576  # an operator on rows of a table, or on its sparse gradient
+    THROUGH_HOST = 2097152  # a message to other ranks, from memory of the host
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -61,7 +60,6 @@ DDP_FORWARD, EVENT_WAIT = "DistributedDataParallel.forward", "cudaEventSynchroni
 
 _SCALARS = ("item", "_local_scalar_dense", "is_nonzero")
 _BEGINNINGS = (
-    (STEP_MARKS, Role.STEP),
     (("Optimizer.",), Role.OPTIMIZER),
     (("enumerate(DataLoader)",), Role.LOADER),
     (("enumerate(DataLoader)#_MultiProcessing",), Role.LOADER_WORKERS),

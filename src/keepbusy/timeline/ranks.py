@@ -21,6 +21,8 @@ SAME_CLOCK = 100_000
 """Ranks of one host share a clock; what differs by less is skew, not offset."""
 OTHER_CLOCK = 50_000_000
 """Hosts that are further apart have clocks that say nothing about where their windows begin."""
+SHORTEST_LOOP, RANKS_DIFFER = 0.05, 0.1
+"""Of the run: loops that take less are left out. Ranks differ when their turns do by so much, or their GPUs' shares."""
 
 
 def merge(timelines: Sequence[Timeline]) -> Timeline:
@@ -86,10 +88,6 @@ def _common_turns(timelines: Sequence[Timeline]) -> int:
     return min(counts) if all(one.facts.loop for one in timelines) and max(counts) - min(counts) <= 1 else 0
 
 
-SHORTEST_LOOP, RANKS_DIFFER = 0.05, 0.1
-"""Of the run: loops that take less are left out. Ranks differ when their turns do by so much, or their GPUs' shares."""
-
-
 def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
     """The tree that is shown is the first rank's. Of each of its loops, the rank in which it goes otherwise: where
     ranks wait for each other turns take as long in all, and the GPU is at work less in the one that comes late."""
@@ -129,10 +127,8 @@ def _difference(loop: Mapping[int, Part]) -> str:
 
 
 def _others(values: Mapping[int, float], one: int, form: str) -> str:
-    rest = sorted(value for rank, value in values.items() if rank != one)
-    span = (
-        f"{rest[0]:{form}}" if f"{rest[0]:{form}}" == f"{rest[-1]:{form}}" else f"{rest[0]:{form}} to {rest[-1]:{form}}"
-    )
+    rest = [f"{value:{form}}" for value in sorted(value for rank, value in values.items() if rank != one)]
+    span = rest[0] if rest[0] == rest[-1] else f"{rest[0]} to {rest[-1]}"
     return f"the others {span}" if len(rest) > 1 else f"the other {span}"
 
 

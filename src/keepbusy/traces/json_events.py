@@ -22,6 +22,37 @@ from keepbusy.traces.kineto_names import ARGUMENTS, CUDA_MEMORY, MEMORY, MEMORY_
 
 RECORD = "record with torch.profiler.profile(...) and give what its export_chrome_trace writes"
 
+LARGEST_FLOAT_TIME = 2.0**43
+"""Microseconds up to which a float keeps each nanosecond apart from the next."""
+_ERRORS = (ValueError, RecursionError)
+"""What msgspec raises: its own errors and those of UTF-8 are ValueErrors."""
+
+_NOT_A_NUMBER = re.compile(rb"(:\s*)[-+]?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
+_NAME = re.compile(rb'("name": ")(.*)(", "p(?:id|h)": )')
+_BARE_QUOTE = re.compile(rb'(?<!\\)"')
+_SURROGATES = re.compile(rb"(?:\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(\\u[dD][89a-fA-F]..)")
+_NO_CONTROL = bytes(32 if code < 32 else code for code in range(256))
+
+_BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
+_EVENT_END, _BETWEEN_EVENTS, _LAST_EVENT_END = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
+"""Kineto's layout; its strings hold no line breaks."""
+_WINDOWS = (8 << 10, 256 << 10)
+_BOM = b"\xef\xbb\xbf"
+
+_DEPTH = np.zeros(256, np.int64)
+_DEPTH[list(b"{[")] = 1
+_DEPTH[list(b"}]")] = -1
+_TELLING = np.zeros(256, np.bool_)
+_TELLING[list(b'{}[]"\n')] = True
+
+_MOST_BEFORE = 16 << 20
+_MOST_AFTER = 64 << 20
+_LONGEST_EVENT = 16 << 20
+"""Bytes that may stand before the list of events, after it, and in one event."""
+_LINE = re.compile(rb'^\s*"(\w+)": (.*?),?\s*$', re.MULTILINE)
+
 
 class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
     """`args`. Of any type: a producer that writes a string for a number loses that number, not the event."""
@@ -111,37 +142,6 @@ _OTHERS = [
 _Row: Any = Union[(Complete, Naming, Instant, *_OTHERS)]
 _ExactRow: Any = Union[(ExactlyTimed, Naming, Instant, *_OTHERS)]
 
-LARGEST_FLOAT_TIME = 2.0**43
-"""Microseconds up to which a float keeps each nanosecond apart from the next."""
-ERRORS = (ValueError, RecursionError)
-"""What msgspec raises: its own errors and those of UTF-8 are ValueErrors."""
-
-_NOT_A_NUMBER = re.compile(rb"(:\s*)[-+]?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
-_NAME = re.compile(rb'("name": ")(.*)(", "p(?:id|h)": )')
-_BARE_QUOTE = re.compile(rb'(?<!\\)"')
-_SURROGATES = re.compile(rb"(?:\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(\\u[dD][89a-fA-F]..)")
-_NO_CONTROL = bytes(32 if code < 32 else code for code in range(256))
-
-_BOUNDARY = re.compile(rb"\}[ \t\r\n]*(,)[ \t\r\n]*\{")
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_TRACE_EVENTS = re.compile(rb'"traceEvents"[ \t\r\n]*:[ \t\r\n]*([^ \t\r\n])')
-_EVENT_END, _BETWEEN_EVENTS, _LAST_EVENT_END = b"\n  }", b"\n  },\n  {", b"\n  }\n  ]"
-"""Kineto's layout; its strings hold no line breaks."""
-_WINDOWS = (8 << 10, 256 << 10)
-_BOM = b"\xef\xbb\xbf"
-
-_DEPTH = np.zeros(256, np.int64)
-_DEPTH[list(b"{[")] = 1
-_DEPTH[list(b"}]")] = -1
-_TELLING = np.zeros(256, np.bool_)
-_TELLING[list(b'{}[]"\n')] = True
-
-_MOST_BEFORE = 16 << 20
-_MOST_AFTER = 64 << 20
-_LONGEST_EVENT = 16 << 20
-"""Bytes that may stand before the list of events, after it, and in one event."""
-_LINE = re.compile(rb'^\s*"(\w+)": (.*?),?\s*$', re.MULTILINE)
-
 
 class EventBatch(NamedTuple):
     """What a piece of a trace holds."""
@@ -151,175 +151,12 @@ class EventBatch(NamedTuple):
     memory: list[Instant]
 
 
-class Decoder:
-    """Decodes pieces of one trace, and counts what it had to pass over."""
-
-    def __init__(self) -> None:
-        self.bad, self.read, self.fault = 0, 0, ""
-        self._kind: type = Complete
-        self._many, self._one = msgspec.json.Decoder(list[_Row]), msgspec.json.Decoder(_Row)
-
-    def together(self, events: memoryview) -> EventBatch:
-        """Events with commas between them, all sound; else raises one of ERRORS."""
-        return self._sorted(self._decoded(b"".join((b"[", events, b"]"))))
-
-    def one_by_one(self, events: list[bytes]) -> EventBatch:
-        """Of these events the sound ones, and of the others those that can be repaired."""
-        return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
-
-    def _decoded(self, events: bytes) -> list[Any]:
-        rows = self._many.decode(events)
-        first = next((row for row in rows if type(row) is Complete), None)
-        if self._kind is Complete and first is not None and first.ts > LARGEST_FLOAT_TIME:
-            self._kind = ExactlyTimed
-            self._many, self._one = msgspec.json.Decoder(list[_ExactRow]), msgspec.json.Decoder(_ExactRow)
-            return self._many.decode(events)
-        return rows
-
-    def _repaired(self, event: bytes) -> Any:
-        for attempt in _attempts(event):
-            try:
-                return self._one.decode(attempt)
-            except ERRORS as error:
-                fault = error
-        self.bad += 1
-        self.fault = self.fault or str(fault)
-        return None
-
-    def _sorted(self, rows: list[Any]) -> EventBatch:
-        self.read += len(rows)
-        kind = self._kind
-        complete: list[Any] = [row for row in rows if type(row) is kind]
-        others = [row for row in rows if type(row) is not kind]
-        memory = [row for row in others if type(row) is Instant and row.is_memory]
-        return EventBatch(complete, [row for row in others if type(row) is Naming], memory)
-
-
-def repair(text: bytes) -> bytes:
-    """Fixes what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
-    text = text.decode("utf-8", "replace").encode()
-    text = _NAME.sub(lambda found: found[1] + _BARE_QUOTE.sub(rb"\"", found[2]) + found[3], text)
-    text = _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
-    return _NOT_A_NUMBER.sub(rb"\1null", text.translate(_NO_CONTROL))
-
-
-def _attempts(event: bytes) -> Iterator[bytes]:
-    """As it is, repaired, and without its arguments."""
-    yield event
-    repaired = repair(event)
-    yield repaired
-    head, found, _ = repaired.partition(b'"args"')
-    if found:
-        yield head.rstrip().rstrip(b",") + b"}"
-
-
-def is_json(text: bytes) -> bool:
-    """Whether the text can be read at all, whatever it says."""
-    try:
-        msgspec.json.decode(text, type=msgspec.Raw)
-    except ERRORS:
-        return False
-    return True
-
-
-class Piece(NamedTuple):
-    """The whole events of a text that begins within a list: from where to where, and where the list is closed."""
-
-    events: list[tuple[int, int]]
-    closing: int
-
-    @property
-    def until(self) -> int:
-        """Up to where the text is understood."""
-        if self.closing != NONE:
-            return self.closing
-        return self.events[-1][1] if self.events else 0
-
-
-def last_boundary(text: bytes) -> int:
-    """A comma that probably parts two events, as late as possible; NONE if there is none."""
-    for window in _WINDOWS:
-        begin = max(0, len(text) - window)
-        found = [match.start(1) for match in _BOUNDARY.finditer(text, begin)]
-        if found:
-            return found[-1]
-    return NONE
-
-
-def scan(text: bytes) -> Piece:
-    """The events between here and the end of the list, found exactly."""
-    places, characters, depth = _brackets(text)
-    closed = np.flatnonzero(depth < 0)
-    last = int(closed[0]) if len(closed) else len(places)
-    starts = places[:last][(characters[:last] == ord("{")) & (depth[:last] == 1)]
-    ends = places[:last][(characters[:last] == ord("}")) & (depth[:last] == 0)] + 1
-    events = list(zip(starts.tolist(), ends.tolist(), strict=False))
-    return Piece(events, int(places[last]) if len(closed) else NONE)
-
-
-def scan_layout(text: bytes) -> Piece:
-    """The events as Kineto lays them out, whatever stands in them; none if the layout is another."""
-    closing = text.find(_LAST_EVENT_END)
-    upto = text.rfind(_BETWEEN_EVENTS) if closing == NONE else closing
-    begin = text.find(b"{")
-    if upto < begin or begin == NONE:
-        return Piece([], NONE)
-    events = []
-    for inner in text[begin + 1 : upto].split(_BETWEEN_EVENTS):
-        events.append((begin, begin + 1 + len(inner) + len(_EVENT_END)))
-        begin += len(inner) + len(_BETWEEN_EVENTS)
-    return Piece(events, NONE if closing == NONE else closing + len(_LAST_EVENT_END) - 1)
-
-
-def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:
-    """Of each bracket outside strings: where it stands, which it is, and the depth after it."""
-    if b"\\" in text:
-        text = _ESCAPE.sub(b"  ", text)
-    content = np.frombuffer(text, np.uint8)
-    places = np.flatnonzero(_TELLING[content])
-    characters = content[places]
-    outside = ~_within_string(characters)
-    step = np.where(outside, _DEPTH[characters], 0)
-    kept = step != 0
-    return places[kept], characters[kept], np.cumsum(step[kept])
-
-
-def _within_string(characters: npt.NDArray[Any]) -> Mask:
-    """JSON allows no line break in a string, so each line starts afresh: a stray quote harms one line only."""
-    quotes = np.cumsum(characters == ord('"'))
-    before = np.maximum.accumulate(np.where(characters == ord("\n"), quotes, 0))
-    return ((quotes - before) & 1).astype(np.bool_)
-
-
-def opening(path: str, text: bytes) -> int:
-    """Where the list of events opens, just past its bracket; NONE if that is still to come."""
-    if text.startswith(b"["):
-        return 1
-    if not text.startswith(b"{"):
-        if text:
-            raise BadInput(f"{path} is not JSON: it begins with {text[:16]!r}; give a PyTorch profiler trace.")
-        return NONE
-    for match in _TRACE_EVENTS.finditer(text):
-        depth = _brackets(text[: match.start()])[2]
-        if len(depth) and depth[-1] == 1:  # it is a key of the outermost object
-            if match[1] != b"[":
-                raise BadInput(f"{path} has a `traceEvents` that is no list; give a PyTorch profiler trace.")
-            return match.end()
-    return NONE
-
-
-def begin_of(text: bytes) -> int:
-    """Past a byte order mark and blanks."""
-    mark = len(_BOM) if text.startswith(_BOM) else 0
-    return len(text) - len(text[mark:].lstrip())
-
-
 class Batches:
     """Iterate over the events; then `facts` says what the file holds beside them."""
 
     def __init__(self, path: str, blocks: Iterator[bytes]) -> None:
         self.path = path
-        self.decoder = Decoder()
+        self.decoder = _Decoder()
         self._blocks = blocks
         self._before = b""
         self._after = b""
@@ -348,12 +185,12 @@ class Batches:
         if not self._before:  # the file is the list itself
             return {}
         whole = self._before + b"null" + self._after
-        for attempt in (whole, repair(whole)):
+        for attempt in (whole, _repair(whole)):
             try:
                 facts: dict[str, Any] = msgspec.json.decode(attempt)
                 facts.pop("traceEvents", None)
                 return facts
-            except ERRORS:
+            except _ERRORS:
                 pass
         if not self._after.rstrip().endswith(b"}"):
             raise self._truncated()
@@ -364,8 +201,8 @@ class Batches:
     def _open(self) -> bytes:
         text = b""
         for block in self._blocks:
-            text = text + block if text else block[begin_of(block) :]
-            start = opening(self.path, text)
+            text = text + block if text else block[_begin_of(block) :]
+            start = _opening(self.path, text)
             if start != NONE:
                 self._before = text[: start - 1]
                 return text[start:]
@@ -377,7 +214,7 @@ class Batches:
         raise self._without_events(text)
 
     def _whole_events(self, text: bytes) -> tuple[EventBatch, bytes]:
-        cut = last_boundary(text)
+        cut = _last_boundary(text)
         rows = None if cut == NONE else self._together(text, cut)
         return (rows, text[cut + 1 :]) if rows else self._whole_events_exactly(text)
 
@@ -395,7 +232,7 @@ class Batches:
     def _together(self, text: bytes, until: int) -> EventBatch | None:
         try:
             return self.decoder.together(memoryview(text)[:until])
-        except ERRORS:
+        except _ERRORS:
             return None
 
     def _collect_after(self, text: bytes) -> None:
@@ -424,9 +261,9 @@ class Batches:
             return BadInput(f"{self.path} is blank; export the trace again, after the profiler has stopped.")
         try:
             keys = list(msgspec.json.decode(text))
-        except ERRORS:
+        except _ERRORS:
             first, _, rest = text.partition(b"\n")
-            if rest.lstrip()[:1] == b"{" and is_json(first):
+            if rest.lstrip()[:1] == b"{" and _is_json(first):
                 return BadInput(
                     f"{self.path} holds a JSON object a line, as `nsys export --type jsonlines` and logs do, "
                     f"not a trace; {RECORD}."
@@ -438,16 +275,179 @@ class Batches:
         )
 
 
-def _despite_faults(text: bytes, exact: Piece) -> Piece:
-    """Stray quotes and brackets hide where events end, but not from who knows Kineto's layout."""
-    layout = scan_layout(text)
-    return layout if len(layout.events) > len(exact.events) and not is_json(b"[%b]" % text[: exact.until]) else exact
+def _opening(path: str, text: bytes) -> int:
+    """Where the list of events opens, just past its bracket; NONE if that is still to come."""
+    if text.startswith(b"["):
+        return 1
+    if not text.startswith(b"{"):
+        if text:
+            raise BadInput(f"{path} is not JSON: it begins with {text[:16]!r}; give a PyTorch profiler trace.")
+        return NONE
+    for match in _TRACE_EVENTS.finditer(text):
+        depth = _brackets(text[: match.start()])[2]
+        if len(depth) and depth[-1] == 1:  # it is a key of the outermost object
+            if match[1] != b"[":
+                raise BadInput(f"{path} has a `traceEvents` that is no list; give a PyTorch profiler trace.")
+            return match.end()
+    return NONE
+
+
+def _begin_of(text: bytes) -> int:
+    """Past a byte order mark and blanks."""
+    mark = len(_BOM) if text.startswith(_BOM) else 0
+    return len(text) - len(text[mark:].lstrip())
 
 
 def _facts_by_line(text: bytes) -> dict[str, Any]:
     """Kineto writes a fact a line and quotes none of the strings that users add, so some lines may be no JSON."""
     facts = {}
     for name, value in _LINE.findall(text):
-        with suppress(*ERRORS):
+        with suppress(*_ERRORS):
             facts[name.decode()] = msgspec.json.decode(value)
     return facts
+
+
+class _Decoder:
+    """Decodes pieces of one trace, and counts what it had to pass over."""
+
+    def __init__(self) -> None:
+        self.bad, self.read, self.fault = 0, 0, ""
+        self._kind: type = Complete
+        self._many, self._one = msgspec.json.Decoder(list[_Row]), msgspec.json.Decoder(_Row)
+
+    def together(self, events: memoryview) -> EventBatch:
+        """Events with commas between them, all sound; else raises one of _ERRORS."""
+        return self._sorted(self._decoded(b"".join((b"[", events, b"]"))))
+
+    def one_by_one(self, events: list[bytes]) -> EventBatch:
+        """Of these events the sound ones, and of the others those that can be repaired."""
+        return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
+
+    def _decoded(self, events: bytes) -> list[Any]:
+        rows = self._many.decode(events)
+        first = next((row for row in rows if type(row) is Complete), None)
+        if self._kind is Complete and first is not None and first.ts > LARGEST_FLOAT_TIME:
+            self._kind = ExactlyTimed
+            self._many, self._one = msgspec.json.Decoder(list[_ExactRow]), msgspec.json.Decoder(_ExactRow)
+            return self._many.decode(events)
+        return rows
+
+    def _repaired(self, event: bytes) -> Any:
+        for attempt in _attempts(event):
+            try:
+                return self._one.decode(attempt)
+            except _ERRORS as error:
+                fault = error
+        self.bad += 1
+        self.fault = self.fault or str(fault)
+        return None
+
+    def _sorted(self, rows: list[Any]) -> EventBatch:
+        self.read += len(rows)
+        kind = self._kind
+        complete: list[Any] = [row for row in rows if type(row) is kind]
+        others = [row for row in rows if type(row) is not kind]
+        memory = [row for row in others if type(row) is Instant and row.is_memory]
+        return EventBatch(complete, [row for row in others if type(row) is Naming], memory)
+
+
+def _attempts(event: bytes) -> Iterator[bytes]:
+    """As it is, repaired, and without its arguments."""
+    yield event
+    repaired = _repair(event)
+    yield repaired
+    head, found, _ = repaired.partition(b'"args"')
+    if found:
+        yield head.rstrip().rstrip(b",") + b"}"
+
+
+def _repair(text: bytes) -> bytes:
+    """Fixes what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
+    text = text.decode("utf-8", "replace").encode()
+    text = _NAME.sub(lambda found: found[1] + _BARE_QUOTE.sub(rb"\"", found[2]) + found[3], text)
+    text = _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
+    return _NOT_A_NUMBER.sub(rb"\1null", text.translate(_NO_CONTROL))
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether the text can be read at all, whatever it says."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except _ERRORS:
+        return False
+    return True
+
+
+def _despite_faults(text: bytes, exact: _Piece) -> _Piece:
+    """Stray quotes and brackets hide where events end, but not from who knows Kineto's layout."""
+    layout = _scan_layout(text)
+    return layout if len(layout.events) > len(exact.events) and not _is_json(b"[%b]" % text[: exact.until]) else exact
+
+
+class _Piece(NamedTuple):
+    """The whole events of a text that begins within a list: from where to where, and where the list is closed."""
+
+    events: list[tuple[int, int]]
+    closing: int
+
+    @property
+    def until(self) -> int:
+        """Up to where the text is understood."""
+        if self.closing != NONE:
+            return self.closing
+        return self.events[-1][1] if self.events else 0
+
+
+def scan(text: bytes) -> _Piece:
+    """The events between here and the end of the list, found exactly."""
+    places, characters, depth = _brackets(text)
+    closed = np.flatnonzero(depth < 0)
+    last = int(closed[0]) if len(closed) else len(places)
+    starts = places[:last][(characters[:last] == ord("{")) & (depth[:last] == 1)]
+    ends = places[:last][(characters[:last] == ord("}")) & (depth[:last] == 0)] + 1
+    events = list(zip(starts.tolist(), ends.tolist(), strict=False))
+    return _Piece(events, int(places[last]) if len(closed) else NONE)
+
+
+def _scan_layout(text: bytes) -> _Piece:
+    """The events as Kineto lays them out, whatever stands in them; none if the layout is another."""
+    closing = text.find(_LAST_EVENT_END)
+    upto = text.rfind(_BETWEEN_EVENTS) if closing == NONE else closing
+    begin = text.find(b"{")
+    if upto < begin or begin == NONE:
+        return _Piece([], NONE)
+    events = []
+    for inner in text[begin + 1 : upto].split(_BETWEEN_EVENTS):
+        events.append((begin, begin + 1 + len(inner) + len(_EVENT_END)))
+        begin += len(inner) + len(_BETWEEN_EVENTS)
+    return _Piece(events, NONE if closing == NONE else closing + len(_LAST_EVENT_END) - 1)
+
+
+def _last_boundary(text: bytes) -> int:
+    """A comma that probably parts two events, as late as possible; NONE if there is none."""
+    for window in _WINDOWS:
+        begin = max(0, len(text) - window)
+        found = [match.start(1) for match in _BOUNDARY.finditer(text, begin)]
+        if found:
+            return found[-1]
+    return NONE
+
+
+def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:
+    """Of each bracket outside strings: where it stands, which it is, and the depth after it."""
+    if b"\\" in text:
+        text = _ESCAPE.sub(b"  ", text)
+    content = np.frombuffer(text, np.uint8)
+    places = np.flatnonzero(_TELLING[content])
+    characters = content[places]
+    outside = ~_within_string(characters)
+    step = np.where(outside, _DEPTH[characters], 0)
+    kept = step != 0
+    return places[kept], characters[kept], np.cumsum(step[kept])
+
+
+def _within_string(characters: npt.NDArray[Any]) -> Mask:
+    """JSON allows no line break in a string, so each line starts afresh: a stray quote harms one line only."""
+    quotes = np.cumsum(characters == ord('"'))
+    before = np.maximum.accumulate(np.where(characters == ord("\n"), quotes, 0))
+    return ((quotes - before) & 1).astype(np.bool_)

@@ -186,7 +186,6 @@ class RankDigest:
     file: Trace  # without its events but the first and the last: who it is
     collectives: Timeline  # without anything else
     host: str  # "" where nothing tells
-    steps: int
     step: int  # as recorded
     own: int  # had it never to wait for a peer
     computing: int
@@ -207,7 +206,6 @@ def digest(path: str) -> RankDigest:
         file=_outline(file),
         collectives=_collectives(timeline),
         host=_host(file),
-        steps=steps,
         step=round(pace(whole)),
         own=round(pace(alone)),
         computing=int(spans.work[computes].sum()) // steps,

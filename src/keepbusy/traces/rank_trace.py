@@ -85,7 +85,7 @@ class RankTrace:
         others = sorted(thread for thread in self.hosts.alive if thread != self.hosts.main)
         self.lane_of_thread = {thread: lane for lane, thread in enumerate([self.hosts.main, *others])}
         self.main_lane = self.lane_of_thread[self.hosts.main]
-        self.frames, self.nests = nested_frames(file, self.lane_of_thread)
+        self.frames, self.nests = _nested_frames(file, self.lane_of_thread)
         self.starved = self._starved()
         on = np.stack([self.of_command.device, self.of_command.stream], axis=1).astype(np.int64)
         streams, which = np.unique(on, axis=0, return_inverse=True)
@@ -340,7 +340,7 @@ class Nest:
             at[closed] = self.parent[at[closed]]
 
 
-def nested_frames(trace: Trace, lanes: dict[int, int]) -> tuple[Frames, dict[int, Nest]]:
+def _nested_frames(trace: Trace, lanes: dict[int, int]) -> tuple[Frames, dict[int, Nest]]:
     """The frames of these threads, each on its lane, as one table, and the nest of each thread among them."""
     events = trace.events
     each = [_rows_of(trace, thread) for thread in lanes]
