@@ -392,7 +392,7 @@ fit(training_step, 4, op)
 op(60)
 """
     loop, commands = steps(program, text)
-    assert (loop, commands) == ("train.py:7", [5] * 20)
+    assert (loop, commands) == ("train.py:7 (trainer_of_ours.py:6 in run_epoch)", [5] * 20)
     begins, fit, ends = program.tree().parts
     assert (begins.place, ends.place) == ("train.py:6", "train.py:8")
     assert (fit.place, fit.source) == ("train.py:7", "fit(training_step, 4, op)")
@@ -401,6 +401,74 @@ op(60)
     assert (batches.place, batches.function, batches.turns) == ("train.py:7", "trainer_of_ours.py:6 in run_epoch", 24)
     assert {line.place for line in batches.lines} == {"trainer_of_ours.py:7", "train.py:3", "train.py:4", "train.py:5"}
     assert batches.parts == ()
+
+
+TRAINER = """\
+def fit(model, epochs, batches, op):
+    evaluate(model, 1, op)
+    for epoch in range(epochs):
+        op(10)
+        run_epoch(model, batches, op)
+def run_epoch(model, batches, op):
+    for batch in range(batches):
+        op(10)
+        model.training_step()
+        if batch + 1 == batches:
+            evaluate(model, 5, op)
+def evaluate(model, batches, op):
+    for batch in range(batches):
+        op(3_000)
+        model.validation_step()
+"""
+TRAINED = """\
+from trainer_that_evaluates import fit
+class Model:
+    def training_step(self):
+        op(1_000, 50)
+        backward()
+        step()
+    def validation_step(self):
+        op(2_000, 20)
+fit(Model(), 4, 12, op)
+op(60)
+"""
+
+
+@pytest.fixture
+def evaluated(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """A trainer evaluates the model within the last turn of an epoch, in fewer turns than it trains."""
+    library = tmp_path / "site-packages" / "trainer_that_evaluates.py"
+    library.parent.mkdir()
+    library.write_text(TRAINER, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(library.parent))
+    monkeypatch.delitem(sys.modules, library.stem, raising=False)
+    program.run(TRAINED)
+    return program
+
+
+def test_a_trainers_evaluation_is_a_loop_of_its_own(evaluated: Program) -> None:
+    """Though it turns less often than the loop in which it stands; what turned before that is not counted with it."""
+    fit = next(part for part in evaluated.tree().parts if part.kind == LOOP and part.parts)
+    [training] = fit.parts
+    [evaluation] = training.parts
+    assert [(part.place, part.turns, part.passes) for part in (fit, training, evaluation)] == [
+        ("train.py:9", 4, 1),
+        ("train.py:9", 48, 4),
+        ("train.py:9", 20, 4),
+    ]
+    assert evaluation.function == "trainer_that_evaluates.py:13 in evaluate"
+
+
+def test_loops_of_a_trainer_at_one_line_are_not_taken_for_each_other(evaluated: Program) -> None:
+    told = explain(evaluated.told())
+    assert told.loop == "train.py:9 (trainer_that_evaluates.py:7 in run_epoch)"
+    assert (told.steps_of_run, told.rare) == (48, ())
+    [evaluation] = told.loops
+    assert evaluation.place == "train.py:9 (trainer_that_evaluates.py:13 in evaluate)"
+    assert evaluation.turns == 20
+    assert 5_000 <= evaluation.diagnosis.plain_step < 6_000
+    rows = {one.loop: one.predicted.step + one.gain for one in reversed(told.plan)}  # of each loop the first row
+    assert rows == {"": told.plain_step, evaluation.place: evaluation.diagnosis.plain_step}
 
 
 def test_what_the_program_says_of_its_steps_counts_for_more(program: Program) -> None:

@@ -25,7 +25,7 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
-from keepbusy.explain.plain import as_recorded, innermost_at, turn_of_part, within_its_loop
+from keepbusy.explain.plain import as_recorded, innermost_at, loop_named, turn_of_part, within_its_loop
 from keepbusy.explain.remedies import PARTICULAR, times
 from keepbusy.explain.run_plan import plan_of_run
 from keepbusy.timeline.files import BadInput
@@ -138,7 +138,7 @@ def _explained(
     rare = _rare_steps(timeline, told, workers)
     told = replace(
         told,
-        loop=timeline.facts.loop,
+        loop=loop_named(run, timeline.facts.loop),
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         plan=plan,
@@ -291,8 +291,10 @@ def _with_turn_around(timeline: Timeline) -> Timeline:
     inner = innermost_at(run, timeline.facts.loop) if run is not None else None
     around = next((part for part in run.within() if inner in part.parts), None) if run is not None else None
     known = {one.facts.reason.place for one in timeline.further if one.facts.reason}
-    if inner is None or around is None or around.kind != LOOP or around.place in known:
+    if inner is None or around is None or around.kind != LOOP or around.named in known:
         return timeline
+    if any(one.comes_rarely(inner) for one in inner.parts):
+        return timeline  # what came between two runs may be that, which is a loop of its own
     timeline = marked_beside(timeline)
     between = stretch_beside(timeline)
     if between is None:
@@ -300,8 +302,8 @@ def _with_turn_around(timeline: Timeline) -> Timeline:
     within = sum(part.time for part in around.parts if part.kind == LOOP) // max(1, around.turns)
     window = between.change(further=()).change_facts(
         plain_step=max(1, around.usual - within) + inner.usual,
-        loop=around.place,
-        reason=WindowReason(LOOP, place=around.place),
+        loop=around.named,
+        reason=WindowReason(LOOP, place=around.named),
         notes=(),
     )
     return timeline.change(further=(*timeline.further, window))
@@ -313,7 +315,7 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
     for one in timeline.further:
         if one.facts.reason is None or one.facts.reason.why != LOOP:
             continue
-        place = one.facts.reason.place
+        place = loop_named(run, one.facts.reason.place)
         with suppress(BadInput):
             loop = innermost_at(run, place)
             mine = replace(loop, decides=run.decides) if loop is not None and run is not None else None

@@ -456,8 +456,9 @@ def _asked_of_rounds(scene: Scene, place: Where, rounds: Sequence[CallRounds]) -
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
     launches = sum((scene.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
     of_all, of_a_rank = (scene.command != NONE).sum(), scene.steps * len(scene.timeline.ranks)
+    turn = "turn" if scene.timeline.facts.reason is not None else "step"
     return (
-        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches a step are there, in "
+        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches a {turn} are there, in "
         f"{max(one.times for one in rounds)} rounds that do the same."
     )
 

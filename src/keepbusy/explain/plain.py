@@ -151,7 +151,7 @@ def within_its_loop(timeline: Timeline) -> Timeline:
     best = int(inside[1:].argmax())
     if 2 * inside[1 + best] <= inside.sum():
         return timeline
-    return timeline.change_facts(loop=loops[best].place, reason=None)
+    return timeline.change_facts(loop=loops[best].named, reason=None)
 
 
 def _sampled(timeline: Timeline, plain_step: int, factor: float) -> PlainTimeline:
@@ -199,12 +199,19 @@ def _innermost_of(timeline: Timeline, places: Sequence[str]) -> Ints:
     return line[timeline.spans.frame]
 
 
-def innermost_at(run: Part | None, place: str) -> Part | None:
-    """The loop at a line of the run; of several that a trainer holds there the one that turns most, if most of the time
-    passes in it."""
-    there = [part for part in (run.within() if run is not None and place else ()) if part.place == place]
+def innermost_at(run: Part | None, name: str) -> Part | None:
+    """The loop of this name; where only its line is known, of several that a trainer holds there the one that turns
+    most, if most of the time passes in it."""
+    loops = [part for part in (run.within() if run is not None and name else ()) if part.kind == LOOP]
+    there = [part for part in loops if part.named == name] or [part for part in loops if part.place == name]
     longest = max((part.time for part in there), default=0)
     return max((part for part in there if 2 * part.time >= longest), key=lambda part: part.turns, default=None)
+
+
+def loop_named(run: Part | None, name: str) -> str:
+    """As the run's tree calls it."""
+    loop = innermost_at(run, name)
+    return loop.named if loop is not None else name
 
 
 def _mean_turn(facts: RunFacts) -> int:

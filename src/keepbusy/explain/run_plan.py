@@ -25,6 +25,7 @@ from keepbusy.timeline.run_facts import (
     RareStall,
     SlowTurns,
     UnevenLoop,
+    place_of_loop,
 )
 
 COMPILING = 20_000_000_000
@@ -44,7 +45,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[Une
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
     parts += [*_idle_lines(told), *_idle_loops(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
-    rows = _shared_evenly([*_as_far_as_loops_took(_told_once(chain(*parts)), told)], uneven, told)
+    rows = _shared_evenly([*_as_far_as_loops_took(_told_once(chain(*parts), told), told)], uneven, told)
     return tuple(_set(_side_by_side(_held_by_another(fix, told), told), told) for fix in rows)
 
 
@@ -58,7 +59,7 @@ def _shared_evenly(rows: list[PlannedFix], uneven: Sequence[UnevenLoop], told: D
         known = [place for row in rows if row.fix == "align_ranks" for place in row.where]
         row = planned_fix(
             REMEDIES["peer_late"],
-            [*dict.fromkeys([Where.of(one.place), *known])],
+            [*dict.fromkeys([Where.of(place_of_loop(one.place)), *known])],
             ("peer_late",),
             saved,
             Prediction(after, after, turn),
@@ -73,13 +74,32 @@ def _shared_evenly(rows: list[PlannedFix], uneven: Sequence[UnevenLoop], told: D
     return rows
 
 
-def _told_once(fixes: Iterable[PlannedFix]) -> Iterator[PlannedFix]:
-    """A loop within a step is a part of it: what is fixed at a line in one of the two is fixed in the other."""
+def _told_once(fixes: Iterable[PlannedFix], told: Diagnosis) -> Iterator[PlannedFix]:
+    """A loop within a step is a part of it: what is fixed at a line in one of the two is fixed in the other. Of another
+    loop it is the same change, and what it gains there is told, too."""
     seen: dict[tuple[str, str], str] = {}
     for one in fixes:
-        if all(seen.setdefault((one.fix, str(place)), one.loop) == one.loop for place in one.where[:1]):
-            yield one
-            seen.update(((one.fix, str(place)), one.loop) for place in one.where)
+        loops = [seen.get((one.fix, str(place)), one.loop) for place in one.where[:1]]
+        if any(loop != one.loop and _is_part(loop or told.loop, one.loop or told.loop, told) for loop in loops):
+            continue
+        same = any(loop != one.loop for loop in loops)
+        yield replace(one, reason=f"{one.reason} {SAME_CHANGE}".strip()) if same else one
+        for place in one.where:
+            seen.setdefault((one.fix, str(place)), one.loop)
+
+
+SAME_CHANGE = "It is the change told above, and what it gains in this loop."
+
+
+def _is_part(one: str, other: str, told: Diagnosis) -> bool:
+    """Whether one of two loops stands within the ordinary turns of the other; also where nobody knows."""
+    loops = {part.named: part for part in _loops_of(told)}
+    return one not in loops or other not in loops or _holds(loops[one], other) or _holds(loops[other], one)
+
+
+def _holds(loop: Part, name: str) -> bool:
+    usual = (one for one in loop.parts if one.kind == LOOP and not one.comes_rarely(loop))
+    return any(one.named == name or _holds(one, name) for one in usual)
 
 
 def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
@@ -108,7 +128,7 @@ def _side_by_side(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     """What waits for each value of the GPU might do so once for several turns of the loop around, as for environments
     that are stepped one after another. Whether they need each other nobody knows, so what is told is only the best."""
     loops = _loops_of(told)
-    inner = next((part for part in loops if part.place == (fix.loop or told.loop)), None)
+    inner = next((part for part in loops if part.named == (fix.loop or told.loop)), None)
     around = next((part for part in loops if inner in part.parts), None)
     trains = not fix.loop and any(run.marked_by == "optimizer" for run in told.plain_runs.values())
     if fix.fix not in ("compute_on_gpu", "decide_on_gpu") or inner is None or around is None or trains:
@@ -127,7 +147,9 @@ def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     """As a setting of the trainer that holds the loop, where the fix is one."""
     places = {str(place) for place in fix.where}
     setting = setting_of(fix.causes, [part.function for part in _loops_of(told) if part.place in places])
-    return replace(fix, code=setting, reason=f"{fix.reason} The trainer sets it: {setting}".strip()) if setting else fix
+    if not setting or setting == fix.code:  # which a loop's own plan holds already
+        return fix
+    return replace(fix, code=setting, reason=f"{fix.reason} The trainer sets it: {setting}".strip())
 
 
 def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Diagnosis) -> Plan:
@@ -410,8 +432,8 @@ def _loops_called(place: str, told: Diagnosis) -> list[Part]:
 def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
     """Whether the stall is a loop that was explained by its own turns."""
     lines, explained = set(map(_place, stall.lines)), {one.place for one in told.loops}
-    called = (loop.place for line in lines for loop in _loops_called(line, told))
-    loops = [part for part in _loops_of(told) if part.place in explained]
+    called = (loop.named for line in lines for loop in _loops_called(line, told))
+    loops = [part for part in _loops_of(told) if part.named in explained]
     within = (line.place for part in loops for inner in part.within() for line in inner.lines)
     return not lines.isdisjoint(within) or not explained.isdisjoint(called)
 
@@ -442,7 +464,7 @@ _ALL_LOOPS = ""
 
 def _around(place: str, loops: Sequence[Part]) -> list[str]:
     """The loop there and those around it, and all loops together."""
-    around = [part.place for part in loops if any(inner.place == place for inner in part.within())]
+    around = [part.named for part in loops if any(inner.named == place for inner in part.within())]
     return [_ALL_LOOPS, *dict.fromkeys(around)] if loops else []
 
 
@@ -453,7 +475,7 @@ def _left_to_save(told: Diagnosis, loops: Sequence[Part]) -> dict[str, int]:
     parts = () if told.run is None else (told.run,) if told.run.kind == LOOP else told.run.parts  # a loop alone
     outermost = [part for part in parts if part.kind == LOOP]
     left: Counter[str] = Counter()
-    for place, part in [*((part.place, part) for part in loops), *((_ALL_LOOPS, part) for part in outermost)]:
+    for place, part in [*((part.named, part) for part in loops), *((_ALL_LOOPS, part) for part in outermost)]:
         left[place] += part.time - _computed_in(part, stays)
     behind = _done_behind_the_loops(told, loops)
     for place in _around(told.loop, loops):
@@ -463,7 +485,7 @@ def _left_to_save(told: Diagnosis, loops: Sequence[Part]) -> dict[str, int]:
 
 def _done_behind_the_loops(told: Diagnosis, loops: Sequence[Part]) -> int:
     """What of the steps the GPU did, or a rank waited for, when the host had left all loops: it had run ahead."""
-    took = sum(part.time for part in loops if part.place == told.loop)
+    took = sum(part.time for part in loops if part.named == told.loop)
     if told.run is None or not took:
         return 0
     ends = max(part.began + part.time for part in loops)
@@ -478,8 +500,8 @@ def _stays(told: Diagnosis, turns: int) -> tuple[float, int]:
 
 def _computed_in(part: Part, stays: Mapping[str, tuple[float, int]]) -> int:
     """Of a loop's time; where it was not looked at, what is known of the loops in it."""
-    if part.place in stays:
-        share, of_all = stays[part.place]
+    if part.named in stays:
+        share, of_all = stays[part.named]
         return min(round(part.time * share), of_all)
     return sum(_computed_in(inner, stays) for inner in part.parts if inner.kind == LOOP)
 
@@ -502,13 +524,13 @@ def _idle_loops(told: Diagnosis) -> Iterator[Plan]:
     only turns unlike the others."""
     loops, run = _loops_of(told), told.run
     recorded = {one.place for one in told.loops} | {told.loop}
-    if run is None or run.kind == LOOP or told.loop not in {part.place for part in loops}:
+    if run is None or run.kind == LOOP or told.loop not in {part.named for part in loops}:
         return  # nobody knows in which of them the recorded steps are
-    known = {inner.place for part in loops if part.place in recorded for inner in part.within()}
+    known = {inner.named for part in loops if part.named in recorded for inner in part.within()}
     known -= set() if told.plain_given else {told.loop}
     for part in loops:
         waits = part.waits - part.warm_up_time - sum(one.waits for one in part.parts if one.kind == LOOP)
-        is_known = any(one.place in known for one in part.within()) or part.busy <= NOISE * part.time
+        is_known = any(one.named in known for one in part.within()) or part.busy <= NOISE * part.time
         if not is_known and waits > NOISE * run.time:
             yield _of_idle_part(part, [one for one in part.lines if one.idle >= WORTH_NAMING * waits], waits)
 
@@ -530,6 +552,6 @@ def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
             Prediction(left // turns, left // turns, part.time // turns),
             run_gain=waits,
             reason=f"The host was there{f', in {called}' if called else ''}; that was timed, and not recorded closely.",
-            loop=part.place if in_a_loop else "",
+            loop=part.named if in_a_loop else "",
         ),
     )

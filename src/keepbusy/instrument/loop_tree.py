@@ -29,7 +29,7 @@ from keepbusy.instrument.loops import (
 from keepbusy.instrument.slow_turns import LookTable, beat_of, quantile, slow_kinds, warm_up
 from keepbusy.instrument.source_loops import SourceLoop, SourceLoops
 from keepbusy.timeline.model import NONE, Ints, Mask
-from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns, loop_name
 
 STRETCHES = 240
 """So many shares tell how busy the GPU was over the run; a pixel or two each where they are drawn."""
@@ -78,6 +78,7 @@ class BusyLoop(NamedTuple):
     """None before Python 3.12: then it cannot be followed."""
     site: LoopSite
     place: str
+    """As the tree calls it."""
     time: int
     waits: int
     ends: Ints
@@ -101,8 +102,8 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
         """Returns the looks that are no loop's by then: of one that cannot be followed they are those of the loop
         around it."""
         own = [chain for chain, _ in node.chains]
-        for key, child in node.children.items():
-            own += visit(child, node, (*nest, key))
+        for (loop, _), child in node.children.items():
+            own += visit(child, node, (*nest, loop))
         if node.loop is None:
             return own
         jumps = tree.jumps_of(node)
@@ -110,11 +111,11 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
         if not len(ends) or jumps & looks.uncounted:
             return own
         time, busy = int(tree.time_of[own].sum()), tree._busy(own)
-        place = tree._written(node.leads_here or Line(node.code, node.loop.first))
         waits = time if busy == NONE else max(0, time - busy)
         code = looks.codes[node.code]
         site = LoopSite(code.co_filename, code.co_name, code.co_firstlineno, node.loop.first)
-        found.append(BusyLoop(jumps, site, place, time, waits, ends, nest, tree._begun_anew(node, above)))
+        name = loop_name(tree.place_of(node), tree.function_of(node))
+        found.append(BusyLoop(jumps, site, name, time, waits, ends, nest, tree._begun_anew(node, above)))
         return []
 
     root = tree.placed()
@@ -216,7 +217,8 @@ class _Node:
     code: int = NONE
     loop: SourceLoop | None = None
     leads_here: Line | None = None  # the user's line that leads to a library's loop
-    children: dict[tuple[int, int], _Node] = field(default_factory=dict)
+    ends: Ints | None = None  # of its turns here; None where nobody saw it go back anywhere
+    children: dict[tuple[LoopKey, Line | None], _Node] = field(default_factory=dict)
     chains: list[tuple[int, Line]] = field(default_factory=list)  # looks in no inner loop: their chain, and its line
 
     def all_chains(self) -> list[int]:
@@ -225,6 +227,13 @@ class _Node:
         for child in self.children.values():
             mine += child.all_chains()
         return mine
+
+
+def _turns_within(node: _Node, above: _Node) -> Ints:
+    """How often a loop turned in each turn of the loop around it, also in the last one, which may not go back."""
+    ends = node.ends if node.ends is not None else np.zeros(0, np.int64)
+    around = above.ends if above.ends is not None else ends[:0]
+    return np.diff(np.concatenate([[0], np.searchsorted(ends, around, "right"), [len(ends)]]))
 
 
 def _shares(busy_until: BusyUntil, edges: Ints) -> tuple[int, ...]:
@@ -282,6 +291,30 @@ class _Tree:
                 self._place(root, chain, lines)
         return root
 
+    def _divide_turns(self, root: _Node) -> None:
+        """A function that is called from several places holds one loop, whose turns belong each where looks found it
+        just then."""
+        places = defaultdict[LoopKey, list[_Node]](list)
+        nodes = [root]
+        for node in nodes:
+            nodes += node.children.values()
+            if node.loop is not None:
+                places[node.code, node.loop.first].append(node)
+        for loop, here in places.items():
+            if (ends := self.turns.get(loop)) is None:
+                continue
+            owner = np.full(len(self.time_of), NONE, np.int64)
+            for number, node in enumerate(here):
+                owner[node.all_chains()] = number
+            inside = np.flatnonzero(owner[self.chain] != NONE)
+            after = np.searchsorted(self.times[inside], ends)
+            before = np.maximum(after - 1, 0)
+            after = np.minimum(after, len(inside) - 1)
+            is_before = ends - self.times[inside[before]] <= self.times[inside[after]] - ends
+            whose = owner[self.chain[inside[np.where(is_before, before, after)]]]
+            for number, node in enumerate(here):
+                node.ends = ends[whose == number]
+
     def jumps_of(self, node: _Node) -> Jumps:
         """Those that ended turns of this loop."""
         known = ((code, target) for code, target in list(self.looks.turns) if code == node.code)
@@ -289,6 +322,7 @@ class _Tree:
 
     def root(self) -> Part:
         root = self.placed()
+        self._divide_turns(root)
         self._fold(root)
         beside = self._beside(root)
         loops = [self._part(child, root) for child in root.children.values()]
@@ -329,9 +363,9 @@ class _Tree:
             is_user = self.looks.is_users(line)
             if line.code in self.staying:
                 for loop in self.sources.around(code, line.line):
-                    node = node.children.setdefault(
-                        (line.code, loop.first), _Node(line.code, loop, None if is_user else leads_here)
-                    )
+                    leads = None if is_user else leads_here
+                    key = (line.code, loop.first), leads
+                    node = node.children.setdefault(key, _Node(line.code, loop, leads))
                 deepest = line
             if is_user:
                 leads_here = line
@@ -347,26 +381,22 @@ class _Tree:
         for key, child in list(node.children.items()):
             self._fold(child)
             time = sum(self.time_of[chain] for chain in child.all_chains())
-            if time < SHORTEST_PART * self.whole or self._turns_once(key, node):
+            if time < SHORTEST_PART * self.whole or self._turns_once(child, node):
                 del node.children[key]
                 node.chains += child.chains
                 for inner, grandchild in child.children.items():
                     node.children.setdefault(inner, grandchild)
 
-    def _turns_once(self, loop: LoopKey, above: _Node) -> bool:
-        """Whether a loop turns but once in each turn of the loop around it: it is no loop to speak of.
+    def _turns_once(self, node: _Node, above: _Node) -> bool:
+        """Whether a loop turns but once wherever it turns in the loop around it: it is no loop to speak of.
 
         So does one that tries again until it has something, and a generator that the loop around it asks for batches.
         """
-        ends = self.turns.get(loop)
-        if ends is None:  # nobody saw it go back, and of a library's that is all that makes it a loop of the run
-            counted = bool(self.looks.turns) and loop[0] in self.looks.entries
-            return counted or self.looks.kinds[loop[0]] != USER
-        around = self.turns.get((above.code, above.loop.first)) if above.loop is not None else None
-        if around is None or len(ends) <= len(around) + 1:
-            return len(ends) <= (1 if around is None else len(around) + 1)
-        within = np.diff(np.searchsorted(ends, around))
-        return bool(within.any()) and float(quantile(within[within > 0])) <= 1
+        if node.ends is None:  # nobody saw it go back, and of a library's that is all that makes it a loop of the run
+            counted = bool(self.looks.turns) and node.code in self.looks.entries
+            return counted or self.looks.kinds[node.code] != USER
+        often = _turns_within(node, above)
+        return not often.any() or float(quantile(often[often > 0])) <= 1
 
     def _beside(self, root: _Node) -> list[Part]:
         """What the run does beside its loops, line by line; importing and waking the GPU under their own names."""
@@ -402,25 +432,34 @@ class _Tree:
             return IMPORTS
         return FIRST_USE if any(self.looks.codes[line.code].co_name == "_lazy_init" for line in lines) else LINE
 
-    def _part(self, node: _Node, above: _Node) -> Part:
+    def place_of(self, node: _Node) -> str:
+        """The program's own line: of a library's loop the one that leads there."""
         assert node.loop is not None  # only the root has none
+        return self._written(node.leads_here or Line(node.code, node.loop.first))
+
+    def function_of(self, node: _Node) -> str:
+        """The one that holds the loop; of a library's with its place."""
+        assert node.loop is not None
+        name = self.looks.codes[node.code].co_name
+        return f"{self.looks.file(node.code)}:{node.loop.first} in {name}" if node.leads_here else name
+
+    def _part(self, node: _Node, above: _Node) -> Part:
+        assert node.loop is not None
         chains = node.all_chains()
-        code = self.looks.codes[node.code]
-        own = Line(node.code, node.loop.first)
-        place = node.leads_here or own
         time = round(float(self.time_of[chains].sum()))
-        ends = self.turns.get((node.code, node.loop.first), np.zeros(0, np.int64))
+        ends = node.ends if node.ends is not None else np.zeros(0, np.int64)
         count = len(ends) if node.loop.iterates else self._turns_of_while(node, above, ends)
         uncounted = bool(self.jumps_of(node) & self.looks.uncounted)
         part = Part(
             LOOP,
-            place=self._written(place),
-            source=self._text(place),
-            function=f"{self.looks.file(node.code)}:{own.line} in {code.co_name}" if node.leads_here else code.co_name,
+            place=self.place_of(node),
+            source=self._text(node.leads_here or Line(node.code, node.loop.first)),
+            function=self.function_of(node),
             began=int(self.first_of[chains].min()) - self.looks.began,
             time=time,
             busy=self._busy(chains),
             turns=count,
+            passes=int((_turns_within(node, above) > 0).sum()) if len(ends) else NONE,
             at_least=uncounted,
             turn=time // count if count and not uncounted else NONE,
             lines=self._lines(self._lines_within(node)),
@@ -585,6 +624,14 @@ def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop])
 
 
 def beside(trains: BusyLoop, loops: Sequence[BusyLoop]) -> Iterator[BusyLoop]:
-    """Loops that stand neither around the one that trains nor anywhere within its turns."""
-    parts = {loop for one in loops if trains.nest[-1] in one.nest for loop in one.nest}
+    """Loops that stand neither around the one that trains nor within its ordinary turns: a trainer may evaluate the
+    model within one of many."""
+    parts = {loop for one in loops if _is_part(one, trains) for loop in one.nest}
     return (one for one in loops if one.nest[-1] not in parts and one.nest[-1] not in trains.nest)
+
+
+def _is_part(one: BusyLoop, trains: BusyLoop) -> bool:
+    if trains.nest[-1] not in one.nest:
+        return False
+    turned = np.diff(np.searchsorted(one.ends, trains.ends)) > 0
+    return 2 * int(turned.sum()) >= len(turned)

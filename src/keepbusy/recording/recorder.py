@@ -567,7 +567,7 @@ CATCHES_UP = 1.25
 
 def _without_catching_up(part: Part, loop: str, lead: int) -> Part:
     """A host that is ahead of its GPU waits for it now and then, as where it prints a loss: that holds nothing up."""
-    kinds = part.kinds if part.place != loop else tuple(one for one in part.kinds if one.longer > CATCHES_UP * lead)
+    kinds = part.kinds if part.named != loop else tuple(one for one in part.kinds if one.longer > CATCHES_UP * lead)
     return replace(part, kinds=kinds, parts=tuple(_without_catching_up(one, loop, lead) for one in part.parts))
 
 

@@ -5,6 +5,7 @@ Also in a few lines, while it is on: the tree as far as it has grown, the first 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -66,7 +67,7 @@ def tree(run: Part, width: int) -> Iterator[RenderableType]:
         table.add_row("start-up", "", duration(sum(part.time for part in start), run.time), Text(_named(start), FAINT))
     small = [part for part in rest if part.time < WORTH_A_LINE * run.time]
     for part in [part for part in rest if part not in small][:MOST_PARTS]:
-        _rows(table, part, run, 0, width)
+        _rows(table, part, run, run, 0, width)
     if (time := sum(part.time for part in small)) >= WORTH_A_ROW * run.time:
         table.add_row("the rest", "", duration(time, run.time), Text(_named(small), FAINT))
     yield table
@@ -84,21 +85,27 @@ def _place(part: Part) -> str:
     return _NAMES.get(part.kind) or _short(part.place) or "the end"
 
 
-def _rows(table: Table, part: Part, run: Part, depth: int, width: int) -> None:
+def _rows(table: Table, part: Part, around: Part, run: Part, depth: int, width: int) -> None:
     turns = f"×{part.turns:,}{'+' if part.at_least else ''}" if part.turns and part.kind == LOOP else ""
-    place = Text.assemble("  " * depth, (_place(part), PLACE), "  ", tame(_heading(part), max(12, width // 3)))
+    place = Text.assemble("  " * depth, *_heading(part, around, max(12, width // 3)))
     table.add_row(place, turns, duration(part.time, run.time), _about(part))
     for more in _sentences(part) if part.kind == LOOP else ():
         table.add_row("", "", "", Text(more, FAINT))
     for inner in part.parts:
         if inner.time >= WORTH_A_LINE * run.time:
-            _rows(table, inner, run, depth + 1, width)
+            _rows(table, inner, part, run, depth + 1, width)
 
 
-def _heading(part: Part) -> str:
-    """The line's own text; of a loop that a library holds, where that is."""
-    held = f"  in {part.function}" if part.kind == LOOP and ":" in part.function else ""
-    return f"{part.source.removesuffix(':')}{held}"
+def _heading(part: Part, around: Part, room: int) -> Iterator[str | tuple[str, str]]:
+    """The place and the line's own text; of a loop that a library holds, where that is, which tells it from another
+    one that it holds at the same line."""
+    held = f"in {_holder(part.function)}" if part.kind == LOOP and ":" in part.function else ""
+    if held and part.place == around.place:
+        yield held
+        return
+    yield _place(part), PLACE
+    source = tame(part.source.removesuffix(":"), max(12, room - len(held)))
+    yield f"  {source}{'  ' if held else ''}{held}"
 
 
 def _about(part: Part) -> str:
@@ -106,7 +113,7 @@ def _about(part: Part) -> str:
     if part.kind == LOOP and part.turn != NONE:
         span = words.span_of(part.low, part.high, part.usual)
         among = f" ({span})" if part.low != NONE else ""
-        if among and part.usual > 2 * part.high:  # a few turns that take very long are most of the mean
+        if among and not part.low <= part.usual <= part.high:  # a few turns that take very long are in the mean
             among = f" on average (mostly {span})"
         found.append(f"{duration(part.usual)} a turn{among}")
     if part.busy != NONE:
@@ -148,14 +155,20 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         return
     yield line(("What to do", STRONG))
     rows, number, saved = _worth_a_row(diagnosis), 0, 0
+    left_out = Counter[str]()  # what the fixes that are no rows would gain a turn: to those after them it is not done
     for one in diagnosis.plan:
         before, saved = saved, saved + max(0, one.run_gain)
         if one not in rows:
+            left_out[turns_meant(one)] += max(0, one.gain)
             continue
         number += 1
         others = _partners(diagnosis, one) if one.needs else ""
         waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
-        after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, before, saved)
+        after = (
+            [(f"only with {others}", GAIN)]
+            if waits
+            else _after(diagnosis, one, left_out[turns_meant(one)], before, saved)
+        )
         yield line(f"{number}  ", (words.fix(one.fix), STRONG), *_places(one), "   ", *after)
         for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
@@ -216,12 +229,16 @@ def _partners(diagnosis: Diagnosis, one: PlannedFix) -> str:
     return words.listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
 
 
-def _after(diagnosis: Diagnosis, one: PlannedFix, before: int, saved: int) -> list[tuple[str, str] | str]:
-    """A turn and the run once it is made; `before` and `saved`: of the run, without it and with it."""
-    turn = one.predicted.step + one.gain
+def _after(
+    diagnosis: Diagnosis, one: PlannedFix, left_out: int, before: int, saved: int
+) -> list[tuple[str, str] | str]:
+    """A turn, of which `left_out` is not done, and the run once it is made; `before` and `saved`: of the run, without
+    it and with it."""
+    step, low, high = (time + left_out for time in (one.predicted.step, one.predicted.low, one.predicted.high))
+    turn = step + one.gain
     after: list[tuple[str, str] | str] = [
-        (f"{words.transition(turn, one.predicted.step)} {turns_meant(one)}", GAIN),
-        (f" ({words.span_of(one.predicted.low, one.predicted.high, turn)})", FAINT),
+        (f"{words.transition(turn, step)} {turns_meant(one)}", GAIN),
+        (f" ({words.span_of(low, high, turn)})", FAINT),
     ]
     if diagnosis.run is not None and saved and one.run_gain != NONE:
         whole = diagnosis.run.time
@@ -255,7 +272,7 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
 def turns_meant(one: PlannedFix) -> str:
     """Of which turns the fix speaks."""
     if one.loop:
-        return f"a turn of the loop at {_short(one.loop)}"
+        return f"a turn of the loop at {_loop(one.loop)}"
     return words.every(one.every, "step") if one.every else "a step"
 
 
@@ -268,13 +285,24 @@ def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         alone = " without the loops in it" if _is_part(diagnosis.run, one.place, inner.plain_step) else ""
         takes = f": a turn{alone} takes {duration(inner.plain_step)}{often}; the GPU computes {computing} of it."
         nothing = "" if inner.plan else " Nothing to gain there."
-        yield line(("The loop at ", STRONG), (_short(one.place), PLACE), takes, nothing)
+        yield line(("The loop at ", STRONG), (_loop(one.place), PLACE), takes, nothing)
         yield line("")
+
+
+def _loop(name: str) -> str:
+    """`train.py:31`, or `train.py:31 (trainer.py:1842)` of one that a library holds."""
+    place, _, holder = name.partition(" (")
+    return _short(place) + (f" ({_holder(holder)})" if holder else "")
+
+
+def _holder(function: str) -> str:
+    """`trainer.py:1842` of `lib/trainer.py:1842 in fit`: several loops of a library may stand at one line."""
+    return tame(function.partition(" in ")[0].rpartition("/")[2])
 
 
 def _is_part(run: Part | None, place: str, turn: int) -> bool:
     """Whether what was explained is what a turn of this loop does beside the loops in it."""
-    there = [part for part in (run.within() if run is not None else ()) if part.place == place and part.parts]
+    there = [part for part in (run.within() if run is not None else ()) if part.named == place and part.parts]
     return any(part.turn > 1.5 * turn and part.parts[0].kind == LOOP for part in there)
 
 

@@ -92,7 +92,7 @@ def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
     """The tree that is shown is the first rank's. Of each of its loops, the rank in which it goes otherwise: where
     ranks wait for each other turns take as long in all, and the GPU is at work less in the one that comes late."""
     shown, *_ = trees.values() or [Part("")]
-    loops = {rank: {part.place: part for part in tree.within() if part.turns > 1} for rank, tree in trees.items()}
+    loops = {rank: {part.named: part for part in tree.within() if part.turns > 1} for rank, tree in trees.items()}
     for place, first in next(iter(loops.values()), {}).items():
         here = {rank: known[place] for rank, known in loops.items() if place in known}
         if len(here) > 1 and first.time >= SHORTEST_LOOP * shown.time and (told := _difference(here)):
@@ -101,7 +101,7 @@ def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
 
 def uneven_loops(trees: Mapping[int, Part]) -> Iterator[UnevenLoop]:
     """Of the loops that every rank has and that are in no other, those that take one of them longer."""
-    loops = {rank: {part.place: part for part in tree.parts if part.kind == LOOP} for rank, tree in trees.items()}
+    loops = {rank: {part.named: part for part in tree.parts if part.kind == LOOP} for rank, tree in trees.items()}
     for place in next(iter(loops.values()), {}):
         here = [(known[place].time, rank) for rank, known in loops.items() if place in known]
         longest, rank = max(here)

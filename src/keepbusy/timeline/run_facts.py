@@ -233,6 +233,7 @@ class Part:
     time: int = 0
     busy: int = NONE  # of that time the GPU was at work
     turns: int = 0  # 0 where nobody counted them
+    passes: int = NONE  # of the turns of the loop around it, in how many it turned; NONE where nobody counted
     at_least: bool = False  # the turns before the loop was noticed, or beyond what is counted, are missing
     turn: int = NONE  # the mean
     low: int = NONE  # of ten turns, the second fastest and the second slowest
@@ -251,6 +252,14 @@ class Part:
     ran: int = NONE  # of the run itself: how long the thread that it is about had one
 
     @property
+    def named(self) -> str:
+        return loop_name(self.place, self.function)
+
+    def comes_rarely(self, around: Part) -> bool:
+        """Whether most turns of the loop around this one pass without it, as where a trainer evaluates the model."""
+        return self.kind == LOOP and 0 <= 2 * self.passes < around.turns
+
+    @property
     def waits(self) -> int:
         return NONE if self.busy == NONE else max(0, self.time - self.busy)
 
@@ -265,6 +274,16 @@ class Part:
         yield self
         for part in self.parts:
             yield from part.within()
+
+
+def loop_name(place: str, function: str) -> str:
+    """What a loop is called where it is spoken of: of a library's, several may stand at one line of the program."""
+    return f"{place} ({function})" if ":" in function else place
+
+
+def place_of_loop(name: str) -> str:
+    """The program's own line: file:line."""
+    return name.partition(" (")[0]
 
 
 @dataclass(frozen=True)
