@@ -363,7 +363,7 @@ class _Tree:
             is_user = self.looks.is_users(line)
             if line.code in self.staying:
                 for loop in self.sources.around(code, line.line):
-                    leads = None if is_user else leads_here
+                    leads: Line | None = None if is_user else leads_here
                     key = (line.code, loop.first), leads
                     node = node.children.setdefault(key, _Node(line.code, loop, leads))
                 deepest = line

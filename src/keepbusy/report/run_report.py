@@ -164,11 +164,8 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         number += 1
         others = _partners(diagnosis, one) if one.needs else ""
         waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
-        after = (
-            [(f"only with {others}", GAIN)]
-            if waits
-            else _after(diagnosis, one, left_out[turns_meant(one)], before, saved)
-        )
+        missing = left_out[turns_meant(one)]
+        after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, missing, before, saved)
         yield line(f"{number}  ", (words.fix(one.fix), STRONG), *_places(one), "   ", *after)
         for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
