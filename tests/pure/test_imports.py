@@ -157,13 +157,13 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 646,
-    "timeline": 2500,
+    "timeline": 2519,
     "traces": 2371,
-    "instrument": 2329,
+    "instrument": 2376,
     "recording": 4056,
     "virtual": 8655,
-    "explain": 4490,
-    "report": 3139,
+    "explain": 4522,
+    "report": 3164,
     "runtime": 6245,
     "cli": 3594,
     "fix": 6285,
