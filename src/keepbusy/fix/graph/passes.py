@@ -245,6 +245,7 @@ class Passage:
         return tree_unflatten([next(made) if isinstance(one, Tensor) else one for one in self.leaves], self.spec)
 
     def forward(self) -> list[Tensor]:
+        self._note_random()
         with torch.enable_grad():
             self._inputs = [one.detach().requires_grad_(one.requires_grad) for one in self.call.tensors]
             returned = self.call.run(self.module.plain, self._inputs)
@@ -287,7 +288,7 @@ class Passage:
         outputs = [one for one in tree_flatten(returned)[0] if isinstance(one, Tensor)]
         return self._gradients(outputs, self.call.tensors, given, create_graph=torch.is_grad_enabled())
 
-    def note_random(self) -> None:
+    def _note_random(self) -> None:
         if self.module.is_random:
             self.random = torch.cuda.get_rng_state()
 
@@ -301,7 +302,7 @@ class ReplayedPassage(Passage):
         self.leaves, self.spec, self.differentiable = graphs.leaves, graphs.spec, graphs.differentiable
 
     def forward(self) -> list[Tensor]:
-        self.note_random()
+        self._note_random()
         self.graphs.last = weakref.ref(self)
         return self.graphs.forward(self.call.tensors)
 
