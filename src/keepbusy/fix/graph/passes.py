@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepbusy.fix.live.switch import ours
 from keepbusy.runtime.graph.capture import Uncapturable, capture
@@ -39,7 +39,10 @@ class WayBack:
         self.saved: set[int] = set()
         """Where memory lies that it reads."""
         self.is_closed = True
-        seen, ahead = {one.grad_fn for one in ends}, [node for node, _ in self.roots]
+        self.has_state = False
+        """Whether a library keeps something of its own from call to call."""
+        self._ends = {one.grad_fn for one in ends}
+        seen, ahead = {*self._ends}, [node for node, _ in self.roots]
         while ahead:
             node = ahead.pop()
             if node is None or node in seen:
@@ -49,6 +52,7 @@ class WayBack:
                 self.leaves[id(node.variable)] = node.variable
                 continue
             self.is_closed &= node._sequence_nr() >= since
+            self.has_state |= type(node).__name__ == "CudnnRnnBackward0" and node._saved_dropout > 0
             self.saved |= _saved(node)
             for following, place in node.next_functions:
                 if following is not None:
@@ -66,12 +70,19 @@ class WayBack:
             if edge in whole.roots or whole.edges[edge] > self.edges[edge]
         }
 
-    def adds_up_within(self, whole: WayBack) -> bool:
-        """Whether a gradient is the sum of three or more parts, of which some come from here and some from elsewhere.
+    def finding(self, whole: WayBack) -> str:
+        """Why one node may not stand in for all of it.
 
-        One node in place of many would add them up in another order.
+        Where gradients add up, those from later nodes come first. So what comes to a root from outside is added first
+        either way; but what comes to a weight from within would come as one sum.
         """
-        return any(whole.edges[edge] > max(times, 2) for edge, times in self.edges.items())
+        ends = {edge for edge in self.edges if edge[0] in self._ends or type(edge[0]).__name__ == "AccumulateGrad"}
+        for edge, times in self.edges.items():
+            if whole.edges[edge] > times and edge in ends and times > 1:
+                return "gradients are added up within it and outside, and their order would change"
+            if whole.edges[edge] > times and edge not in ends and edge not in self.roots:
+                return "somebody goes back through what it computes on its way"
+        return ""
 
 
 def _saved(node: Any) -> set[int]:
@@ -129,33 +140,48 @@ class DeviceState:
 class PassGraphs:
     """The graphs of one kind of call, and the memory that they read and write."""
 
-    def __init__(self, module: TrainedModule, call: StepCall, reached: set[int], stream: torch.cuda.Stream) -> None:
+    def __init__(self, module: TrainedModule, call: StepCall, reached: set[int]) -> None:
         """`reached`: the outputs through which gradients come. Raises Uncapturable with everything as it was."""
         with torch.no_grad():
             self._inputs = Inputs(call.tensors)
         for static, one in zip(self._inputs.static, call.tensors, strict=True):
             static.requires_grad_(one.requires_grad)
+        self.reached, self._stream = reached, torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
         with _stand_ins(module) as weights:
-            self._forward, returned = capture(lambda: call.run(module.plain, self._inputs.static), stream)
+            wanted = [*self._inputs.static, *weights]
+            self._places = [place for place, one in enumerate(wanted) if one.requires_grad]
+            self._count, self._wanted = len(wanted), [wanted[place] for place in self._places]
+            self._rehearse(module, call, stream)
+            self._forward, returned = capture(
+                lambda: call.run(module.plain, self._inputs.static), stream, is_tidied=False
+            )
         self.leaves, self.spec = tree_flatten(returned)
         outputs = _outputs(self.leaves, [*self._inputs.static, *module.weights])
         self.differentiable = [one.requires_grad for one in outputs]
-        roots = [one for place, one in enumerate(outputs) if place in reached]
-        wanted = [*self._inputs.static, *weights]
-        self._places = [place for place, one in enumerate(wanted) if one.requires_grad]
-        self._arriving = [torch.empty_like(one) for one in roots]
-        with torch.autocast("cuda", enabled=False):
-            self._backward, gradients = capture(
-                lambda: torch.autograd.grad(
-                    roots, [wanted[place] for place in self._places], self._arriving, allow_unused=True
-                ),
-                stream,
-            )
-        self.reached, self._returned = reached, [one.detach() for one in outputs]
+        self._arriving = [torch.empty_like(one) for place, one in enumerate(outputs) if place in reached]
+        self._backward, gradients = capture(lambda: self._go_back(outputs), stream, is_tidied=False)
+        self._returned = [one.detach() for one in outputs]
         self._gradients = [None if one is None else one.detach() for one in gradients]
-        self._count, self._stream = len(wanted), torch.cuda.current_stream()
+        self._wanted.clear()
         self.last: weakref.ref[Passage] | None = None
         """Who replayed it last: until nobody can go back through that, it may not be replayed anew."""
+
+    def _rehearse(self, module: TrainedModule, call: StepCall, stream: torch.cuda.Stream) -> None:
+        """Forward and back on the stream that will capture, where libraries make what they need; all for nothing."""
+        before = module.state()
+        stream.wait_stream(self._stream)
+        with torch.cuda.stream(stream):
+            outputs = [one for one in tree_leaves(call.run(module.plain, self._inputs.static)) if _is_tensor(one)]
+            self._arriving = [torch.zeros_like(one) for place, one in enumerate(outputs) if place in self.reached]
+            self._go_back(outputs)
+        self._stream.wait_stream(stream)
+        before.restore()
+
+    def _go_back(self, outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+        roots = [one for place, one in enumerate(outputs) if place in self.reached]
+        with torch.autocast("cuda", enabled=False):
+            return torch.autograd.grad(roots, self._wanted, self._arriving, allow_unused=True)
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of what the module returns."""
@@ -202,6 +228,10 @@ def _stand_ins(module: TrainedModule) -> Iterator[list[Tensor]]:
     finally:
         for owner, name, one in places:
             setattr(owner, name, one)
+
+
+def _is_tensor(one: Any) -> bool:
+    return isinstance(one, Tensor)
 
 
 def _outputs(leaves: list[Any], others: list[Tensor]) -> list[Tensor]:

@@ -23,11 +23,18 @@ class Uncapturable(Exception):  # noqa: N818 -- it is a finding, and always caug
     """Why a graph cannot stand in for the step, as the end of a sentence."""
 
 
-def capture(run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The graph of what `run` enqueues, and what it returned. After an exception nothing is captured."""
+def capture(
+    run: Callable[[], Any], stream: torch.cuda.Stream, is_tidied: bool = True
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of what `run` enqueues, and what it returned. After an exception nothing is captured.
+
+    `is_tidied`: whether garbage is collected and unused memory given back first, which takes a while.
+    """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    if is_tidied:
+        gc.collect()
+        torch.cuda.empty_cache()
     reason = ""
     with torch.cuda.stream(stream), _no_garbage(), _no_cached_casts():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -62,7 +69,6 @@ def _no_syncs() -> Iterator[None]:
 @contextmanager
 def _no_garbage() -> Iterator[None]:
     """What is collected in the middle of a capture may free memory or graphs, which breaks it."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
