@@ -36,7 +36,7 @@ from keepbusy.runtime.graph.host_reads import HostReads
 from keepbusy.runtime.graph.names_read import PLAIN
 
 _CALLS_SEEN = 100
-"""After so many calls of modules from outside nobody looks for further ones: each look costs a moment."""
+"""After so many calls nobody looks for further modules, or for one to be called as usual: each look costs a moment."""
 _FRESH_STARTS = 4
 """So often what is read on the host may have become something else."""
 _LOOKS_IN_VAIN = 4
@@ -146,10 +146,17 @@ class GraphedModule:
     def __init__(self, module: nn.Module, all_modules: GraphedModules, is_outermost: bool) -> None:
         self._module, self.all, self._is_outermost = module, all_modules, is_outermost
         self._kinds: dict[Any, GraphedCall] = {}
+        self._calls_left = _CALLS_SEEN
+        """Of those that are not as usual."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         plain = self._module._call_impl
-        if not self.all.switch.on or is_ours() or not _is_usual():
+        if not self.all.switch.on or is_ours() or not torch.is_grad_enabled():
+            return plain(*given, **named)
+        if not _is_usual():
+            self._calls_left -= 1
+            if not self._calls_left:
+                vars(self._module).pop("_compiled_call_impl", None)
             return plain(*given, **named)
         call = StepCall(given, named)
         kind = self._kind(call)
@@ -181,10 +188,9 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _is_usual() -> bool:
-    """Whether gradients are computed, and nobody looks on or computes something else with the same operators."""
+    """Whether nobody looks on, or computes something else with the same operators."""
     return (
-        torch.is_grad_enabled()
-        and torch.cuda.is_initialized()  # not so where a loader's workers call a module
+        torch.cuda.is_initialized()  # not so where a loader's workers call a module
         and not torch.cuda.is_current_stream_capturing()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
