@@ -42,8 +42,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import keepbusy
-from keepbusy.runtime import pinned_pages, readback
-from keepbusy.runtime.prefetch import batch_transfer
+from keepbusy.runtime import readback
+from keepbusy.runtime.prefetch import prefetch_iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import SMALL, size
@@ -74,11 +74,11 @@ def packed_by(tasks: int) -> Callable[[DataLoader], Iterator[Any]]:
     """`prefetch` that packs by so many tasks."""
 
     def batches_of(batches: DataLoader) -> Iterator[Any]:
-        usual, batch_transfer.PACKING_TASKS = batch_transfer.PACKING_TASKS, tasks
+        usual, prefetch_iterator.PACKING_TASKS = prefetch_iterator.PACKING_TASKS, tasks
         try:
             yield from keepbusy.prefetch(batches)
         finally:
-            batch_transfer.PACKING_TASKS = usual
+            prefetch_iterator.PACKING_TASKS = usual
 
     return batches_of
 
@@ -172,7 +172,7 @@ def measure_images(found: dict[str, Any]) -> None:
 
 def host_copies(found: dict[str, Any], sources: list[torch.Tensor], target: torch.Tensor) -> None:
     """Into pinned memory, by a thread of Python's and by PyTorch's; alone, and while the device reads pinned memory."""
-    thread, script = ThreadPoolExecutor(1), batch_transfer._script()
+    thread, script = ThreadPoolExecutor(1), prefetch_iterator._script()
     device, side = torch.empty_like(target, device="cuda"), torch.cuda.Stream()
     also = torch.empty_like(target).pin_memory()
 
@@ -194,7 +194,7 @@ def host_copies(found: dict[str, Any], sources: list[torch.Tensor], target: torc
     }
     for tasks in (1, 4, 8, 16, 32):
         ways[f"{tasks} tasks"] = lambda source, tasks=tasks: script.begin(
-            [], [], [batch_transfer._elements(target, source)], tasks
+            [], [], [prefetch_iterator._elements(target, source)], tasks
         ).wait()
     rows = take_turns(
         {
@@ -209,7 +209,7 @@ def host_copies(found: dict[str, Any], sources: list[torch.Tensor], target: torc
 
 def measure_readback(found: dict[str, Any]) -> None:
     loss, running = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    slot, event = pinned_pages.take(loss.device), torch.cuda.Event()
+    slot, event = readback._take(loss.device), torch.cuda.Event()
     stream, double = torch.cuda.current_stream(), slot.double(0)
     same, half = torch.zeros((), device="cuda"), loss.requires_grad_(False)
     event.record()

@@ -22,7 +22,7 @@ from torch.distributed import checkpoint
 from torch.nn.functional import cross_entropy
 
 import keepbusy
-from keepbusy.runtime import tensor_readback
+from keepbusy.runtime import readback
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "stalls"))
 from models import TextClassifier, size
@@ -91,11 +91,11 @@ class LaterWithoutRoom(Later):
     """As if the device had no memory to spare."""
 
     def save(self, state: dict[str, Any]) -> None:
-        room, tensor_readback._room = tensor_readback._room, lambda *_: 0
+        room, readback._room = readback._room, lambda *_: 0
         try:
             super().save(state)
         finally:
-            tensor_readback._room = room
+            readback._room = room
 
 
 class Training:

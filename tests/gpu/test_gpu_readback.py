@@ -7,8 +7,7 @@ import torch
 
 import keepbusy
 from keepbusy.runtime import Readings
-from keepbusy.runtime.readback import ScalarReadback
-from keepbusy.runtime.tensor_readback import readback_stream
+from keepbusy.runtime.readback import ScalarReadback, readback_stream
 
 SPIN = 100_000_000
 """Cycles: about fifty milliseconds."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import keepbusy
-from keepbusy.runtime import tensor_readback
+from keepbusy.runtime import readback
 
 DEVICE = torch.device("cuda", 0)
 
@@ -44,11 +44,11 @@ def test_the_file_holds_the_state_at_the_call(
 ) -> None:
     """The copies come late, and the training overwrites everything meanwhile."""
     if room is not None:
-        monkeypatch.setattr(tensor_readback, "_room", lambda *_: room)
+        monkeypatch.setattr(readback, "_room", lambda *_: room)
     training = Training()
     training.steps(2)
     torch.save(training.state(), tmp_path / "plain.pt")
-    with torch.cuda.stream(tensor_readback.readback_stream(DEVICE)):
+    with torch.cuda.stream(readback.readback_stream(DEVICE)):
         torch.cuda._sleep(200_000_000)
     saving = keepbusy.save_later(training.state(), tmp_path / "later.pt")
     training.steps(20)

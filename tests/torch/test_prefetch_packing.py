@@ -18,9 +18,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 import keepbusy
-from keepbusy.runtime.prefetch import batch_transfer
-from keepbusy.runtime.prefetch.batch_layout import ALIGNMENT, DIRECT_COPY_BYTES, BatchLayouts, layout_of, pieces
-from keepbusy.runtime.prefetch.worker_batches import BUFFERS, WorkerBuffers
+from keepbusy.runtime.prefetch import prefetch_iterator
+from keepbusy.runtime.prefetch.batch_layout import (
+    ALIGNMENT,
+    BUFFERS,
+    DIRECT_COPY_BYTES,
+    BatchLayouts,
+    WorkerBuffers,
+    layout_of,
+    pieces,
+)
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = (
@@ -119,9 +126,9 @@ def test_megabytes_arrive_bit_for_bit_by_however_many_tasks(compiles: bool, monk
         ]  # fmt: skip
 
     begun: list[int] = []
-    compiled = batch_transfer._script()
+    compiled = prefetch_iterator._script()
     counted = SimpleNamespace(begin=lambda *arguments: begun.append(arguments[-1]) or compiled.begin(*arguments))
-    monkeypatch.setattr(batch_transfer, "_script", lambda: counted if compiles else None)
+    monkeypatch.setattr(prefetch_iterator, "_script", lambda: counted if compiles else None)
     batches = [batch(seed) for seed in (5, 5, 5, 6, 5)]
     assert same(batches, list(keepbusy.prefetch(batches)))
     assert len(begun) == (5 if compiles else 0)
@@ -149,13 +156,13 @@ def test_nothing_of_a_loader_is_read_once_it_is_closed(monkeypatch: pytest.Monke
         finally:
             said.append("closed")
 
-    wait = batch_transfer.PinnedBuffer.wait
+    wait = prefetch_iterator.PinnedBuffer.wait
 
-    def waited(buffer: batch_transfer.PinnedBuffer) -> None:
+    def waited(buffer: prefetch_iterator.PinnedBuffer) -> None:
         said.extend(["waited"] if buffer._packing is not None else [])
         wait(buffer)
 
-    monkeypatch.setattr(batch_transfer.PinnedBuffer, "wait", waited)
+    monkeypatch.setattr(prefetch_iterator.PinnedBuffer, "wait", waited)
     for _ in keepbusy.prefetch(loader()):
         break
     assert said == ["waited", "waited", "waited", "closed"]
@@ -165,9 +172,9 @@ def test_packing_is_compiled_where_functions_of_pytorch_are_replaced(monkeypatch
     """As `run --fix` replaces them: on an H200 a batch of 16 MB met that for the first time."""
     native = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", wraps(native)(lambda *given: native(*given)))
-    batch_transfer._script.cache_clear()
+    prefetch_iterator._script.cache_clear()
     target = torch.zeros(3)
-    assert batch_transfer._script().begin([target], [torch.ones(3)], [], 4).wait() == 4
+    assert prefetch_iterator._script().begin([target], [torch.ones(3)], [], 4).wait() == 4
     assert target.sum() == 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.runtime.prefetch.overlap import CopyEvents, Handover, Overlap
+from keepbusy.runtime.prefetch.prefetch_iterator import CopyEvents, Handover, Overlap
 
 MS = 1_000_000
 MB = 1_000_000

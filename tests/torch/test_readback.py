@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 import keepbusy
 from keepbusy.runtime import Readings
 from keepbusy.runtime import readback as reading
-from keepbusy.runtime.pinned_pages import SLOT_DOUBLES, PinnedSlot
-from keepbusy.runtime.readback import Reading, ScalarReadback
-from keepbusy.runtime.tensor_readback import TensorReadback
+from keepbusy.runtime.readback import SLOT_DOUBLES, PinnedSlot, Reading, ScalarReadback, TensorReadback
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
 
@@ -87,8 +85,8 @@ class OneSlot:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = torch.full((SLOT_DOUBLES,), math.nan, dtype=torch.float64)
         self.slot, self.given_back = PinnedSlot(memory, memory), 0
-        monkeypatch.setattr(reading, "take", lambda _device: self.slot)
-        monkeypatch.setattr(reading, "give_back", self.give_back)
+        monkeypatch.setattr(reading, "_take", lambda _device: self.slot)
+        monkeypatch.setattr(reading, "_give_back", self.give_back)
 
     def give_back(self, _device: torch.device, slot: PinnedSlot) -> None:
         self.given_back += 1

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 from warm_python import WarmPython
 
 import keepbusy
-from keepbusy.runtime import save_later, tensor_readback
+from keepbusy.runtime import readback, save_later
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def same(one: Any, other: Any) -> bool:
 def test_the_file_holds_what_torch_save_would_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, device: str
 ) -> None:
-    monkeypatch.setattr(tensor_readback, "_room", lambda *_: room)
+    monkeypatch.setattr(readback, "_room", lambda *_: room)
     training = Training(device)
     training.step()
     torch.save(training.state(), tmp_path / "plain.pt")

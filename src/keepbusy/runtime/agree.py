@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepbusy.runtime.readback import Reading, refuse_capture, send, whole
-from keepbusy.runtime.tensor_readback import readback_stream
+from keepbusy.runtime.readback import Reading, readback_stream, refuse_capture, send, whole
 
 T = TypeVar("T")
 _END: Any = object()

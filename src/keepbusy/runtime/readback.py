@@ -1,20 +1,31 @@
-"""`readback`: a value of the device that arrives on the host later. Nobody waits for it before somebody needs it."""
+"""`readback`: a value of the device that arrives on the host later. Nobody waits for it before somebody needs it.
+
+Numbers are written home by a kernel, into pinned memory; tensors are set aside on the device and copied there beside
+the compute.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from keepbusy.runtime.pinned_pages import SLOT_DOUBLES, PinnedSlot, give_back, take
-from keepbusy.runtime.tensor_readback import Arriving, HostReadback, TensorReadback
-
+SLOT_DOUBLES = 32
+_SLOT_BYTES = 8 * SLOT_DOUBLES
+_SLOTS_PER_PAGE = 1024
+"""They are pinned at once: about as many values as can be under way before a launch has to wait anyway."""
+_PACKED_BELOW = 1 << 20
+"""Bytes. Tensors below travel as one."""
+_COPIED_UNASKED = 64 << 20
+"""So many bytes are set aside without asking how much room there is."""
 _NUMBERS = (int, float, complex)
 _ONE_DOUBLE: dict[torch.dtype, type] = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), float), torch.bool: bool,
@@ -24,6 +35,7 @@ _ONE_DOUBLE: dict[torch.dtype, type] = {
 _DOUBLES = {**dict.fromkeys(_ONE_DOUBLE, 1), torch.int64: 2, torch.float64: 2}
 """A double holds each value of most types; two hold the halves of the others."""
 _STREAMS: dict[tuple[int, int, int], Any] = {}
+_SENDING, _LANDING, _UNPACKING, _PINNING = Lock(), Lock(), Lock(), Lock()
 
 
 def readback(value: Any) -> Any:
@@ -108,128 +120,6 @@ class Reading:
         return f"Reading({self})" if self.ready else "Reading(on its way)"
 
 
-_UNDER_WAY: dict[torch.device, deque[Arriving]] = {}
-"""Of each device what has not arrived as far as anybody looked, in the order in which it was sent."""
-_LOCK, _LANDING = threading.Lock(), threading.Lock()
-
-
-def send(tensors: list[Tensor]) -> Arriving:
-    """All of one device, on their way."""
-    device = tensors[0].device
-    if device.type != "cuda":
-        return HostReadback(tensors)
-    refuse_capture("readback()", "return the tensor from what is captured, and read it back after the replay")
-    sent = ScalarReadback.send(tensors, device) or TensorReadback(tensors).send()
-    with _LOCK:
-        under_way = _UNDER_WAY.get(device)
-        if under_way is None:
-            under_way = _UNDER_WAY[device] = deque()
-        # readings may be kept for long: what has arrived leaves its memory to others. This one is only being sent
-        while under_way and under_way[0].ready:
-            under_way.popleft().land()
-        under_way.append(sent)
-    return sent
-
-
-class ScalarReadback:
-    """Numbers as they are now, brought home by no copy: a kernel writes them into the host's memory.
-
-    It runs in the order of the current stream, so it reads what the program meant, whatever happens to the tensors
-    afterwards. Converting to double is what makes it a kernel: a plain copy, and the stream with it, would wait for
-    the copy engine whenever something large is on its way home.
-    """
-
-    __slots__ = ("_arrived", "_device", "_doubles", "_places", "_slot")
-
-    def __init__(self, device: torch.device, slot: PinnedSlot) -> None:
-        self._device, self._slot, self._arrived = device, slot, False
-        self._places: list[tuple[int, torch.dtype, torch.Size]] = []
-        self._doubles: list[float] = []
-
-    @classmethod
-    def send(cls, tensors: Sequence[Tensor], device: torch.device) -> ScalarReadback | None:
-        """None where they are no numbers, or the device cannot write home. Called every step: each operation counts."""
-        count = 0
-        for tensor in tensors:
-            size = _DOUBLES.get(tensor.dtype, SLOT_DOUBLES + 1)
-            if tensor.numel() != 1 or (size == 2 and tensor.is_neg()):
-                return None
-            count += size
-        if count > SLOT_DOUBLES:
-            return None
-        slot = take(device)
-        if slot.on_device is None:
-            give_back(device, slot)
-            return None
-        sent = cls(device, slot)
-        start = 0
-        for tensor in tensors:
-            dtype, bare = tensor.dtype, tensor.detach() if tensor.requires_grad else tensor
-            sent._places.append((start, dtype, tensor.shape))
-            if _DOUBLES[dtype] == 1:
-                slot.double(start).copy_(bare.view(()) if bare.ndim else bare)
-                start += 1
-            else:
-                slot.on_device[start : start + 2].copy_(bare.view(1).view(torch.int32))
-                start += 2
-        slot.event.record(_current_stream(device))
-        return sent
-
-    @property
-    def ready(self) -> bool:
-        """Whether they are there."""
-        if not self._arrived:
-            self._arrived = bool(self._slot.event.query())
-        return self._arrived
-
-    def land(self) -> None:
-        """Wait for them, if it must, and leave the pinned memory to others."""
-        if not self.ready:
-            self._slot.event.synchronize()
-            self._arrived = True
-        if not self._doubles:
-            with _LANDING:
-                if not self._doubles:
-                    self._doubles = self._slot.on_host.tolist()
-                    give_back(self._device, self._slot)
-
-    def number(self, place: int) -> Any:
-        """One of the numbers, without a tensor for it on the way."""
-        self.land()
-        start, dtype, _ = self._places[place]
-        return _ONE_DOUBLE[dtype](self._doubles[start]) if dtype in _ONE_DOUBLE else self.open(place).item()
-
-    def open(self, place: int) -> Tensor:
-        """One of the numbers, as a tensor of the host."""
-        self.land()
-        start, dtype, shape = self._places[place]
-        if _DOUBLES[dtype] == 1:
-            return torch.tensor(self._doubles[start], dtype=dtype, device="cpu").view(shape)
-        halves = [int(half) for half in self._doubles[start : start + 2]]
-        return torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
-
-
-def _current_stream(device: torch.device) -> Any:
-    """The same object for the same stream: PyTorch makes a new one at each call, which takes as long as a launch."""
-    key = torch._C._cuda_getCurrentStream(device.index)
-    stream = _STREAMS.get(key)
-    if stream is None:
-        stream = _STREAMS[key] = torch.cuda.current_stream(device)
-    return stream
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Of a tensor that ranks share the value of the whole: all of them read it, as all of them hold a part."""
-    return tensor if tensor.__class__ is Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
-
-
-def refuse_capture(who: str, remedy: str) -> None:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{who} was called while a CUDA graph is being captured, where nothing can be read; {remedy}."
-        )
-
-
 _Step = dict[str, Reading | float]
 
 
@@ -305,3 +195,343 @@ def _check(name: str, value: Any) -> None:
     raise ValueError(
         f"add({name}=...) was given {found}, and a mean is kept of single numbers; give {name}'s own mean."
     )
+
+
+_UNDER_WAY: dict[torch.device, deque[Arriving]] = {}
+"""Of each device what has not arrived as far as anybody looked, in the order in which it was sent."""
+
+
+def send(tensors: list[Tensor]) -> Arriving:
+    """All of one device, on their way."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return HostReadback(tensors)
+    refuse_capture("readback()", "return the tensor from what is captured, and read it back after the replay")
+    sent = ScalarReadback.send(tensors, device) or TensorReadback(tensors).send()
+    with _SENDING:
+        under_way = _UNDER_WAY.get(device)
+        if under_way is None:
+            under_way = _UNDER_WAY[device] = deque()
+        # readings may be kept for long: what has arrived leaves its memory to others. This one is only being sent
+        while under_way and under_way[0].ready:
+            under_way.popleft().land()
+        under_way.append(sent)
+    return sent
+
+
+class ScalarReadback:
+    """Numbers as they are now, brought home by no copy: a kernel writes them into the host's memory.
+
+    It runs in the order of the current stream, so it reads what the program meant, whatever happens to the tensors
+    afterwards. Converting to double is what makes it a kernel: a plain copy, and the stream with it, would wait for
+    the copy engine whenever something large is on its way home.
+    """
+
+    __slots__ = ("_arrived", "_device", "_doubles", "_places", "_slot")
+
+    def __init__(self, device: torch.device, slot: PinnedSlot) -> None:
+        self._device, self._slot, self._arrived = device, slot, False
+        self._places: list[tuple[int, torch.dtype, torch.Size]] = []
+        self._doubles: list[float] = []
+
+    @classmethod
+    def send(cls, tensors: Sequence[Tensor], device: torch.device) -> ScalarReadback | None:
+        """None where they are no numbers, or the device cannot write home. Called every step: each operation counts."""
+        count = 0
+        for tensor in tensors:
+            size = _DOUBLES.get(tensor.dtype, SLOT_DOUBLES + 1)
+            if tensor.numel() != 1 or (size == 2 and tensor.is_neg()):
+                return None
+            count += size
+        if count > SLOT_DOUBLES:
+            return None
+        slot = _take(device)
+        if slot.on_device is None:
+            _give_back(device, slot)
+            return None
+        sent = cls(device, slot)
+        start = 0
+        for tensor in tensors:
+            dtype, bare = tensor.dtype, tensor.detach() if tensor.requires_grad else tensor
+            sent._places.append((start, dtype, tensor.shape))
+            if _DOUBLES[dtype] == 1:
+                slot.double(start).copy_(bare.view(()) if bare.ndim else bare)
+                start += 1
+            else:
+                slot.on_device[start : start + 2].copy_(bare.view(1).view(torch.int32))
+                start += 2
+        slot.event.record(_current_stream(device))
+        return sent
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are there."""
+        if not self._arrived:
+            self._arrived = bool(self._slot.event.query())
+        return self._arrived
+
+    def land(self) -> None:
+        """Wait for them, if it must, and leave the pinned memory to others."""
+        if not self.ready:
+            self._slot.event.synchronize()
+            self._arrived = True
+        if not self._doubles:
+            with _LANDING:
+                if not self._doubles:
+                    self._doubles = self._slot.on_host.tolist()
+                    _give_back(self._device, self._slot)
+
+    def number(self, place: int) -> Any:
+        """One of the numbers, without a tensor for it on the way."""
+        self.land()
+        start, dtype, _ = self._places[place]
+        return _ONE_DOUBLE[dtype](self._doubles[start]) if dtype in _ONE_DOUBLE else self.open(place).item()
+
+    def open(self, place: int) -> Tensor:
+        """One of the numbers, as a tensor of the host."""
+        self.land()
+        start, dtype, shape = self._places[place]
+        if _DOUBLES[dtype] == 1:
+            return torch.tensor(self._doubles[start], dtype=dtype, device="cpu").view(shape)
+        halves = [int(half) for half in self._doubles[start : start + 2]]
+        return torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
+
+
+def _current_stream(device: torch.device) -> Any:
+    """The same object for the same stream: PyTorch makes a new one at each call, which takes as long as a launch."""
+    key = torch._C._cuda_getCurrentStream(device.index)
+    stream = _STREAMS.get(key)
+    if stream is None:
+        stream = _STREAMS[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of a tensor that ranks share the value of the whole: all of them read it, as all of them hold a part."""
+    return tensor if tensor.__class__ is Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
+
+
+def refuse_capture(who: str, remedy: str) -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{who} was called while a CUDA graph is being captured, where nothing can be read; {remedy}."
+        )
+
+
+class Arriving(Protocol):
+    """Values that arrive on the host."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are there."""
+        ...
+
+    def land(self) -> None:
+        """Wait for them, if it must, and leave the memory that they travelled in to others."""
+        ...
+
+    def open(self, place: int) -> Tensor:
+        """One of the values, on the host."""
+        ...
+
+
+class HostReadback:
+    """Values that need no way home, as they were at the call."""
+
+    ready = True
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def send(self) -> HostReadback:
+        return self
+
+    def land(self) -> None: ...
+
+    def open(self, place: int) -> Tensor:
+        return self._tensors[place]
+
+
+class TensorReadback:
+    """Tensors of one CUDA device as they are now, whatever the program does to them afterwards.
+
+    They are copied on the device first, in the order of the current stream. A copy that is nobody else's can be neither
+    overwritten nor freed on its way home, so nothing has to wait for it; it is kept until it is known to be there.
+    Where the device has no room for copies, the current stream, and nobody else, waits until the tensors are home.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._device, self._inference = tensors[0].device, torch.is_inference_mode_enabled()
+        self._stream = readback_stream(self._device)
+        plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+        self._kinds = [_Kind(tensor.nbytes, tensor.dtype, tensor.shape) for tensor in plain]
+        small = [tensor for tensor in plain if tensor.nbytes < _PACKED_BELOW]
+        if len(small) < 2:  # a single one keeps its type
+            packed = [tensor.clone(memory_format=torch.contiguous_format) for tensor in small]
+        else:  # small tensors of any types travel as one tensor of bytes, made by a single launch
+            packed = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in small])]
+        self._pieces = [*packed, *self._copies_of([tensor for tensor in plain if tensor.nbytes >= _PACKED_BELOW])]
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(self._device))
+        self._slots: list[PinnedSlot] = []
+        self._tensors: list[Tensor] = []
+
+    def _copies_of(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        room = _room(self._device, sum(tensor.nbytes for tensor in tensors))
+        for tensor in tensors:
+            room -= tensor.nbytes
+            copied = None
+            if room >= 0:
+                with suppress(torch.cuda.OutOfMemoryError):
+                    copied = tensor.clone()
+            yield self._straight_home(tensor) if copied is None else copied
+
+    def _straight_home(self, tensor: Tensor) -> Tensor:
+        """Straight home. The current stream waits: whatever it does next finds the tensor read."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            host = tensor.to("cpu", non_blocking=True)
+        current.wait_stream(self._stream)
+        return host
+
+    def send(self) -> TensorReadback:
+        """Bring them home, on a stream of their own."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._event)
+            self._on_host = [self._send_piece(piece) for piece in self._pieces]
+            self._event = self._stream.record_event()
+        return self
+
+    def _send_piece(self, piece: Tensor) -> Tensor:
+        if piece.nbytes > _SLOT_BYTES:
+            # asked not to wait, PyTorch takes pinned memory, which its caching allocator keeps for the next time
+            return piece.to("cpu", non_blocking=True)
+        self._slots.append(_take(self._device))
+        host = self._slots[-1].bytes[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        return host.copy_(piece, non_blocking=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are all there."""
+        return bool(self._tensors) or bool(self._event.query())
+
+    def land(self) -> None:
+        """Wait if it must: for them, and for nothing that was launched after them."""
+        if not self._tensors and not self._event.query():
+            self._event.synchronize()
+        with _UNPACKING:
+            if not self._tensors:
+                with torch.inference_mode(self._inference):  # of when they were sent
+                    self._tensors = list(_unpacked(self._on_host, self._kinds))
+                for slot in self._slots:
+                    _give_back(self._device, slot)
+                self._pieces, self._on_host, self._slots = [], [], []
+
+    def open(self, place: int) -> Tensor:
+        """One of the tensors, on the host."""
+        self.land()
+        return self._tensors[place]
+
+
+class _Kind(NamedTuple):
+    size: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _unpacked(on_host: Sequence[Tensor], kinds: Sequence[_Kind]) -> Iterator[Tensor]:
+    """Small ones go into memory of their own: the pinned memory is for what is still on its way."""
+    remaining, start = iter(on_host), 0
+    small = [kind for kind in kinds if kind.size < _PACKED_BELOW]
+    pack = next(remaining) if small else None
+    for kind in kinds:
+        if pack is None or kind.size >= _PACKED_BELOW:
+            yield next(remaining)
+        elif len(small) == 1:
+            yield pack.clone()
+        else:
+            yield pack[start : start + kind.size].clone().view(kind.dtype).view(kind.shape)
+            start += kind.size
+
+
+def _room(device: torch.device, wanted: int) -> int:
+    """Bytes to set aside: half of what this process at its peak and all others have left of the device."""
+    if wanted <= _COPIED_UNASKED:
+        return wanted
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)) // 2
+
+
+@cache
+def readback_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class PinnedSlot:
+    """A piece of pinned memory as the host sees it, and as the device does where it can write there itself.
+
+    It is pinned a page at a time: pinning more makes the host wait for the device.
+    """
+
+    __slots__ = ("_doubles", "bytes", "event", "on_device", "on_host")
+
+    def __init__(self, on_host: Tensor, on_device: Tensor | None) -> None:
+        self.on_host, self.bytes, self.on_device = on_host, on_host.view(torch.uint8), on_device
+        self.event = torch.cuda.Event()
+        self._doubles: dict[int, Tensor] = {}
+
+    def double(self, place: int) -> Tensor:
+        """One double, as the device sees it."""
+        double = self._doubles.get(place)
+        if double is None:
+            assert self.on_device is not None
+            double = self._doubles[place] = self.on_device[place]
+        return double
+
+
+class _DeviceArray:
+    """Pinned memory, said to be an array of the device: CUDA lets kernels write there."""
+
+    def __init__(self, page: Tensor) -> None:
+        self.page = page  # kept for as long as tensors lie in it
+        place, shape = (page.data_ptr(), False), tuple(page.shape)
+        self.__cuda_array_interface__ = {"data": place, "shape": shape, "typestr": "<f8", "version": 2}
+
+
+_UNUSED: dict[torch.device, list[PinnedSlot]] = {}
+_FRESH: dict[torch.device, Iterator[PinnedSlot]] = {}
+
+
+def _take(device: torch.device) -> PinnedSlot:
+    """A slot that nothing travels to."""
+    try:
+        return _UNUSED[device].pop()
+    except (KeyError, IndexError):
+        with _PINNING:
+            _UNUSED.setdefault(device, [])
+            return next(_FRESH.setdefault(device, _fresh(device)))
+
+
+def _give_back(device: torch.device, slot: PinnedSlot) -> None:
+    _UNUSED[device].append(slot)
+
+
+def _fresh(device: torch.device) -> Iterator[PinnedSlot]:
+    while True:
+        # whoever reads first during an evaluation will read during the next training
+        with torch.inference_mode(False), torch.cuda.device(device):
+            page = torch.zeros(_SLOTS_PER_PAGE * SLOT_DOUBLES, dtype=torch.float64, device="cpu", pin_memory=True)
+            on_device = _as_the_device_sees_it(page, device)
+        for start in range(0, len(page), SLOT_DOUBLES):
+            piece = slice(start, start + SLOT_DOUBLES)
+            yield PinnedSlot(page[piece], None if on_device is None else on_device[piece])
+
+
+def _as_the_device_sees_it(page: Tensor, device: torch.device) -> Tensor | None:
+    """None where this build of PyTorch or the driver does not offer it."""
+    try:
+        on_device = torch.as_tensor(_DeviceArray(page), device=device)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return on_device if on_device.data_ptr() == page.data_ptr() else None

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from keepbusy.runtime.readback import refuse_capture
-from keepbusy.runtime.tensor_readback import HostReadback, TensorReadback
+from keepbusy.runtime.readback import HostReadback, TensorReadback, refuse_capture
 
 
 def save_later(state: Any, path: str | os.PathLike[str]) -> Saving:

@@ -103,7 +103,7 @@ class Scope:
         """`declared`: names that the source says are global or nonlocal anywhere."""
         self.node = scope
         self._tree, self._declared = tree, declared
-        self.own = list(own_nodes(scope))
+        self.own = list(_own_nodes(scope))
 
     def rewrite(self, hands_on: bool) -> list[int]:
         """Put off what can be; the lines at which that was done."""
@@ -120,7 +120,7 @@ class Scope:
 
     def _chosen(self, hands_on: bool) -> dict[str, list[_LateStatement]]:
         """By their names what may wait: a name that may not takes along what is made of it."""
-        refused = self.shared_names()
+        refused = self._shared_names()
         while True:
             chosen, self._numbers = self._deferrals(refused, hands_on)
             self._deferred = {id(one.statement) for found in chosen.values() for one in found}
@@ -147,7 +147,7 @@ class Scope:
         """Whether its names may be asked for by what is no name in the source."""
         return any(isinstance(one, ast.Name) and one.id in _LOOKING for one in self.own)
 
-    def shared_names(self) -> set[str]:
+    def _shared_names(self) -> set[str]:
         """What code outside of this scope's own can see."""
         inner = [one for one in ast.walk(self.node) if isinstance(one, _SCOPES) and one is not self.node]
         return {name for one in inner for name in _used_in(one)} | self._declared
@@ -250,12 +250,12 @@ def _element(value: ast.expr) -> ast.expr | None:
     return None
 
 
-def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """It, and all but what stands in inner functions; comprehensions run at once and count as its own."""
     yield scope
     for child in ast.iter_child_nodes(scope):
         if not isinstance(child, _SCOPES):
-            yield from own_nodes(child)
+            yield from _own_nodes(child)
 
 
 def _used_in(scope: ast.AST) -> set[str]:
@@ -265,7 +265,9 @@ def _used_in(scope: ast.AST) -> set[str]:
     if isinstance(scope, ast.ClassDef):
         return used
     if not any(isinstance(node, ast.Global | ast.Nonlocal) for node in ast.walk(scope)):
-        used -= {node.id for node in own_nodes(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        used -= {
+            node.id for node in _own_nodes(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
     given: ast.arguments = scope.args  # type: ignore[attr-defined]
     outside = [given, *getattr(scope, "decorator_list", ())]
     used -= {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}
