@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8655,
     "explain": 4522,
     "report": 3164,
-    "runtime": 6251,
+    "runtime": 6193,
     "cli": 3594,
-    "fix": 6336,
+    "fix": 6338,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
