@@ -216,7 +216,7 @@ def test_the_backward_thread_takes_over_and_hands_back() -> None:
 
 
 def test_a_sync_of_one_device_leaves_the_other_alone() -> None:
-    on = Clock(clock().device, devices=2)
+    on = Clock(clock().device)
     zero, one = on.default_stream(0), on.default_stream(1)
     operator(on, zero, 9_000)
     operator(on, one, 100)

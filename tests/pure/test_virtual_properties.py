@@ -68,7 +68,7 @@ def on_device(which: int) -> int:
 
 
 def run(program: list[tuple[str, int, object]], devices: int = 1) -> Timeline:
-    on = Clock(ROUND, devices=devices)
+    on = Clock(ROUND)
     streams = [on.new_stream(0), on.new_stream(0), on.new_stream(devices - 1)]
     moments: list[Moment] = []
     for what, which, argument in program:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from keepbusy.virtual.machine import CURRENT
+from keepbusy.virtual.pytorch.tensors import native_is_pinned, native_pins
 
 DEVICE_TYPE, _META_TYPE = 1, 14
 """c10::DeviceType of CUDA, and of what has no memory."""
@@ -27,10 +28,10 @@ CUDA_VERSION = torch.version.cuda or "13.0"
 """A build that has CUDA keeps its version: packages with code of their own were built for the same and look."""
 CUDNN_VERSION = 91_002
 
-LIBRARIES = Path(torch.__file__).parent / "lib"
-INCLUDES = Path(torch.__file__).parent / "include"
-POINTER = 8
-PREAMBLE = 2
+_LIBRARIES = Path(torch.__file__).parent / "lib"
+_INCLUDES = Path(torch.__file__).parent / "include"
+_POINTER = 8
+_PREAMBLE = 2
 """Words of a vtable before its first slot: the offset to the top, and the type information."""
 
 HOOKS = (
@@ -48,7 +49,7 @@ def slots(classes: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Of each virtual method its slot. `classes` are (header, class), the base first."""
     found: list[str] = []
     for header, name in classes:
-        for method in _virtual_methods(INCLUDES / header, name):
+        for method in _virtual_methods(_INCLUDES / header, name):
             if method.startswith("~"):
                 # a destructor has two slots: the complete object's and the deleting one
                 found += [] if "~" in found else ["~", "~delete"]
@@ -93,7 +94,7 @@ _FOUND_WORDS, _SIZE_AT = 4, 16
 """Words of the C library's Dl_info; and where the size stands in an Elf64_Sym."""
 
 
-def symbol_size(address: int) -> int | None:
+def _symbol_size(address: int) -> int | None:
     """Bytes of the dynamic symbol at `address`; None where this C library cannot say."""
     look_up = getattr(ctypes.CDLL(None), "dladdr1", None)
     if look_up is None:
@@ -105,28 +106,28 @@ def symbol_size(address: int) -> int | None:
     return ctypes.c_uint64.from_address(symbol.value + _SIZE_AT).value
 
 
-def library(name: str) -> ctypes.CDLL:
-    path = LIBRARIES / name
+def _library(name: str) -> ctypes.CDLL:
+    path = _LIBRARIES / name
     if not path.exists():
         raise Mismatch(f"this PyTorch has no {name}")
     return ctypes.CDLL(str(path))
 
 
-def address_of(shared: ctypes.CDLL, name: str) -> int:
+def _address_of(shared: ctypes.CDLL, name: str) -> int:
     try:
         return ctypes.addressof(ctypes.c_char.in_dll(shared, name))
     except ValueError:
         raise Mismatch(f"no symbol {name}") from None
 
 
-def result_of(shared: ctypes.CDLL, name: str) -> Any:
+def _result_of(shared: ctypes.CDLL, name: str) -> Any:
     """The address that a C++ function returns which takes nothing."""
-    return ctypes.CFUNCTYPE(ctypes.c_void_p)(address_of(shared, name))()
+    return ctypes.CFUNCTYPE(ctypes.c_void_p)(_address_of(shared, name))()
 
 
-def code_slots(vtable: int) -> int:
+def _code_slots(vtable: int) -> int:
     """How many leading slots point to code, up to 128: no vtable is longer than that."""
-    targets = (ctypes.c_void_p.from_address(vtable + POINTER * slot).value or 0 for slot in range(128))
+    targets = (ctypes.c_void_p.from_address(vtable + _POINTER * slot).value or 0 for slot in range(128))
     executable = list(_areas("x"))
     return sum(1 for _ in takewhile(lambda it: any(low <= it < high for low, high in executable), targets))
 
@@ -150,13 +151,13 @@ class Vtable:
     """Copied from `address`, which points to the first slot, as an object's first word does."""
 
     def __init__(self, address: int, slots: Mapping[str, int]) -> None:
-        if code_slots(address) < len(slots):
+        if _code_slots(address) < len(slots):
             raise Mismatch("a vtable is shorter than its header says")
-        words = len(slots) + PREAMBLE
-        source = (ctypes.c_char * (POINTER * words)).from_address(address - POINTER * PREAMBLE)
+        words = len(slots) + _PREAMBLE
+        source = (ctypes.c_char * (_POINTER * words)).from_address(address - _POINTER * _PREAMBLE)
         self._words = (ctypes.c_void_p * words).from_buffer_copy(source)
         self._slots = slots
-        self.address = ctypes.addressof(self._words) + POINTER * PREAMBLE
+        self.address = ctypes.addressof(self._words) + _POINTER * _PREAMBLE
         _ALIVE.append(self._words)
 
     def put(self, method: str, result: Any, arguments: Sequence[Any], does: Callable[..., Any]) -> None:
@@ -183,7 +184,7 @@ class Vtable:
 
     def _put_address(self, method: str, function: int | None) -> None:
         if method in self._slots:
-            self._words[PREAMBLE + self._slots[method]] = function
+            self._words[_PREAMBLE + self._slots[method]] = function
 
     def need(self, *methods: str) -> None:
         missing = [method for method in methods if method not in self._slots]
@@ -198,20 +199,22 @@ class Vtable:
 # reachable through it, and what we do not answer says that it is not there.
 
 
-def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], object]) -> Callable[[], None]:
-    """Let C++ believe in CUDA; returns what takes it back.
-
-    `is_pinned` is asked with an address; `pins` hears that native code is about to take pinned memory.
-    """
-    shared = library("libtorch_cpu.so")
+def replace_hooks() -> Callable[[], None]:
+    """Let C++ believe in CUDA; returns what takes it back."""
+    shared = _library("libtorch_cpu.so")
     methods = slots(HOOKS)
-    interface = address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
-    size = symbol_size(interface)
-    if size not in (None, POINTER * (len(methods) + PREAMBLE)):
-        raise Mismatch(f"the CUDA hooks have {size // POINTER - PREAMBLE} slots, their header says {len(methods)}")
-    vtable = Vtable(interface + POINTER * PREAMBLE, methods)
+    interface = _address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
+    size = _symbol_size(interface)
+    if size not in (None, _POINTER * (len(methods) + _PREAMBLE)):
+        raise Mismatch(f"the CUDA hooks have {size // _POINTER - _PREAMBLE} slots, their header says {len(methods)}")
+    vtable = Vtable(interface + _POINTER * _PREAMBLE, methods)
     vtable.need("hasCUDA", "hasPrimaryContext", "init", "deviceCount", "isPinnedPtr", "getPinnedMemoryAllocator")
-    allocator = result_of(library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")
+    allocator = _result_of(_library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")
+
+    def about_to_pin() -> Any:
+        native_pins()
+        return allocator
+
     flag, byte, pointer = ctypes.c_bool, ctypes.c_int8, ctypes.c_void_p
     for method in ("isBuilt", "isAvailable", "hasCUDA", "hasPrimaryContext"):
         vtable.put_constant(method, True)
@@ -222,15 +225,15 @@ def replace_hooks(is_pinned: Callable[[int], bool], pins: Callable[[], object]) 
         ("setCurrentDevice", None, (byte,), lambda device: CURRENT.change(device) and None),
         ("getCurrentDevice current_device", byte, (), lambda: CURRENT.device),
         ("exchangeDevice maybeExchangeDevice", byte, (byte,), CURRENT.change),
-        ("isPinnedPtr", flag, (pointer,), lambda address: is_pinned(address or 0)),
-        ("getPinnedMemoryAllocator", pointer, (), lambda: pins() or allocator),
+        ("isPinnedPtr", flag, (pointer,), lambda address: native_is_pinned(address or 0)),
+        ("getPinnedMemoryAllocator", pointer, (), about_to_pin),
         ("getCUDADeviceAllocator", pointer, (), lambda: allocator),
         ("versionCuDNN versionRuntimeCuDNN", ctypes.c_long, (), lambda: CUDNN_VERSION),
         ("deviceSynchronize", None, (byte,), lambda _device: None),
     ):
         for method in names.split():
             vtable.put(method, result, arguments, does)
-    hooks = ctypes.c_void_p.from_address(result_of(shared, "_ZN2at6detail12getCUDAHooksEv"))
+    hooks = ctypes.c_void_p.from_address(_result_of(shared, "_ZN2at6detail12getCUDAHooksEv"))
     before, hooks.value = hooks.value, vtable.address
     return lambda: setattr(hooks, "value", before)
 
@@ -247,11 +250,11 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 def replace_guard() -> Callable[[], None]:
     """Put our guard into CUDA's place; returns what makes it harmless again."""
-    shared = library("libc10.so")
-    size = symbol_size(address_of(shared, _REGISTRY)) or 0
-    if size < POINTER * (_META_TYPE + 1):
+    shared = _library("libc10.so")
+    size = _symbol_size(_address_of(shared, _REGISTRY)) or 0
+    if size < _POINTER * (_META_TYPE + 1):
         raise Mismatch("the registry of device guards has another shape")
-    registry = (ctypes.c_void_p * (size // POINTER)).in_dll(shared, _REGISTRY)
+    registry = (ctypes.c_void_p * (size // _POINTER)).in_dll(shared, _REGISTRY)
     meta = registry[_META_TYPE]
     if not meta:
         raise Mismatch("there is no device guard for Meta tensors")
@@ -283,22 +286,22 @@ def timer_keys() -> dict[int, ctypes.c_int8]:
     A `std::unordered_map` is the address of its buckets, their count, its first node and its length. A bucket holds
     the node before its own first one; a node is the address of the next one, and its key. The hash of a key is itself.
     """
-    make = getattr(library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
+    make = getattr(_library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
     if make is None:
         return {}
     make.restype = ctypes.c_void_p
     word = ctypes.c_uint64.from_address
     registry = make()
-    buckets, count, first, length = (word(registry + POINTER * at).value for at in range(4))
-    if not (0 < count < 4096 and 0 < length < 16 and _is_mapped(buckets, POINTER * count)):
+    buckets, count, first, length = (word(registry + _POINTER * at).value for at in range(4))
+    if not (0 < count < 4096 and 0 < length < 16 and _is_mapped(buckets, _POINTER * count)):
         raise Mismatch("the registry of DDP's timers has another shape")
     keys: dict[int, ctypes.c_int8] = {}
-    before, node = registry + 2 * POINTER, first
+    before, node = registry + 2 * _POINTER, first
     for _ in range(length):
-        if not _is_mapped(node, 2 * POINTER):
+        if not _is_mapped(node, 2 * _POINTER):
             raise Mismatch("the registry of DDP's timers has another shape")
-        key = ctypes.c_int8.from_address(node + POINTER)
-        starts_bucket = word(buckets + POINTER * (key.value % count)).value == before
+        key = ctypes.c_int8.from_address(node + _POINTER)
+        starts_bucket = word(buckets + _POINTER * (key.value % count)).value == before
         if key.value in keys or not (starts_bucket or any(one % count == key.value % count for one in keys)):
             raise Mismatch("the registry of DDP's timers has another order")
         keys[key.value] = key

@@ -131,7 +131,7 @@ class Machine:
         """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
         device, rank, devices, measured = self._options
         self._onlooker: Onlooker | None = None
-        self.clock = Clock(device, rank, devices, HostTime if measured else None)
+        self.clock = Clock(device, rank, HostTime if measured else None)
         self.memory = Memory(self.clock, devices)
         self.pages = Pages(device.copies.mapped)
         self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)

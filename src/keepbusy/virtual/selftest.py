@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from keepbusy.timeline.files import BadInput, replacing
 
-WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
+_WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120
 """Seconds. A good child takes five; one that hangs is as bad as one that crashes."""
 DAY = 86_400
@@ -59,16 +59,16 @@ def check(now: Callable[[], float] = time) -> None:
         after = verdict.stages[-1] if verdict.stages else "the start"
         raise BadInput(
             f"the virtual GPU does not work with PyTorch {version(root)} "
-            f"(it failed after {after}: {verdict.why}); {WORKS}."
+            f"(it failed after {after}: {verdict.why}); {_WORKS}."
         )
 
 
 def _torch() -> Path:
     found = importlib.util.find_spec("torch")
     if found is None or not found.origin:
-        raise BadInput(f"PyTorch is not installed here, and `keepbusy run` needs it; {WORKS}.")
+        raise BadInput(f"PyTorch is not installed here, and `keepbusy run` needs it; {_WORKS}.")
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
-        raise BadInput(f"the virtual GPU runs on 64-bit Linux alone, and this is {sys.platform}; {WORKS}.")
+        raise BadInput(f"the virtual GPU runs on 64-bit Linux alone, and this is {sys.platform}; {_WORKS}.")
     return Path(found.origin).parent
 
 

@@ -23,8 +23,9 @@ from keepbusy.virtual import selftest
 from keepbusy.virtual.clock.real_time import NOTE, ScriptClocks
 from keepbusy.virtual.costs.device import Device, read
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.pytorch.tensors import VALUES
 
-SETTLING = 0.5
+_SETTLING = 0.5
 """Of the steps at most so many are taken for a beginning."""
 
 
@@ -80,7 +81,7 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     devices = options.devices
     if options.alike > 1:
         devices = max(devices, min(options.alike, device.wire.devices))
-        os.environ |= first_of(options.alike, devices)
+        os.environ |= _first_of(options.alike, devices)
     bring_up(device, devices, rank, options)
     MACHINE.alike = options.alike
     clocks = ScriptClocks(MACHINE) if options.script_clocks else None
@@ -105,14 +106,14 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
         return
     # only now, since `selftest.check` said that this PyTorch can carry it
     from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
-    from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensors
+    from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness
 
     _started.append(True)
     if options.values:
         _keep_freed_memory()
     MACHINE.start(device, devices, rank, options.measured)
-    tensors.VALUES.real, randomness.DEFAULTS.shared = options.values, options.one_generator
-    for undo in (replace_guard(), replace_hooks(tensors.native_is_pinned, tensors.native_pins)):
+    VALUES.real, randomness.DEFAULTS.shared = options.values, options.one_generator
+    for undo in (replace_guard(), replace_hooks()):
         atexit.register(undo)
     cuda_api.patch()
     host_side.patch(_PATCHES, options.measured)
@@ -136,7 +137,7 @@ def _keep_freed_memory() -> None:
             tune(parameter, value)
 
 
-def first_of(ranks: int, of_host: int) -> dict[str, str]:
+def _first_of(ranks: int, of_host: int) -> dict[str, str]:
     """What torchrun would tell the first of so many ranks."""
     told = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": of_host}
     return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -159,7 +160,7 @@ def _first_steady(timeline: Timeline, marks: Ints) -> int:
     before = np.concatenate([[0], np.cumsum(timeline.spans.kind == Kind.ALLOCATE)])
     steps = np.setdiff1d(np.arange(len(marks) - 1), timeline.facts.beside)
     launches, allocations = commands_between(timeline, marks)[steps], np.diff(before[marks])[steps]
-    settling = int(SETTLING * len(launches))
+    settling = int(_SETTLING * len(launches))
     half = len(launches) - settling
     usual = set(launches[half:].tolist())
     for step in range(settling):

@@ -26,7 +26,6 @@ from keepbusy.virtual.clock.lanes import (
     Awaited,
     Graph,
     HostThread,
-    Launch,
     Moment,
     Node,
     Rows,
@@ -40,9 +39,9 @@ _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SY
 _KERNEL, _COLLECTIVE, _COPY = int(Kind.KERNEL), int(Kind.COLLECTIVE), int(Kind.COPY)
 _OPERATOR = int(FrameKind.OPERATOR)
 
-STARVATION = 300_000
+_STARVATION = 300_000
 """Nanoseconds. Taking a batch that is ready costs less than this."""
-MESSAGES = "SendRecv"
+_MESSAGES = "SendRecv"
 """In the name of NCCL's kernel that sends and receives, which needs few multiprocessors."""
 _FIRST_STREAM = 7
 """CUDA's tools call the default stream 7."""
@@ -70,14 +69,12 @@ class CaptureError(RuntimeError):
 class Clock:
     """One process's view of its devices, and the timeline that it writes of them."""
 
-    def __init__(
-        self, device: Device, rank: int = 0, devices: int = 1, real: Callable[[], Callable[[], int]] | None = None
-    ) -> None:
+    def __init__(self, device: Device, rank: int = 0, real: Callable[[], Callable[[], int]] | None = None) -> None:
         """`real`: gives a thread its steady clock, in nanoseconds; None for modelled host time."""
-        self.device, self.rank, self.devices = device, rank, devices
+        self.device, self.rank = device, rank
         self.raises: Callable[[str, int], Exception] = CaptureError
         """Makes what is raised where CUDA would return an error of this text and number."""
-        self.rows = Rows(Launch(device.host.launch, device.queue.gap, device.queue.latency))
+        self.rows = Rows(device.host.launch, device.queue.gap, device.queue.latency)
         self.lock = threading.RLock()
         self._real = real
 
@@ -291,7 +288,7 @@ class Clock:
                 return
             host.awaits_batch = False
             waited = host.pause_length() if done is None else done - host.now
-            if not host.depth and waited >= (STARVATION if done is None else 1):
+            if not host.depth and waited >= (_STARVATION if done is None else 1):
                 until = host.now + waited
                 if self._workers is None:
                     self._workers = HostThread(
@@ -587,7 +584,7 @@ class Clock:
     def _run(self, line: StreamQueue, call: tuple[int, int], node: Node, gap: int) -> int:
         """A command that others may hold up: of a collective, the last of its ranks, asked for without the lock."""
         work, shared = node.work, None
-        if node.kind == _COLLECTIVE and MESSAGES not in node.name:
+        if node.kind == _COLLECTIVE and _MESSAGES not in node.name:
             shared = self._shared.setdefault(line.device, SharedDevice(self.device.slower_together))
         if node.last_arrival is not None:
             with self.lock:

@@ -53,7 +53,7 @@ HOOK_LIMIT = 5_000_000
 """The same, while PyTorch is at work by itself."""
 BACKWARD_PASS = "backward"
 """The annotation within which the autograd engine is at work."""
-LIBRARY_FRAMES = (BACKWARD_PASS, "Optimizer.")
+_LIBRARY_FRAMES = (BACKWARD_PASS, "Optimizer.")
 """Begin the names of frames within which PyTorch is at work by itself."""
 _LONGEST = 1 << 62
 _WORK, _LINE = int(Kind.WORK), int(FrameKind.LINE)
@@ -230,7 +230,7 @@ class HostThread:
         self.innermost = self.frame = self._rows.open(self.lane, kind, self._rows.names[name], self.frame, self.now)
         self.place, self._open_lines = 0, ()
         self.in_backward |= name == BACKWARD_PASS
-        self.in_library |= name.startswith(LIBRARY_FRAMES)
+        self.in_library |= name.startswith(_LIBRARY_FRAMES)
 
     def close(self) -> None:
         """Close the innermost frame, and the lines within it; where none is open, nothing."""
@@ -454,14 +454,14 @@ class Graph:
 
 MARKS = (*STEP_MARKS, "Forward#")
 """Begin the names of frames that begin the run's steps, the most trusted first."""
-COLUMNS = (
+_COLUMNS = (
     "lane", "kind", "name", "frame", "start", "end", "work", "lag", "awaits", "group", "size", "direction", "pinned",
 )  # fmt: skip
 """Of a row as the clock writes it; then its launch, and the lag after it."""
 _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
 _ORDINARY = dict.fromkeys(("frame", "awaits", "group", "pinned", "launch"), NONE)
 """Of columns that are not mentioned; of all others it is zero."""
-PACKED = 1 << 16
+_PACKED = 1 << 16
 _LAUNCH = "cudaLaunchKernel"
 _WORK, _OPERATOR = int(Kind.WORK), int(FrameKind.OPERATOR)
 
@@ -475,7 +475,7 @@ class Packed:
     def __init__(self, width: int) -> None:
         self.count = 0
         self._row = Struct(f"{width}q")
-        self._bytes, self._full = self._row.pack, PACKED * self._row.size
+        self._bytes, self._full = self._row.pack, _PACKED * self._row.size
         self._fresh = bytearray()
         self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
 
@@ -498,10 +498,10 @@ class Packed:
 
     def columns(self, first: int = 0) -> Ints:
         """The rows from `first` on, transposed."""
-        fresh, past = self._unpacked(), first // PACKED
+        fresh, past = self._unpacked(), first // _PACKED
         blocks: list[Any] = [*self._blocks[past:], fresh]
         whole = np.stack([np.concatenate([block[at] for block in blocks]) for at in range(len(fresh))])
-        return whole[:, first - min(past, len(self._blocks)) * PACKED :].astype(np.int64, copy=False)
+        return whole[:, first - min(past, len(self._blocks)) * _PACKED :].astype(np.int64, copy=False)
 
     def _unpacked(self) -> Ints:
         return np.frombuffer(bytes(self._fresh), np.int64).reshape(-1, self._row.size // 8).T
@@ -521,24 +521,18 @@ class Names(dict[str, int]):
         return self.setdefault(text, len(self))
 
 
-class Launch(NamedTuple):
-    """What every launch of a kernel has in common."""
-
-    cost: int  # of the call
-    gap: int  # before the kernel, where it has to wait for another one
-    latency: int  # where it has not
-
-
 class Rows:
     """Spans, links, frames and names, as they come."""
 
-    def __init__(self, launch: Launch = Launch(0, 0, 0)) -> None:  # noqa: B008  # it does not change
-        self.launch = launch
+    def __init__(self, call: int = 0, gap: int = 0, latency: int = 0) -> None:
+        """Of every launch of a kernel: what the call costs, the gap before a kernel that waits for another, and how
+        late one starts that does not."""
+        self.launch = call, gap, latency
         self.names = Names({"": 0, _LAUNCH: 1})
         self.lanes: list[Lane] = []
         self.lines: list[tuple[int, ...]] = [()]  # of each place the names of its lines, from the outside in
         self.mark_rows: dict[str, list[int]] = {mark: [] for mark in MARKS}
-        self.spans = Packed(len(COLUMNS) + 2)
+        self.spans = Packed(len(_COLUMNS) + 2)
         self._links = Packed(4)
         self.frames = Packed(len(_FRAME_COLUMNS))
         self.frame_ends = array("q")
@@ -596,7 +590,7 @@ class Rows:
         return Timeline(
             lanes=tuple(self.lanes),
             names=tuple(self.names),
-            spans=Spans.of(columns.shape[1], **dict(zip(COLUMNS, columns[:-2], strict=True))),
+            spans=Spans.of(columns.shape[1], **dict(zip(_COLUMNS, columns[:-2], strict=True))),
             links=self._all_links(launch, latency),
             frames=described(self._all_frames(now), tuple(self.names)),
             # a mark stands at the next row of its thread; one at the very end has none yet
@@ -628,9 +622,9 @@ class Rows:
         cost, gap, latency = self.launch
         works = work > 0
         launch = first + works
-        columns = np.empty((len(COLUMNS) + 2, self.spans.count), np.int64)
+        columns = np.empty((len(_COLUMNS) + 2, self.spans.count), np.int64)
         _fill(
-            columns, (*COLUMNS, "launch", "latency"), self.spans.columns(),
+            columns, (*_COLUMNS, "launch", "latency"), self.spans.columns(),
             (first[works], {
                 "lane": lane[works], "kind": _WORK, "frame": parent[works], "start": begin[works],
                 "end": (begin + work)[works], "work": work[works],

@@ -75,10 +75,10 @@ class HostTime:
 # Where the program is while it does nothing that we see: what it does between two calls of the device stands at lines
 # that call nothing of PyTorch, so a thread looks at its stack now and then.
 
-INTERVAL = 0.001
+_INTERVAL = 0.001
 """Seconds between two looks: cheap enough to go unnoticed, and a wait that is shorter is hardly worth a line."""
 
-THREAD_SWITCH = 20_000
+_THREAD_SWITCH = 20_000
 """Nanoseconds from one Python thread to another and back."""
 
 
@@ -91,19 +91,19 @@ class Onlooker:
         self._place = place
         self._watched = threading.main_thread().ident
         # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
-        sys.setswitchinterval(INTERVAL / 4)
+        sys.setswitchinterval(_INTERVAL / 4)
         UnseenThread(self._look)
 
     def _look(self) -> None:
         clock, ran, never = time.pthread_getcpuclockid(self._watched or 0), 0, threading.Event()
-        while not never.wait(INTERVAL):
+        while not never.wait(_INTERVAL):
             begun, ran_before, ran = perf_counter_ns(), ran, time.clock_gettime_ns(clock)
             frame = sys._current_frames().get(self._watched or 0)
             if frame is not None:
                 self.looks.append((begun, self._place(frame)))
             del frame  # it would keep the program's variables alive
-            if ran - ran_before > THREAD_SWITCH:  # a program that sleeps is not held up
-                self._cost += perf_counter_ns() - begun + THREAD_SWITCH
+            if ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
+                self._cost += perf_counter_ns() - begun + _THREAD_SWITCH
 
     def watches_caller(self) -> bool:
         return get_ident() == self._watched
@@ -117,9 +117,9 @@ class Onlooker:
         return cost, [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
 
 
-SLOW_INTERVAL = 0.005
+_SLOW_INTERVAL = 0.005
 """Seconds between two looks that only ask whether anything is left out."""
-SAID_FROM, SAID_SHARE = 200_000_000, 0.1
+_SAID_FROM, _SAID_SHARE = 200_000_000, 0.1
 """Nanoseconds, and a share of the run: from both on what is left out is worth a sentence."""
 
 
@@ -140,7 +140,7 @@ class UncountedWork:
     def _look(self) -> None:
         clock, never = time.pthread_getcpuclockid(self._watched), threading.Event()
         ran = time.clock_gettime_ns(clock)
-        while not never.wait(SLOW_INTERVAL):
+        while not never.wait(_SLOW_INTERVAL):
             before, ran = ran, time.clock_gettime_ns(clock)
             self.see(sys._current_frames().get(self._watched), ran - before)
 
@@ -161,7 +161,7 @@ class UncountedWork:
     def sentence(self) -> str:
         """What the report leaves out, where that is much of the run; else nothing."""
         spent = self.times.total()
-        if spent < max(SAID_FROM, SAID_SHARE * self._host.now):
+        if spent < max(_SAID_FROM, _SAID_SHARE * self._host.now):
             return ""
         most = [one for one in self.times.most_common(2) if one[1] > 0.1 * spent]
         lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in most)
@@ -182,12 +182,12 @@ def _imports(frame: FrameType | None) -> bool:
 # we go on with the real one, so timeouts, schedulers and loader workers keep working. What is not a function of `time`
 # (`datetime`, clocks of native code) and what measures a processor's time stays real, too.
 
-CLOCKS = ("time", "perf_counter", "monotonic")
+_CLOCKS = ("time", "perf_counter", "monotonic")
 """Functions of `time`, each with a sister that ends in `_ns`."""
-LOOK = 100
+_LOOK = 100
 """Nanoseconds that a look at a clock takes where host time is modelled: no two looks see the same time."""
 NOTE = "The program's own clocks (time, timeit) showed the time of this report; datetime and native code the real one."
-STANDSTILL = 1_000_000_000
+_STANDSTILL = 1_000_000_000
 """For so long a program may look at a clock that stands still. From then on it goes with the real one.
 
 Where host time is modelled, somebody who polls until a deadline would otherwise never get there.
@@ -213,9 +213,9 @@ class ScriptClocks:
         self._machine, self._last = machine, _Reading()
         self._ahead = 0  # how far readings are ahead of the virtual clock, where that stood still
         self._followers: dict[CodeType, bool] = {}
-        real = {name: getattr(time, f"{name}_ns")() for name in CLOCKS}
+        real = {name: getattr(time, f"{name}_ns")() for name in _CLOCKS}
         start = self.read()
-        for name in CLOCKS:
+        for name in _CLOCKS:
             for function in (getattr(time, name), getattr(time, f"{name}_ns")):
                 setattr(time, function.__name__, ScriptClock(function, self, real[name] - start))
         _hand_to_timeit()
@@ -243,7 +243,7 @@ class ScriptClocks:
             if moment != last.time:
                 last.time, last.moved = moment, real
             else:
-                self._ahead += LOOK if real - last.moved < STANDSTILL else real - last.real
+                self._ahead += _LOOK if real - last.moved < _STANDSTILL else real - last.real
             last.reading = max(last.reading, moment + self._ahead)
         last.real = real
         return last.reading

@@ -394,7 +394,7 @@ _SECTIONS: dict[str, type] = {
     "wire": Wire,
     "efficiency": Efficiency,
 }
-COLLECTIVES = (
+_COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip
 """Those that may have a law of their own, in a table [collectives.NAME]."""
@@ -467,7 +467,7 @@ def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
     """What stands in [collectives.NAME]: a latency and a bandwidth each."""
     if not isinstance(given, dict):
         raise BadInput(f"{path} has collectives = {given!r}, where tables like [collectives.all_reduce] belong.")
-    _refuse_unknown(given, set(COLLECTIVES), path, "collectives.")
+    _refuse_unknown(given, set(_COLLECTIVES), path, "collectives.")
     for name, law in given.items():
         where = f"collectives.{name}"
         if not isinstance(law, dict) or not {"latency", "bandwidth"} <= set(law):

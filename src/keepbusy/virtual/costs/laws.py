@@ -15,8 +15,8 @@ from keepbusy.virtual.costs.device import SHORTEST, Array, Call, Device, Kernel,
 
 PRODUCTS, ATTENTION = figures("products"), figures("attention")
 CONVOLUTIONS, RECURRENT = figures("convolutions"), figures("recurrent")
-TILES = tuple((rows, columns, share) for rows, columns, share in PRODUCTS.tiles)
-SIMT_TILES = (*TILES, *((rows, columns, share) for rows, columns, share in PRODUCTS.small_tiles))
+_TILES = tuple((rows, columns, share) for rows, columns, share in PRODUCTS.tiles)
+_SIMT_TILES = (*_TILES, *((rows, columns, share) for rows, columns, share in PRODUCTS.small_tiles))
 _TENSOR_CORES = ("float16", "bfloat16", "tfloat32", "float8", "int8", "float64")
 _CONVOLUTION_CORES = ("float16", "bfloat16", "tfloat32", "float8", "int8")
 ELEMENTWISE, RANDOM, DROPOUT = figures("elementwise"), figures("random"), figures("dropout")
@@ -454,7 +454,7 @@ def product(
         return int(PRODUCTS.start)
     cores = dtype in _TENSOR_CORES
     rate = device.rate(dtype) * (device.efficiency.matrix if cores else device.efficiency.simt)
-    tiles, fill = (TILES, PRODUCTS.fill) if cores else (SIMT_TILES, PRODUCTS.fill_simt)
+    tiles, fill = (_TILES, PRODUCTS.fill) if cores else (_SIMT_TILES, PRODUCTS.fill_simt)
     spent = float("inf")
     for split in PRODUCTS.splits:
         if split > 1 and inner // split < PRODUCTS.least_split:

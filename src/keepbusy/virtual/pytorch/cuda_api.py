@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
+from keepbusy.instrument.lines import is_ours
 from keepbusy.virtual.clock.lanes import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
@@ -35,7 +36,6 @@ _ANSWERS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cuda_answers.
 # the driver makes of a copy that was asked not to block. So do we.
 
 _IGNORE, _WARN, _RAISE = range(3)
-_KEEPBUSY = str(Path(__file__).parents[2])
 
 
 class _SyncDebug:
@@ -66,7 +66,7 @@ def announce_sync() -> None:
 def _warn_program(text: str) -> None:
     """A warning at the program's line, out of ours."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_KEEPBUSY):
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, UserWarning, stacklevel=level)
 

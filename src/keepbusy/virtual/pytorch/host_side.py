@@ -67,7 +67,7 @@ def patch(patches: Patches, measured: bool) -> None:
     _patch_workers(patches, measured)
 
 
-def in_training_thread() -> bool:
+def _in_training_thread() -> bool:
     return current_thread() is main_thread()
 
 
@@ -78,7 +78,7 @@ class HostOperator:
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        shown = in_training_thread() and not MACHINE.clock.host().pauses
+        shown = _in_training_thread() and not MACHINE.clock.host().pauses
         self.name = name if shown else ""
 
     def __enter__(self) -> None:
@@ -147,7 +147,7 @@ _inside = local()
 def _call_module(native: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """The outermost module's forward passes mark the steps of a program without an optimizer."""
     MACHINE.clock.spend(MACHINE.device.host.module)
-    if getattr(_inside, "module", False) or not in_training_thread():
+    if getattr(_inside, "module", False) or not _in_training_thread():
         return native(module, *args, **kwargs)
     _inside.module = True
     MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(module).__name__}")
@@ -360,7 +360,7 @@ class PythonCalls:
 
 def _sleep(native: Callable[..., Any], seconds: Any) -> None:
     native(seconds)
-    if in_training_thread():
+    if _in_training_thread():
         with HostOperator("sleep"):
             MACHINE.clock.work(round(seconds * 1e9))
 

@@ -36,7 +36,7 @@ def exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
         done.wait()
 
 
-def at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
+def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
     """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
     move: Callable[[], object] = partial(exchange, does, map_tensors(lambda one: lasting(one.detach()), tensors))
     if MACHINE.recording is not None:
@@ -177,7 +177,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             if not self._has_values(flat, tensors[-1] if sends else [], agree or self._all_know):
                 map_tensors(VALUES.forget, tensors[0])
             elif device >= 0 and MACHINE.captures(device):
-                meet = at_replay(does, tensors, meet)
+                meet = _at_replay(does, tensors, meet)
             else:
                 exchange(does, map_tensors(lambda one: to_host(one.detach()) if one.is_cuda else one.detach(), tensors))
                 map_tensors(VALUES.keep, tensors[0])

@@ -72,7 +72,7 @@ class DeviceGenerator(HostGenerator):
         return torch.device("cuda", self._index)
 
     def clone_state(self) -> DeviceGenerator:
-        copy = generator_of(self._index)
+        copy = _generator_of(self._index)
         copy.set_state(state_of(self))
         return copy
 
@@ -123,7 +123,7 @@ class DeviceGenerator(HostGenerator):
     )
 
 
-def generator_of(device: int) -> DeviceGenerator:
+def _generator_of(device: int) -> DeviceGenerator:
     generator = DeviceGenerator()
     generator._index = device
     _STATES[generator._cdata] = _State()
@@ -142,7 +142,7 @@ class GeneratorOfAnyDevice(metaclass=_GeneratorType):
     def __new__(cls, device: torch.device | str | int = "cpu") -> Any:
         where = torch.device(device)
         if where.type == "cuda":
-            return generator_of(CURRENT.index(where))
+            return _generator_of(CURRENT.index(where))
         return HostGenerator(device)
 
 
@@ -158,7 +158,7 @@ class Defaults:
             return cast(HostGenerator, torch.default_generator)
         generator = self._generators.get(device)
         if generator is None:
-            generator = self._generators[device] = generator_of(device)
+            generator = self._generators[device] = _generator_of(device)
             generator.manual_seed(torch.default_generator.initial_seed())
         return generator
 
