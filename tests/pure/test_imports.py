@@ -161,7 +161,7 @@ LINES = {
     "traces": 2371,
     "instrument": 2376,
     "recording": 4056,
-    "virtual": 8655,
+    "virtual": 8650,
     "explain": 4522,
     "report": 3164,
     "runtime": 6193,
