@@ -437,20 +437,20 @@ def telling(owner, original, what):
     setattr(owner, original.__name__, told)
 
 def about_the_process():
-    from keepbusy.cli.program import supervised_run
-    program = supervised_run.ProgramProcess
-    telling(program, program.hear, "over")
-    telling(program, program.wait, "gone")
-    telling(supervised_run, supervised_run._whole, "read")
+    from keepbusy.cli import program
+    process = program.ProgramProcess
+    telling(process, process.hear, "over")
+    telling(process, process.wait, "gone")
+    telling(program, program._whole, "read")
     if not ON_GPU:
-        supervised_run.is_possible = lambda: True
+        program.is_possible = lambda: True
 
 def about_the_report():
-    from keepbusy.cli.console import explanation
-    telling(explanation, explanation.rendered, "rendered")
+    from keepbusy import cli
+    telling(cli, cli.rendered, "rendered")
 
-when_imported("keepbusy.cli.program.supervised_run", about_the_process)
-when_imported("keepbusy.cli.console.explanation", about_the_report)
+when_imported("keepbusy.cli.program", about_the_process)
+when_imported("keepbusy.cli", about_the_report)
 """
 """What tells when the parts of a report are done: Python imports it before anything else."""
 PHASES = ("first line", "imports", "to the loop", "loop", "end", "whole")

@@ -163,17 +163,16 @@ def live(path: Path, options: argparse.Namespace) -> None:
 
 
 def keepbusy_run(path: Path, options: argparse.Namespace, tell: int) -> int:
-    from keepbusy.cli import main
-    from keepbusy.cli.program import supervised_run
+    from keepbusy.cli import main, program
 
-    class Announced(supervised_run.ProgramProcess):
+    class Announced(program.ProgramProcess):
         def wait(self) -> int:
             if self._status is None:
                 super().wait()
                 os.close(tell)
             return super().wait()
 
-    supervised_run.ProgramProcess = Announced  # type: ignore[misc]
+    program.ProgramProcess = Announced  # type: ignore[misc]
     try:
         return main(["run", "--json", "--save", str(options.out / f"{path.stem}.busy"), str(path)])
     except SystemExit as end:

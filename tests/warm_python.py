@@ -131,7 +131,7 @@ def _serve() -> None:
     atexit.register(_keep_installed)
     for module in IMPORTED:
         import_module(module)
-    from keepbusy.cli.program import launch
+    from keepbusy.cli import program
     from keepbusy.virtual.pytorch import operators
 
     operators.prepare()
@@ -152,7 +152,7 @@ def _serve() -> None:
             if asked["agent"]:
                 sys.executable = forks.python
             else:
-                launch.launch = _launched
+                program.launch = _launched
                 setattr(subprocess, "_fork_exec", _started)  # noqa: B010
             place = asked["command"], asked["cwd"], asked["paths"]
             run = partial(_run, *place, asked["env"])

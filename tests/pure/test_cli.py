@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from keepbusy import cli
-from keepbusy.cli.console import output, sources, values
 from keepbusy.timeline.files import BadInput
 
 TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
@@ -247,7 +246,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_times(text: str, time: int) -> None:
-    assert values.duration(text) == time
+    assert cli.step_time(text) == time
 
 
 @pytest.mark.parametrize(
@@ -255,20 +254,20 @@ def test_times(text: str, time: int) -> None:
 )
 def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not the time of a step"):
-        values.duration(text)
+        cli.step_time(text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "8.0", "many", "²", "100000", "1" * 5000])
 def test_nonsense_is_no_number_of_workers(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        values.whole_number("workers", 1024)(text)
+        cli.whole_number("workers", 1024)(text)
 
 
 def test_causes_are_named() -> None:
-    assert values.causes("host_sync, blocking_copy,host_sync") == ("host_sync", "blocking_copy")
+    assert cli.causes("host_sync, blocking_copy,host_sync") == ("host_sync", "blocking_copy")
     for wrong in ("unknown", "x", "", ",", "HOST_SYNC"):
         with pytest.raises(argparse.ArgumentTypeError, match="host_sync, blocking_copy"):
-            values.causes(wrong)
+            cli.causes(wrong)
 
 
 # what is wrong is said in one sentence
@@ -360,22 +359,22 @@ def test_a_folder_means_its_traces_and_a_pattern_what_it_matches(
     monkeypatch.chdir(tmp_path)
     for name in ("b.trace.json.gz", "a.trace.json", "a.json", "notes.txt"):
         (tmp_path / name).touch()
-    assert [path.name for path in sources.expand(["."])] == ["a.trace.json", "b.trace.json.gz"]
-    assert [path.name for path in sources.expand(["*.json*"])] == ["a.json", "a.trace.json", "b.trace.json.gz"]
-    assert [path.name for path in sources.expand([f"{tmp_path}/*.gz"])] == ["b.trace.json.gz"]
-    assert [str(path) for path in sources.expand(["a.json", "./a.json", f"{tmp_path}/a.json"])] == ["a.json"]
+    assert [path.name for path in cli.expand(["."])] == ["a.trace.json", "b.trace.json.gz"]
+    assert [path.name for path in cli.expand(["*.json*"])] == ["a.json", "a.trace.json", "b.trace.json.gz"]
+    assert [path.name for path in cli.expand([f"{tmp_path}/*.gz"])] == ["b.trace.json.gz"]
+    assert [str(path) for path in cli.expand(["a.json", "./a.json", f"{tmp_path}/a.json"])] == ["a.json"]
     (tmp_path / "a.trace.json").unlink()
     (tmp_path / "b.trace.json.gz").unlink()
-    assert [path.name for path in sources.expand(["."])] == ["a.json"]
+    assert [path.name for path in cli.expand(["."])] == ["a.json"]
 
 
 def test_a_file_takes_its_place_only_once_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     path.write_text("before")
-    with pytest.raises(ZeroDivisionError), output.replacing(path) as part:
+    with pytest.raises(ZeroDivisionError), cli.replacing(path) as part:
         part.write_text(str(1 / 0))
     assert path.read_text() == "before"
-    with output.replacing(path) as part:
+    with cli.replacing(path) as part:
         part.write_text("after")
     assert path.read_text() == "after"
     assert list(tmp_path.iterdir()) == [path]
@@ -384,18 +383,18 @@ def test_a_file_takes_its_place_only_once_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_devices_are_written_not_replaced() -> None:
-    with output.replacing(Path(os.devnull)) as part:
+    with cli.replacing(Path(os.devnull)) as part:
         assert part == Path(os.devnull)
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with output.replacing(tmp_path / "link") as part:
+    with cli.replacing(tmp_path / "link") as part:
         part.write_text("x")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "x"
     with pytest.raises(BadInput, match="no place for a file"):
-        output.check_place(tmp_path)
+        cli.check_place(tmp_path)
 
 
 # the verbs, on a real trace
@@ -478,7 +477,7 @@ def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[by
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f'"{sys.executable}" -m keepbusy export "{TRACE}" --to csv | head -n 1; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", command], capture_output=True)
-    assert done.returncode == output.HUNG_UP
+    assert done.returncode == cli.HUNG_UP
     assert done.stderr == b""
     assert done.stdout.startswith(b"row,rank")
 
@@ -545,7 +544,7 @@ def test_many_ranks_are_shown_as_the_pattern_they_match(tmp_path: Path, monkeypa
 def test_what_needs_pytorch_says_so(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("keepbusy.cli.console.output.find_spec", lambda name: None)
+    monkeypatch.setattr("keepbusy.cli.find_spec", lambda name: None)
     (tmp_path / "train.py").touch()
     code, _, error = ask(capsys, verb, *(["--gpus", "2"] if verb == "plan" else []), str(tmp_path / "train.py"))
     assert code == 2

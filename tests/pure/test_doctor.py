@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepbusy.cli.checkup import link_table
-from keepbusy.cli.checkup.device_file import distances, law, written
-from keepbusy.cli.checkup.link_table import joins
-from keepbusy.cli.checkup.settings import harms
+from keepbusy.cli.doctor import device_file, distances, harms, joins, law, link_harms
 from keepbusy.timeline.files import BadInput
 from keepbusy.virtual.costs.device import crossings
 from keepbusy.virtual.costs.device import read as read_device
@@ -69,7 +66,7 @@ def test_what_a_driver_does_not_know_is_passed_over() -> None:
 
 def test_a_machine_becomes_a_device_that_reaches_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(written(MACHINE, None), encoding="utf-8")  # type: ignore[arg-type]
+    path.write_text(device_file(MACHINE, None), encoding="utf-8")  # type: ignore[arg-type]
     device = read_device(str(path))
     assert (device.name, device.capability, device.multiprocessors) == ("NVIDIA Test", (8, 6), 80)
     assert device.rate("bfloat16") * device.efficiency.sustained == pytest.approx(70_000, rel=0.01)
@@ -132,12 +129,12 @@ def linked(*places: SimpleNamespace, reached: float = 200.0, **given: Any) -> Si
 
 
 def told_of(links: SimpleNamespace) -> list[str]:
-    return [harm.what for harm in link_table.harms(links)]
+    return [harm.what for harm in link_harms(links)]
 
 
 def test_measured_links_are_the_laws_of_the_device_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(written(MACHINE, linked(*map(rank, range(4))), 4), encoding="utf-8")  # type: ignore[arg-type]
+    path.write_text(device_file(MACHINE, linked(*map(rank, range(4))), 4), encoding="utf-8")  # type: ignore[arg-type]
     device = read_device(str(path))
     assert set(device.wire.collectives) == set(NCCL)
     for curve in curves():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from screens import PaperScreen
 
-from keepbusy.cli.program.live import BottomLines, latest, live
+from keepbusy.cli.program import BottomLines, latest, live
 from keepbusy.report.run_report import live_line, live_lines
 from keepbusy.timeline.run_facts import Figures, FiguresFile, Part
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.cli.program import launch
+from keepbusy.cli import program
 from keepbusy.instrument import processes
 from keepbusy.instrument.processes import RunFolder, make_folder
 from keepbusy.timeline.files import BadInput
@@ -57,28 +57,28 @@ def test_a_session_leaves_nothing(tmp_path: Path) -> None:
 def test_where_ranks_never_met_is_forgotten_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "yesterday")
-    old = launch.meeting_place()
+    old = program.meeting_place()
     (old / "rank1.busy").touch()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "today")
-    assert launch.meeting_place() != old
+    assert program.meeting_place() != old
     assert old.exists()
     os.utime(old, times=(0, 0))
-    assert launch.meeting_place().exists()
+    assert program.meeting_place().exists()
     assert not old.exists()
 
 
 def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = launch.meeting_place()
-    assert launch.meeting_place() == folder
+    folder = program.meeting_place()
+    assert program.meeting_place() == folder
     folder.chmod(0o777)
     with pytest.raises(BadInput, match="not this user's alone"):
-        launch.meeting_place()
+        program.meeting_place()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="not this user's alone"):
-        launch.meeting_place()
+        program.meeting_place()
 
 
 def test_to_follow_twice_is_to_follow_once_and_it_is_undone() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from warm_python import SOURCES, WarmPython
 
-from keepbusy.cli.checkup.device_file import law, written
+from keepbusy.cli.doctor import device_file, law
 from keepbusy.recording.machine_figures import LinkFigures, _meetings
 from keepbusy.timeline.files import typed
 from keepbusy.virtual.costs.device import read as read_device
@@ -84,7 +84,7 @@ def test_on_virtual_gpus_it_finds_the_laws_of_their_device_file(tmp_path: Path, 
     assert found.message == pytest.approx(wire.send_latency, rel=0.1)
     assert found.copies[1].alone[0] == pytest.approx(read_device("h200").copies.pinned, rel=0.05)
     path = tmp_path / "again.toml"
-    path.write_text(written(None, found, 8), encoding="utf-8")
+    path.write_text(device_file(None, found, 8), encoding="utf-8")
     again = read_device(str(path)).wire
     for name in KINDS - {"barrier"}:
         assert again.collective(name, 1 << 30, 8) == pytest.approx(wire.collective(name, 1 << 30, 8), rel=0.02)

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 PRETENCE = """\
 import sys
-import keepbusy.cli.program.supervised_run as recorded
+import keepbusy.cli.program as recorded
 import keepbusy.recording.recorded_run as left
 recorded.is_possible = lambda: True
 real = left._trace

@@ -1,17 +1,37 @@
-"""The command line: `keepbusy VERB …`. One file a verb; what a verb returns is what it prints."""
+"""The command line: `keepbusy VERB …`. One file a verb; what a verb returns is what it prints.
+
+Here stands what all verbs share: standard output, values, a program, files, the explanation. Rooms are imported when
+needed: the command begins at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import math
+import os
+import re
+import shutil
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from keepbusy import __version__
-from keepbusy.cli.console import output
-from keepbusy.cli.console.output import HUNG_UP, complain, sentence_of
+from keepbusy.timeline import files
 from keepbusy.timeline.files import BadInput
+
+if TYPE_CHECKING:
+    from keepbusy.explain.comparison import Comparison
+    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.timeline.model import Timeline
+    from keepbusy.traces.trace_file import EachOf
+
 
 FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
 VERBS = {
@@ -52,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         parser = _parser(given)
         if not given:
-            output.show((parser.format_help(),))
+            print_parts((parser.format_help(),))
             return FINE
         options = parser.parse_args(given)
-        output.show(options.run(options))
+        print_parts(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -88,3 +108,459 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             verb.add_arguments(one)
             one.set_defaults(run=verb.run)
     return parser
+
+
+# Standard output, or a file that appears only once it is whole
+
+ISSUES = "the issue tracker of keepbusy"
+HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left
+
+
+def line_of(sentence: str) -> str:
+    """One line on stderr, whatever stands in the sentence."""
+    line = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(sentence.split())
+    )
+    return f"keepbusy: {line}\n"
+
+
+def sentence_of(error: Exception) -> str:
+    """What the user is told of it. No user should have to read a traceback."""
+    if isinstance(error, BadInput):
+        return str(error)
+    if isinstance(error, OSError):
+        what = error.strerror or type(error).__name__
+        return f"{error.filename}: {what}." if error.filename else f"{what}."
+    if os.environ.get("KEEPBUSY_DEBUG") == "1":
+        traceback.print_exception(error)
+    return (
+        f"this is a bug of keepbusy {__version__}, not of your input ({f'{type(error).__name__}: {error}'[:200]}). "
+        f"Please report it at {ISSUES}; KEEPBUSY_DEBUG=1 shows the traceback to put into the report."
+    )
+
+
+def need_pytorch(what: str) -> None:
+    if find_spec("torch") is None:
+        raise BadInput(without_pytorch(what))
+
+
+def without_pytorch(what: str) -> str:
+    """The sentence for whoever has not installed it."""
+    return (
+        f"{what} needs PyTorch, which {sys.executable} does not have; install it with "
+        f"`{sys.executable} -m pip install 'torch>=2.9'`. Traces are explained without it."
+    )
+
+
+def complain(sentence: str) -> None:
+    """The sentence on standard error, if there is one."""
+    if sys.stderr is not None:
+        encoding = sys.stderr.encoding or "utf-8"
+        sys.stderr.write(line_of(sentence).encode(encoding, "replace").decode(encoding))
+
+
+def print_parts(parts: Iterable[str]) -> None:
+    """Write to standard output whatever its encoding, and fail at once if nobody takes it."""
+    if sys.stdout is None:
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        for part in parts:
+            sys.stdout.write(part.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError:
+        _close_nothing()
+        raise
+
+
+def _close_nothing() -> None:
+    """What could not be written would fail once more when Python closes standard output."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """As `files.replacing`, for a path that the user gave."""
+    check_place(path)
+    with files.replacing(path) as part:
+        yield part
+
+
+def check_place(path: Path) -> None:
+    """Before the work is done that would end there."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise BadInput(f"{path}: this is no place for a file; name a file in a folder that exists.")
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What standard output can show."""
+
+    width: int
+    colour: bool
+    unicode: bool
+    is_terminal: bool
+
+
+def screen() -> Screen:
+    """The terminal's width, or 100 where there is none; colour only where it is wanted."""
+    width = shutil.get_terminal_size((100, 40)).columns
+    return Screen(
+        max(40, min(width, 110)), _colour(), _can_show_signs(), sys.stdout is not None and sys.stdout.isatty()
+    )
+
+
+def _colour() -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    )
+
+
+def _can_show_signs() -> bool:
+    try:
+        "→–µ·…█▓▒".encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+# What may stand behind a flag
+
+_UNITS = {"": 1e6, "ms": 1e6, "s": 1e9, "us": 1e3, "µs": 1e3, "ns": 1.0}
+_LONGEST = 24 * 3600 * 1e9
+_DURATION = re.compile(r"([+-]?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)", re.IGNORECASE)
+
+
+def step_time(text: str) -> int:
+    """Nanoseconds: `25.0` is milliseconds, `25ms` and `0.025s` say so themselves."""
+    match = _DURATION.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    time = _number(match[1]) * unit if match and unit else math.nan
+    if not 1 <= time <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the time of a step; give milliseconds above 0, as in 25.0, or a unit: 25ms, 0.025s"
+        )
+    return round(time)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def add_plain_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plain-step",
+        type=step_time,
+        metavar="MS",
+        help="how long a step takes without the profiler: milliseconds, or with a unit, as in 0.025s",
+    )
+
+
+def fixable() -> list[str]:
+    """The causes that can be fixed."""
+    from keepbusy.explain.diagnosis import CAUSES, UNFIXABLE
+
+    return [cause for cause in CAUSES if cause not in UNFIXABLE]
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())
+
+
+def causes(text: str) -> tuple[str, ...]:
+    """Such as can be fixed."""
+    known, asked = fixable(), listed(text)
+    for one in asked:
+        if one not in known:
+            raise argparse.ArgumentTypeError(f"{one!r} is no cause that can be fixed; there are {', '.join(known)}")
+    if not asked:
+        raise argparse.ArgumentTypeError(f"no cause was named; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(asked))
+
+
+def add_what_if(parser: argparse.ArgumentParser) -> None:
+    """`--mend` is its old name, kept for commands that were written down."""
+    parser.add_argument(
+        "--what-if", type=causes, metavar="CAUSES", default=(), help="predict the step with these fixed"
+    )
+    parser.add_argument("--mend", dest="what_if", type=causes, default=(), help=argparse.SUPPRESS)
+
+
+WORKERS = 8
+"""That a prediction counts on unless it is told otherwise."""
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=whole_number("workers", 1024),
+        metavar="N",
+        default=WORKERS,
+        help=f"loader workers that a prediction may count on (default {WORKERS})",
+    )
+
+
+def whole_number(of_what: str, most: int, least: int = 1) -> Callable[[str], int]:
+    """How such a one is read."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no number of {of_what}; give a whole number from {least} to {most:,}"
+            )
+        return int(text)
+
+    return read
+
+
+def amount(text: str) -> float:
+    """Of hours or money: a number above 0."""
+    number = _number(text)
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give one, as in 48 or 2.50")
+    return number
+
+
+# A program and on what it runs: what the verbs that run one are all asked, and what another run is told of it
+
+MOST_RANKS = 64
+"""That are started on one machine."""
+
+
+def add_program(parser: argparse.ArgumentParser, what: str, metavar: str = "SCRIPT") -> None:
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
+    parser.add_argument("program", metavar=metavar, nargs=argparse.PARSER, help=what)
+
+
+def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """The script, which is there, and its own arguments; `--` may part both from ours."""
+    from keepbusy.instrument.script import find
+
+    script, *arguments = options.program[1:] if options.program[0] == "--" else options.program
+    if not options.module:
+        find(script)
+    return script, arguments
+
+
+def add_devices(parser: argparse.ArgumentParser, on: str) -> None:
+    """`on`: the device where none is named."""
+    parser.add_argument(
+        "--on",
+        metavar="DEVICE",
+        default=on,
+        help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
+        f"(default: {'the real GPU where there is one, else h200' if on == 'auto' else on})",
+    )
+    parser.add_argument(
+        "--gpus", type=whole_number("GPUs", MOST_RANKS), metavar="N", default=1, help="how many of them (default 1)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=whole_number("GPUs", 1 << 20),
+        metavar="N",
+        default=1,
+        help="run N ranks, a GPU each, through torchrun",
+    )
+
+
+def add_clocks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clock",
+        choices=("measured", "modelled"),
+        default="measured",
+        help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
+    )
+    parser.add_argument(
+        "--clocks",
+        choices=("virtual", "real"),
+        default="virtual",
+        help="what the program's own clocks (time.time, perf_counter, timeit) show on a virtual GPU: "
+        "the time of the report, or the real one",
+    )
+
+
+def handed_on(
+    options: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None], names: Iterable[str]
+) -> list[str]:
+    """What was asked beyond the usual, for another `keepbusy run`."""
+    usual, given = argparse.ArgumentParser(), list[str]()
+    add_arguments(usual)
+    for name in names:
+        value = getattr(options, name)
+        if value != usual.get_default(name):
+            text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
+            given += [f"--{name.replace('_', '-')}", *text]
+    return given
+
+
+# From what stands on the command line to a timeline: traces, a folder of them, or a saved run
+
+SAVED = ".busy"
+Progress: TypeAlias = Callable[[str, float], None]
+READ = 0.5
+"""To read a long trace takes so much of explaining it."""
+
+
+def part(on_progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Of what is done in parts, who wants to know how far all of it is."""
+    return on_progress and (lambda what, share: on_progress(what, begin + share * (end - begin)))
+
+
+def open_timeline(paths: Sequence[Path], on_progress: Progress | None, each: EachOf | None = None) -> Timeline:
+    """Load a saved run, or read the traces of all ranks of one run."""
+    saved = [path for path in paths if path.suffix == SAVED]
+    if not saved:
+        from keepbusy.traces import read
+
+        return read(paths, on_progress, each)
+    if len(paths) > 1:
+        raise BadInput(
+            f"{saved[0]} is a whole saved run, but {len(paths)} files were given; "
+            "give it alone, or compare two runs with `keepbusy compare`."
+        )
+    from keepbusy.timeline.busy_file import load
+
+    return load(saved[0])
+
+
+def expand(arguments: Iterable[str]) -> list[Path]:
+    """The files meant: a folder means its traces, a quoted pattern what it matches; each file once."""
+    found = [path for argument in arguments for path in _files_of(argument)]
+    if not found:
+        raise BadInput("no file was named; give a trace, a folder of traces or a saved run.busy.")
+    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+
+
+def _files_of(argument: str) -> list[Path]:
+    path = Path(argument)
+    if path.is_dir():
+        return _traces_in(path)
+    if path.exists():
+        return [path]
+    found = matches(argument)
+    if not found:
+        raise BadInput(f"{argument}: there is no such file or folder.")
+    return found
+
+
+def matches(pattern: str) -> list[Path]:
+    """The files that a pattern of the shell's means."""
+    if not set(pattern) & set("*?["):
+        return []
+    anchor = Path(pattern).anchor
+    return sorted(Path(anchor).glob(str(Path(pattern).relative_to(anchor))))
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    for endings in ((".trace.json", ".trace.json.gz"), (".json", ".json.gz")):
+        found = sorted(path for path in folder.iterdir() if path.name.endswith(endings) and path.is_file())
+        if found:
+            return found
+    found = flight_dumps(sorted(folder.iterdir()))
+    if found:
+        return found
+    raise BadInput(f"{folder}: this folder holds no traces (*.trace.json or *.trace.json.gz).")
+
+
+def flight_dumps(paths: Iterable[Path]) -> list[Path]:
+    """Those that PyTorch's flight recorder wrote of a job that hung."""
+    from keepbusy.hang.flight_recorder import is_dump
+
+    return [path for path in paths if path.is_file() and path.suffix != SAVED and is_dump(path)]
+
+
+@contextmanager
+def no_garbage_search() -> Iterator[None]:
+    """Nothing that a trace becomes holds itself: to look for that among millions of rows takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress | None]:
+    """A bar on the terminal while something takes long; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+# An explanation shown, a run kept
+
+
+def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:
+    if json:
+        from keepbusy.report import as_json
+
+        return as_json.render(diagnosis)
+    from keepbusy.report import terminal
+
+    shape = shape or screen()
+    return terminal.render(
+        diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=shape.is_terminal
+    )
+
+
+def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:
+    from keepbusy.report import as_json, terminal
+
+    if json:
+        return as_json.render_comparison(done)
+    shape = shape or screen()
+    return terminal.render_comparison(
+        done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal
+    )
+
+
+def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
+    """Whole or not at all. `source`: what the reader knows the run by."""
+    from keepbusy.report import page
+
+    with replacing(path) as part:
+        part.write_text(page.render(diagnosis, source), encoding="utf-8")
+
+
+def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
+    """The same of two runs, as the user named them."""
+    from keepbusy.report import page
+
+    with replacing(path) as part:
+        part.write_text(page.render_both(done, Path(before).name, Path(after).name), encoding="utf-8")
+
+
+def check_name(path: Path) -> None:
+    if path.suffix != SAVED:
+        raise BadInput(f"--save {path}: a saved run is named *{SAVED}, so that it is known again.")
+    check_place(path)
+
+
+def save(timeline: Timeline, plain_step: int | None, path: Path) -> None:
+    from keepbusy.timeline import busy_file
+
+    if plain_step is not None:
+        timeline = timeline.change_facts(plain_step=plain_step)
+    busy_file.save(timeline, path)

@@ -14,10 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepbusy.cli.console.output import check_place, need_pytorch, replacing, show
-from keepbusy.cli.console.sources import SAVED
-from keepbusy.cli.console.values import whole_number
-from keepbusy.cli.program import machine_options
+from keepbusy.cli import (
+    SAVED,
+    add_devices,
+    add_program,
+    check_place,
+    handed_on,
+    need_pytorch,
+    print_parts,
+    program_in,
+    replacing,
+    whole_number,
+)
 from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.files import BadInput
 
@@ -56,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", metavar="FILE.xml", type=Path, help="write the verdict as a JUnit file, too")
     parser.add_argument("--sarif", metavar="FILE", type=Path, help="write it as SARIF, too, for editors")
     parser.add_argument("--github", action="store_true", help="print GitHub's annotations, a line each, too")
-    machine_options.add_devices(parser, "h200")
+    add_devices(parser, "h200")
     parser.add_argument(
         "--values", choices=("real", "none"), default="real", help="none: compute nothing; what is read is zero"
     )
-    machine_options.add_program(parser, "a script with its own arguments, or a saved run", "PROGRAM")
+    add_program(parser, "a script with its own arguments, or a saved run", "PROGRAM")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
@@ -83,7 +91,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         told += [lines, "\n"]
     if not found.over:
         return told
-    show(told)
+    print_parts(told)
     sys.exit(LIMIT_EXCEEDED)
 
 
@@ -93,10 +101,10 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     if options.program[0].endswith(SAVED):
         return load(Path(options.program[0]))
     need_pytorch("`keepbusy check`")
-    script, arguments = machine_options.program_in(options)
+    script, arguments = program_in(options)
     kept = make_folder() / f"run{SAVED}"
     command = ["run", "--on", options.on, "--clock", "modelled", "--save", str(kept), "--quiet"]
-    command += machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "values"))
+    command += handed_on(options, add_arguments, ("gpus", "ranks", "values"))
     command += ["-m"] if options.module else []
     environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
     ended = subprocess.run(

@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli.console.explanation import rendered_comparison, write_comparison
-from keepbusy.cli.console.output import check_place, complain, show
-from keepbusy.cli.console.sources import expand, open_timeline, progress
-from keepbusy.cli.console.values import listed
+from keepbusy.cli import (
+    check_place,
+    complain,
+    expand,
+    listed,
+    open_timeline,
+    print_parts,
+    progress,
+    rendered_comparison,
+    write_comparison,
+)
 from keepbusy.report.words import duration
 
 if TYPE_CHECKING:
@@ -73,7 +80,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     failures = [*_failures(options.fail_on, done, before, after)]
     if not failures:
         return (told, "\n")
-    show((told, "\n"))
+    print_parts((told, "\n"))
     for sentence in failures:
         complain(sentence)
     sys.exit(FAILED)

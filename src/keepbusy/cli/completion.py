@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from keepbusy.cli.console import values
+from keepbusy.cli import VERBS, fixable
 
 EXAMPLES = """\
 examples:
@@ -31,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[str]:
     """From the parsers themselves, so that what is completed is what there is."""
-    from keepbusy.cli import VERBS
-
     flags = {verb: list(_flags(verb)) for verb in VERBS}
     return (f"{line}\n" for line in _WRITERS[options.shell](VERBS, flags))
 
@@ -52,7 +50,7 @@ def _known(metavar: object) -> Sequence[str]:
         from keepbusy.virtual.costs import device
 
         return device.names()
-    return values.fixable() if metavar == "CAUSES" else ()
+    return fixable() if metavar == "CAUSES" else ()
 
 
 def _quoted(text: str) -> str:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, rendered, save
-from keepbusy.cli.console.output import screen
-from keepbusy.cli.console.sources import (
+from keepbusy.cli import (
     READ,
+    WORKERS,
+    add_plain_step,
+    add_what_if,
+    add_workers,
+    amount,
+    check_name,
     expand,
     flight_dumps,
     matches,
@@ -23,6 +26,9 @@ from keepbusy.cli.console.sources import (
     open_timeline,
     part,
     progress,
+    rendered,
+    save,
+    screen,
 )
 from keepbusy.timeline.files import BadInput
 
@@ -47,16 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the traces of all ranks, a folder of them, or a saved run.busy; or a flight recorder's dumps",
     )
-    values.add_plain_step(parser)
-    values.add_what_if(parser)
-    values.add_workers(parser)
+    add_plain_step(parser)
+    add_what_if(parser)
+    add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--timeline", action="store_true", help="draw one turn below the report, in characters")
+    parser.add_argument("--hours", type=amount, metavar="H", help="what the plan saves of a run of so many hours")
     parser.add_argument(
-        "--hours", type=values.amount, metavar="H", help="what the plan saves of a run of so many hours"
-    )
-    parser.add_argument(
-        "--price", type=values.amount, metavar="P", default=0.0, help="of an hour of one GPU, to say what that is worth"
+        "--price", type=amount, metavar="P", default=0.0, help="of an hour of one GPU, to say what that is worth"
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it without its traces")
     parser.add_argument(
@@ -124,7 +128,7 @@ def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Se
 def _again(options: argparse.Namespace) -> str:
     """The command that shows this report again."""
     asked = ["--what-if", ",".join(options.what_if)] if options.what_if else []
-    asked += ["--workers", str(options.workers)] if options.workers != values.WORKERS else []
+    asked += ["--workers", str(options.workers)] if options.workers != WORKERS else []
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save), *asked])
     plain = [] if options.plain_step is None else ["--plain-step", f"{options.plain_step / 1e6:g}"]

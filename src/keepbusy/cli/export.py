@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli.console.output import check_place, replacing
-from keepbusy.cli.console.sources import expand, open_timeline, progress
+from keepbusy.cli import check_place, expand, open_timeline, progress, replacing
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:

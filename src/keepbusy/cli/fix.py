@@ -21,8 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli.console.output import need_pytorch, replacing, show
-from keepbusy.cli.program import machine_options
+from keepbusy.cli import (
+    add_clocks,
+    add_devices,
+    add_program,
+    handed_on,
+    need_pytorch,
+    print_parts,
+    program_in,
+    replacing,
+)
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.processes import make_folder
 from keepbusy.report import words
@@ -49,9 +57,9 @@ LEAST_GAIN = 0.01
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write the fixes that hold into the source")
-    machine_options.add_devices(parser, "h200")
-    machine_options.add_clocks(parser)
-    machine_options.add_program(parser, "the program, and its own arguments: a short run will do")
+    add_devices(parser, "h200")
+    add_clocks(parser)
+    add_program(parser, "the program, and its own arguments: a short run will do")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
@@ -91,7 +99,7 @@ def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
 
     plan, last = before.diagnosis.plan, before
     several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
-    show([f"{runs.name}: a step takes {duration(before.diagnosis.plain_step)}; the plan has {several}\n"])
+    print_parts([f"{runs.name}: a step takes {duration(before.diagnosis.plain_step)}; the plan has {several}\n"])
     held: dict[str, str] = {}
     vain: list[dict[str, str]] = []
     for planned in plan:
@@ -105,13 +113,13 @@ def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
                 now = runs.tried(candidate, f"with '{words.fix(way)}'")
                 told = runs.proven(planned, way, before, (held, last), now)
             except BadInput as error:
-                show([_told(planned, way, f"left out: {str(error).rstrip('.')}")])
+                print_parts([_told(planned, way, f"left out: {str(error).rstrip('.')}")])
                 vain.append(candidate)
             else:
-                show([_told(planned, way, told)])
+                print_parts([_told(planned, way, told)])
                 held, last = candidate, now
         if not changed:
-            show([_told(planned, planned.fix, f"advice: {planned.code or planned.advice}")])
+            print_parts([_told(planned, planned.fix, f"advice: {planned.code or planned.advice}")])
     return held
 
 
@@ -119,13 +127,13 @@ class CandidateRuns:
     """The program, run with other sources in place of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        script, arguments = machine_options.program_in(options)
+        script, arguments = program_in(options)
         self._folder, self._count = folder, 0
         self._disagrees: str | None = None
         """In what the program differs from itself, once that is known."""
         self._is_modelled = options.clock == "modelled"
         self.name = f"-m {script}" if options.module else script
-        given = machine_options.handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
+        given = handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
     def tried(self, sources: dict[str, str], what: str) -> TrialRun:

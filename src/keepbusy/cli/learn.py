@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from keepbusy.cli.console.output import Screen, screen
+from keepbusy.cli import Screen, screen
 from keepbusy.timeline.files import BadInput
 
 EXAMPLES = """\

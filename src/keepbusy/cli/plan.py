@@ -16,9 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keepbusy.cli.console.output import complain, need_pytorch
-from keepbusy.cli.console.values import whole_number
-from keepbusy.cli.program import machine_options
+from keepbusy.cli import add_program, complain, need_pytorch, program_in, whole_number
 from keepbusy.instrument.processes import make_folder
 from keepbusy.report.words import duration, listing, share
 from keepbusy.timeline.files import BadInput
@@ -106,14 +104,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trials at a time",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
-    machine_options.add_program(parser, "the program, and its own arguments")
+    add_program(parser, "the program, and its own arguments")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.virtual.costs.device import read
 
     need_pytorch("`keepbusy plan`")
-    script, _ = machine_options.program_in(options)
+    script, _ = program_in(options)
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))

@@ -14,10 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import keepbusy
-from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import check_name, rendered, rendered_comparison, save, write_page
-from keepbusy.cli.console.output import StandardStreams, check_place, need_pytorch, sentence_of
-from keepbusy.cli.program import launch, machine_options, supervised_run
+from keepbusy.cli import (
+    MOST_RANKS,
+    add_clocks,
+    add_devices,
+    add_program,
+    add_what_if,
+    add_workers,
+    check_name,
+    check_place,
+    handed_on,
+    listed,
+    need_pytorch,
+    program,
+    program_in,
+    rendered,
+    rendered_comparison,
+    save,
+    sentence_of,
+    whole_number,
+    write_page,
+)
 from keepbusy.instrument.processes import follow_with
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput
@@ -48,13 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
     _add_of_the_fixes(parser)
-    machine_options.add_program(parser, "the program to run, unchanged, and its own arguments")
+    add_program(parser, "the program to run, unchanged, and its own arguments")
 
 
 def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
     """On what the program runs."""
-    machine_options.add_devices(parser, "auto")
-    machine_options.add_clocks(parser)
+    add_devices(parser, "auto")
+    add_clocks(parser)
     parser.add_argument(
         "--alike",
         action="store_true",
@@ -72,12 +89,12 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     """What is looked at, and what is told of it."""
     parser.add_argument(
         "--after",
-        type=values.whole_number("steps", (1 << 31) - 1),
+        type=whole_number("steps", (1 << 31) - 1),
         metavar="N",
         help="record after N steps (default: after 8, once they are steady)",
     )
-    values.add_what_if(parser)
-    values.add_workers(parser)
+    add_what_if(parser)
+    add_workers(parser)
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
@@ -104,14 +121,14 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--without",
-        type=values.listed,
+        type=listed,
         metavar="FIXES",
         default=(),
         help="of these, not: copies,late_numbers,draws,workers,foreach,graph,syncs,cache,garbage",
     )
     parser.add_argument(
         "--also",
-        type=values.listed,
+        type=listed,
         metavar="FIXES",
         default=(),
         help="and those whose values differ by rounding: fused,gradients",
@@ -121,22 +138,22 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
 
-    options.script, options.arguments = machine_options.program_in(options)
+    options.script, options.arguments = program_in(options)
     _check_files(options)
     need_pytorch("`keepbusy run`")
     if options.fix or options.without or options.also:
         from keepbusy.fix.live.live_fixes import chosen
 
         options.fixes = chosen(options.without, options.also)
-    real = options.on == "auto" and supervised_run.is_possible()
+    real = options.on == "auto" and program.is_possible()
     _refuse_contradictions(options, real)
     if options.ranks > 1 and not options.alike:
-        sys.exit(launch.launch(options.ranks, _command(options)))
-    streams = StandardStreams()
+        sys.exit(program.launch(options.ranks, _command(options)))
+    streams = program.StandardStreams()
     if real:
         if options.fix and options.after is None:
             options.after = AFTER_TRIAL
-        supervised_run.run(
+        program.run_supervised(
             options,
             streams,
             lambda: _program(options, streams),
@@ -168,12 +185,12 @@ def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
         )
     if options.alike and real:
         raise BadInput("--alike is for virtual GPUs: name one with --on, or give --ranks alone.")
-    if options.ranks > machine_options.MOST_RANKS and not options.alike:
+    if options.ranks > MOST_RANKS and not options.alike:
         raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
 
 
 def _program(
-    options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None = None
+    options: argparse.Namespace, streams: program.StandardStreams, timeline: Callable[..., Timeline] | None = None
 ) -> int:
     """`timeline`: of the run so far, on a virtual GPU.
 
@@ -196,10 +213,12 @@ def be_candidate() -> None:
     from keepbusy.fix.source import proof
     from keepbusy.virtual.machine import MACHINE
 
-    proof.begin(MACHINE.peek, lambda: launch.rank() if MACHINE.rank is None else MACHINE.rank)
+    proof.begin(MACHINE.peek, lambda: program.rank() if MACHINE.rank is None else MACHINE.rank)
 
 
-def _fix(options: argparse.Namespace, streams: StandardStreams, timeline: Callable[..., Timeline] | None) -> None:
+def _fix(
+    options: argparse.Namespace, streams: program.StandardStreams, timeline: Callable[..., Timeline] | None
+) -> None:
     """From here on. What was done is told once the program has ended, before the report."""
     from keepbusy.fix.live.live_fixes import LiveFixes, be_rank
     from keepbusy.instrument.processes import RunFolder
@@ -234,14 +253,14 @@ def _plan_without(
     with suppress(BadInput):
         if options.before is not None:
             return keepbusy.explain(options.before, None, (), options.workers).plan
-        if timeline is not None and fixes.trial is not None and fixes.result is not None and launch.world() == 1:
+        if timeline is not None and fixes.trial is not None and fixes.result is not None and program.world() == 1:
             whole, turns = timeline(source=options.script), fixes.result.plain_turns
             if 0 <= fixes.trial.turns - len(whole.marks) <= 1:  # after the last turn nothing may have followed
                 return keepbusy.explain(from_mark(whole, turns.start, turns.stop)).plan
     return ()
 
 
-def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
+def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> NoReturn:
     from keepbusy.instrument.processes import RunFolder
     from keepbusy.instrument.script import Ending
 
@@ -255,7 +274,7 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
             with suppress(OSError):
                 os.chdir(started_in)  # where the places of the program's lines count from
             mine = timeline(source=options.script)
-            whole = mine if options.alike else launch.gathered(mine)
+            whole = mine if options.alike else program.gathered(mine)
             if whole is not None:
                 _report(virtual_run.steady(whole), options, streams)
                 # it is measured, and what a CI job keeps shall be the same in every run
@@ -276,8 +295,8 @@ def _virtual(options: argparse.Namespace, streams: StandardStreams) -> NoReturn:
         device = str(Path(device).absolute())
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     alike = options.ranks if options.alike else 1
-    asked = virtual_run.Options(device, launch.devices(options.gpus), measured, real, clocks, alike)
-    timeline = virtual_run.start(asked, launch.rank(), left)
+    asked = virtual_run.Options(device, program.devices(options.gpus), measured, real, clocks, alike)
+    timeline = virtual_run.start(asked, program.rank(), left)
     try:
         code = _program(options, streams, timeline)
     finally:
@@ -296,11 +315,11 @@ _HANDED_ON = (
 
 def _command(options: argparse.Namespace) -> list[str]:
     """What each rank is started with: the same, without `--ranks`."""
-    given = machine_options.handed_on(options, add_arguments, _HANDED_ON)
+    given = handed_on(options, add_arguments, _HANDED_ON)
     return [*given, *(["-m"] if options.module else []), options.script, *options.arguments]
 
 
-def _report(timeline: Timeline, options: argparse.Namespace, streams: StandardStreams) -> None:
+def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
     """What the run so far says."""
     if options.save:
         save(timeline, None, options.save_at)
@@ -330,7 +349,7 @@ def _failure() -> str:
     return type(error).__name__ if error is not None else ""
 
 
-def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: StandardStreams) -> str:
+def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: program.StandardStreams) -> str:
     """The report, and below it what the run before foretold; as JSON the comparison alone."""
     from keepbusy.explain.comparison import compare
 
@@ -343,5 +362,5 @@ def _again(options: argparse.Namespace) -> str:
     """The command that shows the report again: without the run, where it was kept."""
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save)])
-    several = ["--ranks", str(launch.world())] if launch.world() > 1 else []
+    several = ["--ranks", str(program.world())] if program.world() > 1 else []
     return shlex.join(["keepbusy", "run", *several, *_command(options)])

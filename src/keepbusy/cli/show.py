@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli.console import values
-from keepbusy.cli.console.explanation import write_comparison, write_page
-from keepbusy.cli.console.output import check_place
-from keepbusy.cli.console.sources import READ, SAVED, expand, open_timeline, part, progress
+from keepbusy.cli import (
+    READ,
+    SAVED,
+    add_plain_step,
+    add_workers,
+    check_place,
+    expand,
+    open_timeline,
+    part,
+    progress,
+    write_comparison,
+    write_page,
+)
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
@@ -35,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the traces of all ranks, a folder of them, a saved run.busy, or two of these: before and after",
     )
-    values.add_plain_step(parser)
-    values.add_workers(parser)
+    add_plain_step(parser)
+    add_workers(parser)
     parser.add_argument(
         "-o", "--output", metavar="OUT.html", type=Path, help="the page to write (default: beside the run, *.html)"
     )

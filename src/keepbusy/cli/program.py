@@ -1,0 +1,614 @@
+"""The user's program where `keepbusy run` runs it: in a child process, as several ranks, with lines drawn meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from keepbusy.cli import line_of, screen
+from keepbusy.instrument.processes import make_folder
+from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.model import Timeline
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.timeline.run_facts import Figures, Part
+
+# Where there is a GPU: the program in a child process, and the report of what it left
+
+DRIVER = Path("/dev/nvidiactl")
+KEEP = "KEEPBUSY_KEEP"
+"""Names a folder in which the profiler's traces are to stay."""
+_REPORTING = ("keepbusy.recording.recorded_run", "keepbusy.explain", "keepbusy.report.terminal")
+_CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
+
+
+def is_possible() -> bool:
+    """Whether there is a GPU for PyTorch to use. Asking PyTorch itself would wake the driver in this process."""
+    return DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _speaks_cuda()
+
+
+def _speaks_cuda() -> bool:
+    """PyTorch's own word on what it was built for, read and not imported."""
+    torch = find_spec("torch")
+    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    return version is not None and version.exists() and bool(_CUDA.search(version.read_text(encoding="utf-8")))
+
+
+def run_supervised(
+    options: argparse.Namespace,
+    streams: StandardStreams,
+    program: Callable[[], int],
+    report: Callable[[Timeline], None],
+    explained: Callable[[Timeline], Diagnosis],
+) -> None:
+    """Does not come back: it ends as the program ended. `explained` is asked while it runs, if somebody looks on."""
+    kept = os.environ.get(KEEP)
+    folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
+    meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
+    child = ProgramProcess(lambda over: _watched(program, folder, options, over))
+    streams.until = child.wait
+    try:
+        with meanwhile or nullcontext():
+            for room in _REPORTING:  # the program imports PyTorch meanwhile
+                import_module(room)
+            child.hear()
+        whole = _whole(folder, options.script, streams)
+        if whole is not None:
+            report(whole)
+    except BadInput as error:
+        streams.complain(str(error))
+    finally:
+        status = child.wait()
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    _end_as(status)
+
+
+def _is_seen(options: argparse.Namespace) -> bool:
+    """Of several ranks, one draws."""
+    return options.live and rank() == 0
+
+
+def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
+    from keepbusy.instrument.script import Ending
+
+    def finish() -> None:
+        watched.end()
+        over()
+
+    ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
+    from keepbusy.recording.recorder import RunOptions, start
+
+    watched = start(RunOptions(str(folder), _shared(), options.after, _is_seen(options), options.memory))
+    code = program()
+    if code < 0:
+        ending.by(-code)
+    return code if code >= 0 else 128 - code
+
+
+def _shared() -> str:
+    """Where ranks that were started one by one tell each other which windows are to come."""
+    with suppress(BadInput, OSError):  # if not there, then nowhere: it is no reason not to run
+        return str(meeting_place()) if world() > 1 else ""
+    return ""
+
+
+def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | None:
+    """What all processes of this rank left, and on the first rank what all ranks did."""
+    timelines, why = _left(folder, source)
+    if world() > 1:
+        timelines, why = shared(timelines, why)
+    whole = _without_turns(folder, source, why) if why and not timelines else None
+    for sentence in why if whole is None else ():
+        streams.complain(sentence)
+    if not timelines:
+        return whole
+    from keepbusy.recording.recorded_run import together
+
+    return together(timelines)
+
+
+def _without_turns(folder: Path, source: str, why: Sequence[str]) -> Timeline | None:
+    """What is known of the whole run is worth a report, also where no turn was recorded."""
+    from keepbusy.recording.recorded_run import without_turns
+
+    runs = [without_turns(one, {"source": source, "notes": tuple(why)}) for one in folder.iterdir() if one.is_dir()]
+    known = [one for one in runs if one.facts.run is not None or one.facts.plain_runs]
+    return max(known, key=lambda one: one.facts.run.time if one.facts.run else 0, default=None)
+
+
+def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
+    """Of the processes that took steps, each rank's; and why any are missing."""
+    from keepbusy.recording.recorded_run import facts_in, timeline_in
+
+    found, why = dict[int, Timeline](), dict[int, str]()
+    left = {one: facts_in(one) for one in folder.iterdir() if one.is_dir()}
+    for one in sorted(left, key=lambda one: -left[one].get("steps", 0)):
+        its_rank = left[one].get("rank", rank())
+        if its_rank not in found and (left[one].get("steps", 0) or len(left) == 1):
+            try:
+                found[its_rank] = timeline_in(one, {"source": source})
+            except BadInput as error:
+                why.setdefault(its_rank, str(error))
+    if not found:
+        return [], [*why.values()][:1] or [f"{source} took no step."]
+    return [found[one] for one in sorted(found)], [
+        f"rank {one} is missing from this report: {why[one]}" for one in sorted(why) if one not in found
+    ]
+
+
+# The program's own process
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux."""
+
+
+class ProgramProcess:
+    """A program in a child process of its own, so that whatever ends it, its report is still made.
+
+    It says when it is over. Its process ends later, for all its memory and the GPU's is given back; the report is made
+    meanwhile.
+    """
+
+    def __init__(self, program: Callable[[Callable[[], None]], int]) -> None:
+        """`program` is given what says that it is over."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._heard, says = os.pipe()
+        parent, self._child = os.getpid(), os.fork()
+        if not self._child:
+            os.close(self._heard)
+            _die_with(parent)
+            sys.exit(program(_said_by(says)))
+        os.close(says)
+        self._status: int | None = None
+        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells the child itself
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        os.kill(self._child, number)
+
+    def hear(self) -> None:
+        """Until it says so; where it cannot any more, until its process has ended."""
+        if not os.read(self._heard, 1):
+            self.wait()
+
+    def wait(self) -> int:
+        """Until its process has ended; returns how, as `os.waitpid` tells it."""
+        if self._status is None:
+            self._status = os.waitpid(self._child, 0)[1]
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        return self._status
+
+
+def _said_by(descriptor: int) -> Callable[[], None]:
+    """Where the program has not closed it, nor what it forks: these close it."""
+    kept = KeptDescriptor.of(descriptor)
+    os.close(descriptor)
+
+    def say() -> None:
+        with suppress(OSError):
+            if kept is not None and (copy := kept.descriptor()) is not None:
+                os.write(copy, b".")
+
+    return say
+
+
+def _end_as(status: int) -> None:
+    """End this process as the child ended: with its exit code, or by the signal that ended it."""
+    if not os.WIFSIGNALED(status):
+        sys.exit(os.waitstatus_to_exitcode(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of this process would tell nobody anything
+    sys.stdout.flush()
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _die_with(parent: int) -> None:
+    """Nobody else would end the child of a supervisor that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Standard output and error, whatever the program does to them
+
+
+class StandardStreams:
+    """Standard output and error as they were before a program ran in this process: it may replace or close them."""
+
+    def __init__(self) -> None:
+        self.screen = screen()
+        self.complains_to_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._kept = {number: KeptDescriptor.of(number) for number in (1, 2)}
+        self.until: Callable[[], object] = lambda: None
+        """Waited for before anything is written: the program may have something to say until then."""
+        self._encodings = {1: getattr(sys.stdout, "encoding", None), 2: getattr(sys.stderr, "encoding", None)}
+
+    def show(self, *parts: str) -> None:
+        """To standard output."""
+        self._write(1, "".join(parts))
+
+    def complain(self, sentence: str) -> None:
+        """To standard error, as one line."""
+        self._write(2, line_of(sentence))
+
+    def _write(self, number: int, text: str) -> None:
+        """What nobody takes any more is nobody's loss: the exit code is the program's own."""
+        self.until()
+        kept = self._kept[number]
+        descriptor = kept.descriptor() if kept else None
+        if descriptor is None:
+            return
+        rest = memoryview(text.encode(self._encodings[number] or "utf-8", "replace"))
+        with suppress(OSError):
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+
+@dataclass(frozen=True)
+class KeptDescriptor:
+    """A copy of a descriptor, and which file it was: programs close numbers that they never opened."""
+
+    copy: int
+    number: int
+    file: tuple[int, int]
+
+    @classmethod
+    def of(cls, number: int) -> KeptDescriptor | None:
+        """A high number, so that what the program opens has the numbers that it would have. None if it is closed."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for lowest in (min(limit, 1024) - 8, 3):
+            with suppress(OSError, ValueError):
+                made = cls(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest), number, _file(number))
+                os.register_at_fork(after_in_child=made.close)
+                return made
+        return None
+
+    def close(self) -> None:
+        """A child that outlives the program is not to hold a pipe open."""
+        with suppress(OSError):
+            if _file(self.copy) == self.file:
+                os.close(self.copy)
+
+    def descriptor(self) -> int | None:
+        """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
+        for one in (self.copy, self.number):
+            with suppress(OSError):
+                if _file(one) == self.file:
+                    return one
+        return None
+
+
+def _file(descriptor: int) -> tuple[int, int]:
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino
+
+
+# Several ranks of one run: started together, and brought back together by the first of them
+
+PATIENCE = 30.0
+"""Seconds that the first rank waits for the others' timelines once its own program has ended."""
+_POLL = 0.05
+PIECE = 4 << 20
+"""Bytes: the store of torchrun's agents takes no message of more than eight megabytes."""
+_FORGOTTEN = 24 * 3600.0
+"""Seconds after which nobody comes to where ranks were to meet: the first of them was killed."""
+
+
+def launch(count: int, command: Sequence[str]) -> int:
+    """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns its exit code."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    agent += ["--log-dir", str(make_folder())]  # it would leave one of its own
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
+    return subprocess.run([*agent, "-m", "keepbusy", "run", *command], check=False, env=environment).returncode
+
+
+def rank() -> int:
+    """Of this process, as its launcher numbers it; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def devices(asked: int) -> int:
+    """Each rank of this host has a device of its own."""
+    return max(asked, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def gathered(timeline: Timeline) -> Timeline | None:
+    """On the first rank the timeline of all of them, on the others nothing."""
+    if world() == 1:
+        return timeline
+    from keepbusy.timeline.ranks import merge
+
+    timelines, _ = shared([timeline], [])
+    return merge([one for one in timelines if len(one)] or timelines[:1]) if timelines else None
+
+
+def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
+    """Leave this rank's for the first, which gets those of all ranks, and why any are missing."""
+    from keepbusy.timeline.busy_file import save
+
+    store, left = _store(), meeting_place() / f"rank{rank()}.{'busy' if timelines else 'txt'}"
+    for one in timelines[:1]:
+        save(one, left)
+    if not timelines:
+        _say(why, left)
+    if store is not None and os.environ.get("GROUP_RANK", "0") != "0":
+        _send(store, left)
+    return ([], []) if rank() != 0 else _collected(left.parent, store)
+
+
+def meeting_place() -> Path:
+    """One that the ranks of this run know, and no other run."""
+    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
+    own = f"keepbusy-{os.getuid()}-"
+    for one in Path(tempfile.gettempdir()).glob(f"{own}*"):
+        with suppress(OSError):
+            if one.lstat().st_uid == os.getuid() and one.lstat().st_mtime < time.time() - _FORGOTTEN:
+                shutil.rmtree(one, ignore_errors=True)
+    folder = Path(tempfile.gettempdir()) / f"{own}{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise BadInput(f"{folder} is not this user's alone, so the ranks do not meet there; remove it.")
+    return folder
+
+
+def _say(why: Sequence[str], path: Path) -> None:
+    from keepbusy.timeline.files import replacing
+
+    with replacing(path, durable=False) as part:
+        part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
+
+
+def _of_this_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
+
+
+def _store() -> Any:
+    """Of a job on several hosts what torchrun's agents hold, through which all ranks are heard; else None."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or _of_this_host() == world():
+        return None
+    from torch.distributed import TCPStore
+
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with suppress(RuntimeError):  # that host is gone
+        return TCPStore(*at, is_master=False, timeout=timedelta(seconds=PATIENCE))
+    return None
+
+
+def _send(store: Any, path: Path) -> None:
+    """To the first host, which does not see the files of this one."""
+    content, key = path.read_bytes(), f"keepbusy/{rank()}"
+    begins = range(0, len(content), PIECE)
+    for begin in begins:
+        store.set(f"{key}/{begin}", content[begin : begin + PIECE])
+    store.set(key, f"{path.name} {len(begins)}")
+    path.rename(path.with_suffix(".sent"))
+    if len([*path.parent.glob("*.sent")]) == _of_this_host():
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _receive(store: Any, one: int, folder: Path) -> None:
+    """As if it had been left here, once it has been sent."""
+    key = f"keepbusy/{one}"
+    if store.check([key]):
+        name, pieces = store.get(key).decode().split()
+        (folder / name).write_bytes(b"".join(store.get(f"{key}/{place * PIECE}") for place in range(int(pieces))))
+
+
+def _collected(folder: Path, store: Any) -> tuple[list[Timeline], list[str]]:
+    """One that was killed together with its supervisor says nothing at all. Of other hosts only the store tells."""
+    from keepbusy.timeline.busy_file import load
+
+    expected = range(_of_this_host() if store is None else world())
+    until = time.monotonic() + PATIENCE
+    while (silent := [one for one in expected if not _has_spoken(folder, one)]) and time.monotonic() < until:
+        time.sleep(_POLL)
+        for one in silent if store is not None else ():
+            _receive(store, one, folder)
+    timelines = [load(path) for one in expected if (path := folder / f"rank{one}.busy").exists()]
+    why = [_why_missing(folder, one) for one in expected if not (folder / f"rank{one}.busy").exists()]
+    shutil.rmtree(folder, ignore_errors=True)
+    return timelines, why
+
+
+def _has_spoken(folder: Path, one: int) -> bool:
+    return (folder / f"rank{one}.busy").exists() or (folder / f"rank{one}.txt").exists()
+
+
+def _why_missing(folder: Path, one: int) -> str:
+    said = folder / f"rank{one}.txt"
+    why = said.read_text(encoding="utf-8") if said.exists() else "It was killed before it could write anything."
+    return f"rank {one} is missing from this report: {why}"
+
+
+# How the program is doing, drawn at the bottom of the terminal by the process around it
+
+INTERVAL = 0.25
+_SMALLEST = 40, 5
+_MODEST = 10
+
+
+class Terminal:
+    """Standard error, where it is one and somebody looks at it."""
+
+    def size(self) -> tuple[int, int]:
+        """Columns and rows."""
+        try:
+            return os.get_terminal_size(2)
+        except OSError:
+            return shutil.get_terminal_size()
+
+    def write(self, text: str) -> None:
+        os.write(2, text.encode("utf-8", "replace"))
+
+    def is_seen(self) -> bool:
+        """Not while the program runs in the background of its shell, nor on a handful of rows."""
+        columns, rows = self.size()
+        return _is_in_front() and columns >= _SMALLEST[0] and rows >= _SMALLEST[1]
+
+
+def _is_in_front() -> bool:
+    try:
+        return os.tcgetpgrp(2) == os.getpgrp()
+    except OSError:  # a session of its own, as torchrun starts them: nobody can send it to the background
+        return True
+
+
+@contextmanager
+def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) -> Iterator[None]:
+    """While this lasts the line is drawn. What the window saw is explained once, as soon as it is there."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    stop = threading.Event()
+    window = _Window(source, explained)
+    drawing = threading.Thread(target=_draw, args=(folder, window, stop), name="keepbusy live", daemon=True)
+    drawing.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        drawing.join()
+
+
+def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
+    from keepbusy.report.run_report import live_lines
+
+    terminal = Terminal()
+    bottom = BottomLines(terminal)
+    try:
+        while not stop.wait(INTERVAL):
+            if terminal.is_seen():
+                process, figures = latest(folder)
+                diagnosis, now = window.diagnosis(process), time.perf_counter_ns()
+                bottom.show(live_lines(figures, _tree_in(process), diagnosis, now, terminal.size()))
+    finally:
+        bottom.end()
+
+
+def latest(folder: Path) -> tuple[Path | None, Figures | None]:
+    """Of all processes that leave figures, the one that has taken most steps."""
+    from keepbusy.recording.recorder import LIVE
+    from keepbusy.timeline.run_facts import FiguresFile
+
+    found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{LIVE}")]
+    return max(
+        ((process, figures) for process, figures in found if figures is not None),
+        key=lambda one: one[1].steps,
+        default=(None, None),
+    )
+
+
+def _tree_in(process: Path | None) -> Part | None:
+    """The run of that process as far as it has grown; None before it has left any."""
+    from keepbusy.recording.recorder import TREE
+    from keepbusy.timeline.files import typed
+    from keepbusy.timeline.run_facts import Part
+
+    try:
+        return typed(Part, json.loads((process / TREE).read_text(encoding="utf-8"))) if process is not None else None
+    except (OSError, ValueError):
+        return None
+
+
+class _Window:
+    """What the window tells, once: explained in a thread of its own, at a low priority."""
+
+    def __init__(self, source: str, explained: Callable[[Timeline], Diagnosis]) -> None:
+        self._source, self._explained = source, explained
+        self._asked = False
+        self._diagnosis: Diagnosis | None = None
+
+    def diagnosis(self, process: Path | None) -> Diagnosis | None:
+        """None until there is one."""
+        if process is not None and not self._asked and _has_closed(process):
+            self._asked = True
+            threading.Thread(target=self._explain, args=(process,), name="keepbusy explains", daemon=True).start()
+        return self._diagnosis
+
+    def _explain(self, process: Path) -> None:
+        from keepbusy.recording.recorded_run import timeline_in
+
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _MODEST)
+        with suppress(BadInput, OSError):
+            self._diagnosis = self._explained(timeline_in(process, {"source": self._source}))
+
+
+def _has_closed(process: Path) -> bool:
+    from keepbusy.recording.recorded_run import facts_in
+    from keepbusy.recording.windows import TRACE
+
+    return (process / TRACE).exists() and bool(facts_in(process).get("closed"))
+
+
+# How it leaves alone what the program prints
+
+_SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
+
+
+class BottomLines:
+    """The last rows of a terminal. Each change is one write, so that nothing of the program's gets between."""
+
+    def __init__(self, screen: Terminal) -> None:
+        self._screen = screen
+        self._rows = self._count = 0
+
+    def show(self, texts: Sequence[str]) -> None:
+        """Put these lines there; also after the terminal has changed its size."""
+        _, rows = self._screen.size()
+        room = "" if (rows, len(texts)) == (self._rows, self._count) else self._room(rows, len(texts))
+        self._rows, self._count = rows, len(texts)
+        self._screen.write(f"{room}{_SAVE}{self._written(texts)}{_RESTORE}")
+
+    def end(self) -> None:
+        """Give the rows back."""
+        if self._rows:
+            self._screen.write(f"{_SAVE}\x1b[r{self._written([''] * self._count)}{_RESTORE}")
+            self._rows = self._count = 0
+
+    def _written(self, texts: Sequence[str]) -> str:
+        first = self._rows - len(texts) + 1
+        return "".join(f"\x1b[{first + number};1H{_CLEAR}{text}" for number, text in enumerate(texts))
+
+    def _room(self, rows: int, count: int) -> str:
+        """Should the program stand where our lines are to be, all goes up; then all rows but those scroll. What is no
+        longer ours is empty."""
+        more = count - self._count if rows == self._rows or not self._rows else 0
+        up = "\x1bD" * more + f"\x1b[{more}A" if more > 0 else ""
+        freed = self._written([""] * self._count) if more < 0 else ""
+        return f"{up}{_SAVE}{freed}\x1b[1;{rows - count}r{_RESTORE}"
