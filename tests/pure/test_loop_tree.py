@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 from watched import MS, Watched, codes_of
 
-from keepbusy.instrument.loop_tree import beside, innermost_loops, jumps_of, read_source, tree_of, turned_by, turns_at
+from keepbusy.instrument.loop_tree import (
+    innermost_loops,
+    jumps_of,
+    loop_of_steps,
+    loops_beside,
+    read_source,
+    tree_of,
+    turns_at,
+)
 from keepbusy.instrument.loops import Line
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.source_loops import SourceLoops
@@ -513,11 +521,11 @@ def test_what_another_loop_does_between_two_steps_is_no_step(tmp_path: Path, mon
     run.turned("ppo", 2, moves).turned("ppo", 5, batches).turned("ppo", 4, epochs).turned("ppo", 1, epochs[1::2])
     loops = innermost_loops(run.looks, None)
     around = [(run.numbers["ppo"], line) for line in (1, 4, 5)]
-    trains = turned_by(marks.table.host(), around, loops)
+    trains = loop_of_steps(marks.table.host(), around, loops)
     assert trains is not None
-    assert (trains.place, [one.place for one in beside(trains, loops)]) == ("ppo.py:5", ["ppo.py:2"])
+    assert (trains.place, [one.place for one in loops_beside(trains, loops)]) == ("ppo.py:5", ["ppo.py:2"])
     assert marks.steps().took.max() == 210 * MS
-    marks.others = [one.ends for one in beside(trains, loops)]
+    marks.others = [one.ends for one in loops_beside(trains, loops)]
     assert set(marks.steps().took.tolist()) == {10 * MS}
     assert marks.beside() == {9, 17}
 
@@ -531,7 +539,7 @@ def test_marks_within_a_loop_over_optimizers_are_those_of_the_loop_around_it(
     )
     run.at(1_000, ("gan", 3)).turned("gan", 1, steady(0, 10, 100)).turned("gan", 2, steady(0, 20, 50))
     marks = np.array([round(end * MS) - 1 for end in steady(0, 10, 100)])
-    found = turned_by(marks, [(run.numbers["gan"], line) for line in (1, 2)], innermost_loops(run.looks, None))
+    found = loop_of_steps(marks, [(run.numbers["gan"], line) for line in (1, 2)], innermost_loops(run.looks, None))
     assert found is not None
     assert found.place == "gan.py:1"
 
@@ -557,9 +565,9 @@ def test_what_the_loop_around_a_loop_of_one_turn_does_is_part_of_a_step(
     run.turned("trainer", 2, steady(0, 20, 100)).turned("trainer", 1, steady(0, 2, 1_000))
     marks = np.array([round(end * MS) - 3 * MS for end in steady(0, 20, 100)])
     loops = innermost_loops(run.looks, None)
-    trains = turned_by(marks, [(run.numbers["trainer"], line) for line in (1, 2, 5)], loops)
+    trains = loop_of_steps(marks, [(run.numbers["trainer"], line) for line in (1, 2, 5)], loops)
     assert trains is not None
-    assert (trains.place, [*beside(trains, loops)]) == ("trainer.py:2", [])
+    assert (trains.place, [*loops_beside(trains, loops)]) == ("trainer.py:2", [])
 
 
 FILM = """\
@@ -590,9 +598,9 @@ def test_steps_within_a_generator_are_turns_of_the_loop_that_asks_it(
     around = [
         (run.numbers[name], line) for name, line in (("film.write", 2), ("film.coloured", 6), ("film.coloured", 7))
     ]
-    trains = turned_by(marks.table.host(), around, loops)
+    trains = loop_of_steps(marks.table.host(), around, loops)
     assert trains is not None
-    assert (trains.place, [*beside(trains, loops)]) == ("film.py:2", [])
+    assert (trains.place, [*loops_beside(trains, loops)]) == ("film.py:2", [])
     marks.others = [one.ends for one in loops if one.place == "film.py:3"]  # if it were held for another one
     assert len(marks.steps()) == 59
 

@@ -610,7 +610,7 @@ def _held(passes: Mapping[Nest, int], loop: Nest) -> int:
     return sum(count for nest, count in passes.items() if nest[: len(loop)] == loop)
 
 
-def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop]) -> BusyLoop | None:
+def loop_of_steps(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop]) -> BusyLoop | None:
     """The innermost of the loops around a mark, where it turns once from mark to mark as long as it turns; else the
     next one that always does. Where a loop around it does, too, it is that one: what it does beside is part of a step;
     as one that asks a generator for what its loops make, one in the other. Only of loops whose turns were counted."""
@@ -623,7 +623,7 @@ def turned_by(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop])
     return found
 
 
-def beside(trains: BusyLoop, loops: Sequence[BusyLoop]) -> Iterator[BusyLoop]:
+def loops_beside(trains: BusyLoop, loops: Sequence[BusyLoop]) -> Iterator[BusyLoop]:
     """Loops that stand neither around the one that trains nor within its ordinary turns: a trainer may evaluate the
     model within one of many."""
     parts = {loop for one in loops if _is_part(one, trains) for loop in one.nest}

@@ -127,7 +127,7 @@ _INTERPRETERS: list[_Interpreter] = []
 """Of the program that is run, once it is."""
 
 
-def as_before() -> AbstractContextManager[None]:
+def _as_before() -> AbstractContextManager[None]:
     """The interpreter as it was before the program."""
     return _INTERPRETERS[-1].again() if _INTERPRETERS else nullcontext()
 
@@ -278,7 +278,7 @@ class Ending:
         its_own = sys.getrecursionlimit()
         sys.setrecursionlimit(max(its_own, self._depth))
         try:
-            with as_before():
+            with _as_before():
                 self._finish()
         finally:
             sys.setrecursionlimit(its_own)

@@ -70,7 +70,7 @@ class SourceLoops:
         while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
             target += 2
         iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")
-        position = position_of(code, target)
+        position = _position_of(code, target)
         # the first statement of an outer `while` may be an inner one: whose test is jumped to from there is the outer's
         return next((loop for loop in self.around(code, position[0]) if loop.turns_at(iterates, position)), None)
 
@@ -181,6 +181,6 @@ def _begins(loop: ast.For | ast.AsyncFor | ast.While) -> tuple[Position, Positio
     return here, (loop.body[0].end_lineno or 0, loop.body[0].end_col_offset or 0)
 
 
-def position_of(code: CodeType, instruction: int) -> Position:
+def _position_of(code: CodeType, instruction: int) -> Position:
     line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
     return line or code.co_firstlineno, column or 0

@@ -206,9 +206,9 @@ def _ended(stack: list[_OpenFunction], code: int) -> int:
     return 0
 
 
-def time_of_an_entry(count: int = 256) -> float:
+def _time_of_an_entry(count: int = 256) -> float:
     """Nanoseconds of the processor's, which differ by a factor of three from host to host."""
-    log, code = Log(), time_of_an_entry.__code__
+    log, code = Log(), _time_of_an_entry.__code__
     began = time.thread_time_ns()
     for _ in range(count):
         log.add(LINE, code)
@@ -234,7 +234,7 @@ class Ask:
     whether: Callable[[], object]
 
 
-class MonitoringFollower:
+class _MonitoringFollower:
     """Follows all threads. A loop in pure Python falls silent soon: following it would cost more than it tells.
 
     Each line of such a loop is then told once, and not again before the program has left the loop. A
@@ -253,7 +253,7 @@ class MonitoringFollower:
 
     def begin(self) -> str:
         """Returns why not, if it cannot."""
-        self._quick = round(LAUNCHES_NOTHING * time_of_an_entry())
+        self._quick = round(LAUNCHES_NOTHING * _time_of_an_entry())
         if not self._monitor.begin():
             return "other tools hold all places of sys.monitoring"
         for frames in self.log.open_frames().values():
@@ -333,7 +333,7 @@ CALLS_TOLD_APART = 2_000
 """Calls of one function, or turns of a generator, beyond which it is no longer told apart from who calls it."""
 
 
-class TraceFollower:
+class _TraceFollower:
     """Follows the thread in which it began."""
 
     def __init__(self, log: Log, ask: Ask) -> None:
@@ -385,7 +385,7 @@ class TraceFollower:
         return self._within if self._follows else None
 
 
-def follower(log: Log, ask: Ask | None = None) -> MonitoringFollower | TraceFollower:
+def follower(log: Log, ask: Ask | None = None) -> _MonitoringFollower | _TraceFollower:
     """The way that this Python offers."""
     ask = ask or Ask(1 << 62, lambda: None)
-    return MonitoringFollower(log, ask) if sys.version_info >= (3, 12) else TraceFollower(log, ask)
+    return _MonitoringFollower(log, ask) if sys.version_info >= (3, 12) else _TraceFollower(log, ask)

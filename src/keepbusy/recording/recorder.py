@@ -22,12 +22,12 @@ from keepbusy.instrument.lines import PROGRAM_CODE, program_lines
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
-    beside,
     innermost_loops,
     jumps_of,
+    loop_of_steps,
+    loops_beside,
     read_source,
     tree_of,
-    turned_by,
     turns_at,
     worth_a_look,
 )
@@ -108,7 +108,7 @@ class Run:
         self.clock = self.window.clock
         self._sources = SourceLoops(read_source)
         self._plan = WindowPlan(self.marks, self.clock, lambda: step_looks(self.loops.looks), self._unseen_loops)
-        self._shared = SharedWindows(Path(options.shared or self.folder.parent), self.clock, collectives_so_far)
+        self._shared = SharedWindows(Path(options.shared or self.folder.parent), self.clock, _collectives_so_far)
         self._further: list[tuple[Occasion, Window]] = []
         self._open_spans: list[tuple[int, int]] = []  # from when to when each window was open
         self._stepped_at: list[tuple[CodeType, int]] = []  # where the first window opened, from the inside out
@@ -275,9 +275,9 @@ class Run:
         numbers = {id(code): number for number, code in enumerate(self.loops.looks.codes)}
         lines = [(code, line) for code, line in reversed(self._stepped_at) if id(code) in numbers]
         around = [(numbers[id(code)], loop.first) for code, line in lines for loop in self._sources.around(code, line)]
-        trains = turned_by(self.marks.table.host(), around, loops)
+        trains = loop_of_steps(self.marks.table.host(), around, loops)
         if trains is not None:
-            self._loop, self.marks.others = trains.place, [one.ends for one in beside(trains, loops)]
+            self._loop, self.marks.others = trains.place, [one.ends for one in loops_beside(trains, loops)]
         return loops
 
     def _know_marks(self) -> None:
@@ -554,7 +554,7 @@ class Run:
         return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def collectives_so_far() -> int:
+def _collectives_so_far() -> int:
     """Of all ranks together, as PyTorch counts them in each; 0 where it does not."""
     with suppress(Exception):
         return int(sys.modules["torch.distributed"].group.WORLD._get_sequence_number_for_group())

@@ -62,7 +62,7 @@ class Marks:
         """Of loops beside the one that trains, when their turns ended: what lies between two marks there is no step."""
         self._live = FiguresFile(live) if live is not None else None
         self._on_step, self._clock, self._device = on_step, clock, device
-        self._ends = StepEnds(self._ended)
+        self._ends = _StepEnds(self._ended)
         self._allocations = Allocations()
         self._on_device: DeviceMarks | None = None
         self._source = StepSource.NOBODY  # of the last mark
@@ -257,7 +257,7 @@ class StepSource(IntEnum):
     STEP = 4
 
 
-class StepEnds:
+class _StepEnds:
     """Calls `ended(verdict)` in the program's thread, with one of the verdicts of `Rounds`."""
 
     def __init__(self, ended: Callable[[int], object]) -> None:
@@ -270,14 +270,14 @@ class StepEnds:
         self._optimizer_steps = 0
         self._optimizers: set[int] = set()
         self._patches = Patches()
-        self._forward = ForwardPasses(lambda module: self._heard(StepSource.FORWARD, id(module)))
+        self._forward = _ForwardPasses(lambda module: self._heard(StepSource.FORWARD, id(module)))
 
     def begin(self) -> None:
         """Listen to whatever may end a step."""
         import torch
         from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-        for ours in (StepEnds._announced, StepEnds._stepped):
+        for ours in (_StepEnds._announced, _StepEnds._stepped):
             left_alone(ours)  # not where it is written: that would import PyTorch before the program does
         ENDED.append(self._announced)
         self._patches.later(lambda: ENDED.remove(self._announced))
@@ -415,7 +415,7 @@ PASSES_TO_LEARN = 64
 """After so many forward passes it is known which kinds of modules stand outermost."""
 
 
-class ForwardPasses:
+class _ForwardPasses:
     """Calls `passed(module)` after each of them."""
 
     def __init__(self, passed: Callable[[Any], object]) -> None:

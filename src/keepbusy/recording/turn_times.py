@@ -139,18 +139,18 @@ def _written_chain(looks: Looks, lines: Sequence[Line]) -> tuple[tuple[str, ...]
     return tuple(written(line) for line in users), written(called) if called and users else ""
 
 
-def branch(chain: Chain, trunk: Chain) -> Chain:
+def _branch(chain: Chain, trunk: Chain) -> Chain:
     """As far as the line at which it leaves the trunk."""
-    return chain[: shared(chain, trunk) + 1]
+    return chain[: _shared_depth(chain, trunk) + 1]
 
 
-def functions(chain: Chain) -> Chain:
+def _functions(chain: Chain) -> Chain:
     """Without the lines: a loop that is busy at many of its own is at none of them for most of the time."""
     known = ((line, source_line(line)) for line in chain)
     return tuple(f"{one[0]}: {one[2]}" if one else line for line, one in known)
 
 
-def shared(chain: Chain, trunk: Chain) -> int:
+def _shared_depth(chain: Chain, trunk: Chain) -> int:
     """How many lines the two have in common from the outside in."""
     return next((depth for depth, (one, other) in enumerate(zip(chain, trunk, strict=False)) if one != other),
                 min(len(chain), len(trunk)))  # fmt: skip
@@ -213,11 +213,11 @@ def rare_stalls(steps: Steps, saves: Mapping[int, int], looks: StepLooks, delaye
     if not slow.any():
         return []
     usual = looks.within(began[~slow], over[~slow])
-    trunk, around = usual.trunk(), usual.trunk(functions)
+    trunk, around = usual.trunk(), usual.trunk(_functions)
     branches: dict[Chain, int] = {trunk: NONE}
     for chain in looks.chains:  # the loop itself is no place
-        branches.setdefault(branch(chain, trunk), len(branches) if chain != trunk[: len(chain)] else NONE)
-    of_chain = np.array([branches[branch(chain, trunk)] for chain in looks.chains], np.int64)
+        branches.setdefault(_branch(chain, trunk), len(branches) if chain != trunk[: len(chain)] else NONE)
+    of_chain = np.array([branches[_branch(chain, trunk)] for chain in looks.chains], np.int64)
     place = of_chain[looks.chain] if len(looks.chain) else looks.chain
     pauses = {
         INPUT: steps.input,
@@ -255,7 +255,7 @@ def _stall(
         share=kind.total / whole,
         lines=lines,
         library=library,
-        loop=min(shared(lines, trunk), shared(functions(lines), around) - 1, len(lines) - 1),
+        loop=min(_shared_depth(lines, trunk), _shared_depth(_functions(lines), around) - 1, len(lines) - 1),
         last=int(came[-1]) + 1,
     )
 

@@ -25,10 +25,10 @@ from keepbusy.instrument.loop_tree import (
     BusyUntil,
     LoopKey,
     Nest,
-    beside,
     follows,
     innermost_loops,
     loop_that_trains,
+    loops_beside,
     read_source,
     tree_of,
     turns_of_loops,
@@ -250,7 +250,7 @@ def _with_marks(
     if not is_marked and not _is_told_by_turns(trains, marked, by_pattern(timeline)):
         return timeline
     worth = {one.nest for one in worth_a_look(loops)}
-    further = [_window(timeline, lane, one) for one in beside(trains, loops) if one.nest in worth]
+    further = [_window(timeline, lane, one) for one in loops_beside(trains, loops) if one.nest in worth]
     return marked.change(further=tuple(one for one in further if one is not None))
 
 
