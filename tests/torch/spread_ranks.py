@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from keepbusy.runtime.accumulate import accumulate
 from keepbusy.runtime.save_later import save_later
-from keepbusy.runtime.spread import resume, sharded_states, state_of
-from keepbusy.runtime.spread.batch_share import share
-from keepbusy.runtime.spread.layout import own_part
+from keepbusy.runtime.spread import resume, spread_model, state_of
+from keepbusy.runtime.spread.layout import own_part, share
 from keepbusy.runtime.spread.spread_model import spread
 
 RANKS = int(os.environ["WORLD_SIZE"])
@@ -565,7 +564,7 @@ ERRORS = [
 if __name__ == "__main__":
     import time
 
-    sharded_states.LARGE = 1 << 12  # so that small models have large parameters, too
+    spread_model.LARGE = 1 << 12  # so that small models have large parameters, too
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
