@@ -88,7 +88,7 @@ class ValuePage:
     def _send(self) -> None:
         self._closed = True
         with torch.no_grad(), ours():
-            self._reading = readback(torch.stack([one.reshape(()) for one in self._values]))
+            self._reading = readback(torch.stack([one.reshape(()) if one.ndim else one for one in self._values]))
 
     def read(self, place: int) -> Tensor:
         with self._lock:
@@ -108,7 +108,8 @@ class PlacedNumber:
         self._page, self._place, self._shape = page, place, shape
 
     def __call__(self) -> Tensor:
-        return self._page.read(self._place).reshape(self._shape)
+        number = self._page.read(self._place)
+        return number.reshape(self._shape) if self._shape else number
 
 
 def _sent(value: Tensor) -> Home:
@@ -164,11 +165,14 @@ class LateValue:
         return self._depth if self._formula is not None else 0
 
     def settle(self) -> Any:
+        with ours():
+            return self.worked_out()
+
+    def worked_out(self) -> Any:
         with self._lock:
             if self._formula is not None:
-                with ours():
-                    others = (one.settle() if isinstance(one, _UNSETTLED) else one for one in self._others)
-                    self._number = self._formula(*(home() for home in self._homes), *others)
+                others = [one.settle() if isinstance(one, _UNSETTLED) else one for one in self._others]
+                self._number = self._formula(*[home() for home in self._homes], *others)
                 self._formula, self._homes, self._others = None, (), ()
             return self._number
 
@@ -183,8 +187,9 @@ class LateSum:
         self.pending: deque[LateValue] = deque()
 
     def settle(self, leaving: int = 0) -> Any:
-        while len(self.pending) > leaving:
-            self.number += self.pending.popleft().settle()
+        with ours():
+            while len(self.pending) > leaving:
+                self.number += self.pending.popleft().worked_out()
         return self.number
 
 
@@ -277,7 +282,7 @@ class LateNumbers:
         timed = bool(values) and type(values[0]) is torch.cuda.Event
         if timed:
             self._passed(sys._getframe(2))
-        depth = 1 + max((one.depth for one in others if isinstance(one, LateValue)), default=0)
+        depth = 1 + max([0, *(one.depth for one in others if isinstance(one, LateValue))]) if others else 1
         if not self._may_wait(values, others, depth):
             return None
         kind = (id(formula.__code__), *map(_kind_of, values), *map(type, others))
@@ -310,7 +315,8 @@ class LateNumbers:
             return _timed(value)
         if not _is_single(value):
             return large(value.detach())
-        value = value.detach().clone()  # also where nobody else seems to know it: a graph's next replay writes there
+        bare = value.detach() if value.requires_grad else value
+        value = bare.clone()  # also where nobody else seems to know it: a graph's next replay writes there
         page = self._pages.get((value.device, value.dtype))
         number = page.put(value) if page is not None else None
         if number is None:
