@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8650,
     "explain": 4522,
     "report": 3164,
-    "runtime": 6193,
+    "runtime": 6140,
     "cli": 3550,
-    "fix": 6338,
+    "fix": 6344,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
