@@ -2255,6 +2255,24 @@ for turn, (x, y) in enumerate(batches(48)):
 
 found += [*weights(net), net.turns]
 """,
+    "batch statistics of several calls, gone back through together": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = deep()[0], nn.BatchNorm1d(5), nn.Linear(5, 5)
+    def forward(self, x): return self.last(torch.tanh(self.norm(self.first(x))))
+net = Net().cuda(); optimizer = sgd(net)
+for turn, (x, y) in enumerate(batches(30)):
+    mixed = (x * 0.5).requires_grad_()
+    slope, = torch.autograd.grad(net(mixed).sum(), mixed, create_graph=True)
+    loss = F.cross_entropy(net(x), y) - net(-x).mean() + slope.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += [*weights(net), *net.buffers()]
+""",
     "inside of a longer loop with breaks": DEEP
     + """
 net, optimizer = deep(); best = 1e9

@@ -132,9 +132,8 @@ class DeviceState:
 
     def restore(self) -> None:
         torch.cuda.set_rng_state(self.values[0])
-        with torch.no_grad():
-            for one, before in zip(self._buffers, self.values[1:], strict=True):
-                one.copy_(before)
+        for one, before in zip(self._buffers, self.values[1:], strict=True):
+            one.data.copy_(before)  # what autograd keeps of it elsewhere is not to seem changed
 
 
 class PassGraphs:

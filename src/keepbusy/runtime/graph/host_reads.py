@@ -51,7 +51,9 @@ _PYTHON_FILES = {
     "abc.py",
     "_collections_abc.py",
     "operator.py",
+    "dataclasses.py",
 }
+_PYTHON_FUNCTIONS = {("inspect.py", "signature"), ("inspect.py", "parameters")}
 _BUILTINS = {
     *("len", "isinstance", "issubclass", "zip", "enumerate", "reversed", "sorted", "sum", "min", "max", "abs", "round"),
     *("any", "all", "hasattr", "getattr", "callable", "divmod", "pow", "repr", "__build_class__"),
@@ -229,7 +231,8 @@ class HostReads:
         file, outer = Path(frame.f_code.co_filename), frame.f_back
         if outer is None or _kind_of(outer.f_code.co_filename) != _OF_PROGRAM:
             return
-        if file.name not in _PYTHON_FILES and file.parent.name != "collections":
+        is_known = file.name in _PYTHON_FILES or (file.name, frame.f_code.co_name) in _PYTHON_FUNCTIONS
+        if not is_known and file.parent.name != "collections":
             self.finding = f"it calls {frame.f_code.co_name}, {_place(outer)}"
 
     def _look(self, frame: FrameType) -> None:
