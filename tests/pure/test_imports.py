@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8650,
     "explain": 4522,
     "report": 3164,
-    "runtime": 6140,
+    "runtime": 6143,
     "cli": 3550,
-    "fix": 6344,
+    "fix": 6343,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
