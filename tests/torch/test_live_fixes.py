@@ -312,6 +312,25 @@ def test_where_nothing_gains_the_plan_says_what_is_left_to_the_author(tmp_path: 
     assert fixes.told().endswith("what to change by hand is in the plan of `keepbusy run`")
 
 
+def test_a_difference_within_the_noise_is_not_told_as_a_gain(tmp_path: Path) -> None:
+    """The medians differ by 12%, and the turns of one kind by more: it was switched off, for it gained nothing."""
+    fixes, path = LiveFixes(("copies",)), tmp_path / "train.py"
+    [copies] = fixes.switches = [FixSwitch("copies", "copies")]
+    fixes.trial = FixTrial()
+    copies.done[str(path), 4] += 1
+    plain, fixed = [27_300_000, 31_000_000, 32_400_000, 55_800_000], [27_600_000, 27_700_000, 28_100_000, 62_400_000]
+    fixes.result = TrialResult([*plain, 28_000_000, 33_000_000], [*fixed, 27_900_000, 60_000_000], range(3))
+    assert not fixes.result.stands_out
+    copies.saved = fixes.result.saved
+    copies.stop("it gained nothing here")
+    told = fixes.told((planned("prefetch", 500_000, path, 4),))
+    assert "% less" not in told
+    assert "gain          none that stands out: 31.7 → 28.0 ms a turn, within the noise of the turns\n" in told
+    assert "without 27.3 ms to 55.8 ms, with 27.6 ms to 62.4 ms, in turns\n" in told
+    assert "foretold 500 µs a turn, nothing came that stands out\n" in told
+    assert "foretold 500 µs a turn in all, nothing came that stands out\n" in told
+
+
 def test_what_two_fixes_are_for_is_foretold_once(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     draws, copies = FixSwitch("draws", "draws"), FixSwitch("copies", "copies")

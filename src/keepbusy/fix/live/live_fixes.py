@@ -236,7 +236,7 @@ class LiveFixes:
         self._untried = [one for one in self.switches if one.done and one.name not in _BY_THEMSELVES]
         if len(self._untried) == 1:
             self._untried[0].saved = result.saved
-        if result.gain < NOISE or not result.stands_out:
+        if _within_noise(result):
             for one in self._untried:
                 together = len(self._untried) > 1
                 self._give_up(one, "together they gained nothing here" if together else "it gained nothing here")
@@ -271,7 +271,8 @@ class LiveFixes:
         lines += ["", *_measured(self.trial.turns, self.result)]
         whole = foretold(plan, *self.switches)
         if self.result is not None and whole:
-            lines.append(f"              foretold {duration(whole)} a turn in all, {_came(self.result.saved)}")
+            came = _came(self.result.saved, _within_noise(self.result))
+            lines.append(f"              foretold {duration(whole)} a turn in all, {came}")
         if not any(one.done and not one.off_because for one in self.switches):
             lines += _left_to_the_author(plan, self.switches)
         return "\n".join(lines)
@@ -312,19 +313,31 @@ def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
         yield f"gain          not measured: the program took {turns} turns, too few to compare"
         return
     plain, fixed = round(median(result.plain)), round(median(result.fixed))
-    saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
-    yield f"gain          {transition(plain, fixed)} a turn, {saved}"
+    if plain > fixed and _within_noise(result):
+        yield f"gain          none that stands out: {transition(plain, fixed)} a turn, within the noise of the turns"
+    else:
+        saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
+        yield f"gain          {transition(plain, fixed)} a turn, {saved}"
     yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, in turns"
 
 
 def _beside(switch: FixSwitch, predicted: int | None) -> Iterator[str]:
     """What was foretold of it, and what came."""
     if predicted is not None and switch.done:
-        yield f"              foretold {duration(predicted)} a turn, {_came(switch.saved)}"
+        yield f"              foretold {duration(predicted)} a turn, {_came(switch.saved, bool(switch.off_because))}"
 
 
-def _came(saved: int | None) -> str:
-    return "not measured" if saved is None else f"came {duration(saved)}" if saved > 0 else "nothing came"
+def _came(saved: int | None, within_noise: bool) -> str:
+    if saved is None:
+        return "not measured"
+    if saved <= 0:
+        return "nothing came"
+    return "nothing came that stands out" if within_noise else f"came {duration(saved)}"
+
+
+def _within_noise(result: TrialResult) -> bool:
+    """Whether this is no gain: too little of a turn, or no more than turns of one kind differ by."""
+    return result.gain < NOISE or not result.stands_out
 
 
 def _range(times: Sequence[int]) -> str:
