@@ -283,7 +283,7 @@ class Run:
     def _know_marks(self) -> None:
         if self._steps:
             self._know_loops()
-            self._marks_facts = self.marks.run(step_looks(self.loops.looks)).as_fact()
+            self._marks_facts = asdict(self.marks.run(step_looks(self.loops.looks)))
 
     def _know_turns(self) -> None:
         """What turns of the loops with windows took in the whole run: at first a host is ahead of its GPU."""

@@ -186,7 +186,7 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     spans, kept = timeline.spans, np.flatnonzero(~skipped)
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
     lag = spans.lag + _work_before(timeline, skipped)
-    launches = np.where(continued(timeline), CONTINUED, launched_lane(timeline))
+    launches = np.where(_continued(timeline), CONTINUED, _launched_lane(timeline))
     waits = (spans.awaits != NONE) & (spans.kind < Kind.KERNEL)  # a call for memory may wait as a sync does
     kind = np.where(waits, Kind.SYNC, spans.kind)
     columns = (np.arange(len(timeline)), spans.lane, kind, spans.work, lag)
@@ -253,7 +253,7 @@ def _releases(timeline: Timeline) -> dict[int, list[Release]]:
     return releases
 
 
-def launched_lane(timeline: Timeline) -> Ints:
+def _launched_lane(timeline: Timeline) -> Ints:
     """Of each launch, the lane of its first command; NONE for every other row."""
     links = timeline.launches
     lane = np.full(len(timeline), NONE, np.int64)
@@ -261,7 +261,7 @@ def launched_lane(timeline: Timeline) -> Ints:
     return lane
 
 
-def continued(timeline: Timeline) -> Mask:
+def _continued(timeline: Timeline) -> Mask:
     """The commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
     links, count = timeline.launches, len(timeline)
     launch = np.full(count + 1, NONE, np.int64)  # the last place is for rows with none before
@@ -377,7 +377,7 @@ def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) 
 
 
 def _queues(timeline: Timeline) -> Iterator[Queue]:
-    launched, queued = launched_lane(timeline), ~continued(timeline)
+    launched, queued = _launched_lane(timeline), ~_continued(timeline)
     links = timeline.launches
     for lane in np.unique(launched[launched != NONE]).tolist():
         rows = timeline.rows_of(lane)

@@ -205,12 +205,9 @@ class PlainRun:
     course: Course = Course()
     fault: str = ""  # why marks ended before the run did
 
-    def as_fact(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def of_fact(cls, fact: object) -> PlainRun | None:
-        """What `as_fact` gave, also from a file; none for whatever else stands there."""
+        """From JSON; none for whatever else stands there."""
         try:
             return typed(cls, fact)
         except ValueError:
