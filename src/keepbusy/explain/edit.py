@@ -91,10 +91,14 @@ class Finding:
     rows: Ints  # the rows to blame
     count: int  # how often it was met
     places: Mapping[Where, Ints] = field(default_factory=dict)  # the rows to blame, by where they stand in the program
+    _parts: dict[bytes, Edit] = field(default_factory=dict, repr=False)
 
     def only(self, rows: Ints) -> Edit:
-        """The edit of these culprits alone."""
-        return self.edit.only(np.isin(self.culprit, rows))
+        """The edit of these culprits alone. One object for the same rows, so that each is replayed once."""
+        key = rows.tobytes()
+        if key not in self._parts:
+            self._parts[key] = self.edit.only(np.isin(self.culprit, rows))
+        return self._parts[key]
 
     def held_at(self, timeline: Timeline, rows: Ints) -> int:
         """How long all took that is blamed on these culprits."""

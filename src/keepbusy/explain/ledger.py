@@ -135,11 +135,12 @@ class Forecast:
         """Of a step that a sample stands for: what the run's GPU is at work in it, without what the fix takes away."""
         if not self.plain.at_work:
             return 0
-        before, after = (one.computing + one.copying + one.wire for one in map(self.spent, (self._unchanged, edit)))
+        before, after = (one.computing + one.copying + one.wire for one in map(self.spent, (self.nothing, edit)))
         return max(0, self.plain.at_work - round(before - after))
 
     @cached_property
-    def _unchanged(self) -> Edit:
+    def nothing(self) -> Edit:
+        """That leaves the run as it was."""
         return Edit.nothing(self.plain.timeline)
 
     def gain(self, edit: Edit) -> int:
@@ -211,15 +212,19 @@ class Story:
     scene: Scene
     forecast: Forecast
     found: dict[str, Finding]
-    _edits: dict[frozenset[str], Edit] = field(default_factory=dict)
+    everything: Edit  # all that was found, fixed
+    _edits: dict[frozenset[str], Edit]
 
     @staticmethod
     def of(window: Timeline, plain_step: int | None, workers: int) -> Story:
         window = fed_as_usual(window, plain_step)
         plain = plain_run(window, plain_step)
         forecast, scene = Forecast(plain, other_view(window, plain)), Scene(plain.timeline, workers)
-        found = {cause: replace(one, places=by_place(scene, one.rows, cause)) for cause, one in findings(scene).items()}
-        return Story(scene, forecast, found)
+        found = findings(scene)
+        everything = Edit.of([one.edit for one in found.values()], scene.timeline)
+        found = {cause: replace(one, places=by_place(scene, one.rows, cause)) for cause, one in found.items()}
+        edits = {frozenset(found): everything, frozenset[str](): forecast.nothing}
+        return Story(scene, forecast, found, everything, edits)
 
     @property
     def plain(self) -> PlainTimeline:
@@ -227,7 +232,7 @@ class Story:
 
     @cached_property
     def unchanged(self) -> StepParts:
-        return self.forecast.spent(self.edit_of([]))
+        return self.forecast.spent(self.forecast.nothing)
 
     def gain(self, cause: str) -> int:
         return self.forecast.gain(self.found[cause].edit)
@@ -287,15 +292,14 @@ class Story:
 
     def _ledger(self, named: Sequence[str]) -> dict[str, int]:
         """What each cause takes of the time in which nothing is computed; what then is left has no cause we know."""
-        everything = self.edit_of(self.found)
         waits: dict[str, float] = {}
         left = self.unchanged.held_up
         for causes in self._in_tiers(named):
             taken = self._waits(causes, list(waits), left)
             waits, left = waits | taken, max(0.0, left - sum(taken.values()))
-        waits["pipeline_bubble"] = self._bubble(everything, left)
+        waits["pipeline_bubble"] = self._bubble(self.everything, left)
         left -= waits["pipeline_bubble"]
-        last = self.forecast.spent(everything)
+        last = self.forecast.spent(self.everything)
         copying = min(left, last.copying)
         wire = min(left - copying, last.wire)
         left -= copying + wire
@@ -392,7 +396,7 @@ class Story:
         if self.scene.timeline.facts.runs_once:
             return {}
         seen = [cause for cause in found.difference(_SILENT_CAUSES) if self.gain(cause) <= noise]
-        everything = self.forecast.gain(self.edit_of(found))
+        everything = self.forecast.gain(self.everything)
         last = {cause: everything - self.forecast.gain(self.edit_of(found - {cause})) for cause in sorted(seen)}
         return {cause: gain for cause, gain in last.items() if gain > noise}
 
