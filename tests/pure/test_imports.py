@@ -162,7 +162,7 @@ LINES = {
     "instrument": 2376,
     "recording": 4056,
     "virtual": 8650,
-    "explain": 4522,
+    "explain": 4530,
     "report": 3164,
     "runtime": 6143,
     "cli": 3550,
